@@ -1,0 +1,35 @@
+"""Attention over variable-length user histories in TorchRec models, with no padding anywhere."""
+
+from typing import TYPE_CHECKING
+
+from torchrec_jagged_attn.layout import JaggedLayout
+from torchrec_jagged_attn.ops import jagged_flash_attention, jagged_target_attention
+
+if TYPE_CHECKING:
+    from torchrec_jagged_attn.modules import (
+        JaggedTargetAttention,
+        TargetAttentionConfig,
+        TargetAttentionEmbeddingBagCollection,
+        embedding_parameters,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "JaggedLayout",
+    "JaggedTargetAttention",
+    "TargetAttentionConfig",
+    "TargetAttentionEmbeddingBagCollection",
+    "embedding_parameters",
+    "jagged_flash_attention",
+    "jagged_target_attention",
+]
+
+
+def __getattr__(name: str) -> object:
+    """The modules need torchrec, the ops do not: import the modules when one is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchrec_jagged_attn import modules
+
+    return getattr(modules, name)

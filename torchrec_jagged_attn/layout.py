@@ -1,0 +1,145 @@
+"""Where the rows of each sample lie in a jagged tensor."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["JaggedLayout", "check_offsets_metadata", "should_validate"]
+
+
+def should_validate(tensor: Tensor) -> bool:
+    """Whether reading the values of ``tensor`` to check them is allowed here.
+
+    Always on CPU. On CUDA a read waits for the device, so only when the environment variable
+    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``.
+    """
+    if tensor.device.type == "cpu":
+        return True
+    return tensor.device.type == "cuda" and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"
+
+
+@dataclass(frozen=True)
+class JaggedLayout:
+    """The layout of ``B`` samples of different lengths, stored one after the other in ``N`` rows.
+
+    Sample ``b`` owns the rows ``offsets[b] … offsets[b + 1] - 1``. Everything here is made on the
+    device of ``offsets`` from shapes alone: nothing waits for the device, and no size depends on
+    the values.
+
+    Args:
+        offsets: ``[B + 1]`` int32 or int64, from 0 to ``num_rows``, never decreasing.
+        num_rows: ``N``, the number of rows of the tensor laid out.
+
+    Raises:
+        TypeError: ``offsets`` is neither int32 nor int64.
+        ValueError: ``offsets`` is not one-dimensional, or has no element.
+
+    Example:
+        >>> layout = JaggedLayout.from_lengths(torch.tensor([2, 0, 3]))
+        >>> layout.offsets
+        tensor([0, 2, 2, 5])
+        >>> layout.sample_ids()
+        tensor([0, 0, 2, 2, 2])
+        >>> layout.positions_from_end()
+        tensor([1, 0, 2, 1, 0])
+
+        Cut into tiles of at most two rows, sample 0 is tile 0, and sample 2 is tiles 3 and 4:
+
+        >>> layout.num_tiles(2)
+        5
+        >>> layout.tiles(2)
+        tensor([[0, 0],
+                [1, 2],
+                [1, 4],
+                [2, 2],
+                [2, 4]])
+    """
+
+    offsets: Tensor
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        check_offsets_metadata(self.offsets)
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor, num_rows: int | None = None) -> JaggedLayout:
+        """Lay out samples of the given ``lengths`` (``[B]`` int32 or int64).
+
+        Give ``num_rows`` where it is known: without it the sum of ``lengths`` is read, which waits
+        for the device.
+        """
+        offsets = torch.zeros(lengths.numel() + 1, dtype=lengths.dtype, device=lengths.device)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return cls(offsets, int(offsets[-1]) if num_rows is None else num_rows)
+
+    @property
+    def batch_size(self) -> int:
+        """``B``, the number of samples."""
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[B]`` rows of each sample, in the dtype of ``offsets``."""
+        return self.offsets.diff()
+
+    def sample_ids(self) -> Tensor:
+        """``[N]`` int64: the sample that owns each row."""
+        samples = torch.arange(self.batch_size, device=self.offsets.device)
+        return torch.repeat_interleave(samples, self.lengths, output_size=self.num_rows)
+
+    def positions_from_end(self) -> Tensor:
+        """``[N]`` int64: rows of the same sample that come after each row; 0 is the last row."""
+        rows = torch.arange(self.num_rows, device=self.offsets.device)
+        return self.offsets[1:][self.sample_ids()] - 1 - rows
+
+    def num_tiles(self, block: int) -> int:
+        """How many tiles of at most ``block`` rows cover any ``B`` samples of ``N`` rows in all."""
+        return self.num_rows // block + self.batch_size
+
+    def tiles(self, block: int) -> Tensor:
+        """``[num_tiles(block), 2]`` int64: the sample and the first row of each tile.
+
+        No tile holds rows of two samples. Sample ``b`` owns the tiles from
+        ``offsets[b] // block + b``: an increasing number known without a prefix sum, so that a
+        kernel finds its tile by a binary search in ``offsets``. A tile whose first row is at or
+        past the end of its sample is idle; there are at most ``B`` of these.
+        """
+        samples = torch.arange(self.batch_size, device=self.offsets.device)
+        first_tile = self.offsets[:-1] // block + samples
+        tile = torch.arange(self.num_tiles(block), device=self.offsets.device)
+        sample = torch.searchsorted(first_tile, tile, right=True) - 1
+        row = self.offsets[sample] + (tile - first_tile[sample]) * block
+        return torch.stack([sample, row], dim=1)
+
+    def validate(self, name: str = "offsets") -> None:
+        """Check the values of ``offsets``: start 0, never decreasing, end ``num_rows``.
+
+        Reads the values, so it waits for the device.
+
+        Raises:
+            ValueError: naming the argument (``name``), what was expected and what came.
+        """
+        first, last = int(self.offsets[0]), int(self.offsets[-1])
+        if first != 0:
+            raise ValueError(f"{name} must start at 0, got {first}")
+        if last != self.num_rows:
+            raise ValueError(f"{name} must end at the {self.num_rows} rows they divide, got {last}")
+        decreasing = torch.nonzero(self.lengths < 0)
+        if decreasing.numel():
+            at = int(decreasing[0])
+            before, after = int(self.offsets[at]), int(self.offsets[at + 1])
+            raise ValueError(
+                f"{name} must never decrease, got {before} then {after} at position {at + 1}"
+            )
+
+
+def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
+    """Check dtype and shape of ``offsets`` (``[B + 1]`` int32 or int64), never their values."""
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")

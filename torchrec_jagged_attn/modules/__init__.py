@@ -1,0 +1,15 @@
+"""The modules: they hold weights, take TorchRec's jagged tensors and call the ops."""
+
+from torchrec_jagged_attn.modules.embedding_bag_collection import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    embedding_parameters,
+)
+from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
+
+__all__ = [
+    "JaggedTargetAttention",
+    "TargetAttentionConfig",
+    "TargetAttentionEmbeddingBagCollection",
+    "embedding_parameters",
+]

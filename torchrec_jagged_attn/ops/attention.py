@@ -1,0 +1,321 @@
+"""Attention over jagged histories: ``jagged_target_attention`` and ``jagged_flash_attention``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn import reference
+from torchrec_jagged_attn.kernels import flash_attention as flash_kernels
+from torchrec_jagged_attn.kernels import target_attention as target_kernels
+from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.ops.checks import (
+    check_float,
+    check_offsets_values,
+    check_same,
+    check_shape,
+    check_width,
+)
+from torchrec_jagged_attn.ops.dispatch import implementation
+
+__all__ = ["jagged_flash_attention", "jagged_target_attention"]
+
+
+def jagged_target_attention(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    *,
+    query_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    r"""Attend query rows over the history rows of their own sample, keys and values at once.
+
+    For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
+
+    .. math:: out = \sum_n p_n x_n, \qquad p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh})
+
+    All heads share one pass over the history. An empty history gives zeros.
+
+    Args:
+        query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
+            queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
+            fp16 (on CPU also fp64), ``D`` in 1…512.
+        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
+        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
+            ``offsets[b + 1] - 1``.
+        query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
+        bias: ``[N, H]``, any floating dtype, added to the scores of its history row.
+        scale: factor of the dot products; ``1/√D`` by default.
+
+    Returns:
+        One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]`` (also
+        for shared queries) or ``[ΣT, H, D]``.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
+            values of offsets do not fit.
+        NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> query = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # B=2, H=1, D=2
+        >>> history = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 6.0]])
+        >>> jagged_target_attention(query, history, torch.tensor([0, 2, 3]), scale=0.0)
+        tensor([[[2., 2.]],
+        <BLANKLINE>
+                [[5., 6.]]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
+        of the first three rows of its Table 1.
+    """
+    check_offsets_metadata(offsets, "offsets")
+    num_samples = offsets.numel() - 1
+    per_sample = query_offsets is None and query.dim() == 3
+    if query_offsets is not None:
+        check_offsets_metadata(query_offsets, "query_offsets")
+        check_shape(query_offsets, "query_offsets", "[B + 1]", (num_samples + 1,))
+        check_shape(query, "query", "[ΣT, H, D]", (None, None, None))
+    elif query.dim() == 4 and query.shape[0] == 1:
+        check_shape(query, "query", "[1, T, H, D]", (1, None, None, None))
+    elif per_sample:
+        check_shape(query, "query", "[B, H, D]", (num_samples, None, None))
+        query = query.unsqueeze(1)
+    else:
+        check_shape(query, "query", "[B, T, H, D]", (num_samples, None, None, None))
+    num_heads, width = query.shape[-2:]
+    check_float(query, "query")
+    check_width(width, "query")
+    check_shape(history, "history", "[N, D]", (None, width))
+    check_same(query, "query", dtype=True, history=history)
+    check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets, bias=bias)
+    if bias is not None:
+        check_float(bias, "bias")
+        check_shape(bias, "bias", "[N, H]", (history.shape[0], num_heads))
+    if scale is None:
+        scale = 1 / math.sqrt(width)
+    out, _ = _target_attention(query, history, offsets, query_offsets, bias, scale)
+    return out.squeeze(1) if per_sample else out
+
+
+@torch.library.custom_op("torchrec_jagged_attn::target_attention", mutates_args=())
+def _target_attention(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of ``[B | 1, T, H, D]`` or, with offsets, ``[ΣT, H, D]`` queries."""
+    check_offsets_values(offsets, history.shape[0], "offsets")
+    if query_offsets is not None:
+        check_offsets_values(query_offsets, query.shape[0], "query_offsets")
+    if implementation(query.device)[0] == "reference":
+        return reference.target_attention(query, history, offsets, query_offsets, bias, scale)
+    return target_kernels.forward(query, history, offsets, query_offsets, bias, scale)
+
+
+@_target_attention.register_fake
+def _(query, history, offsets, query_offsets, bias, scale):
+    shape = list(query.shape)
+    if query_offsets is None:
+        shape[0] = offsets.numel() - 1
+    return query.new_empty(shape), query.new_empty(shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("torchrec_jagged_attn::target_attention_backward", mutates_args=())
+def _target_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, history and bias (no element where there is no bias)."""
+    if implementation(query.device)[0] == "reference":
+        grads = reference.target_attention_backward(
+            grad_out, query, history, offsets, query_offsets, bias, scale
+        )
+    else:
+        grads = target_kernels.backward(
+            grad_out, query, history, offsets, query_offsets, bias, out, lse, scale
+        )
+    grad_query, grad_history, grad_bias = grads
+    return grad_query, grad_history, history.new_empty(0) if grad_bias is None else grad_bias
+
+
+@_target_attention_backward.register_fake
+def _(grad_out, query, history, offsets, query_offsets, bias, out, lse, scale):
+    grad_bias = history.new_empty(0) if bias is None else torch.empty_like(bias)
+    return (
+        query.new_empty(query.shape),
+        history.new_empty(history.shape),
+        grad_bias.new_empty(grad_bias.shape),
+    )
+
+
+def _target_attention_setup(ctx, inputs, output):
+    query, history, offsets, query_offsets, bias, scale = inputs
+    ctx.save_for_backward(query, history, offsets, query_offsets, bias, *output)
+    ctx.scale = scale
+
+
+def _target_attention_grad(ctx, grad_out, _grad_lse):
+    query, history, offsets, query_offsets, bias, out, lse = ctx.saved_tensors
+    grad_query, grad_history, grad_bias = _target_attention_backward(
+        grad_out, query, history, offsets, query_offsets, bias, out, lse, ctx.scale
+    )
+    return grad_query, grad_history, None, None, None if bias is None else grad_bias, None
+
+
+_target_attention.register_autograd(_target_attention_grad, setup_context=_target_attention_setup)
+
+
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    r"""Multi-head attention within each sample of a jagged batch, self or cross.
+
+    For row :math:`i` of a sample's queries, over the rows :math:`j` of its keys and values,
+
+    .. math:: out_i = \sum_j p_{ij} v_j, \qquad p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j)
+
+    A row that sees no key gives zeros. No padding is made, and the work follows the lengths.
+
+    Args:
+        q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512.
+        k: ``[ΣLk, Hk, D]``, dtype of ``q``; ``H`` must be a multiple of ``Hk``, and head ``h`` of
+            ``q`` reads head ``h // (H / Hk)`` of ``k`` and ``v``.
+        v: ``[ΣLk, Hk, Dv]``, dtype of ``q``, ``Dv`` in 1…512.
+        q_offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns query rows ``q_offsets[b]`` to
+            ``q_offsets[b + 1] - 1``.
+        kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; ``q_offsets`` by default.
+        causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
+            last query sees them all.
+        scale: factor of the dot products; ``1/√D`` by default.
+
+    Returns:
+        ``[ΣLq, H, Dv]``, in the dtype of ``q``.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
+            values of offsets do not fit.
+        NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> x = torch.eye(3).unsqueeze(1)  # 3 rows, H=1, D=3
+        >>> jagged_flash_attention(x, x, x, torch.tensor([0, 1, 3]), scale=0.0).squeeze(1)
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.0000, 0.5000, 0.5000],
+                [0.0000, 0.5000, 0.5000]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2; its tiled
+        softmax is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691), Algorithms 1 and 2.
+    """
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    check_offsets_metadata(q_offsets, "q_offsets")
+    check_offsets_metadata(kv_offsets, "kv_offsets")
+    check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))
+    check_float(q, "q")
+    check_shape(q, "q", "[ΣLq, H, D]", (None, None, None))
+    check_shape(k, "k", "[ΣLk, Hk, D]", (None, None, q.shape[2]))
+    check_shape(v, "v", "[ΣLk, Hk, Dv]", (k.shape[0], k.shape[1], None))
+    check_width(q.shape[2], "q")
+    check_width(v.shape[2], "v")
+    check_same(q, "q", dtype=True, k=k, v=v)
+    check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
+        )
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[2])
+    out, _ = _flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)
+    return out
+
+
+@torch.library.custom_op("torchrec_jagged_attn::flash_attention", mutates_args=())
+def _flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[ΣLq, H, Dv]`` and log-sum-exp ``[ΣLq, H]``."""
+    check_offsets_values(q_offsets, q.shape[0], "q_offsets")
+    check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
+    if implementation(q.device)[0] == "reference":
+        return reference.flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)
+    return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, causal, scale)
+
+
+@_flash_attention.register_fake
+def _(q, k, v, q_offsets, kv_offsets, causal, scale):
+    rows, heads = q.shape[:2]
+    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(rows, heads, dtype=torch.float32)
+
+
+@torch.library.custom_op("torchrec_jagged_attn::flash_attention_backward", mutates_args=())
+def _flash_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    if implementation(q.device)[0] == "reference":
+        return reference.flash_attention_backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, causal, scale
+        )
+    return flash_kernels.backward(
+        grad_out, q, k, v, q_offsets, kv_offsets, out, lse, causal, scale
+    )
+
+
+@_flash_attention_backward.register_fake
+def _(grad_out, q, k, v, q_offsets, kv_offsets, out, lse, causal, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _flash_attention_setup(ctx, inputs, output):
+    q, k, v, q_offsets, kv_offsets, causal, scale = inputs
+    ctx.save_for_backward(q, k, v, q_offsets, kv_offsets, *output)
+    ctx.causal, ctx.scale = causal, scale
+
+
+def _flash_attention_grad(ctx, grad_out, _grad_lse):
+    q, k, v, q_offsets, kv_offsets, out, lse = ctx.saved_tensors
+    grads = _flash_attention_backward(
+        grad_out, q, k, v, q_offsets, kv_offsets, out, lse, ctx.causal, ctx.scale
+    )
+    return *grads, None, None, None, None
+
+
+_flash_attention.register_autograd(_flash_attention_grad, setup_context=_flash_attention_setup)
