@@ -1,0 +1,299 @@
+"""What tests and benchmarks share: named shapes, input makers, oracles and the one tolerance rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "CASES",
+    "Case",
+    "assert_close",
+    "error_bound",
+    "flash_attention_oracle",
+    "flash_attention_plain",
+    "jagged_lengths",
+    "make_flash_inputs",
+    "make_target_inputs",
+    "offsets_of",
+    "target_attention_oracle",
+    "target_attention_plain",
+]
+
+Distribution = Literal["uniform", "log-normal", "edges"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named shape.
+
+    Args:
+        name: what tests and benchmarks call it.
+        batch_size: ``B``.
+        max_length: longest history that ``lengths`` may draw, in rows.
+        num_heads: ``H``.
+        width: ``D`` of target attention's rows; the head width of flash attention.
+        num_targets: ``T`` of target attention.
+        lengths: how history lengths are drawn, see :func:`jagged_lengths`.
+        dtype: of all floating-point inputs.
+        index_dtype: of offsets.
+        large: too large for anything but a GPU.
+    """
+
+    name: str
+    batch_size: int
+    max_length: int
+    num_heads: int
+    width: int
+    num_targets: int = 1
+    lengths: Distribution = "edges"
+    dtype: torch.dtype = torch.float32
+    index_dtype: torch.dtype = torch.int64
+    large: bool = False
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("one-head", 9, 70, 1, 8),
+        Case("wide-20", 12, 70, 3, 20, index_dtype=torch.int32),
+        Case("targets-48", 9, 70, 2, 48, num_targets=5),
+        Case("bf16-96", 9, 150, 4, 96, dtype=torch.bfloat16, index_dtype=torch.int32),
+        Case("fp16-64", 9, 150, 2, 64, num_targets=3, dtype=torch.float16),
+        Case("bf16-targets-128", 9, 70, 4, 128, num_targets=16, dtype=torch.bfloat16),
+        Case("wide-256", 9, 70, 2, 256),
+        Case("many-heads-32", 7, 40, 16, 32, num_targets=7, dtype=torch.bfloat16),
+        # Ranking models: H heads over rows of width D, where the embedding's own width is D.
+        Case("rank-1k", 4096, 1024, 4, 128, 1, "log-normal", torch.bfloat16, large=True),
+        Case("rank-2k", 2048, 2048, 4, 256, 1, "log-normal", torch.bfloat16, large=True),
+        Case("rank-2k-8-targets", 2048, 2048, 4, 128, 8, "log-normal", torch.bfloat16, large=True),
+        Case("rank-8k-16-targets", 512, 8192, 2, 128, 16, "log-normal", torch.bfloat16, large=True),
+        Case("rank-200", 8192, 200, 2, 64, 1, "uniform", torch.bfloat16, large=True),
+        Case("rank-1k-fp32", 4096, 1024, 4, 128, 1, "log-normal", large=True),
+        Case("rank-200-fp32", 8192, 200, 2, 64, 1, "uniform", large=True),
+    )
+}
+
+
+def jagged_lengths(
+    batch_size: int, max_length: int, distribution: Distribution, generator: torch.Generator
+) -> Tensor:
+    """Draw ``[B]`` int64 lengths on CPU.
+
+    ``"uniform"``: 1…max_length. ``"log-normal"``: σ = 1 with a mean of about ``max_length / 8``,
+    clipped to 1…max_length. ``"edges"``: empties at both ends and in a row, ones, one giant among
+    small ones, and one row around the multiples of 16, in a random order between the ends.
+    """
+    if distribution == "uniform":
+        return torch.randint(1, max_length + 1, (batch_size,), generator=generator)
+    if distribution == "log-normal":
+        normal = torch.randn(batch_size, generator=generator, dtype=torch.float64)
+        drawn = torch.exp(normal + math.log(max_length / 8) - 0.5)
+        return drawn.long().clamp(1, max_length)
+    hard = torch.tensor([max_length, 1, 16, 15, 17, 0, 0, 31, 33, 64, 63, 65]).clamp(max=max_length)
+    inner = hard[torch.arange(max(batch_size - 2, 0)) % hard.numel()]
+    inner = inner[torch.randperm(inner.numel(), generator=generator)]
+    ends = torch.zeros(min(batch_size, 2), dtype=torch.int64)
+    return torch.cat([ends[:1], inner, ends[1:]])
+
+
+def offsets_of(lengths: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """``[B + 1]`` offsets of ``lengths``, on ``device``."""
+    return F.pad(lengths.cumsum(0), (1, 0)).to(device, dtype)
+
+
+def make_target_inputs(
+    case: Case, device: torch.device | str, *, bias: bool = True, seed: int = 0
+) -> dict[str, Tensor]:
+    """Random ``query`` ``[B, T, H, D]``, ``history``, ``offsets`` and ``bias`` of ``case``."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    num_rows = int(lengths.sum())
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
+
+    inputs = {
+        "query": draw(case.batch_size, case.num_targets, case.num_heads, case.width),
+        "history": draw(num_rows, case.width),
+        "offsets": offsets_of(lengths, case.index_dtype, device),
+    }
+    if bias:
+        inputs["bias"] = draw(num_rows, case.num_heads)
+    return inputs
+
+
+def make_flash_inputs(
+    case: Case,
+    device: torch.device | str,
+    *,
+    cross: bool = False,
+    kv_heads: int | None = None,
+    value_width: int | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Random ``q``, ``k``, ``v`` and their offsets of ``case``.
+
+    ``cross`` draws other lengths for the keys (given as ``kv_offsets``) than for the queries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    kv_lengths = lengths.flip(0).roll(1) if cross else lengths
+    kv_heads = case.num_heads if kv_heads is None else kv_heads
+    value_width = case.width if value_width is None else value_width
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
+
+    inputs = {
+        "q": draw(int(lengths.sum()), case.num_heads, case.width),
+        "k": draw(int(kv_lengths.sum()), kv_heads, case.width),
+        "v": draw(int(kv_lengths.sum()), kv_heads, value_width),
+        "q_offsets": offsets_of(lengths, case.index_dtype, device),
+    }
+    if cross:
+        inputs["kv_offsets"] = offsets_of(kv_lengths, case.index_dtype, device)
+    return inputs
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float], Tensor]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = q @ k.mT * scale
+    return torch.softmax(scores if mask is None else scores + mask, -1) @ v
+
+
+def _target_attention(
+    attend: Attention,
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    bounds = offsets.tolist()
+    outs = []
+    for b, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if query_offsets is not None:
+            q_THD = query[int(query_offsets[b]) : int(query_offsets[b + 1])]
+        else:
+            q_THD = query[0 if query.dim() == 4 and query.shape[0] == 1 else b]
+        one_target = q_THD.dim() == 2
+        q_HTD = (q_THD.unsqueeze(0) if one_target else q_THD).transpose(0, 1)
+        x_HLD = history[first:last].expand(q_HTD.shape[0], -1, -1)
+        mask = None
+        if bias is not None:
+            mask = bias[first:last].T.unsqueeze(1).to(q_HTD.dtype).expand(-1, q_HTD.shape[1], -1)
+        if first == last or q_HTD.shape[1] == 0:
+            out = q_HTD * 0
+        else:
+            out = attend(q_HTD, x_HLD, x_HLD, mask, scale)
+        outs.append(out.squeeze(1) if one_target else out.transpose(0, 1))
+    if query_offsets is not None:
+        return torch.cat(outs) if outs else query * 0
+    return torch.stack(outs) if outs else query[:0] * 0
+
+
+def _flash_attention(
+    attend: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    q_bounds = q_offsets.tolist()
+    kv_bounds = q_bounds if kv_offsets is None else kv_offsets.tolist()
+    outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
+    for b in range(len(q_bounds) - 1):
+        q_HLD = q[q_bounds[b] : q_bounds[b + 1]].transpose(0, 1)
+        keys = slice(kv_bounds[b], kv_bounds[b + 1])
+        k_HLD = k[keys].repeat_interleave(group, 1).transpose(0, 1)
+        v_HLD = v[keys].repeat_interleave(group, 1).transpose(0, 1)
+        num_rows, num_keys = q_HLD.shape[1], k_HLD.shape[1]
+        hidden = max(num_rows - num_keys, 0) if causal else 0  # rows that see no key
+        if num_keys == 0:
+            hidden = num_rows
+        out = q_HLD.new_zeros(q_HLD.shape[0], num_rows, v.shape[2])
+        if hidden < num_rows:
+            mask = None
+            if causal:
+                visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
+                mask = torch.zeros_like(visible, dtype=q.dtype)
+                mask = mask.masked_fill(visible == 0, -torch.inf)[hidden:]
+                mask = mask.expand(q_HLD.shape[0], -1, -1)
+            seen = attend(q_HLD[:, hidden:], k_HLD, v_HLD, mask, scale)
+            out = torch.cat([out[:, :hidden], seen], 1)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+def target_attention_oracle(*args, **kwargs) -> Tensor:
+    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
+    return _target_attention(_sdpa, *args, **kwargs)
+
+
+def target_attention_plain(*args, **kwargs) -> Tensor:
+    """``jagged_target_attention`` by the textbook formula on each sample, in the inputs' dtype."""
+    return _target_attention(_formula, *args, **kwargs)
+
+
+def flash_attention_oracle(*args, **kwargs) -> Tensor:
+    """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
+    return _flash_attention(_sdpa, *args, **kwargs)
+
+
+def flash_attention_plain(*args, **kwargs) -> Tensor:
+    """``jagged_flash_attention`` by the textbook formula on each sample, in the inputs' dtype."""
+    return _flash_attention(_formula, *args, **kwargs)
+
+
+def error_bound(expected: Tensor, plain: Tensor, *, gradient: bool = False) -> float:
+    """The largest error allowed, by the one tolerance rule.
+
+    Twice (gradients: three times) the error of ``plain``, the textbook formula computed in the
+    input dtype, against ``expected`` in fp64, plus two units in the last place of the largest
+    value.
+    """
+    if expected.numel() == 0:
+        return 0.0
+    largest = expected.abs().max().item()
+    ulp = torch.finfo(plain.dtype).eps * 2 ** math.floor(math.log2(largest)) if largest else 0.0
+    plain_error = (plain.double() - expected).abs().max().item()
+    return (3 if gradient else 2) * plain_error + 2 * ulp
+
+
+def assert_close(
+    actual: Tensor, expected: Tensor, plain: Tensor, *, gradient: bool = False, name: str = "out"
+) -> None:
+    """Assert that ``actual`` lies within :func:`error_bound` of the fp64 ``expected``.
+
+    Raises:
+        AssertionError: naming the tensor, its error and the bound; also for NaN, another shape or
+            another dtype than ``plain``.
+    """
+    assert expected.dtype == torch.float64, f"{name}: the oracle must be fp64"
+    assert actual.dtype == plain.dtype, f"{name}: dtype {actual.dtype}, expected {plain.dtype}"
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape} for {expected.shape}"
+    if actual.numel() == 0:
+        return
+    error = (actual.double() - expected).abs().max().item()
+    bound = error_bound(expected, plain, gradient=gradient)
+    assert error <= bound, f"{name}: error {error:.3e} is over the bound {bound:.3e}"
