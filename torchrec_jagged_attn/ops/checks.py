@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import JaggedLayout, should_validate
+from torchrec_jagged_attn.ops.dispatch import implementation, supported_dtypes
 
 __all__ = ["check_float", "check_offsets_values", "check_same", "check_shape", "check_width"]
 
@@ -13,13 +13,12 @@ MAX_WIDTH = 512
 
 
 def check_float(tensor: Tensor, name: str) -> None:
-    """``tensor`` must be fp32, bf16 or fp16, or fp64 on CPU."""
-    allowed = [torch.float32, torch.bfloat16, torch.float16]
-    if tensor.device.type == "cpu":
-        allowed.append(torch.float64)
+    """``tensor`` must have a dtype that its device's implementation computes with."""
+    allowed = supported_dtypes(tensor.device)
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(f"{name} must be one of {names} on {tensor.device.type}, got {tensor.dtype}")
+        path = implementation(tensor.device)[0]
+        raise TypeError(f"{name} must be one of {names} ({path} path), got {tensor.dtype}")
 
 
 def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 
-__all__ = ["implementation"]
+__all__ = ["implementation", "supported_dtypes"]
+
+# Triton reads the variable when a kernel is defined, so a later change has no effect.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def implementation(device: torch.device) -> tuple[str, str]:
@@ -26,6 +29,15 @@ def implementation(device: torch.device) -> tuple[str, str]:
         return "triton", "CUDA device"
     if device.type != "cpu":
         raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
-    if triton.knobs.runtime.interpret:
+    if _INTERPRETED:
         return "triton-interpreter", "CPU device, TRITON_INTERPRET=1"
     return "reference", "CPU device"
+
+
+def supported_dtypes(device: torch.device) -> list[torch.dtype]:
+    """Floating-point dtypes that the implementation on ``device`` computes with."""
+    return {
+        "triton": [torch.float32, torch.bfloat16, torch.float16],
+        "triton-interpreter": [torch.float32, torch.float16],  # it has no bf16 products
+        "reference": [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    }[implementation(device)[0]]
