@@ -1,0 +1,676 @@
+"""The facade in one process: against nn.MultiheadAttention and nn.EmbeddingBag on each sample."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.fx import symbolic_trace
+from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_jagged_attn import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    embedding_parameters,
+)
+from torchrec_jagged_attn.testing import assert_close
+
+Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+NUM_IDS = 40
+
+
+def table(name: str, *features: str, width: int = 8, pooling: str = "SUM") -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name,
+        embedding_dim=width,
+        num_embeddings=NUM_IDS,
+        feature_names=list(features),
+        pooling=PoolingType[pooling],
+        init_fn=nn.init.normal_,
+    )
+
+
+@dataclasses.dataclass
+class Scenario:
+    tables: list[EmbeddingBagConfig]
+    attentions: list[TargetAttentionConfig]
+
+
+SCENARIOS = {
+    "shared-table": Scenario(
+        [table("t_user", "user"), table("t_item", "hist", "item"), table("t_tag", "tags")],
+        [TargetAttentionConfig("item", "hist")],
+    ),
+    "own-tables": Scenario(
+        [table("t_hist", "hist"), table("t_user", "user", width=12), table("t_item", "item")],
+        [TargetAttentionConfig("item", "hist", num_heads=1)],
+    ),
+    "nothing-else": Scenario(
+        [table("t_item", "item", "hist")], [TargetAttentionConfig("item", "hist", num_heads=8)]
+    ),
+    "pooled-neighbours": Scenario(
+        [
+            table("t_sum", "bought", "hist", "item"),
+            table("t_mean", "liked", "brand", pooling="MEAN"),
+            table("t_bag", "tags", pooling="MEAN"),
+        ],
+        [TargetAttentionConfig(["item", "brand"], ["hist", "liked"])],
+    ),
+    "side-information": Scenario(
+        [
+            table("t_user", "user", width=4),
+            table("t_cat", "hist_cat", "cat", "tags", pooling="MEAN"),
+            table("t_item", "item", "hist", "bought"),
+        ],
+        [TargetAttentionConfig(["item", "cat"], ["hist", "hist_cat"], num_heads=2)],
+    ),
+    "several-pairs": Scenario(
+        [
+            table("t_item", "clicks", "item", "orders", "seed"),
+            table("t_query", "query", "queries"),
+            table("t_user", "user"),
+        ],
+        [
+            TargetAttentionConfig("item", "clicks"),
+            TargetAttentionConfig("query", "queries", num_heads=2, recency_bias=False),
+            TargetAttentionConfig("item", "orders", num_heads=1, init="mha"),
+        ],
+    ),
+    "features-in-two-tables": Scenario(
+        [
+            table("t_user", "user", "tags"),
+            table("t_item", "item", "bought", "hist", "tags"),
+            table("t_cat", "cat", "bought", pooling="MEAN"),
+            table("t_tag", "cat", pooling="MEAN"),
+        ],
+        [TargetAttentionConfig("item", "hist")],
+    ),
+    "timestamps": Scenario(
+        [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
+        [
+            TargetAttentionConfig("item", "hist", timestamps="hist_times"),
+            TargetAttentionConfig("item", "clicks", timestamps="click_times", num_heads=2),
+        ],
+    ),
+}
+LENGTHS = {
+    "mixed": [3, 0, 1, 7, 0, 0, 20],
+    "empty-ends": [0, 2, 5, 0],
+    "one-sample": [4],
+    "all-empty": [0, 0, 0],
+}
+
+
+def keys_of(scenario: Scenario) -> list[str]:
+    features = {name for config in scenario.tables for name in config.feature_names}
+    timestamps = {config.timestamps for config in scenario.attentions} - {None}
+    return sorted(features | timestamps)
+
+
+def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
+    """Random ids: one per target, histories as long as ``lengths``, other features by chance."""
+    rng = random.Random(seed)
+    targets = {name for config in scenario.attentions for name in config.targets}
+    batch: Batch = {}
+    for key in keys_of(scenario):
+        if key in targets:
+            counts = [1] * len(lengths)
+        elif any(key in config.histories for config in scenario.attentions):
+            counts = lengths
+        else:
+            counts = [rng.randint(0, 4) for _ in lengths]
+        batch[key] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
+    for config in scenario.attentions:
+        if config.timestamps is not None:
+            batch[config.timestamps] = [
+                sorted(rng.randrange(1000) for _ in ids) for ids in batch[config.histories[0]]
+            ]
+    return batch
+
+
+def to_features(batch: Batch, device: str = "cpu", dtype=torch.int64) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=list(batch),
+        values=torch.tensor([i for bags in batch.values() for ids in bags for i in ids]).long(),
+        lengths=torch.tensor([len(ids) for bags in batch.values() for ids in bags], dtype=dtype),
+    ).to(torch.device(device))
+
+
+def make_collection(
+    scenario: Scenario, device: str = "cpu", seed: int = 0
+) -> TargetAttentionEmbeddingBagCollection:
+    """A collection with every parameter random, biases included."""
+    torch.manual_seed(seed)
+    collection = TargetAttentionEmbeddingBagCollection(scenario.tables, scenario.attentions)
+    for parameter in collection.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return collection.to(device)
+
+
+def table_weights(collection: nn.Module) -> dict[str, Tensor]:
+    """The parameter of each table, by the table's name."""
+    return {
+        name.split(".")[-2]: weight
+        for name, weight in collection.named_parameters()
+        if "embeddings." in name or "embedding_bags." in name
+    }
+
+
+def attention_parameters(collection: TargetAttentionEmbeddingBagCollection) -> dict[str, Tensor]:
+    return dict(collection.pooling.attentions.named_parameters())
+
+
+def bucket(distance: int, num_buckets: int) -> int:
+    return min(math.floor(4 * math.log2(1 + distance)), num_buckets - 1)
+
+
+def attend(
+    config: TargetAttentionConfig,
+    parameters: dict[str, Tensor],
+    target: Tensor,
+    rows: Tensor,
+    times,
+) -> Tensor:
+    """One sample by torch.nn.MultiheadAttention: target ``[E]``, rows ``[L, E]``."""
+    attention = nn.MultiheadAttention(target.numel(), config.num_heads, dtype=target.dtype)
+    weights = {name: p for name, p in parameters.items() if not name.startswith("recency_bias.")}
+    if len(rows) == 0:
+        return torch.func.functional_call(
+            attention.out_proj,
+            {"weight": weights["out_proj.weight"], "bias": weights["out_proj.bias"]},
+            torch.zeros_like(target),
+        )
+    mask = None
+    if config.recency_bias:
+        positions = parameters["recency_bias.position_weight"]
+        buckets = [bucket(len(rows) - 1 - n, len(positions)) for n in range(len(rows))]
+        mask = positions[buckets]
+        if times is not None:
+            ages = parameters["recency_bias.age_weight"]
+            mask = mask + ages[[bucket(times[-1] - time, len(ages)) for time in times]]
+        mask = mask.T.unsqueeze(1)
+    inputs = (target.unsqueeze(0), rows, rows)
+    out, _ = torch.func.functional_call(
+        attention, weights, inputs, {"attn_mask": mask, "need_weights": False}
+    )
+    return out.squeeze(0)
+
+
+def oracle(
+    scenario: Scenario,
+    batch: Batch,
+    tables: dict[str, Tensor],
+    attentions: dict[str, Tensor],
+) -> list[Tensor]:
+    """Columns of the output, feature by feature, in the order of EmbeddingBagCollection."""
+    table_of = {name: config.name for config in scenario.tables for name in config.feature_names}
+    histories = {
+        name: (index, config)
+        for index, config in enumerate(scenario.attentions)
+        for name in config.histories
+    }
+    attended: dict[str, list[Tensor]] = {name: [] for name in histories}
+    for index, config in enumerate(scenario.attentions):
+        parameters = {
+            name.removeprefix(f"{index}."): parameter
+            for name, parameter in attentions.items()
+            if name.startswith(f"{index}.")
+        }
+        for b in range(len(batch[config.targets[0]])):
+            target = torch.cat([tables[table_of[n]][batch[n][b][0]] for n in config.targets])
+            rows = torch.cat([tables[table_of[n]][batch[n][b]] for n in config.histories], dim=1)
+            times = None if config.timestamps is None else batch[config.timestamps][b]
+            out = attend(config, parameters, target, rows, times)
+            for name, part in zip(config.histories, out.chunk(len(config.histories)), strict=True):
+                attended[name].append(part)
+    columns = []
+    for config in scenario.tables:
+        for name in config.feature_names:
+            if name in attended:
+                columns.append(torch.stack(attended[name]))
+                continue
+            bags, weight = batch[name], tables[config.name]
+            bag = nn.EmbeddingBag(*weight.shape, mode=config.pooling.value.lower())
+            offsets = torch.tensor([0, *(len(ids) for ids in bags)]).cumsum(0)[:-1]
+            ids = torch.tensor([i for ids in bags for i in ids]).long()
+            columns.append(
+                torch.func.functional_call(
+                    bag, {"weight": weight}, (ids.to(weight.device), offsets.to(weight.device))
+                )
+            )
+    return columns
+
+
+def check_against_oracle(
+    collection: TargetAttentionEmbeddingBagCollection, scenario: Scenario, batch: Batch
+) -> None:
+    """Output and all gradients of ``collection`` lie within the tolerance rule of the oracle."""
+    device = next(collection.parameters()).device
+    out = collection(to_features(batch, device.type)).values()
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    out.backward(grad)
+
+    def reference(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {
+            kind: {name: p.detach().cpu().to(dtype).requires_grad_() for name, p in named.items()}
+            for kind, named in (
+                ("tables", table_weights(collection)),
+                ("attentions", attention_parameters(collection)),
+            )
+        }
+        expected = torch.cat(oracle(scenario, batch, **leaves), dim=1)
+        expected.backward(grad.cpu().to(dtype))
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for named in leaves.values()
+            for name, p in named.items()
+        }
+        return expected, grads
+
+    expected, expected_grads = reference(torch.float64)
+    plain, plain_grads = reference(torch.float32)
+    assert_close(out.cpu(), expected, plain)
+    actual = {**table_weights(collection), **attention_parameters(collection)}
+    assert actual.keys() == expected_grads.keys()
+    for name, parameter in actual.items():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert_close(
+            parameter.grad.cpu(), expected_grads[name], plain_grads[name], gradient=True, name=name
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_values_and_gradients(name: str, lengths: str, device: str):
+    scenario = SCENARIOS[name]
+    batch = make_batch(scenario, LENGTHS[lengths])
+    check_against_oracle(make_collection(scenario, device), scenario, batch)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_output_is_laid_out_as_by_embedding_bag_collection(name: str, dtype: torch.dtype):
+    scenario = SCENARIOS[name]
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]), dtype=dtype)
+    collection = make_collection(scenario)
+    expected = EmbeddingBagCollection(scenario.tables)(features)
+    actual = collection(features)
+    assert actual.keys() == expected.keys()
+    assert actual.length_per_key() == expected.length_per_key()
+    assert actual.values().shape == expected.values().shape
+    assert actual.values().dtype == torch.float32
+    assert collection.embedding_bag_configs() == scenario.tables
+    assert not collection.is_weighted()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_composition(name: str):
+    scenario = SCENARIOS[name]
+    collection = make_collection(scenario)
+    attended = {n for config in scenario.attentions for n in config.targets + config.histories}
+    in_sequences = {t.name for t in scenario.tables if attended & set(t.feature_names)}
+    assert type(collection.embedding_collection) is EmbeddingCollection
+    configs = collection.embedding_collection.embedding_configs()
+    assert {config.name for config in configs} == in_sequences
+    if name == "nothing-else":
+        assert collection.embedding_bag_collection is None
+    else:
+        assert type(collection.embedding_bag_collection) is EmbeddingBagCollection
+        bags = collection.embedding_bag_collection.embedding_bag_configs()
+        assert {t.name for t in bags} == {t.name for t in scenario.tables} - in_sequences
+
+
+@pytest.mark.parametrize("model_type", [DLRM, DLRM_DCN])
+def test_takes_the_place_of_an_embedding_bag_collection_in_dlrm(model_type: type[DLRM]):
+    scenario = Scenario(
+        [
+            table("t_user", "user"),
+            table("t_item", "bought", "item", "hist"),
+            table("t_tag", "tags"),
+        ],
+        [TargetAttentionConfig("item", "hist")],
+    )
+    arguments = {
+        "dense_in_features": 3,
+        "dense_arch_layer_sizes": [8],
+        "over_arch_layer_sizes": [16, 1],
+    }
+    if model_type is DLRM_DCN:
+        arguments |= {"dcn_num_layers": 2, "dcn_low_rank_dim": 4}
+    collection = make_collection(scenario)
+    model = model_type(collection, **arguments)
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
+    batch_size = len(LENGTHS["mixed"])
+    logits = model(torch.randn(batch_size, 3), features)
+    assert logits.shape == (batch_size, 1)
+    sparse = model.sparse_arch(features)
+    torch.testing.assert_close(sparse.flatten(1), collection(features).values(), rtol=0, atol=0)
+    logits.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_reads_jagged_tensors_that_are_views():
+    """Lookups of a sharded collection are slices of one tensor, with nothing but lengths."""
+    scenario = SCENARIOS["pooled-neighbours"]
+    collection = make_collection(scenario)
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
+    expected = collection(features)
+    sequences = collection.embedding_collection(features)
+    sliced = {}
+    for name, sequence in sequences.items():
+        rows, lengths = sequence.values(), sequence.lengths()
+        poisoned = torch.full((len(rows) + 5, rows.shape[1] + 3), torch.nan)
+        poisoned[2:-3, 1:-2] = rows
+        sliced[name] = JaggedTensor(poisoned[2:-3, 1:-2], lengths=lengths.repeat(2)[len(lengths) :])
+    actual = collection.pooling(features, sliced, collection.embedding_bag_collection(features))
+    assert torch.equal(actual.values(), expected.values())
+
+
+def test_no_sample_at_all():
+    """TorchRec's unsharded lookups do not take a batch of none, what follows them does."""
+    scenario = SCENARIOS["pooled-neighbours"]
+    collection = make_collection(scenario)
+    none = torch.zeros(0, dtype=torch.int64)
+    features = KeyedJaggedTensor(keys=keys_of(scenario), values=none, lengths=none)
+    empty = {
+        name: JaggedTensor(torch.zeros(0, 8), lengths=none)
+        for config in collection.embedding_collection.embedding_configs()
+        for name in config.feature_names
+    }
+    bags = KeyedTensor(["tags"], [8], torch.zeros(0, 8))
+    assert collection.pooling(features, empty, bags).values().shape == (0, 6 * 8)
+
+
+def test_state_dict_round_trip():
+    scenario = SCENARIOS["several-pairs"]
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
+    first, second = make_collection(scenario, seed=0), make_collection(scenario, seed=1)
+    assert not torch.equal(first(features).values(), second(features).values())
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(first(features).values(), second(features).values())
+
+
+def test_tables_keep_every_field_they_share():
+    class Marked:
+        def __call__(self, weight: Tensor) -> Tensor:
+            return nn.init.constant_(weight, 0.5)
+
+    full = EmbeddingBagConfig(
+        name="t_item",
+        embedding_dim=8,
+        num_embeddings=NUM_IDS,
+        feature_names=["item", "hist"],
+        data_type=DataType.FP16,
+        weight_init_min=-0.25,
+        weight_init_max=0.75,
+        num_embeddings_post_pruning=30,
+        init_fn=Marked(),
+        need_pos=True,
+        total_num_buckets=4,
+    )
+    collection = TargetAttentionEmbeddingBagCollection(
+        [full], [TargetAttentionConfig("item", "hist")]
+    )
+    (config,) = collection.embedding_collection.embedding_configs()
+    for field in dataclasses.fields(config):
+        assert getattr(config, field.name) == getattr(full, field.name), field.name
+    (weight,) = embedding_parameters(collection)
+    assert weight.dtype == torch.float16
+    assert (weight == 0.5).all()
+
+
+def test_table_without_feature_names_serves_its_own_name():
+    collection = TargetAttentionEmbeddingBagCollection(
+        [table("item"), table("hist"), table("user")], [TargetAttentionConfig("item", "hist")]
+    )
+    batch = {"item": [[1], [2]], "hist": [[1, 2], []], "user": [[3], [4]]}
+    assert collection(to_features(batch)).keys() == ["item", "hist", "user"]
+
+
+def test_embedding_parameters_are_the_tables_alone():
+    collection = make_collection(SCENARIOS["side-information"])
+    model = nn.ModuleDict(
+        {
+            "facade": collection,
+            "bags": EmbeddingBagCollection([table("t_bag", "tags")]),
+            "dense": nn.Linear(2, 2),
+        }
+    )
+    weights = list(embedding_parameters(model))
+    expected = [*table_weights(collection).values(), model["bags"].embedding_bags["t_bag"].weight]
+    assert len(weights) == len(expected) == 4
+    assert {id(weight) for weight in weights} == {id(weight) for weight in expected}
+
+
+def test_meta_device():
+    """Built on meta and then filled by DistributedModelParallel's rule: module by module."""
+    scenario = SCENARIOS["shared-table"]
+    collection = TargetAttentionEmbeddingBagCollection(
+        scenario.tables, scenario.attentions, device=torch.device("meta")
+    )
+    assert collection.device == torch.device("meta")
+    assert {parameter.device.type for parameter in collection.parameters()} == {"meta"}
+
+    def fill(module: nn.Module) -> None:
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            fresh = torch.full_like(parameter, torch.nan, device="cpu")
+            module.register_parameter(name, nn.Parameter(fresh))
+        if own:
+            module.reset_parameters()
+
+    collection.apply(fill)
+    pooled = collection(to_features(make_batch(scenario, LENGTHS["mixed"])))
+    assert pooled.values().isfinite().all()
+    started = TargetAttentionEmbeddingBagCollection(scenario.tables, scenario.attentions)
+    for name in ("out_proj.weight", "out_proj.bias", "recency_bias.position_weight"):
+        actual = attention_parameters(collection)[f"0.{name}"]
+        assert torch.equal(actual, attention_parameters(started)[f"0.{name}"]), name
+
+
+@pytest.mark.parametrize("name", ["several-pairs", "nothing-else", "timestamps"])
+def test_fx_traces_around_the_pooling(name: str):
+    scenario = SCENARIOS[name]
+    collection = make_collection(scenario)
+    traced = symbolic_trace(collection, leaf_modules=[type(collection.pooling).__name__])
+    for seed, lengths in enumerate(LENGTHS.values()):
+        features = to_features(make_batch(scenario, lengths, seed))
+        assert torch.equal(traced(features).values(), collection(features).values())
+
+
+ITEM = table("t_item", "item", "hist")
+PAIR = TargetAttentionConfig("item", "hist")
+REFUSED = {
+    "no-tables": ([], [PAIR], "tables must hold at least one"),
+    "no-attentions": ([ITEM], [], "attentions must hold at least one"),
+    "same-table-twice": ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
+    "unknown-target": (
+        [ITEM],
+        [TargetAttentionConfig("itme", "hist")],
+        r"target must be a feature of tables, one of \['item', 'hist'\], got 'itme'",
+    ),
+    "unknown-history": (
+        [ITEM],
+        [TargetAttentionConfig("item", ["hits"])],
+        "history must be a feature of tables, .* got 'hits'",
+    ),
+    "history-in-two-tables": (
+        [ITEM, table("t_other", "hist")],
+        [PAIR],
+        r"history must be a feature of one table, got 'hist' in \['t_item', 't_other'\]",
+    ),
+    "target-in-two-tables": (
+        [ITEM, table("t_other", "item")],
+        [PAIR],
+        "target must be a feature of one table, got 'item'",
+    ),
+    "history-attended-twice": ([ITEM], [PAIR, PAIR], r"history must be attended once, .*'hist'"),
+    "history-twice-in-one": (
+        [ITEM],
+        [TargetAttentionConfig(["item", "item"], ["hist", "hist"])],
+        "history must be attended once",
+    ),
+    "target-is-a-history": (
+        [ITEM],
+        [PAIR, TargetAttentionConfig("hist", "item")],
+        r"target must be no history of any attention, got \['hist', 'item'\]",
+    ),
+    "lists-of-different-length": (
+        [ITEM],
+        [TargetAttentionConfig(["item"], ["hist", "other"])],
+        "target and history must name equally many features",
+    ),
+    "empty-lists": ([ITEM], [TargetAttentionConfig([], [])], "at least one"),
+    "different-widths": (
+        [table("t_item", "item"), table("t_hist", "hist", width=16)],
+        [PAIR],
+        "one embedding_dim, a multiple of 4, got {'item': 8, 'hist': 16}",
+    ),
+    "different-widths-of-pairs": (
+        [ITEM, table("t_cat", "cat", "cats", width=4)],
+        [PAIR, TargetAttentionConfig("cat", "cats")],
+        "one embedding_dim, .* 'cats': 4",
+    ),
+    "odd-width": ([table("t_item", "item", "hist", width=6)], [PAIR], "a multiple of 4"),
+    "heads-do-not-divide": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", num_heads=3)],
+        "num_heads must divide the 8 columns of history 'hist', got 3",
+    ),
+    "no-heads": ([ITEM], [TargetAttentionConfig("item", "hist", num_heads=0)], "num_heads"),
+    "timestamps-in-a-table": (
+        [ITEM, table("t_time", "time")],
+        [TargetAttentionConfig("item", "hist", timestamps="time")],
+        "timestamps must be a key that no table holds, got 'time' of table 't_time'",
+    ),
+    "timestamps-without-recency": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", timestamps="time", recency_bias=False)],
+        "timestamps must go with recency_bias=True",
+    ),
+    "unknown-init": ([ITEM], [TargetAttentionConfig("item", "hist", init="zeros")], "init must be"),
+    "no-pooling": (
+        [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
+        [PAIR],
+        "pooling",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_construction(case: str):
+    tables, attentions, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        TargetAttentionEmbeddingBagCollection(tables, attentions)
+    assert "\n" not in str(error.value)
+
+
+PAIRS = Scenario(
+    [table("t_item", "item", "hist", "hist2", "cat"), table("t_user", "user")],
+    [TargetAttentionConfig(["item", "cat"], ["hist", "hist2"], timestamps="time")],
+)
+GOOD = {
+    "item": [[1], [2], [3]],
+    "cat": [[4], [5], [6]],
+    "hist": [[1, 2], [], [3]],
+    "hist2": [[4, 5], [], [6]],
+    "user": [[0], [], [1, 2]],
+    "time": [[1, 2], [], [1]],
+}
+BAD_BATCHES = {
+    "target-with-no-id": ({"item": [[1], [], [3]]}, "target 'item' .* got 0 in sample 1"),
+    "target-with-two-ids": ({"cat": [[4], [5], [6, 7]]}, "target 'cat' .* got 2 in sample 2"),
+    "target-with-0-and-2": ({"item": [[1], [], [2, 3]]}, "target 'item' .* got 0 in sample 1"),
+    "longer-history": (
+        {"hist2": [[4, 5], [], [6, 7]]},
+        "'hist2' must be as long as 'hist' in each sample, got 2 and 1 in sample 2",
+    ),
+    "shifted-history": ({"hist2": [[4], [5], [6]]}, "'hist2' .* got 1 and 2 in sample 0"),
+    "shorter-timestamps": ({"time": [[1], [], [1]]}, "'time' must be as long as 'hist'"),
+    "no-timestamps": ({"time": None}, "features must have the timestamps 'time', got"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_refused_at_run_time(case: str):
+    change, message = BAD_BATCHES[case]
+    collection = make_collection(PAIRS)
+    collection(to_features(GOOD))
+    batch = {key: bags for key, bags in (GOOD | change).items() if bags is not None}
+    with pytest.raises(ValueError, match=message) as error:
+        collection(to_features(batch))
+    assert "\n" not in str(error.value)
+
+
+def test_counts_are_checked_where_lengths_are_not_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "torchrec_jagged_attn.modules.embedding_bag_collection.should_validate", lambda _: False
+    )
+    collection = make_collection(PAIRS)
+    for change, message in (
+        ({"item": [[1], [], [3]]}, "target 'item' .* got 2 in 3 samples"),
+        ({"hist2": [[4, 5], [], [6, 7]]}, "'hist2' .* got 4 and 3 rows in all"),
+        ({"time": [[1], [], [1]]}, "'time' .* got 2 and 3 rows in all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collection(to_features(GOOD | change))
+    collection(to_features(GOOD | {"item": [[1], [], [2, 3]]}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatch):
+    collection = make_collection(PAIRS, "cuda")
+    features = to_features(GOOD | {"item": [[1], [], [2, 3]]}, "cuda")
+    collection(features)
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+    with pytest.raises(ValueError, match=r"target 'item' .* got 0 in sample 1"):
+        collection(features)
+
+
+def test_missing_feature():
+    batch = {key: bags for key, bags in GOOD.items() if key != "hist2"}
+    with pytest.raises(KeyError, match="hist2"):
+        make_collection(PAIRS)(to_features(batch))
+
+
+def test_weights_are_refused():
+    features = to_features(GOOD)
+    weighted = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        lengths=features.lengths(),
+        weights=torch.ones(features.values().numel()),
+    )
+    with pytest.raises(ValueError, match="features must have no weights"):
+        make_collection(PAIRS)(weighted)
+
+
+def test_batch_sizes_that_vary_by_feature_are_refused():
+    features = KeyedJaggedTensor(
+        keys=["item", "hist"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([1, 1, 2]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    with pytest.raises(NotImplementedError, match=r"one batch size .* got \[2, 1\]"):
+        make_collection(SCENARIOS["nothing-else"])(features)
