@@ -47,14 +47,13 @@ class JaggedLayout:
         >>> layout.positions_from_end()
         tensor([1, 0, 2, 1, 0])
 
-        Cut into tiles of at most two rows, sample 0 is tile 0, and sample 2 is tiles 3 and 4:
+        In tiles of at most two rows, sample 0 is tile 0 and sample 2 is tiles 3 and 4; tiles 1 and
+        2 are idle, since they start at the end of their sample:
 
-        >>> layout.num_tiles(2)
-        5
         >>> layout.tiles(2)
         tensor([[0, 0],
+                [0, 2],
                 [1, 2],
-                [1, 4],
                 [2, 2],
                 [2, 4]])
     """

@@ -6,6 +6,9 @@ gradients are PyTorch's own, of these same functions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,8 @@ __all__ = [
     "target_attention_backward",
 ]
 
+LOG2E = math.log2(math.e)
+
 
 def target_attention(
     query: Tensor,
@@ -29,8 +34,8 @@ def target_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
-    Returns the output, shaped as one query row per sample and target, and the log-sum-exp
-    (fp32, ``-inf`` for an empty history).
+    Returns the output, shaped as one query row per sample and target, and the log-sum-exp (fp32,
+    base 2, ``-inf`` for an empty history).
 
     Takes ``Σ T_b · L_b · H · D`` elements of memory: every pair of a query and a history row is
     made, none is padded.
@@ -70,7 +75,7 @@ def target_attention(
     total = reduce(weights, "sum", 0.0)
     out = reduce(weights.unsqueeze(-1) * rows, "sum", 0.0)
     out = out / torch.where(total > 0, total, 1).unsqueeze(-1)
-    lse = torch.where(total > 0, largest + torch.log(total), -torch.inf)
+    lse = torch.where(total > 0, largest * LOG2E + torch.log2(total), -torch.inf)
     return out.to(query.dtype).view(out_shape), lse.float().view(out_shape[:-1])
 
 
@@ -84,20 +89,13 @@ def target_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of ``query``, ``history`` and ``bias``."""
+
+    def out(query: Tensor, history: Tensor, bias: Tensor | None = None) -> Tensor:
+        return target_attention(query, history, offsets, query_offsets, bias, scale)[0]
+
     if bias is None:
-        _, vjp = torch.func.vjp(
-            lambda q, x: target_attention(q, x, offsets, query_offsets, None, scale)[0],
-            query,
-            history,
-        )
-        return *vjp(grad_out), None
-    _, vjp = torch.func.vjp(
-        lambda q, x, b: target_attention(q, x, offsets, query_offsets, b, scale)[0],
-        query,
-        history,
-        bias,
-    )
-    return vjp(grad_out)
+        return *_vjp(out, grad_out, query, history), None
+    return _vjp(out, grad_out, query, history, bias)
 
 
 def flash_attention(
@@ -111,12 +109,15 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, one sample after the other.
 
-    Returns the output ``[ΣLq, H, Dv]`` and the log-sum-exp ``[ΣLq, H]`` (fp32, ``-inf`` for a row
-    that sees no key).
+    Returns the output ``[ΣLq, H, Dv]`` and the log-sum-exp ``[ΣLq, H]`` (fp32, base 2,
+    ``-inf`` for a row that sees no key).
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
-    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1], dtype=compute)]
+    outs, lses = (
+        [q.new_zeros(0, q.shape[1], v.shape[2])],
+        [q.new_zeros(0, q.shape[1], dtype=compute)],
+    )
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
     for b in range(len(q_bounds) - 1):
         rows, keys = slice(*q_bounds[b : b + 2]), slice(*kv_bounds[b : b + 2])
@@ -131,7 +132,7 @@ def flash_attention(
         lse = torch.logsumexp(scores, -1)  # [H, Lq]
         weights = torch.exp(scores - torch.where(lse > -torch.inf, lse, 0).unsqueeze(-1))
         outs.append((weights @ v_HLD).transpose(0, 1).to(q.dtype))
-        lses.append(lse.transpose(0, 1))
+        lses.append(lse.transpose(0, 1) * LOG2E)
     return torch.cat(outs), torch.cat(lses).float()
 
 
@@ -146,7 +147,13 @@ def flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``q``, ``k`` and ``v``."""
-    _, vjp = torch.func.vjp(
-        lambda q, k, v: flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)[0], q, k, v
-    )
-    return vjp(grad_out)
+
+    def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)[0]
+
+    return _vjp(out, grad_out, q, k, v)
+
+
+def _vjp(function: Callable[..., Tensor], grad_out: Tensor, *inputs: Tensor) -> tuple:
+    """Gradients of all ``inputs``; unlike ``torch.autograd.grad``, it works inside a custom op."""
+    return torch.func.vjp(function, *inputs)[1](grad_out)

@@ -1,10 +1,11 @@
-"""What tests and benchmarks share: named shapes, input makers, oracles and the one tolerance rule."""
+"""What tests and benchmarks share: named shapes, input makers, oracles, the tolerance rule."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -183,10 +184,10 @@ def _target_attention(
     bias: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
     bounds = offsets.tolist()
     outs = []
-    for b, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (first, last) in enumerate(pairwise(bounds)):
         if query_offsets is not None:
             q_THD = query[int(query_offsets[b]) : int(query_offsets[b + 1])]
         else:
@@ -200,7 +201,7 @@ def _target_attention(
         if first == last or q_HTD.shape[1] == 0:
             out = q_HTD * 0
         else:
-            out = attend(q_HTD, x_HLD, x_HLD, mask, scale)
+            out = attend(q_HTD, x_HLD, x_HLD, mask, factor)
         outs.append(out.squeeze(1) if one_target else out.transpose(0, 1))
     if query_offsets is not None:
         return torch.cat(outs) if outs else query * 0
@@ -217,7 +218,7 @@ def _flash_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     q_bounds = q_offsets.tolist()
     kv_bounds = q_bounds if kv_offsets is None else kv_offsets.tolist()
@@ -239,7 +240,7 @@ def _flash_attention(
                 mask = torch.zeros_like(visible, dtype=q.dtype)
                 mask = mask.masked_fill(visible == 0, -torch.inf)[hidden:]
                 mask = mask.expand(q_HLD.shape[0], -1, -1)
-            seen = attend(q_HLD[:, hidden:], k_HLD, v_HLD, mask, scale)
+            seen = attend(q_HLD[:, hidden:], k_HLD, v_HLD, mask, factor)
             out = torch.cat([out[:, :hidden], seen], 1)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)

@@ -16,7 +16,7 @@ def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.con
     """The sample that owns ``tile``, that sample's rows, and the tile's first row in it.
 
     A device-side ``JaggedLayout.tiles``, by a binary search: sample ``b`` owns the tiles from
-    ``offsets[b] // BLOCK + b``. Rows are ``SCALE`` times those that ``offsets`` (``[B + 1]``) count.
+    ``offsets[b] // BLOCK + b``. A row that ``offsets`` (``[B + 1]``) count stands for ``SCALE``.
 
     Returns ``(sample, begin, end, start)``; the tile is idle where ``begin + start >= end``.
     """

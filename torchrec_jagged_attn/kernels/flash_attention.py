@@ -30,7 +30,7 @@ __all__ = ["backward", "forward"]
 
 @triton.jit
 def _load_rows(ptr, first, rows, end, head, HEADS: tl.constexpr, D: tl.constexpr, d):
-    """``[BLOCK, BLOCK_D]`` of head ``head``: rows ``first + rows`` of ``[·, HEADS, D]``, 0 past ``end``."""
+    """``[BLOCK, BLOCK_D]``: ``rows`` from ``first`` on of one head of ``[·, HEADS, D]``, 0 past ``end``."""
     ptrs = ptr + ((first + rows)[:, None] * HEADS + head) * D + d[None, :]
     return tl.load(ptrs, mask=(rows < end)[:, None] & (d < D)[None, :], other=0.0)
 
@@ -57,8 +57,8 @@ def _scores(q, k, i, j, num_keys, shift, scale, CAUSAL: tl.constexpr, PRECISION:
 
 @triton.jit
 def _probabilities(scores, lse):
-    """Weights from scores (base 2) and log-sum-exp (base e); zero for a row that sees no key."""
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    """Weights from scores and log-sum-exp, both in base 2; zero for a row that sees no key."""
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
     return tl.exp2(scores - lse[:, None])
 
 
@@ -68,7 +68,7 @@ def _forward_kernel(
     k_ptr,  # [ΣLk, Hk, D]
     v_ptr,  # [ΣLk, Hk, Dv]
     out_ptr,  # [ΣLq, H, Dv]
-    lse_ptr,  # [ΣLq, H] fp32
+    lse_ptr,  # [ΣLq, H] fp32, base 2
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
     num_samples,
@@ -118,7 +118,7 @@ def _forward_kernel(
     seen = total > 0
     out = acc / tl.where(seen, total, 1.0)[:, None]
     _store_rows(out_ptr, out, q_begin, i, num_rows, head, H, DV, dv)
-    lse = tl.where(seen, (maximum + tl.log2(total)) / LOG2E, -float("inf"))
+    lse = tl.where(seen, maximum + tl.log2(total), -float("inf"))
     tl.store(lse_ptr + (q_begin + i) * H + head, lse, mask=i < num_rows)
 
 
@@ -129,7 +129,7 @@ def _grad_q_kernel(
     k_ptr,  # [ΣLk, Hk, D]
     v_ptr,  # [ΣLk, Hk, Dv]
     out_ptr,  # [ΣLq, H, Dv]
-    lse_ptr,  # [ΣLq, H] fp32
+    lse_ptr,  # [ΣLq, H] fp32, base 2
     grad_q_ptr,  # [ΣLq, H, D]
     delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
     q_offsets_ptr,  # [B + 1]
@@ -167,7 +167,6 @@ def _grad_q_kernel(
     out = _load_rows(out_ptr, q_begin, i, num_rows, head, H, DV, dv)
     lse = tl.load(lse_ptr + stat, mask=i < num_rows, other=-float("inf"))
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(delta_ptr + stat, delta, mask=i < num_rows)
 
     shift = num_keys - num_rows
     last = num_keys
@@ -181,8 +180,11 @@ def _grad_q_kernel(
         scores = _scores(q, k, i, j, num_keys, shift, scale, CAUSAL, PRECISION)
         p = _probabilities(scores, lse)
         dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+        # Where one tile holds all keys, Σ p·dp is exact: a row that sees one key gets a zero.
+        delta = tl.where(num_keys <= BLOCK_N, tl.sum(p * dp, 1), delta)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    tl.store(delta_ptr + stat, delta, mask=i < num_rows)
     _store_rows(grad_q_ptr, acc * scale, q_begin, i, num_rows, head, H, D, d)
 
 
@@ -192,7 +194,7 @@ def _grad_kv_kernel(
     q_ptr,  # [ΣLq, H, D]
     k_ptr,  # [ΣLk, Hk, D]
     v_ptr,  # [ΣLk, Hk, Dv]
-    lse_ptr,  # [ΣLq, H] fp32
+    lse_ptr,  # [ΣLq, H] fp32, base 2
     delta_ptr,  # [ΣLq, H] fp32
     grad_k_ptr,  # [ΣLk, Hk, D]
     grad_v_ptr,  # [ΣLk, Hk, Dv]

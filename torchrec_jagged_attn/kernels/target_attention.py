@@ -6,9 +6,9 @@ order), N history rows of width D and e bytes an element:
     forward    reads x once per BLOCK_R query rows: N·D·e bytes, 4·N·R·D FLOPs
     backward   reads x twice (dq, then dx) and writes dx once: 3·N·D·e bytes, 14·N·R·D FLOPs
 
-History rows lie on the M side of every product with the queries (scores are ``[BLOCK_N, BLOCK_R]``),
-since they fill tensor-core tiles that a handful of queries would not. Nothing is accumulated by
-atomics: every output element is written by one program, in one order.
+History rows lie on the M side of every product with the queries (scores are
+``[BLOCK_N, BLOCK_R]``): they fill tensor-core tiles that a handful of queries would not. Nothing is
+accumulated by atomics: every output element is written by one program, in one order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _forward_kernel(
     history_ptr,  # [N, D], rows history_stride apart
     bias_ptr,  # [N, H]
     out_ptr,  # [rows, D]
-    lse_ptr,  # [rows] fp32
+    lse_ptr,  # [rows] fp32, base 2
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
@@ -90,7 +90,13 @@ def _forward_kernel(
 ):
     """One block of query rows over all history rows of its sample."""
     sample, first, start, count = _find_queries(
-        query_offsets_ptr, num_samples, num_targets, tl.program_id(0).to(tl.int64), LAYOUT, H, BLOCK_R
+        query_offsets_ptr,
+        num_samples,
+        num_targets,
+        tl.program_id(0).to(tl.int64),
+        LAYOUT,
+        H,
+        BLOCK_R,
     )
     if start >= count:
         return
@@ -119,14 +125,14 @@ def _forward_kernel(
     seen = total > 0
     out = tl.trans(acc / tl.where(seen, total, 1.0)[None, :])
     tl.store(out_ptr + first * D + tile, out, mask=tile_mask)
-    lse = tl.where(seen, (maximum + tl.log2(total)) / LOG2E, -float("inf"))
+    lse = tl.where(seen, maximum + tl.log2(total), -float("inf"))
     tl.store(lse_ptr + first + r, lse, mask=r < count)
 
 
 @triton.jit
 def _probabilities(scores, lse):
-    """Weights from scores (base 2) and log-sum-exp (base e); zero for a query that sees no row."""
-    lse = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    """Weights from scores and log-sum-exp, both in base 2; zero for a query that sees no row."""
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
     return tl.exp2(scores - lse[None, :])
 
 
@@ -137,7 +143,7 @@ def _grad_query_kernel(
     history_ptr,  # [N, D], rows history_stride apart
     bias_ptr,  # [N, H]
     out_ptr,  # [rows, D]
-    lse_ptr,  # [rows] fp32
+    lse_ptr,  # [rows] fp32, base 2
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, out: Σ_d grad_out · out
     offsets_ptr,  # [B + 1]
@@ -157,7 +163,13 @@ def _grad_query_kernel(
 ):
     """Gradient of one block of query rows, over all history rows of its sample."""
     sample, first, start, count = _find_queries(
-        query_offsets_ptr, num_samples, num_targets, tl.program_id(0).to(tl.int64), LAYOUT, H, BLOCK_R
+        query_offsets_ptr,
+        num_samples,
+        num_targets,
+        tl.program_id(0).to(tl.int64),
+        LAYOUT,
+        H,
+        BLOCK_R,
     )
     if start >= count:
         return
@@ -174,7 +186,6 @@ def _grad_query_kernel(
     out = tl.load(out_ptr + first * D + tile, mask=tile_mask, other=0.0)
     lse = tl.load(lse_ptr + first + r, mask=r < count, other=-float("inf"))
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)  # [BLOCK_R]
-    tl.store(delta_ptr + first + r, delta, mask=r < count)
 
     acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
     for n_start in range(n_begin, n_end, BLOCK_N):
@@ -184,8 +195,11 @@ def _grad_query_kernel(
         scores = _scores(x, q, bias_ptr, n, r, n_end, scale, H, HAS_BIAS, PRECISION)
         p = _probabilities(scores, lse)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
+        # Where one tile holds the history, Σ p·dp is exact: a single row gets a zero.
+        delta = tl.where(n_end - n_begin <= BLOCK_N, tl.sum(p * dp, 0), delta)
         ds = p * (dp - delta[None, :])
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=PRECISION)
+    tl.store(delta_ptr + first + r, delta, mask=r < count)
     tl.store(grad_query_ptr + first * D + tile, tl.trans(acc * scale), mask=tile_mask)
 
 
@@ -195,7 +209,7 @@ def _grad_history_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
     bias_ptr,  # [N, H]
-    lse_ptr,  # [rows] fp32
+    lse_ptr,  # [rows] fp32, base 2
     delta_ptr,  # [rows] fp32
     grad_history_ptr,  # [N, D]
     grad_bias_ptr,  # [N, H]

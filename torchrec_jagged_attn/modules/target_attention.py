@@ -69,17 +69,23 @@ class RecencyBias(nn.Module):
             device = self.position_weight.device
             buckets = torch.arange(self.POSITION_BUCKETS, device=device)
             positions = torch.exp2(buckets / self.BUCKETS_PER_OCTAVE) - 1
-            self.position_weight.copy_(-positions.unsqueeze(1) * torch.tensor(slopes, device=device))
+            self.position_weight.copy_(
+                -positions.unsqueeze(1) * torch.tensor(slopes, device=device)
+            )
             if self.age_weight is not None:
                 self.age_weight.zero_()
 
     def forward(self, layout: JaggedLayout, timestamps: Tensor | None = None) -> Tensor:
-        """``[N, H]`` bias of the rows of ``layout``, from ``timestamps`` ``[N]`` where ages are learned."""
-        bias = F.embedding(self._bucket(layout.positions_from_end(), self.POSITION_BUCKETS), self.position_weight)
+        """``[N, H]`` bias of the rows of ``layout``; ``timestamps`` are ``[N]``."""
+        bias = F.embedding(
+            self._bucket(layout.positions_from_end(), self.POSITION_BUCKETS), self.position_weight
+        )
         if self.age_weight is None:
             return bias
         if timestamps is None:
-            raise ValueError("timestamps must be given to a module made with age_bias=True, got None")
+            raise ValueError(
+                "timestamps must be given to a module made with age_bias=True, got None"
+            )
         newest = (layout.offsets[1:].long() - 1).clamp(min=0)[layout.sample_ids()]
         ages = (timestamps[newest] - timestamps).clamp(min=0)
         return bias + F.embedding(self._bucket(ages, self.AGE_BUCKETS), self.age_weight)
@@ -158,7 +164,7 @@ class JaggedTargetAttention(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
-        self.in_proj_weight = self.q_proj_weight = self.k_proj_weight = self.v_proj_weight = None
+        self.in_proj_weight = None
         if self.history_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         else:
@@ -167,7 +173,9 @@ class JaggedTargetAttention(nn.Module):
             self.v_proj_weight = parameter(embed_dim, self.history_dim)
         self.in_proj_bias = parameter(3 * embed_dim) if bias else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.recency_bias = RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
+        self.recency_bias = (
+            RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -218,7 +226,8 @@ class JaggedTargetAttention(nn.Module):
         layout = JaggedLayout(offsets, rows.shape[0])
         if timestamps is not None and timestamps.shape != (layout.num_rows,):
             raise ValueError(
-                f"timestamps must have shape [N] = [{layout.num_rows}], got {list(timestamps.shape)}"
+                f"timestamps must have shape [N] = [{layout.num_rows}], "
+                f"got {list(timestamps.shape)}"
             )
 
         bias = None if self.recency_bias is None else self.recency_bias(layout, timestamps)
@@ -237,21 +246,22 @@ class JaggedTargetAttention(nn.Module):
             empty = empty.unsqueeze(1)
         return self._output(pooled.to(self.out_proj.weight.dtype), empty)
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _projections(self) -> tuple[Tensor, ...]:
+        """Query ``[E, E]``, key ``[E, D]`` and value ``[E, D]`` weights."""
         if self.in_proj_weight is not None:
-            return self.in_proj_weight.chunk(3)  # type: ignore[return-value]
+            return self.in_proj_weight.chunk(3)
         return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _query(self, target: Tensor) -> Tensor:
         """``[…, E] -> […, H, D]``: the projected target, carried through the key projection."""
-        q_weight, k_weight, _ = self._weights()
+        q_weight, k_weight, _ = self._projections()
         q_bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
         query = F.linear(target, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim))
         return torch.einsum("...he,hed->...hd", query, k_weight.unflatten(0, (self.num_heads, -1)))
 
     def _output(self, pooled: Tensor, empty: Tensor) -> Tensor:
         """``[…, H, D] -> […, E]``: value and output projections of the pooled history rows."""
-        _, _, v_weight = self._weights()
+        _, _, v_weight = self._projections()
         v_weight = v_weight.unflatten(0, (self.num_heads, self.head_dim))
         values = torch.einsum("...hd,hed->...he", pooled, v_weight).flatten(-2)
         if self.in_proj_bias is not None:

@@ -36,7 +36,8 @@ def jagged_target_attention(
 
     For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
 
-    .. math:: out = \sum_n p_n x_n, \qquad p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh})
+    .. math:: out = \sum_n p_n x_n, \qquad
+              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh})
 
     All heads share one pass over the history. An empty history gives zeros.
 
@@ -52,8 +53,8 @@ def jagged_target_attention(
         scale: factor of the dot products; ``1/√D`` by default.
 
     Returns:
-        One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]`` (also
-        for shared queries) or ``[ΣT, H, D]``.
+        One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
+        (also for shared queries) or ``[ΣT, H, D]``.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -111,7 +112,7 @@ def _target_attention(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of ``[B | 1, T, H, D]`` or, with offsets, ``[ΣT, H, D]`` queries."""
+    """Output and base-2 log-sum-exp of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries."""
     check_offsets_values(offsets, history.shape[0], "offsets")
     if query_offsets is not None:
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
@@ -205,7 +206,8 @@ def jagged_flash_attention(
         v: ``[ΣLk, Hk, Dv]``, dtype of ``q``, ``Dv`` in 1…512.
         q_offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns query rows ``q_offsets[b]`` to
             ``q_offsets[b + 1] - 1``.
-        kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; ``q_offsets`` by default.
+        kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; by default
+            ``q_offsets``.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         scale: factor of the dot products; ``1/√D`` by default.
@@ -262,7 +264,7 @@ def _flash_attention(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and log-sum-exp ``[ΣLq, H]``."""
+    """Output ``[ΣLq, H, Dv]`` and base-2 log-sum-exp ``[ΣLq, H]``."""
     check_offsets_values(q_offsets, q.shape[0], "q_offsets")
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
     if implementation(q.device)[0] == "reference":
@@ -294,9 +296,7 @@ def _flash_attention_backward(
         return reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, causal, scale
         )
-    return flash_kernels.backward(
-        grad_out, q, k, v, q_offsets, kv_offsets, out, lse, causal, scale
-    )
+    return flash_kernels.backward(grad_out, q, k, v, q_offsets, kv_offsets, out, lse, causal, scale)
 
 
 @_flash_attention_backward.register_fake

@@ -31,8 +31,10 @@ def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | N
         raise ValueError(f"{name} must have shape {symbols} = [{wanted}], got {actual}")
 
 
-def check_same(reference: Tensor, reference_name: str, dtype: bool, **others: Tensor | None) -> None:
-    """The other tensors must be on the device (and, if ``dtype``, of the dtype) of ``reference``."""
+def check_same(
+    reference: Tensor, reference_name: str, dtype: bool, **others: Tensor | None
+) -> None:
+    """The others must be on the device and, if ``dtype``, of the dtype of ``reference``."""
     for name, tensor in others.items():
         if tensor is None:
             continue

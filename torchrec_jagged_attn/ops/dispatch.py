@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import torch
-import triton
+from triton import knobs
 
 __all__ = ["implementation", "supported_dtypes"]
 
 # Triton reads the variable when a kernel is defined, so a later change has no effect.
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = bool(knobs.runtime.interpret)
 
 
 def implementation(device: torch.device) -> tuple[str, str]:
     """Name and reason of the implementation that every op takes on ``device``.
 
     Returns:
-        ``(name, reason)``, the name one of ``"triton"`` (compiled kernels), ``"triton-interpreter"``
-        (the same kernels, run by Triton's interpreter) and ``"reference"`` (plain PyTorch).
+        ``(name, reason)``. The name is one of ``"triton"`` (compiled kernels),
+        ``"triton-interpreter"`` (the same kernels, run by Triton's interpreter) and
+        ``"reference"`` (plain PyTorch).
 
     Raises:
         NotImplementedError: no op runs on ``device``.
