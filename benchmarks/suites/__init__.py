@@ -1,0 +1,70 @@
+"""Each file here is a suite: one function, computed by the package and by its peers.
+
+A suite file defines ``SUITE``. Files whose names start with ``_`` are shared by suites.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from torchrec_jagged_attn.testing import Case
+
+
+class UnavailableError(Exception):
+    """Raised by a provider that cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random inputs of a case.
+
+    Args:
+        case: what they were made for.
+        leaves: the floating-point inputs; each gets a gradient.
+        offsets: ``[B + 1]``, of the history rows.
+        max_length: the longest history, known on the host as padded and varlen attention need it.
+    """
+
+    case: Case
+    leaves: dict[str, Tensor]
+    offsets: Tensor
+    max_length: int
+
+    def double(self) -> "Inputs":
+        """The same inputs in fp64."""
+        leaves = {k: v.detach().double().requires_grad_() for k, v in self.leaves.items()}
+        return replace(self, leaves=leaves)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least that any implementation must do: bytes to and from memory, and FLOPs."""
+
+    bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What ``run.py`` needs to know.
+
+    Args:
+        name: of the suite.
+        cases: named shapes, from ``torchrec_jagged_attn.testing``.
+        inputs: makes the random inputs of a case on a device, always the same.
+        oracle: the function in PyTorch's own words; called on fp64 inputs.
+        plain: the textbook formula; called in the dtype of the inputs, it sets the tolerance.
+        cost: the floor of ``forward`` and of ``backward``.
+        providers: from a name to a maker. A maker takes the inputs, does what a model does once
+            (weights, metadata), and returns the call to time; or it raises
+            :class:`UnavailableError`. Names of our own start with ``ours``, all others are peers.
+    """
+
+    name: str
+    cases: dict[str, Case]
+    inputs: Callable[[Case, str], Inputs]
+    oracle: Callable[[Inputs], Tensor]
+    plain: Callable[[Inputs], Tensor]
+    cost: Callable[[Inputs], dict[str, Cost]]
+    providers: dict[str, Callable[[Inputs], Callable[[], Tensor]]]

@@ -1,0 +1,47 @@
+"""``python -m torchrec_jagged_attn`` tells what is here."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+
+import torchrec_jagged_attn
+
+
+@pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted"])
+def output(request) -> dict[str, list[str]]:
+    """First words of the printed lines, and the words after them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrec_jagged_attn"],
+        env={**os.environ, "TRITON_INTERPRET": request.param, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = [line.split() for line in done.stdout.splitlines() if line]
+    return {line[0]: line[1:] for line in lines} | {"interpret": [request.param]}
+
+
+def test_prints_versions_and_the_path_of_every_op(output):
+    assert output["torchrec_jagged_attn"] == [torchrec_jagged_attn.__version__]
+    assert output["torch"] == [torch.__version__]
+    assert output["triton"] == [triton.__version__]
+    interpreted = output["interpret"] == ["1"]
+    assert output["TRITON_INTERPRET"] == ["on" if interpreted else "off"]
+    ops = [name for name in torchrec_jagged_attn.__all__ if name.startswith("jagged_")]
+    assert len(ops) >= 2
+    for op in ops:
+        device, path, *why = output[op]
+        assert device == "cpu"
+        assert path == ("triton-interpreter" if interpreted else "reference")
+        assert why
+
+
+def test_an_absent_package_is_no_error(monkeypatch):
+    from torchrec_jagged_attn import __main__
+
+    monkeypatch.setattr(__main__, "find_spec", lambda name: None)
+    assert ("torchrec", "not installed") in __main__.versions()

@@ -1,0 +1,78 @@
+"""``python -m torchrec_jagged_attn``: versions, devices, and the path of each op here, and why."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from importlib.util import find_spec
+
+import torch
+import triton
+from triton import knobs
+
+import torchrec_jagged_attn
+from torchrec_jagged_attn import ops
+
+
+def versions() -> list[tuple[str, str]]:
+    """Name and version of what the package stands on."""
+    rows = [
+        ("torchrec_jagged_attn", torchrec_jagged_attn.__version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("CUDA of torch", torch.version.cuda or "none"),
+        ("triton", triton.__version__),
+    ]
+    for name in ("torchrec", "fbgemm_gpu"):
+        if find_spec(name) is None:
+            rows.append((name, "not installed"))
+            continue
+        try:
+            rows.append(
+                (name, str(getattr(importlib.import_module(name), "__version__", "unknown")))
+            )
+        except Exception as error:  # a build for another torch fails in many ways: say how
+            rows.append((name, f"does not load: {type(error).__name__}: {error}".splitlines()[0]))
+    return rows
+
+
+def devices() -> list[tuple[torch.device, str]]:
+    """The devices here, and what each is."""
+    found = [(torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        about = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        found.append((torch.device("cuda", index), about))
+    return found
+
+
+def paths() -> list[tuple[str, str, str, str]]:
+    """Op, device, path and reason, for every public op on every device here."""
+    names = [name for name in ops.__all__ if name in torchrec_jagged_attn.__all__]
+    return [
+        (name, str(device), *ops.implementation(device))
+        for name in names
+        for device, _ in devices()
+    ]
+
+
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Print ``rows``, the first of which is the header, in aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    print()
+
+
+def main() -> None:
+    """Print the three tables."""
+    interpreter = "on" if knobs.runtime.interpret else "off"
+    print_table([("package", "version"), *versions(), ("TRITON_INTERPRET", interpreter)])
+    print_table([("device", "what it is"), *((str(device), about) for device, about in devices())])
+    print_table([("op", "device", "path", "why"), *paths()])
+
+
+if __name__ == "__main__":
+    main()
