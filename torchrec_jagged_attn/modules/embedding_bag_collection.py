@@ -46,7 +46,8 @@ class TargetAttentionConfig:
             have equal lengths: they describe the same events.
         num_heads: ``H``, a divisor of the summed width of the histories.
         timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any
-            unit. It is not embedded, so no table may hold it.
+            unit. It is not embedded, so no table may hold it. It is read after the lookups, so a
+            pipeline must not be told ``free_features_storage_early=True``.
         recency_bias: whether scores have a learned bias by position in the history, and by age
             where there are ``timestamps``.
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
@@ -139,6 +140,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         bag_tables = [table for table in tables if not attended & set(table.feature_names)]
 
         self._tables = tables
+        self._device = torch.device("cpu") if device is None else device
         self.embedding_collection = EmbeddingCollection(
             [_embedding_config(table) for table in sequence_tables], device=device
         )
@@ -181,7 +183,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables were made."""
-        return self.embedding_collection.device
+        return self._device
 
 
 class _Pooling(nn.Module):
