@@ -71,7 +71,7 @@ def target_attention(
         )
 
     largest = reduce(scores.detach(), "max", -torch.inf)  # [ΣT, H]
-    weights = torch.exp(scores - largest[of_query])
+    weights = torch.exp(scores - largest.clamp(min=torch.finfo(compute).min)[of_query])
     total = reduce(weights, "sum", 0.0)
     out = reduce(weights.unsqueeze(-1) * rows, "sum", 0.0)
     out = out / torch.where(total > 0, total, 1).unsqueeze(-1)

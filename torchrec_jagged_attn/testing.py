@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ __all__ = [
     "CASES",
     "Case",
     "assert_close",
+    "assert_matches_oracle",
     "error_bound",
     "flash_attention_oracle",
     "flash_attention_plain",
@@ -23,6 +23,7 @@ __all__ = [
     "make_flash_inputs",
     "make_target_inputs",
     "offsets_of",
+    "outputs_and_gradients",
     "target_attention_oracle",
     "target_attention_plain",
 ]
@@ -185,27 +186,30 @@ def _target_attention(
     scale: float | None = None,
 ) -> Tensor:
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    bounds = offsets.tolist()
+    lengths = offsets.diff().tolist()
+    if query_offsets is not None:
+        queries = query.split(query_offsets.diff().tolist())  # [T_b, H, D] each
+    elif query.dim() == 3:
+        queries = query.unsqueeze(1).unbind()
+    else:
+        queries = query.expand(len(lengths), -1, -1, -1).unbind()
+    rows = history.split(lengths)
+    biases = [None] * len(lengths) if bias is None else bias.to(query.dtype).split(lengths)
     outs = []
-    for b, (first, last) in enumerate(pairwise(bounds)):
-        if query_offsets is not None:
-            q_THD = query[int(query_offsets[b]) : int(query_offsets[b + 1])]
-        else:
-            q_THD = query[0 if query.dim() == 4 and query.shape[0] == 1 else b]
-        one_target = q_THD.dim() == 2
-        q_HTD = (q_THD.unsqueeze(0) if one_target else q_THD).transpose(0, 1)
-        x_HLD = history[first:last].expand(q_HTD.shape[0], -1, -1)
+    for q_THD, x_LD, bias_LH in zip(queries, rows, biases, strict=True):
+        if x_LD.shape[0] == 0 or q_THD.shape[0] == 0:
+            outs.append(q_THD * 0)
+            continue
+        q_HTD = q_THD.transpose(0, 1)
+        x_HLD = x_LD.expand(q_HTD.shape[0], -1, -1)
         mask = None
-        if bias is not None:
-            mask = bias[first:last].T.unsqueeze(1).to(q_HTD.dtype).expand(-1, q_HTD.shape[1], -1)
-        if first == last or q_HTD.shape[1] == 0:
-            out = q_HTD * 0
-        else:
-            out = attend(q_HTD, x_HLD, x_HLD, mask, factor)
-        outs.append(out.squeeze(1) if one_target else out.transpose(0, 1))
+        if bias_LH is not None:
+            mask = bias_LH.T.unsqueeze(1).expand(-1, q_HTD.shape[1], -1)
+        outs.append(attend(q_HTD, x_HLD, x_HLD, mask, factor).transpose(0, 1))
     if query_offsets is not None:
         return torch.cat(outs) if outs else query * 0
-    return torch.stack(outs) if outs else query[:0] * 0
+    out = torch.stack(outs) if outs else query[:0] * 0
+    return out.squeeze(1) if query.dim() == 3 else out
 
 
 def _flash_attention(
@@ -220,26 +224,25 @@ def _flash_attention(
 ) -> Tensor:
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
-    q_bounds = q_offsets.tolist()
-    kv_bounds = q_bounds if kv_offsets is None else kv_offsets.tolist()
+    q_lengths = q_offsets.diff().tolist()
+    kv_lengths = q_lengths if kv_offsets is None else kv_offsets.diff().tolist()
     outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
-    for b in range(len(q_bounds) - 1):
-        q_HLD = q[q_bounds[b] : q_bounds[b + 1]].transpose(0, 1)
-        keys = slice(kv_bounds[b], kv_bounds[b + 1])
-        k_HLD = k[keys].repeat_interleave(group, 1).transpose(0, 1)
-        v_HLD = v[keys].repeat_interleave(group, 1).transpose(0, 1)
+    for q_LHD, k_LHD, v_LHD in zip(
+        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), strict=True
+    ):
+        q_HLD = q_LHD.transpose(0, 1)
+        k_HLD = k_LHD.repeat_interleave(group, 1).transpose(0, 1)
+        v_HLD = v_LHD.repeat_interleave(group, 1).transpose(0, 1)
         num_rows, num_keys = q_HLD.shape[1], k_HLD.shape[1]
-        hidden = max(num_rows - num_keys, 0) if causal else 0  # rows that see no key
-        if num_keys == 0:
-            hidden = num_rows
+        shift = num_keys - num_rows
+        hidden = num_rows if num_keys == 0 else max(-shift, 0) if causal else 0  # see no key
         out = q_HLD.new_zeros(q_HLD.shape[0], num_rows, v.shape[2])
         if hidden < num_rows:
             mask = None
             if causal:
-                visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
+                visible = torch.ones(num_rows, num_keys, device=q.device).tril(shift)[hidden:]
                 mask = torch.zeros_like(visible, dtype=q.dtype)
-                mask = mask.masked_fill(visible == 0, -torch.inf)[hidden:]
-                mask = mask.expand(q_HLD.shape[0], -1, -1)
+                mask = mask.masked_fill(visible == 0, -torch.inf).expand(q_HLD.shape[0], -1, -1)
             seen = attend(q_HLD[:, hidden:], k_HLD, v_HLD, mask, factor)
             out = torch.cat([out[:, :hidden], seen], 1)
         outs.append(out.transpose(0, 1))
@@ -298,3 +301,58 @@ def assert_close(
     error = (actual.double() - expected).abs().max().item()
     bound = error_bound(expected, plain, gradient=gradient)
     assert error <= bound, f"{name}: error {error:.3e} is over the bound {bound:.3e}"
+
+
+def outputs_and_gradients(
+    function: Callable[..., Tensor], inputs: dict[str, Any], grad_out: Tensor
+) -> dict[str, Tensor]:
+    """``function(**inputs)`` as ``"out"``, and the gradient of each floating-point input."""
+    leaves = {
+        name: value.detach().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for name, value in inputs.items()
+    }
+    out = function(**leaves)
+    if out.requires_grad:
+        out.backward(grad_out)
+    gradients = {
+        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for name, leaf in leaves.items()
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
+    return {"out": out.detach(), **gradients}
+
+
+def assert_matches_oracle(
+    function: Callable[..., Tensor],
+    oracle: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    inputs: dict[str, Any],
+    *,
+    seed: int = 0,
+) -> None:
+    """Assert that ``function``'s output and all its gradients follow the tolerance rule.
+
+    ``oracle`` is run on the inputs in fp64, ``plain`` on the inputs as they are; the gradient of
+    the output is random.
+    """
+    exact = {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    with torch.no_grad():
+        shape = oracle(**exact)
+    dtype, device = next(
+        (value.dtype, value.device)
+        for value in inputs.values()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    )
+    generator = torch.Generator().manual_seed(seed)
+    grad_out = torch.randn(shape.shape, generator=generator).to(device, dtype)
+    actual = outputs_and_gradients(function, inputs, grad_out)
+    expected = outputs_and_gradients(oracle, exact, grad_out.double())
+    formula = outputs_and_gradients(plain, inputs, grad_out)
+    assert actual.keys() == expected.keys(), f"gradients of {list(actual)}, not {list(expected)}"
+    for name in expected:
+        assert_close(actual[name], expected[name], formula[name], gradient=name != "out", name=name)

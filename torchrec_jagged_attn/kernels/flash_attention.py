@@ -30,7 +30,7 @@ __all__ = ["backward", "forward"]
 
 @triton.jit
 def _load_rows(ptr, first, rows, end, head, HEADS: tl.constexpr, D: tl.constexpr, d):
-    """``[BLOCK, BLOCK_D]``: ``rows`` from ``first`` on of one head of ``[·, HEADS, D]``, 0 past ``end``."""
+    """``[BLOCK, BLOCK_D]``: ``rows`` of a head, counted from row ``first`` of ``[·, HEADS, D]``."""
     ptrs = ptr + ((first + rows)[:, None] * HEADS + head) * D + d[None, :]
     return tl.load(ptrs, mask=(rows < end)[:, None] & (d < D)[None, :], other=0.0)
 

@@ -1,0 +1,43 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.ops.dispatch import supported_dtypes
+from torchrec_jagged_attn.testing import Case
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that tests run on; under ``TRITON_INTERPRET=1``, "cpu" interprets the kernels."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def nan_filled_memory():
+    """Fresh memory is NaN inside."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def skip_unless_supported(case: Case, device: torch.device) -> None:
+    """Skip a case that the device's implementation has no dtype for, or no power."""
+    if case.dtype not in supported_dtypes(device):
+        pytest.skip(f"{case.dtype} is not computed by {implementation(device)[0]}")
+    if case.large and device.type != "cuda":
+        pytest.skip("large cases need a GPU")

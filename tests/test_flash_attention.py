@@ -1,0 +1,240 @@
+"""``jagged_flash_attention`` against PyTorch's SDPA on each sample, on every device and path."""
+
+from functools import partial
+
+import pytest
+import torch
+from conftest import skip_unless_supported
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.testing import (
+    CASES,
+    assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    make_flash_inputs,
+    offsets_of,
+    outputs_and_gradients,
+)
+
+CPU = torch.device("cpu")
+
+
+def assert_right(inputs, causal=False):
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=causal),
+        partial(flash_attention_oracle, causal=causal),
+        partial(flash_attention_plain, causal=causal),
+        inputs,
+    )
+
+
+def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32):
+    """Random inputs, two query heads to one key head, for the given lengths."""
+    generator = torch.Generator().manual_seed(0)
+    q_lengths, kv_lengths = (torch.as_tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return {
+        "q": draw(int(q_lengths.sum()), 2, 16),
+        "k": draw(int(kv_lengths.sum()), 1, 16),
+        "v": draw(int(kv_lengths.sum()), 1, 8),
+        "q_offsets": offsets_of(q_lengths, torch.int64, device),
+        "kv_offsets": offsets_of(kv_lengths, torch.int32, device),
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_self_attention(name, causal, device):
+    skip_unless_supported(CASES[name], device)
+    assert_right(make_flash_inputs(CASES[name], device), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_cross_attention_with_grouped_heads(name, causal, device):
+    skip_unless_supported(CASES[name], device)
+    inputs = make_flash_inputs(CASES[name], device, cross=True, kv_heads=1, value_width=24)
+    assert_right(inputs, causal)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 15, 31, 63, 64, 65]),
+            st.sampled_from([0, 1, 17, 33, 64, 65, 129]),
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_lengths_that_hurt(lengths, causal):
+    q_lengths = [q_length for q_length, _ in lengths]
+    kv_lengths = [kv_length for _, kv_length in lengths]
+    assert_right(inputs_of(q_lengths, kv_lengths, CPU, torch.float16), causal)
+
+
+@pytest.mark.parametrize(
+    ("q_lengths", "kv_lengths"),
+    [([], []), ([0], [0]), ([0, 3], [4, 0]), ([70, 1], [1, 70]), ([5, 0, 0], [0, 0, 5])],
+    ids=str,
+)
+def test_edges(q_lengths, kv_lengths, device):
+    for causal in (False, True):
+        assert_right(inputs_of(q_lengths, kv_lengths, device), causal)
+
+
+def test_more_programs_than_a_grid_dimension_holds(device):
+    if implementation(device)[0] != "triton":
+        pytest.skip("too many samples for a loop on CPU")
+    lengths = torch.arange(70_000) % 3
+    inputs = inputs_of(lengths, lengths, device)
+    out = jagged_flash_attention(**inputs)
+    first_row = int(inputs["q_offsets"][69_990])
+    tail = {name: inputs[name][first_row:].double() for name in "qkv"}
+    tail |= {name: inputs[name][69_990:] - first_row for name in ("q_offsets", "kv_offsets")}
+    torch.testing.assert_close(out[first_row:].double(), flash_attention_oracle(**tail))
+
+
+def test_row_without_keys_gives_zeros(device):
+    inputs = inputs_of([3, 4], [0, 2], device)
+    results = outputs_and_gradients(
+        partial(jagged_flash_attention, causal=True), inputs, torch.ones(7, 2, 8, device=device)
+    )
+    assert torch.all(results["out"][:5] == 0)
+    assert torch.all(results["out"][5:] != 0)
+    assert torch.all(results["q"][:5] == 0)
+
+
+def test_strided_inputs_and_gradients(device):
+    inputs = inputs_of([7, 0, 20], [3, 5, 0], device)
+    shape = (27, 2, 8)
+    plain = outputs_and_gradients(jagged_flash_attention, inputs, torch.ones(shape, device=device))
+    strided = dict(inputs)
+    for name in "qkv":
+        buffer = torch.full((40, 5, 37), torch.nan, device=device)
+        rows, heads, width = inputs[name].shape
+        buffer[5 : 5 + rows, 1 : 1 + heads, 3 : 3 + width] = inputs[name]
+        strided[name] = buffer[5 : 5 + rows, 1 : 1 + heads, 3 : 3 + width]
+    stride_0 = torch.ones((), device=device).expand(shape)
+    results = outputs_and_gradients(jagged_flash_attention, strided, stride_0)
+    for name, expected in plain.items():
+        torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_other_samples_never_matter(device, causal):
+    attend = partial(jagged_flash_attention, causal=causal)
+    lengths = {"q": [3, 0, 130, 17, 64], "kv": [5, 4, 70, 17, 64]}
+    inputs = inputs_of(lengths["q"], lengths["kv"], device)
+    grad_out = torch.randn(inputs["q"].shape[0], 2, 8, device=device)
+    whole = outputs_and_gradients(attend, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(attend, inputs, grad_out)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+    order = [4, 3, 1, 0]  # without sample 2, and in another order
+    rows, offsets = {}, {}
+    poisoned = {name: value.clone() for name, value in inputs.items()}
+    for side, names in (("q", "q"), ("kv", "kv")):
+        bounds = inputs[f"{side}_offsets"].tolist()
+        rows[side] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+        offsets[side] = offsets_of(torch.tensor(lengths[side])[order], torch.int64, device)
+        for name in names:
+            poisoned[name][bounds[2] : bounds[3]] = torch.nan
+    fewer = {
+        "q": inputs["q"][rows["q"]],
+        "k": inputs["k"][rows["kv"]],
+        "v": inputs["v"][rows["kv"]],
+        "q_offsets": offsets["q"],
+        "kv_offsets": offsets["kv"],
+    }
+    results = outputs_and_gradients(attend, poisoned, grad_out)
+    permuted = outputs_and_gradients(attend, fewer, grad_out[rows["q"]])
+    for name in whole:
+        of = rows["kv" if name in ("k", "v") else "q"]
+        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
+        assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
+
+
+def test_opcheck(device):
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
+    arguments = [inputs[name].requires_grad_() for name in "qkv"]
+    arguments += [inputs["q_offsets"], inputs["kv_offsets"], True, 0.25]
+    torch.library.opcheck(torch.ops.torchrec_jagged_attn.flash_attention.default, tuple(arguments))
+
+
+@pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradcheck_of_the_reference(causal):
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
+    leaves = [inputs[name].requires_grad_() for name in "qkv"]
+    offsets = inputs["q_offsets"], inputs["kv_offsets"]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: jagged_flash_attention(q, k, v, *offsets, causal=causal), leaves
+    )
+
+
+def test_compiles_once_for_all_batches(device):
+    counter = CompileCounter()
+    compiled = torch.compile(jagged_flash_attention, backend=counter, fullgraph=True, dynamic=True)
+    for q_lengths, kv_lengths in (([3, 5, 1], [9, 6, 3]), ([9, 0, 2, 6], [4, 0, 0, 9])):
+        inputs = inputs_of(q_lengths, kv_lengths, device)
+        torch.testing.assert_close(compiled(**inputs), jagged_flash_attention(**inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graph_replays_with_other_lengths_and_never_waits():
+    inputs = inputs_of([3, 60, 7, 30], [30, 7, 60, 3], "cuda")
+    grad_out = torch.randn(100, 2, 8, device="cuda")
+    outputs_and_gradients(jagged_flash_attention, inputs, grad_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    inputs["q_offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]))
+    graph.replay()
+    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"q": torch.zeros(7, 8)},
+            ValueError,
+            r"q must have shape \[ΣLq, H, D\] = \[any, any, any",
+        ),
+        ({"q": torch.zeros(7, 2, 8).long()}, TypeError, "q must be one of .* got torch.int64"),
+        ({"q": torch.zeros(7, 3, 8)}, ValueError, "multiple of the 2 heads of k, got 3 heads"),
+        ({"k": torch.zeros(7, 2, 9)}, ValueError, r"k must have shape .* = \[any, any, 8\], got"),
+        ({"k": torch.zeros(7, 2, 8).half()}, TypeError, "k must be torch.float32 as q is, got"),
+        ({"v": torch.zeros(6, 2, 8)}, ValueError, r"v must have shape .* = \[7, 2, any\], got \[6"),
+        ({"v": torch.zeros(7, 2, 513)}, NotImplementedError, "v must have a width of 1 to 512"),
+        ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
+        ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),
+        ({"kv_offsets": torch.tensor([0, 8, 7])}, ValueError, "kv_offsets must never decrease"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    arguments = {name: torch.zeros(7, 2, 8) for name in "qkv"}
+    arguments["q_offsets"] = torch.tensor([0, 3, 7])
+    with pytest.raises(error, match=message):
+        jagged_flash_attention(**arguments | change)

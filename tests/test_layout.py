@@ -1,0 +1,62 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrec_jagged_attn import JaggedLayout
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=12).map(
+    lambda lengths: torch.tensor(lengths, dtype=torch.int64)
+)
+
+
+@given(LENGTHS)
+def test_rows_are_numbered_sample_by_sample(lengths):
+    layout = JaggedLayout.from_lengths(lengths)
+    samples = [b for b, length in enumerate(lengths.tolist()) for _ in range(length)]
+    from_end = [i for length in lengths.tolist() for i in reversed(range(length))]
+    assert layout.num_rows == int(lengths.sum())
+    assert layout.lengths.tolist() == lengths.tolist()
+    assert layout.sample_ids().tolist() == samples
+    assert layout.positions_from_end().tolist() == from_end
+
+
+@given(LENGTHS, st.integers(1, 20))
+def test_tiles_cover_each_row_once(lengths, block):
+    layout = JaggedLayout.from_lengths(lengths)
+    tiles = layout.tiles(block).tolist()
+    assert len(tiles) == layout.num_tiles(block)
+    covered, idle = [], 0
+    for sample, start in tiles:
+        end = int(layout.offsets[sample + 1])
+        covered += range(start, min(start + block, end))
+        idle += start >= end
+    assert covered == list(range(layout.num_rows))
+    assert idle <= layout.batch_size
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_from_lengths_keeps_dtype(dtype):
+    layout = JaggedLayout.from_lengths(torch.tensor([1, 2], dtype=dtype), num_rows=3)
+    assert layout.offsets.dtype == dtype
+    layout.validate()
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([1, 3], "history_offsets must start at 0, got 1"),
+        ([0, 2], "history_offsets must end at the 3 rows they divide, got 2"),
+        ([0, 2, 1, 3], "history_offsets must never decrease, got 2 then 1 at position 2"),
+    ],
+)
+def test_validate_names_what_is_wrong(offsets, message):
+    with pytest.raises(ValueError, match=message):
+        JaggedLayout(torch.tensor(offsets), 3).validate("history_offsets")
+
+
+def test_metadata_is_checked():
+    with pytest.raises(TypeError, match=r"offsets must be int32 or int64, got torch\.float32"):
+        JaggedLayout(torch.zeros(2), 0)
+    with pytest.raises(ValueError, match=r"offsets must have shape \[B \+ 1\], got \[0\]"):
+        JaggedLayout(torch.zeros(0, dtype=torch.int64), 0)

@@ -1,0 +1,321 @@
+"""``jagged_target_attention`` against PyTorch's SDPA on each sample, on every device and path."""
+
+import pytest
+import torch
+from conftest import skip_unless_supported
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.testing import (
+    CASES,
+    assert_matches_oracle,
+    jagged_lengths,
+    make_target_inputs,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+CPU = torch.device("cpu")
+
+
+def assert_right(inputs):
+    assert_matches_oracle(
+        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
+    )
+
+
+def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets=1, width=16):
+    """Random inputs for the given history lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return {
+        "query": draw(lengths.numel(), num_targets, num_heads, width),
+        "history": draw(int(lengths.sum()), width),
+        "bias": draw(int(lengths.sum()), num_heads),
+        "offsets": offsets_of(lengths, torch.int64, device),
+    }
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name, bias, device):
+    skip_unless_supported(CASES[name], device)
+    assert_right(make_target_inputs(CASES[name], device, bias=bias))
+
+
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
+def test_shared_queries(name, device):
+    skip_unless_supported(CASES[name], device)
+    inputs = make_target_inputs(CASES[name], device)
+    inputs["query"] = inputs["query"][:1].contiguous()
+    assert_right(inputs)
+
+
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
+def test_jagged_queries(name, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    inputs = make_target_inputs(case, device)
+    generator = torch.Generator().manual_seed(1)
+    targets = jagged_lengths(case.batch_size, 40, "edges", generator)
+    query = torch.randn(int(targets.sum()), case.num_heads, case.width, generator=generator)
+    inputs["query"] = query.to(device, case.dtype)
+    inputs["query_offsets"] = offsets_of(targets, torch.int32, device)
+    assert_right(inputs)
+
+
+def test_one_target_without_its_dimension(device):
+    inputs = inputs_of([3, 0, 5], device)
+    flat = {**inputs, "query": inputs["query"].squeeze(1)}
+    assert_right(flat)
+    expected = jagged_target_attention(**inputs).squeeze(1)
+    assert torch.equal(jagged_target_attention(**flat), expected)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 129]), max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_lengths_that_hurt(lengths, num_targets, num_heads):
+    assert_right(inputs_of(lengths, CPU, torch.float16, num_heads, num_targets))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [0, 0, 0], [1], [0, 0, 700, 1, 1, 0], [64] * 3], ids=str
+)
+def test_edges(lengths, device):
+    assert_right(inputs_of(lengths, device))
+    assert_right(inputs_of(lengths, device, num_targets=0))
+
+
+def test_more_samples_than_a_grid_dimension_holds(device):
+    if implementation(device)[0] == "triton-interpreter":
+        pytest.skip("too many programs for the interpreter")
+    inputs = inputs_of(torch.arange(70_000) % 3, device, width=8)
+    out = jagged_target_attention(**inputs)
+    last = slice(69_990, None)
+    first_row = int(inputs["offsets"][69_990])
+    tail = {
+        "query": inputs["query"][last],
+        "history": inputs["history"][first_row:],
+        "bias": inputs["bias"][first_row:],
+        "offsets": inputs["offsets"][last] - first_row,
+    }
+    torch.testing.assert_close(out[last], target_attention_oracle(**tail))
+
+
+def test_empty_history_gives_zeros_and_zero_gradients(device):
+    inputs = inputs_of([0, 4, 0], device)
+    results = outputs_and_gradients(
+        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+    )
+    for name in ("out", "query"):
+        assert torch.all(results[name][[0, 2]] == 0)
+        assert torch.all(results[name][1] != 0)
+
+
+def test_bias_of_minus_infinity_hides_rows(device):
+    inputs = inputs_of([5, 70], device)
+    inputs["bias"][[1, 4]] = -torch.inf
+    inputs["bias"][5:70] = -torch.inf  # more than a whole tile before the first visible row
+    assert_right(inputs)
+    inputs["bias"][:5] = -torch.inf
+    results = outputs_and_gradients(
+        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+    )
+    assert torch.all(results["out"][0] == 0)
+    assert all(torch.isfinite(value).all() for value in results.values())
+
+
+def test_strided_inputs_and_gradients(device):
+    inputs = inputs_of([7, 0, 20], device)
+    plain = outputs_and_gradients(jagged_target_attention, inputs, torch.ones_like(inputs["query"]))
+    buffer = torch.full((40, 37), torch.nan, device=device)
+    buffer[5:32, 3:19] = inputs["history"]
+    strided = {
+        **inputs,
+        "history": buffer[5:32, 3:19],
+        "query": inputs["query"].transpose(2, 3).contiguous().transpose(2, 3),
+        "bias": inputs["bias"].T.contiguous().T,
+    }
+    assert not strided["query"].is_contiguous()
+    stride_0 = torch.ones((), device=device).expand(inputs["query"].shape)
+    results = outputs_and_gradients(jagged_target_attention, strided, stride_0)
+    for name, expected in plain.items():
+        torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_other_samples_never_matter(device, num_targets):
+    lengths = [3, 0, 130, 17, 64]
+    inputs = inputs_of(lengths, device, num_targets=num_targets)
+    grad_out = torch.randn_like(inputs["query"])
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+    poisoned = {name: value.clone() for name, value in inputs.items()}
+    bounds = inputs["offsets"].tolist()
+    poisoned["query"][2] = torch.nan
+    poisoned["history"][bounds[2] : bounds[3]] = torch.nan
+    results = outputs_and_gradients(jagged_target_attention, poisoned, grad_out)
+    order = [4, 3, 1, 0]  # without sample 2, and in another order
+    rows = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+    fewer = {
+        "query": inputs["query"][order],
+        "history": inputs["history"][rows],
+        "bias": inputs["bias"][rows],
+        "offsets": offsets_of(torch.tensor(lengths)[order], torch.int64, device),
+    }
+    permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
+    for name in whole:
+        of = rows if name in ("history", "bias") else order
+        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
+        assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+def test_opcheck(device, jagged):
+    inputs = inputs_of([3, 0, 5], device, num_targets=2)
+    query, query_offsets = inputs["query"].requires_grad_(), None
+    if jagged:
+        query_offsets = torch.tensor([0, 1, 1, 6], device=device)
+        query = query.detach().flatten(0, 1).requires_grad_()
+    arguments = (
+        query,
+        inputs["history"].requires_grad_(),
+        inputs["offsets"],
+        query_offsets,
+        inputs["bias"].requires_grad_(),
+        0.25,
+    )
+    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+
+
+@pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
+def test_gradcheck_of_the_reference():
+    inputs = inputs_of([3, 0, 5], num_targets=2, dtype=torch.float64)
+    leaves = [inputs[name].requires_grad_() for name in ("query", "history", "bias")]
+    assert torch.autograd.gradcheck(
+        lambda q, x, b: jagged_target_attention(q, x, inputs["offsets"], bias=b), leaves
+    )
+
+
+def test_compiles_once_for_all_batches(device):
+    counter = CompileCounter()
+    compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([3, 4, 1], [9, 0, 2, 5], [2, 30, 1, 5, 8]):
+        inputs = inputs_of(lengths, device)
+        torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graph_replays_with_other_lengths():
+    inputs = inputs_of([3, 60, 7, 30], "cuda")
+    grad_out = torch.randn_like(inputs["query"])
+    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]))
+    graph.replay()
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_more_elements_than_int32_counts():
+    num_rows, width = 2**24 + 100, 128
+    history = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(3, 1, 2, width, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, num_rows - 50, num_rows - 50, num_rows], device="cuda")
+    grad_out = torch.randn_like(query)
+    inputs = {"query": query, "history": history, "offsets": offsets}
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    tail = {
+        "query": query[2:],
+        "history": history[-50:],
+        "offsets": torch.tensor([0, 50], device="cuda"),
+    }
+    expected = outputs_and_gradients(jagged_target_attention, tail, grad_out[2:])
+    assert torch.equal(results["out"][2:], expected["out"])
+    assert torch.equal(results["history"][-50:], expected["history"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_never_waits_for_the_device():
+    inputs = inputs_of([3, 60, 7, 30], "cuda")
+    grad_out = torch.randn_like(inputs["query"])
+    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
+    inputs = inputs_of([3, 4], "cuda")
+    inputs["offsets"][-1] = 6
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+    with pytest.raises(ValueError, match="offsets must end at the 7 rows they divide, got 6"):
+        jagged_target_attention(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": torch.zeros(2, 8)}, ValueError, r"query must have shape \[B, T, H, D\]"),
+        ({"query": torch.zeros(3, 2, 8)}, ValueError, r"\[B, H, D\] = \[2, any, any\], got \[3, 2"),
+        ({"query": torch.zeros(2, 2, 8, dtype=torch.int64)}, TypeError, "query must be one of"),
+        ({"query": torch.zeros(2, 2, 600)}, NotImplementedError, "width of 1 to 512, got 600"),
+        (
+            {"history": torch.zeros(7, 9)},
+            ValueError,
+            r"history must have shape \[N, D\] = \[any, 8",
+        ),
+        (
+            {"history": torch.zeros(7, 8).half()},
+            TypeError,
+            "history must be torch.float32 as query",
+        ),
+        (
+            {"history": torch.zeros(7, 8, device="meta")},
+            ValueError,
+            "history must be on cpu as que",
+        ),
+        ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
+        ({"bias": torch.zeros(7, 2).long()}, TypeError, "bias must be one of"),
+        ({"offsets": torch.zeros(3)}, TypeError, "offsets must be int32 or int64, got"),
+        ({"offsets": torch.tensor([0, 3, 6])}, ValueError, "offsets must end at the 7 rows"),
+        ({"query_offsets": torch.tensor([0, 1])}, ValueError, r"query_offsets must have shape"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    arguments = {
+        "query": torch.zeros(2, 2, 8),
+        "history": torch.zeros(7, 8),
+        "offsets": torch.tensor([0, 3, 7]),
+    }
+    with pytest.raises(error, match=message):
+        jagged_target_attention(**arguments | change)
