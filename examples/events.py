@@ -1,0 +1,254 @@
+"""From a log of who took which item when, to batches that a TorchRec model trains on.
+
+A data source delivers an `InteractionLog`. `Events` makes examples of its rows: each row is a
+positive, beside it stand items that its user could have taken and did not, and all of them see the
+user's *strictly earlier* rows as history.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+NUM_DENSE_FEATURES = 3
+MAX_REDRAWS = 50
+"""How often a negative that the user has taken is drawn again before it is given up."""
+
+
+class DataError(Exception):
+    """The data cannot be used; the message says where, why, and what to do."""
+
+
+@dataclass
+class InteractionLog:
+    """Rows `(user, item, time)`, sorted on creation by user and, within a user, by time.
+
+    Args:
+        user, item, time: int64 `[M]`; ids from 0, time in seconds.
+        category: int64 `[num_items]`, one id per item.
+        user_features: name -> int64 `[num_users]`, one id per user.
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    time: np.ndarray
+    category: np.ndarray
+    user_features: dict[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        order = np.lexsort((self.time, self.user))
+        self.user, self.item, self.time = self.user[order], self.item[order], self.time[order]
+
+    @property
+    def num_items(self) -> int:
+        return len(self.category)
+
+    def cardinalities(self) -> dict[str, int]:
+        """Feature name -> number of ids, the rows of its embedding table."""
+        features = {"category": self.category, **self.user_features}
+        return {"item": self.num_items} | {name: int(i.max()) + 1 for name, i in features.items()}
+
+
+class Events:
+    """A log as training and test examples, split at one moment in time.
+
+    An example is a row of the log with a candidate item: the item that was taken (label 1), or one
+    that the user has not taken so far (label 0), drawn as often as it occurs in training time. Its
+    history is the user's newest `max_history` rows strictly before the row's second: rows of one
+    second have no order.
+
+    Args:
+        log: the interactions.
+        test_fraction: share of the rows, the latest, to test on.
+        max_history: history rows of an example at most.
+        negatives: examples of label 0 for each of label 1.
+        seed: of every random draw.
+
+    Raises:
+        DataError: nothing is left to train or to test on.
+    """
+
+    def __init__(
+        self,
+        log: InteractionLog,
+        *,
+        test_fraction: float = 0.1,
+        max_history: int = 200,
+        negatives: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.log = log
+        self._negatives, self._seed = negatives, seed
+
+        test_time = np.quantile(log.time, 1 - test_fraction, method="higher")
+        self.train_rows = np.flatnonzero(log.time < test_time)
+        self.test_rows = np.flatnonzero(log.time >= test_time)
+        if not len(self.train_rows) or not len(self.test_rows):
+            raise DataError(
+                f"{len(log.time)} events leave {len(self.train_rows)} to train and "
+                f"{len(self.test_rows)} to test on; give more, over a longer time"
+            )
+
+        new_second = np.ones(len(log.time), dtype=bool)
+        new_second[1:] = (np.diff(log.user) != 0) | (np.diff(log.time) != 0)
+        self.history_end = np.flatnonzero(new_second)[np.cumsum(new_second) - 1]
+        user_start = np.searchsorted(log.user, log.user)
+        self.history_start = np.maximum(user_start, self.history_end - max_history)
+
+        self._pairs = _Sightings(log.user * log.num_items + log.item, log.time)
+        self._items = _Sightings(log.item, log.time)
+        newest = np.maximum(self.history_end - 1, user_start)
+        self._row_dense = np.stack([self.history_end - user_start, log.time - log.time[newest]])
+        train = self._dense(self.train_rows, log.item[self.train_rows])
+        self._dense_mean, self._dense_std = train.mean(0), train.std(0) + 1e-6
+
+    def training(self, epoch: int, half_life: float | None = None) -> Examples:
+        """All training rows, with new negatives in each epoch; `half_life` as in `Examples`."""
+        rng = np.random.default_rng((self._seed, epoch))
+        return self._examples(self.train_rows, rng, half_life)
+
+    def testing(self, half_life: float | None = None) -> Examples:
+        """All test rows, with the same negatives in each call."""
+        return self._examples(self.test_rows, np.random.default_rng(self._seed), half_life)
+
+    def _examples(
+        self, rows: np.ndarray, rng: np.random.Generator, half_life: float | None
+    ) -> Examples:
+        negative_rows = np.repeat(rows, self._negatives)
+        negatives = np.empty_like(negative_rows)
+        pending = np.arange(len(negatives))
+        for _ in range(MAX_REDRAWS):
+            negatives[pending] = self.log.item[rng.choice(self.train_rows, len(pending))]
+            pending = pending[self._taken(negative_rows[pending], negatives[pending])]
+
+        row = np.concatenate([rows, np.delete(negative_rows, pending)])
+        item = np.concatenate([self.log.item[rows], np.delete(negatives, pending)])
+        dense = (self._dense(row, item) - self._dense_mean) / self._dense_std
+        label = np.arange(len(row)) < len(rows)
+        return Examples(self, row, item, label, dense, half_life)
+
+    def _taken(self, row: np.ndarray, item: np.ndarray) -> np.ndarray:
+        """Whether the row's user has taken the item before or in the row's second."""
+        pair = self.log.user[row] * self.log.num_items + item
+        return self._pairs.count(pair, self.log.time[row] + 1) > 0
+
+    def _dense(self, row: np.ndarray, item: np.ndarray) -> np.ndarray:
+        """`[S, 3]`: the user's earlier rows, the seconds since the last, the item's earlier rows."""
+        seen = self._items.count(item, self.log.time[row])
+        return np.log1p(np.stack([*self._row_dense[:, row], seen], axis=1))
+
+
+class _Sightings:
+    """Counts how often a key was seen before a time, for many keys and times at once."""
+
+    def __init__(self, keys: np.ndarray, times: np.ndarray) -> None:
+        self._first_time = int(times.min())
+        self._span = int(times.max()) - self._first_time + 2
+        self._sorted = np.sort(keys * self._span + times - self._first_time)
+
+    def count(self, keys: np.ndarray, before: np.ndarray) -> np.ndarray:
+        start = keys * self._span
+        end = start + before - self._first_time
+        return np.searchsorted(self._sorted, end) - np.searchsorted(self._sorted, start)
+
+
+class Examples(Dataset):
+    """Examples to be indexed with a tensor of positions: a whole batch at once, without a loop.
+
+    Args:
+        events: whose log holds the histories; an example is its row number, never a copy.
+        row, item, label: `[S]`, the log row, the candidate, and whether it was taken.
+        dense: `[S, NUM_DENSE_FEATURES]`.
+        half_life: makes the histories weighted: the weight halves every so many rows, from the
+            newest to the oldest, and a history's weights add up to one.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        row: np.ndarray,
+        item: np.ndarray,
+        label: np.ndarray,
+        dense: np.ndarray,
+        half_life: float | None = None,
+    ) -> None:
+        log = events.log
+        self.label = torch.from_numpy(label).float()
+        self.dense = torch.from_numpy(dense).float()
+        self.user, self.item = torch.from_numpy(log.user[row]), torch.from_numpy(item)
+        self.history_start = torch.from_numpy(events.history_start[row])
+        self.history_end = torch.from_numpy(events.history_end[row])
+        self._half_life = half_life
+        self._category = torch.from_numpy(log.category)
+        self._log_item = torch.from_numpy(log.item)
+        self._log_category = self._category[self._log_item]
+        self._user_features = {
+            name: torch.from_numpy(ids) for name, ids in log.user_features.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def __getitem__(self, index: Tensor) -> Batch:
+        """The batch of the examples at `index` `[B]`; histories are oldest first."""
+        user, item, end = self.user[index], self.item[index], self.history_end[index]
+        lengths = end - self.history_start[index]
+        total = int(lengths.sum())
+
+        def per_row(value: Tensor) -> Tensor:
+            return torch.repeat_interleave(value, lengths, output_size=total)
+
+        history = torch.arange(total) + per_row(end - lengths.cumsum(0))  # [N], rows of the log
+        one = torch.ones_like(lengths)
+        features = {
+            "item": (item, one),
+            "item_history": (self._log_item[history], lengths),
+            "category": (self._category[item], one),
+            "category_history": (self._log_category[history], lengths),
+            **{name: (ids[user], one) for name, ids in self._user_features.items()},
+        }
+        weights = None
+        if self._half_life is not None:
+            decay = 0.5 ** (1 / self._half_life)
+            decayed = decay ** (per_row(end) - 1 - history)
+            decayed *= per_row((1 - decay) / (1 - decay**lengths))
+            weights = torch.cat(
+                [decayed if rows is lengths else one.float() for _, rows in features.values()]
+            )
+        return Batch(
+            dense_features=self.dense[index],
+            sparse_features=KeyedJaggedTensor(
+                keys=list(features),
+                values=torch.cat([ids for ids, _ in features.values()]),
+                lengths=torch.cat([rows for _, rows in features.values()]),
+                weights=weights,
+            ),
+            labels=self.label[index],
+        )
+
+
+def training_batches(
+    count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1
+) -> list[Tensor]:
+    """This rank's share of each shuffled global batch; what fills no batch waits for another epoch.
+
+    All ranks shuffle alike and take equal shares, so that the mean of their losses is the loss of
+    one process with the whole batch.
+    """
+    shuffled = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(count))
+    full = count // batch_size * batch_size
+    return list(shuffled[:full].view(-1, batch_size)[:, rank::world_size].contiguous())
+
+
+def evaluation_batches(
+    count: int, batch_size: int, *, rank: int = 0, world_size: int = 1
+) -> list[Tensor]:
+    """Every `world_size`-th example from `rank` on; the last repeats until ranks have equally many."""
+    padded = torch.arange(-(-count // world_size) * world_size).clamp(max=count - 1)
+    return list(padded[rank::world_size].split(batch_size // world_size))

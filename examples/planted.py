@@ -1,0 +1,71 @@
+"""A made-up log with planted tastes: no download, and attention finds in it what pooling blurs."""
+
+from __future__ import annotations
+
+import numpy as np
+from events import InteractionLog
+
+SWITCH, DROP, STRAY = 0.15, 0.1, 0.05
+"""Chances per event: turn to another interest; swap an interest for a new one; take anything."""
+JOINING_DAYS = 60
+"""Users begin at any time of these days, so that histories of all lengths are trained and tested."""
+
+
+def planted_log(
+    *,
+    num_users: int = 1000,
+    num_steps: int = 100,
+    num_kinds: int = 30,
+    items_per_kind: int = 100,
+    num_interests: int = 4,
+    seed: int = 0,
+) -> InteractionLog:
+    """Users with several interests, who follow one for a few events, then another, and drop some.
+
+    What a user takes is of a kind that interests them *now*. A sum or mean over the history counts
+    interests long dropped, and weights by recency forget those that only pause. Attention can ask
+    for the candidate's kind, and how long ago it was last seen.
+
+    Args:
+        num_users: users.
+        num_steps: events of each, of which those that repeat an item are left out.
+        num_kinds: kinds of items, the categories of the log.
+        items_per_kind: from popular to rare.
+        num_interests: kinds that a user is after at one time.
+        seed: of every random draw.
+    """
+    rng = np.random.default_rng(seed)
+    users = np.arange(num_users)
+    interests = rng.integers(num_kinds, size=(num_users, num_interests))
+    current = rng.integers(num_interests, size=num_users)
+    kind = np.empty((num_users, num_steps), dtype=np.int64)
+    pause = np.empty((num_users, num_steps))
+    for step in range(num_steps):
+        switching = rng.random(num_users) < SWITCH
+        current = np.where(switching, rng.integers(num_interests, size=num_users), current)
+        dropping = np.flatnonzero(rng.random(num_users) < DROP)
+        dropped = rng.integers(num_interests, size=len(dropping))
+        interests[dropping, dropped] = rng.integers(num_kinds, size=len(dropping))
+        straying = rng.random(num_users) < STRAY
+        kind[:, step] = np.where(
+            straying, rng.integers(num_kinds, size=num_users), interests[users, current]
+        )
+        pause[:, step] = rng.exponential(np.where(switching, 86400, 20))
+
+    popularity = np.cumsum(1 / np.arange(1, items_per_kind + 1))
+    rank = np.searchsorted(popularity, rng.random(kind.shape) * popularity[-1])
+    item = kind * items_per_kind + rank
+    joined = rng.random((num_users, 1)) * JOINING_DAYS * 86400
+    time = (joined + pause.cumsum(axis=1)).astype(np.int64)
+    user = np.broadcast_to(users[:, None], item.shape)
+    _, first = np.unique(user * num_kinds * items_per_kind + item, return_index=True)
+    return InteractionLog(
+        user=user.ravel()[first],
+        item=item.ravel()[first],
+        time=time.ravel()[first],
+        category=np.repeat(np.arange(num_kinds), items_per_kind),
+        user_features={
+            "cohort": rng.integers(8, size=num_users),
+            "device": rng.integers(3, size=num_users),
+        },
+    )

@@ -1,0 +1,83 @@
+"""How a training went: its record, and the table and picture that compare several."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+
+@dataclass
+class Progress:
+    """What a training has done so far.
+
+    Args:
+        pooling: how its model pools the history.
+        epoch: epochs done.
+        batch: batches done of the epoch after those.
+        losses: training loss of each step, mean of the ranks.
+        speeds: samples per second of all ranks together, every few steps.
+        auc: area under the ROC curve on the test examples, after the last epoch.
+        ne: normalised entropy there: log loss over the log loss of predicting the share of ones.
+    """
+
+    pooling: str
+    epoch: int = 0
+    batch: int = 0
+    losses: list[float] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
+    auc: float = 0.0
+    ne: float = 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        """The median: start-up and compilation are not what a long run sees."""
+        return median(self.speeds)
+
+    def summary(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.pooling}, epoch {self.epoch}: AUC {self.auc:.4f}, normalised entropy "
+            f"{self.ne:.4f}, {self.samples_per_second:,.0f} samples/s"
+        )
+
+
+def print_table(runs: list[Progress]) -> None:
+    """A row for each pooling, the best AUC in bold."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("pooling", title=f"Test set after {runs[0].epoch} epochs")
+    for heading in ("AUC", "normalised entropy", "samples/s"):
+        table.add_column(heading, justify="right")
+    best = max(run.auc for run in runs)
+    for run in runs:
+        table.add_row(
+            run.pooling,
+            f"{run.auc:.4f}",
+            f"{run.ne:.4f}",
+            f"{run.samples_per_second:,.0f}",
+            style="bold" if run.auc == best else None,
+        )
+    Console().print(table)
+
+
+def plot(runs: list[Progress], path: Path) -> None:
+    """AUC and throughput by pooling, side by side, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    auc, speed = figure.subplots(1, 2)
+    names = [run.pooling for run in runs]
+    auc.bar_label(auc.bar(names, [run.auc for run in runs], color="tab:blue"), fmt="%.3f")
+    auc.set(title=f"test AUC after {runs[0].epoch} epochs", ylim=(0.5, 1))
+    bars = speed.bar(names, [run.samples_per_second for run in runs], color="tab:gray")
+    speed.bar_label(bars, fmt="{:,.0f}")
+    speed.set(title="training samples/s")
+    figure.savefig(path, dpi=150)
+
+
+def write_json(runs: list[Progress], path: Path) -> None:
+    """All records, losses included."""
+    path.write_text(json.dumps([asdict(run) for run in runs], indent=1))

@@ -1,0 +1,391 @@
+"""Trains a DLRM on user histories and compares ways to pool them.
+
+    python examples/train_dlrm.py                                  # made-up data, all four poolings
+    python examples/train_dlrm.py --data data/ml-1m --download     # MovieLens-1M
+    torchrun --nproc_per_node=2 examples/train_dlrm.py --pooling attention
+
+The model is TorchRec's own DLRM. Between the poolings only the module that makes one vector of each
+feature's ids changes: an EmbeddingBagCollection that takes the sum or the mean of the history, or
+weights it by recency, or a TargetAttentionEmbeddingBagCollection, where the candidate item attends
+to the history. Data, seed, widths, learning rates and steps are the same for all.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+# TorchRec and FBGEMM have much to say about themselves when imported, planned and wrapped.
+logging.disable(logging.WARNING)
+warnings.simplefilter("ignore", FutureWarning)
+
+import torch
+import torch.distributed as dist
+from checkpoint import CheckpointError, Checkpoints, StopSignal
+from events import (
+    NUM_DENSE_FEATURES,
+    DataError,
+    Events,
+    Examples,
+    evaluation_batches,
+    training_batches,
+)
+from movielens import download_movielens, read_movielens
+from planted import planted_log
+from report import Progress, plot, print_table, write_json
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist, get_local_rank
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.metrics.ne import compute_ne, get_ne_states
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from tqdm import tqdm
+
+from torchrec_jagged_attn import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    embedding_parameters,
+)
+
+POOLINGS = ("sum", "mean", "recency", "attention")
+STEPS_PER_LOOK = 10
+"""Steps between looks at the loss and for a Ctrl-C: the GPU runs ahead in between."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    show_default = "(default: %(default)s)"
+
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data", type=Path, help="folder of MovieLens-1M; without it, data are made up"
+    )
+    data.add_argument("--download", action="store_true", help="fetch MovieLens-1M into --data")
+    data.add_argument(
+        "--users", type=int, default=1000, help=f"users in made-up data {show_default}"
+    )
+    data.add_argument(
+        "--max-history", type=int, default=200, help=f"newest events an example sees {show_default}"
+    )
+    data.add_argument(
+        "--negatives", type=int, default=1, help=f"items not taken per item taken {show_default}"
+    )
+
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--pooling",
+        nargs="+",
+        choices=[*POOLINGS, "all"],
+        default=["all"],
+        help=f"how histories are pooled, one after the other {show_default}",
+    )
+    model.add_argument(
+        "--width", type=int, default=16, help=f"columns of all tables {show_default}"
+    )
+    model.add_argument("--heads", type=int, default=4, help=f"of the attention {show_default}")
+    model.add_argument(
+        "--half-life",
+        type=float,
+        default=20,
+        help=f"events after which recency pooling halves the weight {show_default}",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=int, default=3, help=show_default)
+    training.add_argument(
+        "--batch-size", type=int, default=1024, help=f"examples of all ranks {show_default}"
+    )
+    training.add_argument(
+        "--lr",
+        type=float,
+        default=1e-3,
+        help=f"learning rate of Adam, dense weights {show_default}",
+    )
+    training.add_argument(
+        "--table-lr",
+        type=float,
+        default=0.05,
+        help=f"learning rate of row-wise Adagrad, tables {show_default}",
+    )
+    training.add_argument("--seed", type=int, default=0, help=show_default)
+    training.add_argument(
+        "--workers",
+        type=int,
+        default=4 if torch.cuda.is_available() else 0,
+        help=f"processes that make batches, per rank {show_default}",
+    )
+    training.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train_dlrm"),
+        help=f"folder of checkpoints, results.json and results.png {show_default}",
+    )
+    training.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoints in --out, with the same options",
+    )
+    args = parser.parse_args()
+    if args.download and args.data is None:
+        parser.error("--download needs --data, the folder to fetch into")
+    if "all" in args.pooling:
+        args.pooling = list(POOLINGS)
+    return args
+
+
+def build_model(pooling: str, cardinalities: dict[str, int], args: argparse.Namespace) -> DLRMTrain:
+    """A DLRM with one table for each kind of id; a history shares the table of its candidate."""
+    tables = [
+        EmbeddingBagConfig(
+            name=f"{name}_table",
+            embedding_dim=args.width,
+            num_embeddings=cardinality,
+            feature_names=[name, f"{name}_history"] if name in ("item", "category") else [name],
+            pooling=PoolingType.MEAN if pooling == "mean" else PoolingType.SUM,
+        )
+        for name, cardinality in cardinalities.items()
+    ]
+    if pooling == "attention":
+        attention = TargetAttentionConfig(
+            target=["item", "category"],
+            history=["item_history", "category_history"],
+            num_heads=args.heads,
+        )
+        collection = TargetAttentionEmbeddingBagCollection(tables, [attention])
+    else:
+        # The weights of recency pooling come with the batch, see events.py.
+        collection = EmbeddingBagCollection(tables, is_weighted=pooling == "recency")
+    return DLRMTrain(
+        DLRM(
+            embedding_bag_collection=collection,
+            dense_in_features=NUM_DENSE_FEATURES,
+            dense_arch_layer_sizes=[64, args.width],
+            over_arch_layer_sizes=[128, 64, 1],
+        )
+    )
+
+
+def shard(
+    model: DLRMTrain, args: argparse.Namespace, device: torch.device
+) -> tuple[DistributedModelParallel, KeyedOptimizer]:
+    """Spreads the tables over the ranks, and replicates the dense layers.
+
+    Tables learn inside the backward pass, row by row; the returned optimizer's step is for the
+    dense layers.
+    """
+    apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": args.table_lr})
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
+    tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
+    sharders = get_default_sharders()
+    planner = EmbeddingShardingPlanner(
+        batch_size=args.batch_size // dist.get_world_size(),
+        # Other kernels run no optimizer in backward.
+        constraints={t.name: ParameterConstraints(compute_kernels=["fused"]) for t in tables},
+        debug=False,
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    # Sharding draws new tables, rank by rank: start at the same ones with any number of ranks.
+    sharded.load_state_dict(initial)
+
+    dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=args.lr))
+    adam.init_state()
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, adam])
+
+
+class Training:
+    """One model on its way from the first step, or the newest checkpoint, to its result."""
+
+    def __init__(
+        self, pooling: str, events: Events, args: argparse.Namespace, device: torch.device
+    ) -> None:
+        torch.manual_seed(args.seed)
+        model = build_model(pooling, events.log.cardinalities(), args)
+        self.model, self.optimizer = shard(model, args, device)
+        self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
+        self.events, self.args, self.device = events, args, device
+        self.half_life = args.half_life if pooling == "recency" else None
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+        not_of_model = ("pooling", "epochs", "workers", "out", "resume", "download")
+        options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
+        self.checkpoints = Checkpoints(args.out / pooling, options)
+        self.progress = Progress(pooling)
+        if not args.resume:
+            self.checkpoints.clear()
+        elif (saved := self.checkpoints.load(self.model, self.optimizer)) is not None:
+            self.progress = Progress(**saved)
+
+    def run(self, stop: StopSignal) -> Progress:
+        """Trains epoch by epoch, with a checkpoint after each; a stop leaves one, too."""
+        progress = self.progress
+        while progress.epoch < self.args.epochs:
+            stopped = self._train_epoch(stop)
+            if not stopped:
+                progress.auc, progress.ne = self._evaluate()
+                progress.epoch, progress.batch = progress.epoch + 1, 0
+                if self.rank == 0:
+                    print(progress.summary())
+            steps = len(progress.losses)
+            self.checkpoints.save(self.model, self.optimizer, steps, asdict(progress))
+            if stopped:
+                break
+        return progress
+
+    def _train_epoch(self, stop: StopSignal) -> bool:
+        """Trains the rest of the epoch, or, if a stop comes, a part of it: then it returns True."""
+        args, progress = self.args, self.progress
+        examples = self.events.training(progress.epoch, self.half_life)
+        batches = training_batches(
+            len(examples),
+            args.batch_size,
+            seed=args.seed,
+            epoch=progress.epoch,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        self.model.train()
+        loader = self._load(examples, batches[progress.batch :])
+        with tqdm(
+            desc=f"{progress.pooling}, epoch {progress.epoch + 1} of {args.epochs}",
+            total=len(batches) * args.batch_size,
+            initial=progress.batch * args.batch_size,
+            unit=" samples",
+            unit_scale=True,
+            leave=False,
+            disable=self.rank > 0,
+        ) as bar:
+            while progress.batch < len(batches):
+                steps = min(STEPS_PER_LOOK, len(batches) - progress.batch)
+                start = time.perf_counter()
+                report = [self.pipeline.progress(loader)[0] for _ in range(steps)]
+                report.append(torch.tensor(float(stop.number > 0), device=self.device))
+                report = torch.stack(report)
+                dist.all_reduce(report)
+                *losses, stopped = (report / self.world_size).tolist()
+
+                progress.batch += steps
+                progress.losses += losses
+                progress.speeds.append(steps * args.batch_size / (time.perf_counter() - start))
+                bar.set_postfix(loss=f"{sum(losses) / steps:.4f}", refresh=False)
+                bar.update(steps * args.batch_size)
+                if stopped and progress.batch < len(batches):
+                    return True
+        return False
+
+    def _evaluate(self) -> tuple[float, float]:
+        """AUC and normalised entropy on the test examples, each on one of the ranks."""
+        examples = self.events.testing(self.half_life)
+        batches = evaluation_batches(
+            len(examples), self.args.batch_size, rank=self.rank, world_size=self.world_size
+        )
+        self.model.eval()
+        loader = self._load(examples, batches)
+        with torch.no_grad():
+            logits = torch.cat([self.pipeline.progress(loader)[1] for _ in batches])
+        of_ranks = [torch.empty_like(logits) for _ in range(self.world_size)]
+        dist.all_gather(of_ranks, logits)
+        predictions = torch.stack(of_ranks, dim=1).flatten()[: len(examples)].sigmoid()
+        labels = examples.label.to(self.device)
+        states = get_ne_states(labels, predictions, torch.ones_like(labels), eta=1e-12)
+        ne = compute_ne(
+            states["cross_entropy_sum"],
+            states["weighted_num_samples"],
+            states["pos_labels"],
+            states["neg_labels"],
+            eta=1e-12,
+        )
+        return binary_auroc(predictions, labels.long()).item(), ne.item()
+
+    def _load(self, examples: Examples, batches: list[Tensor]) -> Iterator[Batch]:
+        loader = DataLoader(
+            examples,
+            batch_size=None,
+            sampler=batches,
+            num_workers=self.args.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        return iter(loader)
+
+
+def read_events(args: argparse.Namespace) -> Events:
+    """MovieLens-1M from --data, or else made-up data."""
+    if args.data is None:
+        log = planted_log(num_users=args.users, seed=args.seed)
+    else:
+        if args.download and get_local_rank() == 0:
+            download_movielens(args.data)
+        dist.barrier()
+        log = read_movielens(args.data)
+    events = Events(log, max_history=args.max_history, negatives=args.negatives, seed=args.seed)
+    if args.batch_size > len(events.train_rows):
+        raise DataError(
+            f"--batch-size {args.batch_size} is more than the {len(events.train_rows)} events to "
+            "train on; give a smaller one"
+        )
+    return events
+
+
+def compare(args: argparse.Namespace, device: torch.device) -> None:
+    """Trains a model for each pooling, and shows which does best."""
+    if args.batch_size % dist.get_world_size() != 0:
+        raise DataError(
+            f"--batch-size {args.batch_size} cannot be shared equally by {dist.get_world_size()} "
+            "ranks; give a multiple"
+        )
+    events = read_events(args)
+    stop = StopSignal()
+    finished = []
+    for pooling in args.pooling:
+        progress = Training(pooling, events, args, device).run(stop)
+        if progress.epoch < args.epochs:
+            sys.exit(f"stopped; a checkpoint is in {args.out}, go on from it with --resume")
+        finished.append(progress)
+    if dist.get_rank() == 0:
+        print_table(finished)
+        write_json(finished, args.out / "results.json")
+        plot(finished, args.out / "results.png")
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", get_local_rank())
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "WORLD_SIZE" in os.environ:  # by torchrun
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        compare(args, device)
+    except (DataError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
