@@ -16,7 +16,7 @@ def planted_log(
     num_users: int = 1000,
     num_steps: int = 100,
     num_kinds: int = 30,
-    items_per_kind: int = 100,
+    items_per_kind: int = 50,
     num_interests: int = 4,
     seed: int = 0,
 ) -> InteractionLog:

@@ -6,7 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2E", "dot_precision", "find_tile", "online_softmax_update", "padded_width"]
+__all__ = [
+    "LOG2E",
+    "dot_precision",
+    "find_tile",
+    "mean_grad",
+    "online_softmax_update",
+    "padded_width",
+    "softmax_weights",
+    "tile_rows",
+]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -48,9 +57,43 @@ def online_softmax_update(scores, maximum, total, AXIS: tl.constexpr):
     return weights, rescale, new_maximum, total * rescale + tl.sum(weights, AXIS)
 
 
-def dot_precision() -> str:
-    """Precision of fp32 matrix products, as ``torch.get_float32_matmul_precision()`` asks."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+@triton.jit
+def softmax_weights(scores, lse, AXIS: tl.constexpr):
+    """Weights of the softmax over ``AXIS`` from scores and log-sum-exp, both in base 2.
+
+    Zero where ``lse`` is ``-inf``: nothing was visible.
+    """
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    return tl.exp2(scores - tl.expand_dims(lse, AXIS))
+
+
+@triton.jit
+def mean_grad(p, dp, delta, whole, AXIS: tl.constexpr):
+    """``delta = Σ p·dp`` of the softmax's gradient, from this very tile where it is the ``whole``.
+
+    A row that sees a single key then gets a gradient of exactly zero, and the rounding of ``p`` by
+    a common factor cancels.
+    """
+    total = tl.sum(p, AXIS)
+    of_tile = tl.div_rn(tl.sum(p * dp, AXIS), tl.where(total > 0, total, 1.0))
+    return tl.where(whole, of_tile, delta)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Precision of matrix products; of fp32, as ``torch.get_float32_matmul_precision()`` asks."""
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
+
+
+def tile_rows(row_bytes: int, precision: str, budget: int) -> int:
+    """Rows of a tile, 16 to 64, by the bytes of its rows.
+
+    Products on tensor cores read their operands from shared memory. Exact fp32 products hold them
+    in registers, where ``budget`` bytes fit.
+    """
+    if precision == "ieee":
+        return max(16, min(64, budget // row_bytes))
+    return 64 if row_bytes <= 512 else 32
 
 
 def padded_width(width: int) -> int:

@@ -21,8 +21,11 @@ from torchrec_jagged_attn.kernels.common import (
     LOG2E,
     dot_precision,
     find_tile,
+    mean_grad,
     online_softmax_update,
     padded_width,
+    softmax_weights,
+    tile_rows,
 )
 
 __all__ = ["backward", "forward"]
@@ -53,13 +56,6 @@ def _scores(q, k, i, j, num_keys, shift, scale, CAUSAL: tl.constexpr, PRECISION:
     if CAUSAL:
         visible = visible & (j[None, :] <= i[:, None] + shift)
     return tl.where(visible, scores, -float("inf"))
-
-
-@triton.jit
-def _probabilities(scores, lse):
-    """Weights from scores and log-sum-exp, both in base 2; zero for a row that sees no key."""
-    lse = tl.where(lse == -float("inf"), float("inf"), lse)
-    return tl.exp2(scores - lse[:, None])
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -116,7 +112,7 @@ def _forward_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
     seen = total > 0
-    out = acc / tl.where(seen, total, 1.0)[:, None]
+    out = tl.div_rn(acc, tl.where(seen, total, 1.0)[:, None])
     _store_rows(out_ptr, out, q_begin, i, num_rows, head, H, DV, dv)
     lse = tl.where(seen, maximum + tl.log2(total), -float("inf"))
     tl.store(lse_ptr + (q_begin + i) * H + head, lse, mask=i < num_rows)
@@ -178,10 +174,9 @@ def _grad_q_kernel(
         k = _load_rows(k_ptr, kv_begin, j, num_keys, kv_head, HK, D, d)
         v = _load_rows(v_ptr, kv_begin, j, num_keys, kv_head, HK, DV, dv)
         scores = _scores(q, k, i, j, num_keys, shift, scale, CAUSAL, PRECISION)
-        p = _probabilities(scores, lse)
+        p = softmax_weights(scores, lse, 1)
         dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-        # Where one tile holds all keys, Σ p·dp is exact: a row that sees one key gets a zero.
-        delta = tl.where(num_keys <= BLOCK_N, tl.sum(p * dp, 1), delta)
+        delta = mean_grad(p, dp, delta, num_keys <= BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     tl.store(delta_ptr + stat, delta, mask=i < num_rows)
@@ -246,7 +241,7 @@ def _grad_kv_kernel(
             lse = tl.load(lse_ptr + stat, mask=i < num_rows, other=-float("inf"))
             delta = tl.load(delta_ptr + stat, mask=i < num_rows, other=0.0)
             scores = _scores(q, k, i, j, num_keys, shift, scale, CAUSAL, PRECISION)
-            p = _probabilities(scores, lse)
+            p = softmax_weights(scores, lse, 1)
             acc_v = tl.dot(
                 tl.trans(p.to(grad_out.dtype)), grad_out, acc_v, input_precision=PRECISION
             )
@@ -319,15 +314,17 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict:
     """Compile-time arguments of all three kernels."""
     block_d, block_dv = padded_width(q.shape[2]), padded_width(v.shape[2])
     row_bytes = max(block_d, block_dv) * q.element_size()
+    precision = dot_precision(q.dtype)
+    block = tile_rows(row_bytes, precision, budget=8192)
     return {
         "H": q.shape[1],
         "HK": k.shape[1],
         "D": q.shape[2],
         "DV": v.shape[2],
         "CAUSAL": causal,
-        "PRECISION": dot_precision(),
-        "BLOCK_M": 64 if row_bytes <= 512 else 32,
-        "BLOCK_N": 64 if row_bytes <= 512 else 32,
+        "PRECISION": precision,
+        "BLOCK_M": block,
+        "BLOCK_N": block,
         "BLOCK_D": block_d,
         "BLOCK_DV": block_dv,
         "num_warps": 4 if row_bytes < 512 else 8,

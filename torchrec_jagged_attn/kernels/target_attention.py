@@ -22,8 +22,11 @@ from torchrec_jagged_attn.kernels.common import (
     LOG2E,
     dot_precision,
     find_tile,
+    mean_grad,
     online_softmax_update,
     padded_width,
+    softmax_weights,
+    tile_rows,
 )
 
 __all__ = ["backward", "forward"]
@@ -123,17 +126,10 @@ def _forward_kernel(
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=PRECISION)
 
     seen = total > 0
-    out = tl.trans(acc / tl.where(seen, total, 1.0)[None, :])
+    out = tl.trans(tl.div_rn(acc, tl.where(seen, total, 1.0)[None, :]))
     tl.store(out_ptr + first * D + tile, out, mask=tile_mask)
     lse = tl.where(seen, maximum + tl.log2(total), -float("inf"))
     tl.store(lse_ptr + first + r, lse, mask=r < count)
-
-
-@triton.jit
-def _probabilities(scores, lse):
-    """Weights from scores and log-sum-exp, both in base 2; zero for a query that sees no row."""
-    lse = tl.where(lse == -float("inf"), float("inf"), lse)
-    return tl.exp2(scores - lse[None, :])
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets"])
@@ -193,10 +189,9 @@ def _grad_query_kernel(
         x_mask = (n < n_end)[:, None] & (d < D)[None, :]
         x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
         scores = _scores(x, q, bias_ptr, n, r, n_end, scale, H, HAS_BIAS, PRECISION)
-        p = _probabilities(scores, lse)
+        p = softmax_weights(scores, lse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
-        # Where one tile holds the history, Σ p·dp is exact: a single row gets a zero.
-        delta = tl.where(n_end - n_begin <= BLOCK_N, tl.sum(p * dp, 0), delta)
+        delta = mean_grad(p, dp, delta, n_end - n_begin <= BLOCK_N, 0)
         ds = p * (dp - delta[None, :])
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=PRECISION)
     tl.store(delta_ptr + first + r, delta, mask=r < count)
@@ -261,7 +256,7 @@ def _grad_history_kernel(
         delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
 
         scores = _scores(x, q, bias_ptr, n, r, n_end, scale, H, HAS_BIAS, PRECISION)
-        p = _probabilities(scores, lse)
+        p = softmax_weights(scores, lse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         ds = p * (dp - delta[None, :])
         acc = tl.dot(p.to(x.dtype), grad_out, acc, input_precision=PRECISION)
@@ -374,14 +369,15 @@ class _Queries:
         """Compile-time arguments of all three kernels."""
         block_width = padded_width(self.width)
         row_bytes = block_width * history.element_size()
+        precision = dot_precision(history.dtype)
         return {
             "LAYOUT": self.layout,
             "H": self.num_heads,
             "D": self.width,
             "HAS_BIAS": bias is not None,
-            "PRECISION": dot_precision(),
+            "PRECISION": precision,
             "BLOCK_R": self.block_rows,
-            "BLOCK_N": 64 if row_bytes < 1024 else 32,
+            "BLOCK_N": tile_rows(row_bytes, precision, budget=16384),
             "BLOCK_D": block_width,
             "num_warps": 4 if row_bytes < 1024 else 8,
             "num_stages": 3 if row_bytes < 512 else 2,

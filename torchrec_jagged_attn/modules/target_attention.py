@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.layout import JaggedLayout
+from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_metadata
 from torchrec_jagged_attn.ops import jagged_target_attention
+from torchrec_jagged_attn.ops.checks import check_same, check_shape, check_width
 
 __all__ = ["JaggedTargetAttention", "RecencyBias"]
 
@@ -22,24 +23,33 @@ class RecencyBias(nn.Module):
     .. math:: bias_{nh} = P_{\beta(position_n), h} + A_{\beta(age_n), h}, \qquad
               \beta(x) = \lfloor 4 \log_2(1 + x) \rfloor
 
-    Positions count the newer rows of the sample, ages the time units between a row and the newest
-    row of its sample. Both fall into four buckets per octave, the last of which holds all that is
-    further back: positions past 2¹⁶ and ages past 2³².
+    Positions count the newer rows of the sample; ages are the time from a row to the newest, which
+    is the last row of its sample, and zero where that is negative. Both fall into four buckets per
+    octave. The last one has no end: it begins at position 2^15.75 - 1 = 55,109 and at age
+    2^39.75 - 1, 29 years in milliseconds.
 
-    The table of positions starts as the straight lines of ALiBi (https://arxiv.org/abs/2108.12409,
-    Section 3), ``P = -slope · position``, with the last of several heads flat; the table of ages
-    starts at zero.
+    The table of positions starts as ALiBi's straight lines, ``P = -slope · position`` at the nearer
+    end of each bucket, with slopes ``2^(-8/H), 2^(-16/H), …``, but the last of several heads flat;
+    the table of ages starts at zero.
 
     Args:
         num_heads: ``H``.
         ages: whether to learn a table of ages, too.
         device: of the tables.
         dtype: of the tables.
+
+    Example:
+        >>> bias = RecencyBias(num_heads=1)
+        >>> bias(JaggedLayout(torch.tensor([0, 3, 4]), num_rows=4)).T.detach() * 2**8
+        tensor([[-1.8284, -1.0000,  0.0000,  0.0000]])
+
+    Source:
+        ALiBi (https://arxiv.org/abs/2108.12409), Section 3, for the slopes.
     """
 
     BUCKETS_PER_OCTAVE = 4
     POSITION_BUCKETS = 64
-    AGE_BUCKETS = 128
+    AGE_BUCKETS = 160
 
     def __init__(
         self,
@@ -65,34 +75,27 @@ class RecencyBias(nn.Module):
         slopes = [2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)]
         if num_heads > 1:
             slopes[-1] = 0.0
+        device = self.position_weight.device
+        buckets = torch.arange(self.POSITION_BUCKETS, device=device)
+        newer = 1 - torch.exp2(buckets / self.BUCKETS_PER_OCTAVE)  # minus the position
         with torch.no_grad():
-            device = self.position_weight.device
-            buckets = torch.arange(self.POSITION_BUCKETS, device=device)
-            positions = torch.exp2(buckets / self.BUCKETS_PER_OCTAVE) - 1
-            self.position_weight.copy_(
-                -positions.unsqueeze(1) * torch.tensor(slopes, device=device)
-            )
+            self.position_weight.copy_(torch.outer(newer, torch.tensor(slopes, device=device)))
             if self.age_weight is not None:
                 self.age_weight.zero_()
 
     def forward(self, layout: JaggedLayout, timestamps: Tensor | None = None) -> Tensor:
-        """``[N, H]`` bias of the rows of ``layout``; ``timestamps`` are ``[N]``."""
-        bias = F.embedding(
-            self._bucket(layout.positions_from_end(), self.POSITION_BUCKETS), self.position_weight
-        )
-        if self.age_weight is None:
+        """``[N, H]`` bias of the rows of ``layout``, with ``[N]`` ``timestamps`` also by age."""
+        positions = layout.positions_from_end()
+        bias = F.embedding(self._bucket(positions, self.POSITION_BUCKETS), self.position_weight)
+        if self.age_weight is None or timestamps is None:
             return bias
-        if timestamps is None:
-            raise ValueError(
-                "timestamps must be given to a module made with age_bias=True, got None"
-            )
-        newest = (layout.offsets[1:].long() - 1).clamp(min=0)[layout.sample_ids()]
+        newest = torch.arange(layout.num_rows, device=positions.device) + positions
         ages = (timestamps[newest] - timestamps).clamp(min=0)
         return bias + F.embedding(self._bucket(ages, self.AGE_BUCKETS), self.age_weight)
 
     def _bucket(self, distance: Tensor, num_buckets: int) -> Tensor:
-        bucket = torch.log2(1 + distance.float()) * self.BUCKETS_PER_OCTAVE
-        return bucket.long().clamp(max=num_buckets - 1)
+        octaves = torch.log2((distance + 1).float())
+        return (octaves * self.BUCKETS_PER_OCTAVE).clamp(max=num_buckets - 1).long()
 
 
 class JaggedTargetAttention(nn.Module):
@@ -119,13 +122,14 @@ class JaggedTargetAttention(nn.Module):
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
             alone but for small random scores: value and output projections at the identity, where
-            ``D = E``. ``"mha"`` starts as ``torch.nn.MultiheadAttention`` does.
+            ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``age_bias`` without
             ``recency_bias``, or an unknown ``init``.
+        NotImplementedError: ``history_dim`` is over 512.
 
     Example:
         >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
@@ -158,6 +162,7 @@ class JaggedTargetAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.history_dim = embed_dim if history_dim is None else history_dim
+        check_width(self.history_dim, "history_dim")
         self.init = init
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -206,87 +211,92 @@ class JaggedTargetAttention(nn.Module):
         Args:
             target: ``[B, E]``; ``[B, T, E]`` for ``T`` targets per sample; or a JaggedTensor with
                 values ``[ΣT, E]`` for any number of targets per sample.
-            history: values ``[N, D]`` of ``B`` samples, each from its oldest row to its newest. Its
-                weights are not read.
-            timestamps: ``[N]`` integer or floating times of the rows, in any unit, read where the
-                module learns from ages.
+            history: values ``[N, D]`` of ``B`` samples, each from its oldest row to its newest,
+                read in their own dtype, also under autocast. Its weights are not read.
+            timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
+                fp32 holds today's Unix time to the nearest 128 seconds.
 
         Returns:
-            One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``.
+            One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``, in the dtype of the
+            module's parameters, or of autocast, whatever dtypes target and history have.
 
         Raises:
-            TypeError: ``target`` or ``history`` hold no floating-point values.
-            ValueError: a shape does not fit.
+            TypeError: ``history`` is no JaggedTensor, or one of the two holds ids, not embeddings.
+            ValueError: a shape or a device does not fit, timestamps are missing, or given to a
+                module that learns nothing from them.
         """
-        rows, offsets = history.values(), history.offsets()
         query_offsets = None
         if isinstance(target, JaggedTensor):
             target, query_offsets = target.values(), target.offsets()
-        self._check(target, rows, query_offsets is not None)
-        layout = JaggedLayout(offsets, rows.shape[0])
-        if timestamps is not None and timestamps.shape != (layout.num_rows,):
-            raise ValueError(
-                f"timestamps must have shape [N] = [{layout.num_rows}], "
-                f"got {list(timestamps.shape)}"
-            )
+        self._check(target, query_offsets, history, timestamps)
+        rows = history.values()
+        layout = JaggedLayout(history.offsets(), rows.shape[0])
 
-        bias = None if self.recency_bias is None else self.recency_bias(layout, timestamps)
-        pooled = jagged_target_attention(
-            self._query(target).to(rows.dtype),
-            rows,
-            offsets,
-            query_offsets=query_offsets,
-            bias=bias,
-            scale=1 / math.sqrt(self.head_dim),
-        )
-        empty = layout.lengths == 0
-        if query_offsets is not None:
-            empty = empty[JaggedLayout(query_offsets, target.shape[0]).sample_ids()]
-        elif target.dim() == 3:
-            empty = empty.unsqueeze(1)
-        return self._output(pooled.to(self.out_proj.weight.dtype), empty)
-
-    def _projections(self) -> tuple[Tensor, ...]:
-        """Query ``[E, E]``, key ``[E, D]`` and value ``[E, D]`` weights."""
         if self.in_proj_weight is not None:
-            return self.in_proj_weight.chunk(3)
-        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-
-    def _query(self, target: Tensor) -> Tensor:
-        """``[…, E] -> […, H, D]``: the projected target, carried through the key projection."""
-        q_weight, k_weight, _ = self._projections()
-        q_bias = None if self.in_proj_bias is None else self.in_proj_bias[: self.embed_dim]
-        query = F.linear(target, q_weight, q_bias).unflatten(-1, (self.num_heads, self.head_dim))
-        return torch.einsum("...he,hed->...hd", query, k_weight.unflatten(0, (self.num_heads, -1)))
-
-    def _output(self, pooled: Tensor, empty: Tensor) -> Tensor:
-        """``[…, H, D] -> […, E]``: value and output projections of the pooled history rows."""
-        _, _, v_weight = self._projections()
-        v_weight = v_weight.unflatten(0, (self.num_heads, self.head_dim))
-        values = torch.einsum("...hd,hed->...he", pooled, v_weight).flatten(-2)
+            w_q, w_k, w_v = self.in_proj_weight.chunk(3)
+        else:
+            w_q, w_k, w_v = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        b_q = b_v = None
         if self.in_proj_bias is not None:
-            v_bias = self.in_proj_bias[2 * self.embed_dim :]
-            values = values + v_bias.masked_fill(empty.unsqueeze(-1), 0)
+            b_q, _, b_v = self.in_proj_bias.chunk(3)
+
+        heads = (self.num_heads, self.head_dim)
+        query = F.linear(target.to(w_q.dtype), w_q, b_q).unflatten(-1, heads)
+        query = torch.einsum("...he,hed->...hd", query, w_k.unflatten(0, heads))
+        pooled = jagged_target_attention(
+            query.to(rows.dtype),
+            rows,
+            layout.offsets,
+            query_offsets=query_offsets,
+            bias=None if self.recency_bias is None else self.recency_bias(layout, timestamps),
+            scale=1 / math.sqrt(self.head_dim),
+        ).to(w_v.dtype)
+        values = torch.einsum("...hd,hed->...he", pooled, w_v.unflatten(0, heads)).flatten(-2)
+        if b_v is not None:
+            empty = layout.lengths == 0
+            if query_offsets is not None:
+                empty = empty[JaggedLayout(query_offsets, target.shape[0]).sample_ids()]
+            elif target.dim() == 3:
+                empty = empty.unsqueeze(1)
+            values = values + b_v.masked_fill(empty.unsqueeze(-1), 0)
         return self.out_proj(values)
 
-    def _check(self, target: Tensor, rows: Tensor, jagged: bool) -> None:
+    def _check(
+        self,
+        target: Tensor,
+        query_offsets: Tensor | None,
+        history: JaggedTensor,
+        timestamps: Tensor | None,
+    ) -> None:
+        if not isinstance(history, JaggedTensor):
+            raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+        rows, offsets = history.values(), history.offsets()
         for name, tensor in (("target", target), ("history", rows)):
             if not tensor.is_floating_point():
                 raise TypeError(
                     f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
                     "up in an EmbeddingCollection first"
                 )
-        dims = "[ΣT, E]" if jagged else "[B, E] or [B, T, E]"
-        allowed = (2,) if jagged else (2, 3)
-        if target.dim() not in allowed or target.shape[-1] != self.embed_dim:
-            raise ValueError(
-                f"target must have shape {dims} with E = {self.embed_dim}, got {list(target.shape)}"
-            )
-        if rows.dim() != 2 or rows.shape[1] != self.history_dim:
-            raise ValueError(
-                f"history must have values of shape [N, D] with D = {self.history_dim}, "
-                f"got {list(rows.shape)}"
-            )
+        check_shape(rows, "history.values()", "[N, D]", (None, self.history_dim))
+        check_offsets_metadata(offsets, "history.offsets()")
+        num_samples = offsets.numel() - 1
+        if query_offsets is not None:
+            check_shape(target, "target.values()", "[ΣT, E]", (None, self.embed_dim))
+            check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
+        elif target.dim() == 3:
+            check_shape(target, "target", "[B, T, E]", (num_samples, None, self.embed_dim))
+        else:
+            check_shape(target, "target", "[B, E]", (num_samples, self.embed_dim))
+        learns_ages = self.recency_bias is not None and self.recency_bias.age_weight is not None
+        if timestamps is None and learns_ages:
+            raise ValueError("timestamps must be given where age_bias=True, got None")
+        if timestamps is not None and not learns_ages:
+            raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
+        if timestamps is not None:
+            check_shape(timestamps, "timestamps", "[N]", (rows.shape[0],))
+        check_same(
+            rows, "history", dtype=False, offsets=offsets, target=target, timestamps=timestamps
+        )
 
     def extra_repr(self) -> str:
         return (
