@@ -1,0 +1,58 @@
+# make demo    train the example model on made-up data, with four ways of pooling, and compare them
+# make test    all tests that this machine can run
+# make check   format, lint, types, doctests
+#
+# Each makes what it needs in $(VENV) first. The CPU or the CUDA stack is chosen by whether the
+# machine has a GPU; STACK=cpu or STACK=cuda chooses by hand. On a CPU machine, PyPI's torch brings
+# CUDA libraries along: if you know an index of CPU-only builds, give it as TORCH_INDEX=<url>.
+
+PYTHON ?= python3
+VENV ?= .venv
+STACK ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
+TORCH ?= 2.13.0
+TORCHREC ?= 1.8.0
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(STACK)
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# Run a second time without a GPU, with the kernels in Triton's interpreter.
+KERNEL_TESTS := $(wildcard tests/test_*attention*.py) tests/test_embedding_bag_collection.py
+
+.PHONY: demo test check format benchmark clean
+
+demo: $(READY)
+	$(BIN)/python examples/train_dlrm.py
+
+test: $(READY)
+	$(BIN)/pytest
+ifeq ($(STACK),cpu)
+	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS)
+endif
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+benchmark: $(READY)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) runs
+
+$(READY): Makefile pyproject.toml requirements/$(STACK).txt
+	@echo "Installing the $(STACK) stack (torch $(TORCH), torchrec $(TORCHREC)) into $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(INSTALL) -r requirements/$(STACK).txt
+	$(INSTALL) --no-deps torchrec==$(TORCHREC)
+	$(INSTALL) -e .[examples,dev]
+	@touch $@
