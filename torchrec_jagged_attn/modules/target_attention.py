@@ -12,7 +12,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_metadata
 from torchrec_jagged_attn.ops import jagged_target_attention
-from torchrec_jagged_attn.ops.checks import check_same, check_shape, check_width
+from torchrec_jagged_attn.ops.checks import (
+    check_offsets_values,
+    check_same,
+    check_shape,
+    check_width,
+)
 
 __all__ = ["JaggedTargetAttention", "RecencyBias"]
 
@@ -25,8 +30,8 @@ class RecencyBias(nn.Module):
 
     Positions count the newer rows of the sample; ages are the time from a row to the newest, which
     is the last row of its sample, and zero where that is negative. Both fall into four buckets per
-    octave. The last one has no end: it begins at position 2^15.75 - 1 = 55,109 and at age
-    2^39.75 - 1, 29 years in milliseconds.
+    octave. The last one has no end: it begins at position 55,108 (2^15.75 - 1) and at an age of
+    2^39.75 - 1 (29 years in milliseconds).
 
     The table of positions starts as ALiBi's straight lines, ``P = -slope · position`` at the nearer
     end of each bucket, with slopes ``2^(-8/H), 2^(-16/H), …``, but the last of several heads flat;
@@ -152,7 +157,7 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads != 0:
+        if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
             raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
         if age_bias and not recency_bias:
             raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
@@ -297,6 +302,8 @@ class JaggedTargetAttention(nn.Module):
         check_same(
             rows, "history", dtype=False, offsets=offsets, target=target, timestamps=timestamps
         )
+        if not torch.compiler.is_compiling():  # what is compiled has no values until the op runs
+            check_offsets_values(offsets, rows.shape[0], "history.offsets()")
 
     def extra_repr(self) -> str:
         return (

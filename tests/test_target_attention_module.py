@@ -1,0 +1,789 @@
+"""``JaggedTargetAttention`` against ``torch.nn.MultiheadAttention`` on each sample."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import skip_unless_supported
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import functional_call
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+
+from torchrec_jagged_attn import JaggedLayout, JaggedTargetAttention
+from torchrec_jagged_attn.modules.target_attention import RecencyBias
+from torchrec_jagged_attn.testing import (
+    CASES,
+    assert_close,
+    assert_matches_oracle,
+    jagged_lengths,
+    offsets_of,
+    outputs_and_gradients,
+)
+
+CPU = torch.device("cpu")
+SMALL_CASES = [name for name, case in CASES.items() if not case.large]
+NOW = 1_700_000_000  # seconds since 1970
+
+needs_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def make_inputs(
+    module,
+    lengths,
+    device=CPU,
+    dtype=torch.float32,
+    *,
+    targets=None,
+    index_dtype=torch.int64,
+    seed=0,
+):
+    """Random arguments of :func:`attend`, and random parameters of a usual size.
+
+    ``targets``: ``None`` for ``[B, E]``, a number for ``[B, T, E]``, or a number for each sample.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    shape = [lengths.numel()] if targets is None else [lengths.numel(), targets]
+    inputs = {}
+    if not isinstance(targets, (int, type(None))):
+        targets = torch.as_tensor(targets, dtype=torch.int64)
+        shape = [int(targets.sum())]
+        inputs["target_offsets"] = offsets_of(targets, index_dtype, device)
+    inputs |= {
+        "target": draw(*shape, module.embed_dim),
+        "history": draw(int(lengths.sum()), module.history_dim),
+        "offsets": offsets_of(lengths, index_dtype, device),
+    }
+    for name, parameter in module.named_parameters():
+        fan_in = parameter.shape[1] if "proj" in name and parameter.dim() == 2 else 1
+        inputs[name] = draw(*parameter.shape) / (2 * fan_in) ** 0.5
+    return inputs
+
+
+def inputs_of_case(module, case, device, targets=None):
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    return make_inputs(
+        module, lengths, device, case.dtype, targets=targets, index_dtype=case.index_dtype
+    )
+
+
+def attend(module, *, target, history, offsets, target_offsets=None, timestamps=None, **parameters):
+    """``module`` with ``parameters`` in place of its own."""
+    if target_offsets is not None:
+        target = JaggedTensor(target, offsets=target_offsets)
+    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps)
+    return functional_call(module, parameters, arguments, strict=True)
+
+
+def bucket(distance, num_buckets):
+    """⌊4 log2(1 + distance)⌋, in exact arithmetic for integers."""
+    return min(int((1 + distance) ** 4).bit_length() - 1, num_buckets - 1)
+
+
+def attend_by_sample(
+    module, *, target, history, offsets, target_offsets=None, timestamps=None, **parameters
+):
+    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask."""
+    tables = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
+    mha = nn.MultiheadAttention(
+        module.embed_dim,
+        module.num_heads,
+        bias="in_proj_bias" in parameters,
+        kdim=module.history_dim,
+        vdim=module.history_dim,
+        device="meta",
+    )
+    lengths = offsets.diff().tolist()
+    if target_offsets is not None:
+        targets = target.split(target_offsets.diff().tolist())
+    else:
+        targets = (target if target.dim() == 3 else target.unsqueeze(1)).unbind()
+    times = [None] * len(lengths) if timestamps is None else timestamps.split(lengths)
+    outs = [target.new_zeros(0, module.embed_dim)]
+    for q_TE, x_LD, t_L in zip(targets, history.split(lengths), times, strict=True):
+        if len(x_LD) == 0:
+            out_bias = parameters.get("out_proj.bias")
+            outs.append(F.linear(torch.zeros_like(q_TE), parameters["out_proj.weight"], out_bias))
+            continue
+        if len(q_TE) == 0:
+            continue
+        mask = None
+        if tables:
+            table = tables["recency_bias.position_weight"]
+            positions = range(len(x_LD) - 1, -1, -1)
+            mask = table[[bucket(position, len(table)) for position in positions]]
+        if t_L is not None:
+            table = tables["recency_bias.age_weight"]
+            ages = [max(t_L[-1].item() - time, 0) for time in t_L.tolist()]
+            mask = mask + table[[bucket(age, len(table)) for age in ages]]
+        if mask is not None:
+            mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
+        out, _ = functional_call(
+            mha, parameters, (q_TE, x_LD, x_LD), {"attn_mask": mask}, strict=True
+        )
+        outs.append(out)
+    out = torch.cat(outs)
+    return out if target_offsets is not None else out.view(target.shape)
+
+
+def assert_right(module, inputs, plain=attend_by_sample, timestamps=None):
+    assert_matches_oracle(
+        lambda **inputs: attend(module, timestamps=timestamps, **inputs),
+        lambda **inputs: attend_by_sample(module, timestamps=timestamps, **inputs),
+        lambda **inputs: plain(module, timestamps=timestamps, **inputs),
+        inputs,
+    )
+
+
+def module_of_case(case, **options):
+    """A module without weights of its own, over rows of the case's width."""
+    embed_dim = case.width if case.width % case.num_heads == 0 else 8 * case.num_heads
+    return JaggedTargetAttention(
+        embed_dim, case.num_heads, history_dim=case.width, device="meta", **options
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_is_multihead_attention(name, bias, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, bias=bias, recency_bias=False)
+    targets = None if case.num_targets == 1 else case.num_targets
+    assert_right(module, inputs_of_case(module, case, device, targets))
+
+
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("embed_dim", [32, 128])
+def test_history_of_another_width(name, bias, embed_dim, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = JaggedTargetAttention(
+        embed_dim,
+        case.num_heads,
+        history_dim=case.width,
+        bias=bias,
+        recency_bias=False,
+        device="meta",
+    )
+    assert_right(module, inputs_of_case(module, case, device, case.num_targets))
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
+def test_jagged_targets(name, recency_bias, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, recency_bias=recency_bias)
+    targets = jagged_lengths(case.batch_size, 20, "edges", torch.Generator().manual_seed(1))
+    assert (targets == 0).any()
+    assert_right(module, inputs_of_case(module, case, device, targets))
+
+
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_bias_by_position(name, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case)
+    targets = None if case.num_targets == 1 else case.num_targets
+    assert_right(module, inputs_of_case(module, case, device, targets))
+
+
+@pytest.mark.parametrize("name", ["one-head", "targets-48", "fp16-64"])
+@pytest.mark.parametrize(
+    "times",
+    [
+        "seconds-since-1970",
+        "microseconds-since-1970",
+        "days-in-fp64",
+        "seconds-in-int32",
+        "unordered",
+        "all-equal",
+    ],
+)
+def test_bias_by_age(name, times, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, age_bias=True)
+    inputs = inputs_of_case(module, case, device, case.num_targets)
+    generator = torch.Generator().manual_seed(2)
+    ages = 2 ** (40 * torch.rand(len(inputs["history"]), generator=generator, dtype=torch.float64))
+    lengths = inputs["offsets"].diff().tolist()
+    unordered, ages = ages, torch.cat([a.sort(descending=True)[0] for a in ages.split(lengths)])
+    timestamps = {
+        "seconds-since-1970": NOW - (ages / 2**10).long(),
+        "microseconds-since-1970": NOW * 10**6 - ages.long(),
+        "days-in-fp64": NOW / 86400 - ages / 2**30,
+        "seconds-in-int32": (NOW - (ages / 2**10).long()).int(),
+        "unordered": NOW - unordered.long(),
+        "all-equal": torch.full_like(ages, NOW).long(),
+    }[times]
+    assert_right(module, inputs, timestamps=timestamps.to(device))
+
+
+@pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], ids=str)
+def test_edges(lengths, targets, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta")
+    if targets == "jagged":
+        targets = [b % 3 for b in range(len(lengths))]
+    inputs = make_inputs(module, lengths, device, targets=targets)
+    timestamps = torch.arange(len(inputs["history"]), device=device)
+    assert_right(module, inputs, timestamps=timestamps)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_empty_history_gives_the_output_projection_of_zero(bias, device):
+    module = JaggedTargetAttention(16, 2, bias=bias).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    target = torch.randn(3, 2, 16, device=device, requires_grad=True)
+    rows = torch.randn(4, 16, device=device)
+    out = module(target, JaggedTensor(rows, lengths=torch.tensor([0, 4, 0], device=device)))
+    expected = module.out_proj(torch.zeros(16, device=device))
+    assert torch.equal(out[[0, 2]], expected.expand(2, 2, 16))
+    out[[0, 2]].sum().backward()
+    for name, parameter in module.named_parameters():  # each has a gradient: DDP waits for all
+        expected = torch.zeros_like(parameter)
+        if name == "out_proj.bias":
+            expected += 4
+        assert torch.equal(parameter.grad, expected), name
+    assert torch.equal(target.grad, torch.zeros_like(target))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("history_dim", [16, 20])
+def test_state_dict_moves_both_ways(history_dim, bias):
+    module = JaggedTargetAttention(16, 2, history_dim=history_dim, bias=bias, recency_bias=False)
+    mha = nn.MultiheadAttention(
+        16, 2, bias=bias, kdim=history_dim, vdim=history_dim, batch_first=True
+    )
+    for parameter in mha.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    module.load_state_dict(mha.state_dict(), strict=True)
+    rows = torch.randn(3, 5, history_dim)
+    target = torch.randn(3, 4, 16)
+    history = JaggedTensor(rows.flatten(0, 1), lengths=torch.full((3,), 5))
+    expected, _ = mha(target, rows, rows)
+    torch.testing.assert_close(module(target, history), expected)
+
+    other = copy.deepcopy(mha)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    other.load_state_dict(module.state_dict(), strict=True)
+    assert torch.equal(other(target, rows, rows)[0], expected)
+    assert [*module.state_dict()] == [*mha.state_dict()]
+
+
+# Dtypes that differ
+
+
+def attend_by_sample_in(dtype):
+    """``nn.MultiheadAttention`` in ``dtype``, whatever its inputs; the output as ``out_proj``'s."""
+
+    def plain(module, timestamps=None, **inputs):
+        cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in inputs.items()}
+        out = attend_by_sample(module, timestamps=timestamps, **cast)
+        return out.to(inputs["out_proj.weight"].dtype)
+
+    return plain
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("history_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_history_with_fp32_weights(history_dtype, target_dtype, targets, recency_bias, device):
+    case = CASES["fp16-64" if history_dtype == torch.float16 else "bf16-96"]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, recency_bias=recency_bias)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
+    inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}  # its dtype is out's
+    inputs["history"] = inputs["history"].to(history_dtype)
+    inputs["target"] = inputs["target"].to(target_dtype)
+    assert_right(module, inputs, attend_by_sample_in(history_dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp32_history_with_half_weights(dtype, device):
+    case = CASES["fp16-64" if dtype == torch.float16 else "bf16-96"]
+    skip_unless_supported(case, device)
+    module = module_of_case(case)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype)
+    inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}
+    inputs["history"] = inputs["history"].float()
+    assert_right(module, inputs, attend_by_sample_in(dtype))
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.float16, marks=needs_cuda),
+        pytest.param("cuda", torch.bfloat16, marks=needs_cuda),
+    ],
+)
+def test_autocast(device, dtype, targets, recency_bias):
+    module = module_of_case(CASES["wide-20"], recency_bias=recency_bias)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
+
+    def autocast(function):
+        def run(**inputs):
+            with torch.autocast(device, dtype):
+                return function(module, **inputs).float()
+
+        return run
+
+    with torch.autocast(device, dtype):
+        assert attend(module, **inputs).dtype == dtype
+    assert_matches_oracle(
+        autocast(attend),
+        lambda **inputs: attend_by_sample(module, **inputs),
+        autocast(attend_by_sample),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
+def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
+    """No copy, no cast: the rows are what is large."""
+    seen = []
+
+    def op(query, history, offsets, **_):
+        seen.append(history)
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr("torchrec_jagged_attn.modules.target_attention.jagged_target_attention", op)
+    rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = JaggedTargetAttention(16, 2)(
+            torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3]))
+        )
+    assert seen[0] is rows
+    assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+# What TorchRec hands over
+
+
+TABLE = EmbeddingConfig(
+    name="t", embedding_dim=16, num_embeddings=50, feature_names=["item", "hist"]
+)
+FEATURES = KeyedJaggedTensor(
+    keys=["item", "hist"],
+    values=torch.arange(3 + 20),
+    lengths=torch.tensor([1, 1, 1, 13, 0, 7]),
+)
+
+
+def quantized(collection, dtype):
+    collection.qconfig = torch.ao.quantization.QConfig(
+        activation=torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype),
+        weight=torch.ao.quantization.PlaceholderObserver.with_args(dtype=torch.qint8),
+    )
+    return QuantEmbeddingCollection.from_float(collection)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_lookups_of_a_quantized_collection(dtype):
+    """Rows are views with a storage offset, and of ``dtype``; so are the targets."""
+    found = quantized(EmbeddingCollection([TABLE]), dtype)(FEATURES)
+    target, history = found["item"].values(), found["hist"]
+    assert history.values().storage_offset() > 0
+    assert history.values().dtype == target.dtype == dtype
+    module = JaggedTargetAttention(16, 2)
+    out = module(target, history)
+    assert out.dtype == torch.float32
+    arguments = {
+        "target": target,
+        "history": history.values(),
+        "offsets": history.offsets(),
+        **dict(module.named_parameters()),
+    }
+    exact = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
+    expected = attend_by_sample(module, **exact)
+    assert_close(out, expected, attend_by_sample_in(dtype)(module, **arguments))
+
+
+def test_lookups_of_a_collection_train_its_table():
+    collection = EmbeddingCollection([TABLE], need_indices=True)
+    weight = collection.embeddings["t"].weight
+    module = JaggedTargetAttention(16, 2)
+    found = collection(FEATURES)
+    assert found["hist"].weights().dtype == torch.int64  # the ids, never attention weights
+    module(found["item"].values(), found["hist"]).sum().backward()
+    touched = weight.grad.abs().sum(1) > 0
+    in_a_history = torch.arange(3, 23)
+    expected = torch.zeros(50, dtype=torch.bool)
+    expected[in_a_history] = True
+    expected[[0, 2]] = True  # the target of the sample without a history learns nothing
+    assert torch.equal(touched, expected)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_all_ways_to_write_a_jagged_tensor(index_dtype, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
+    lengths = torch.tensor([3, 0, 9], device=device, dtype=index_dtype)
+    offsets = torch.tensor([0, 3, 3, 12], device=device, dtype=index_dtype)
+    times = torch.arange(12, device=device) ** 2
+    target = torch.randn(3, 16, device=device)
+    buffer = torch.full((20, 21), torch.nan, device=device)
+    buffer[4:16, 3:19] = torch.randn(12, 16, device=device)
+    view = buffer[4:16, 3:19]
+    rows = view.contiguous()
+
+    def results(history, rows, times=times):
+        rows.requires_grad_()
+        inputs = {"rows": rows, **dict(module.named_parameters())}
+
+        def run(rows, **parameters):
+            return functional_call(module, parameters, (target, history(rows), times))
+
+        return outputs_and_gradients(run, inputs, torch.ones(3, 16, device=device))
+
+    expected = results(lambda x: JaggedTensor(x, offsets=offsets), rows.clone())
+    for history, values in [
+        (lambda x: JaggedTensor(x, lengths=lengths), rows.clone()),
+        (lambda x: JaggedTensor(x, lengths=lengths.repeat(2)[3:]), view.detach()),
+        (
+            lambda x: JaggedTensor(
+                x, lengths=lengths, weights=torch.full((12,), torch.nan, device=device)
+            ),
+            rows.T.contiguous().T,
+        ),
+    ]:
+        actual = results(history, values)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value)
+    strided = results(
+        lambda x: JaggedTensor(x, offsets=offsets), rows, times.repeat_interleave(2)[::2]
+    )
+    assert torch.equal(strided["out"], expected["out"])
+
+
+# The bias
+
+
+def buckets_of(distances, ages, device):
+    """The bucket of each distance, the first of which is 0: tables hold their own row numbers."""
+    bias = RecencyBias(1, ages=ages, device=device)
+    with torch.no_grad():
+        for table in bias.parameters():
+            table.zero_()
+        table = bias.age_weight if ages else bias.position_weight
+        table.copy_(torch.arange(len(table)).unsqueeze(1))
+    distances = distances.to(device)
+    timestamps = 2**50 - distances.flip(0) if ages else None
+    layout = JaggedLayout(torch.tensor([0, len(distances)], device=device), len(distances))
+    return bias(layout, timestamps).detach().squeeze(1).flip(0).long().cpu()
+
+
+@pytest.mark.parametrize("ages", [False, True], ids=["positions", "ages"])
+def test_buckets(ages, device):
+    buckets = buckets_of(torch.arange(10**6 + 1), ages, device)
+    last = (RecencyBias.AGE_BUCKETS if ages else RecencyBias.POSITION_BUCKETS) - 1
+    expected = [bucket(distance, last + 1) for distance in range(50_000)]
+    assert buckets[:50_000].tolist() == expected
+    assert set(buckets.diff().tolist()) == {0, 1, 2, 4}
+    assert torch.all(buckets.diff()[8:] <= 1), "none is left out from the eighth row on"
+    assert buckets[-1] == (79 if ages else last)
+
+
+def test_buckets_of_large_ages(device):
+    octaves = torch.arange(45)
+    buckets = buckets_of(2**octaves - 1, True, device)
+    assert torch.equal(buckets, (4 * octaves).clamp(max=159))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 0]),
+        (4, [2**-2, 2**-4, 2**-6, 0]),
+        (3, [2 ** (-8 / 3), 2 ** (-16 / 3), 0]),
+    ],
+)
+def test_bias_starts_at_the_slopes_of_alibi(num_heads, slopes):
+    bias = RecencyBias(num_heads, ages=True)
+    layout = JaggedLayout(torch.tensor([0, 1024]), 1024)
+    start = bias(layout, torch.arange(1024)).detach().flip(0)  # by position from the end
+    slopes = torch.tensor(slopes)
+    line = torch.arange(1024).unsqueeze(1) * -slopes
+    octaves = 2 ** torch.arange(11) - 1
+    torch.testing.assert_close(start[octaves], line[octaves])
+    # Within a bucket it is flat: up to a quarter of an octave above the line, never below.
+    assert torch.all(start >= line - 1e-5)
+    assert torch.all(start <= (line - slopes) / 2**0.25 + slopes + 1e-5)
+
+
+# How it starts, and how it travels
+
+
+def test_recency_init_without_scores_is_recency_weighted_pooling(device):
+    """Each head pools its own slice of the rows, by recency alone."""
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(12, 3).to(device)
+    with torch.no_grad():
+        module.in_proj_weight[:12] = 0
+    lengths = [40, 0, 1, 7]
+    rows = torch.randn(48, 12, device=device)
+    history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
+    out = module(torch.randn(4, 12, device=device), history)
+
+    def pooled(dtype):
+        table = module.recency_bias.position_weight.detach().to(dtype)
+        outs = []
+        for x_LD in rows.to(dtype).split(lengths):
+            recency = table[[bucket(n, 64) for n in range(len(x_LD) - 1, -1, -1)]]
+            weights = torch.exp(recency).repeat_interleave(4, 1)
+            mean = (weights * x_LD).sum(0) / weights.sum(0)
+            outs.append(mean if len(x_LD) else torch.zeros_like(mean))
+        return torch.stack(outs)
+
+    assert_close(out.detach(), pooled(torch.float64), pooled(torch.float32))
+    flat = out[:, 8:].detach()  # the last head: the mean
+    torch.testing.assert_close(flat[0], rows[:40, 8:].mean(0))
+    newest_first = pooled(torch.float64)[0, :4] - rows[:40, :4].mean(0)
+    assert newest_first.abs().max() > 0.01, "the other heads are no mean"
+
+
+@pytest.mark.parametrize(
+    ("init", "history_dim"), [("mha", 64), ("mha", 48), ("recency", 48)], ids=str
+)
+def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(64, 4, history_dim=history_dim, recency_bias=False, init=init)
+    mha = nn.MultiheadAttention(64, 4, kdim=history_dim, vdim=history_dim)
+    for name, theirs in mha.state_dict().items():
+        ours = module.state_dict()[name]
+        assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02), name
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05), name
+        if name.endswith("bias"):
+            assert torch.all(ours == 0), name
+
+
+def test_recency_init_starts_queries_and_keys_as_multihead_attention_does():
+    torch.manual_seed(0)
+    ours = JaggedTargetAttention(64, 4).in_proj_weight[: 2 * 64]
+    theirs = nn.MultiheadAttention(64, 4).in_proj_weight[: 2 * 64]
+    assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
+    assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+
+
+OPTIONS = {
+    "default": {},
+    "ages": {"age_bias": True},
+    "mha": {"init": "mha"},
+    "another-width": {"history_dim": 20},
+    "half-without-bias": {"bias": False, "dtype": torch.bfloat16},
+    "no-recency": {"recency_bias": False},
+}
+
+
+def reset_whole(module):
+    module.to_empty(device="cpu")
+    torch.manual_seed(1)
+    module.reset_parameters()
+
+
+def reset_as_torchrec_does(module):
+    """What DistributedModelParallel does to modules on the meta device: children first."""
+
+    def reset(child):
+        if child._parameters:
+            child.to_empty(device="cpu", recurse=False)
+            torch.manual_seed(1)
+            child.reset_parameters()
+
+    module.apply(reset)
+
+
+@pytest.mark.parametrize("reset", [reset_whole, reset_as_torchrec_does])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_from_the_meta_device(name, reset):
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    assert all(parameter.is_meta for parameter in module.parameters())
+    reset(module)
+    expected = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    torch.manual_seed(1)
+    expected.reset_parameters()
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+def example(module, lengths, device=CPU, num_targets=3, seed=0, jagged=False):
+    """Arguments of ``module``, on ``device``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    target = draw(len(lengths), num_targets, module.embed_dim)
+    if jagged:
+        counts = torch.tensor([b * num_targets % 4 for b in range(len(lengths))], device=device)
+        target = JaggedTensor(draw(int(counts.sum()), module.embed_dim), lengths=counts)
+    rows = draw(sum(lengths), module.history_dim)
+    history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
+    if module.recency_bias is None or module.recency_bias.age_weight is None:
+        return target, history
+    return target, history, torch.arange(sum(lengths), device=device) ** 2
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "half" not in name])
+def test_copies_compute_the_same(name, tmp_path):
+    module = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    arguments = example(module, [5, 0, 40])
+    expected = module(*arguments)
+    loaded = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"), strict=True)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
+    copies.append(copy.deepcopy(module).eval())
+    for other in copies:
+        assert repr(other).splitlines()[0] == repr(module).splitlines()[0]
+        assert torch.equal(other(*arguments), expected)
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("name", ["ages", "another-width", "no-recency"])
+def test_compiles_once_for_all_batches(name, jagged, device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2, **OPTIONS[name]).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    # No two sizes of a batch are equal, so that none is taken for another.
+    for lengths, num_targets in (([9, 0, 2, 23], 3), ([30, 1, 0, 5, 8, 70], 7), ([2, 90, 31], 5)):
+        arguments = example(module, lengths, device, num_targets, jagged=jagged)
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            out = run(*arguments)
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+# CUDA
+
+
+@pytest.fixture(params=[False, True], ids=["dense", "jagged"])
+def run_on_cuda(request):
+    """Computes an output and all gradients; long enough for the sums of large embedding tables."""
+    module = JaggedTargetAttention(16, 2, age_bias=True).to("cuda")
+    target, history, times = example(module, [2000, 0, 3, 5000], "cuda", jagged=request.param)
+
+    def run():
+        module.zero_grad()
+        rows = history.values().detach().requires_grad_()
+        out = module(target, JaggedTensor(rows, lengths=history.lengths()), times)
+        out.backward(torch.ones_like(out))
+        return [out, rows.grad, *(parameter.grad for parameter in module.parameters())]
+
+    run()  # compiles
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_never_waits_for_the_device(run_on_cuda):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_on_cuda()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_repeats_are_equal_to_the_bit(run_on_cuda):
+    first = run_on_cuda()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(run_on_cuda(), first, strict=True))
+
+
+# Errors
+
+
+def zeros(lengths, width=8, dtype=torch.float32):
+    return JaggedTensor(
+        torch.zeros(sum(lengths), width, dtype=dtype), lengths=torch.tensor(lengths)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"history": torch.zeros(2, 5, 8)}, TypeError, "history must be a JaggedTensor, got a Te"),
+        ({"target": torch.zeros(2).long()}, TypeError, "target must hold floating-point embedding"),
+        ({"history": zeros([2, 3], dtype=torch.int32)}, TypeError, "history must hold floating-po"),
+        ({"target": torch.zeros(2, 9)}, ValueError, "target must have shape [B, E] = [2, 8], got"),
+        ({"target": torch.zeros(3, 8)}, ValueError, "target must have shape [B, E] = [2, 8], got"),
+        ({"target": torch.zeros(8)}, ValueError, "target must have shape [B, E] = [2, 8], got [8]"),
+        ({"target": torch.zeros(1, 3, 8)}, ValueError, "target must have shape [B, T, E] = [2, an"),
+        ({"target": zeros([1, 3], 9)}, ValueError, "target.values() must have shape [ΣT, E] = [an"),
+        ({"target": JaggedTensor.empty()}, ValueError, "target.values() must have shape [ΣT, E]"),
+        (
+            {"target": zeros([1, 2, 1])},
+            ValueError,
+            "target.offsets() must have shape [B + 1] = [3]",
+        ),
+        ({"target": torch.zeros(2, 8).to("meta")}, ValueError, "target must be on cpu as history"),
+        ({"history": zeros([2, 3], 9)}, ValueError, "history.values() must have shape [N, D] = [a"),
+        ({"history": JaggedTensor.empty()}, ValueError, "history.values() must have shape [N, D]"),
+        (
+            {"history": JaggedTensor(torch.zeros(0, 8), offsets=torch.zeros(0).long())},
+            ValueError,
+            "history.offsets() must have shape [B + 1], got [0]",
+        ),
+        (
+            {"history": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, 4]))},
+            ValueError,
+            "history.offsets() must end at the 5 rows they divide, got 4",
+        ),
+        (
+            {"timestamps": None},
+            ValueError,
+            "timestamps must be given where age_bias=True, got None",
+        ),
+        ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
+        ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
+        ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
+        ({"recency_bias": False}, ValueError, "age_bias must go with recency_bias=True, got recen"),
+        ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),
+        ({"num_heads": 0}, ValueError, "num_heads must divide embed_dim 8, got 0"),
+        ({"embed_dim": 0}, ValueError, "num_heads must divide embed_dim 0, got 2"),
+        ({"init": "alibi"}, ValueError, "init must be 'recency' or 'mha', got 'alibi'"),
+        ({"history_dim": 513}, NotImplementedError, "history_dim must have a width of 1 to 512"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_name_the_argument(change, error, message):
+    options = {"embed_dim": 8, "num_heads": 2, "age_bias": True}
+    arguments = {
+        "target": torch.zeros(2, 8),
+        "history": zeros([2, 3]),
+        "timestamps": torch.zeros(5),
+    }
+    for name, value in change.items():
+        (arguments if name in arguments else options)[name] = value
+    with pytest.raises(error) as raised:
+        JaggedTargetAttention(**options)(**arguments)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
