@@ -139,7 +139,7 @@ class Events:
         return self._pairs.count(pair, self.log.time[row] + 1) > 0
 
     def _dense(self, row: np.ndarray, item: np.ndarray) -> np.ndarray:
-        """`[S, 3]`: the user's earlier rows, the seconds since the last, the item's earlier rows."""
+        """`[S, 3]`: earlier rows of the user, seconds since the last, earlier rows of the item."""
         seen = self._items.count(item, self.log.time[row])
         return np.log1p(np.stack([*self._row_dense[:, row], seen], axis=1))
 
@@ -249,6 +249,6 @@ def training_batches(
 def evaluation_batches(
     count: int, batch_size: int, *, rank: int = 0, world_size: int = 1
 ) -> list[Tensor]:
-    """Every `world_size`-th example from `rank` on; the last repeats until ranks have equally many."""
+    """Every `world_size`-th example from `rank` on; the last one fills up what a rank lacks."""
     padded = torch.arange(-(-count // world_size) * world_size).clamp(max=count - 1)
     return list(padded[rank::world_size].split(batch_size // world_size))

@@ -89,8 +89,8 @@ class _Table:
         for number, row in enumerate(rows, 1):
             if len(row) != len(names):
                 raise DataError(
-                    f"{self.path}, line {number}: expected {len(names)} columns {'::'.join(names)}, "
-                    f"got {len(row)}; restore the line as GroupLens ships it"
+                    f"{self.path}, line {number}: expected {len(names)} columns "
+                    f"{'::'.join(names)}, got {len(row)}; restore the line as GroupLens ships it"
                 )
         if not rows:
             raise DataError(f"{self.path} is empty; fetch the file again")

@@ -8,7 +8,7 @@ from events import InteractionLog
 SWITCH, DROP, STRAY = 0.15, 0.1, 0.05
 """Chances per event: turn to another interest; swap an interest for a new one; take anything."""
 JOINING_DAYS = 60
-"""Users begin at any time of these days, so that histories of all lengths are trained and tested."""
+"""Users begin on any of these days: training and test see histories of all lengths."""
 
 
 def planted_log(
