@@ -46,9 +46,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
-from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist, get_local_rank
-from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.metrics.ne import compute_ne, get_ne_states
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -169,7 +168,7 @@ def shard(
     """Spreads the tables over the ranks, and replicates the dense layers.
 
     Tables learn inside the backward pass, row by row; the returned optimizer's step is for the
-    dense layers.
+    dense layers. (A table too large for one process would be made on the meta device instead.)
     """
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": args.table_lr})
     initial = {name: value.clone() for name, value in model.state_dict().items()}
@@ -177,7 +176,7 @@ def shard(
     sharders = get_default_sharders()
     planner = EmbeddingShardingPlanner(
         batch_size=args.batch_size // dist.get_world_size(),
-        # Other kernels run no optimizer in backward.
+        # The kernel that learns in backward, on CPU too.
         constraints={t.name: ParameterConstraints(compute_kernels=["fused"]) for t in tables},
         debug=False,
     )
@@ -224,7 +223,7 @@ class Training:
                 progress.auc, progress.ne = self._evaluate()
                 progress.epoch, progress.batch = progress.epoch + 1, 0
                 if self.rank == 0:
-                    print(progress.summary())
+                    print(progress.summary(), flush=True)
             steps = len(progress.losses)
             self.checkpoints.save(self.model, self.optimizer, steps, asdict(progress))
             if stopped:
@@ -312,7 +311,7 @@ def read_events(args: argparse.Namespace) -> Events:
     if args.data is None:
         log = planted_log(num_users=args.users, seed=args.seed)
     else:
-        if args.download and get_local_rank() == 0:
+        if args.download and os.environ.get("LOCAL_RANK", "0") == "0":
             download_movielens(args.data)
         dist.barrier()
         log = read_movielens(args.data)
@@ -344,6 +343,7 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
         print_table(finished)
         write_json(finished, args.out / "results.json")
         plot(finished, args.out / "results.png")
+        print(f"as a picture: {args.out / 'results.png'}")
 
 
 def leave(message: str) -> NoReturn:
@@ -355,7 +355,7 @@ def main() -> None:
     args = parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", get_local_rank())
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:  # started by torchrun
