@@ -166,6 +166,13 @@ def test_other_samples_never_matter(device, causal):
         assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
 
 
+def test_autocast_changes_nothing(device):
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = jagged_flash_attention(**inputs)
+    assert torch.equal(out, jagged_flash_attention(**inputs))
+
+
 def test_opcheck(device):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
     arguments = [inputs[name].requires_grad_() for name in "qkv"]

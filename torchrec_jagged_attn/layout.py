@@ -15,8 +15,10 @@ def should_validate(tensor: Tensor) -> bool:
     """Whether reading the values of ``tensor`` to check them is allowed here.
 
     Always on CPU. On CUDA a read waits for the device, so only when the environment variable
-    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``.
+    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Never while compiling: there are no values yet.
     """
+    if torch.compiler.is_compiling():
+        return False
     if tensor.device.type == "cpu":
         return True
     return tensor.device.type == "cuda" and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"

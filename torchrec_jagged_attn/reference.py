@@ -98,6 +98,7 @@ def target_attention_backward(
     return _vjp(out, grad_out, query, history, bias)
 
 
+@torch.autocast("cpu", enabled=False)
 def flash_attention(
     q: Tensor,
     k: Tensor,

@@ -90,13 +90,14 @@ class RecencyBias(nn.Module):
 
     def forward(self, layout: JaggedLayout, timestamps: Tensor | None = None) -> Tensor:
         """``[N, H]`` bias of the rows of ``layout``, with ``[N]`` ``timestamps`` also by age."""
+        # Indexing, and not F.embedding: only its gradient is the same on every run.
         positions = layout.positions_from_end()
-        bias = F.embedding(self._bucket(positions, self.POSITION_BUCKETS), self.position_weight)
+        bias = self.position_weight[self._bucket(positions, self.POSITION_BUCKETS)]
         if self.age_weight is None or timestamps is None:
             return bias
         newest = torch.arange(layout.num_rows, device=positions.device) + positions
         ages = (timestamps[newest] - timestamps).clamp(min=0)
-        return bias + F.embedding(self._bucket(ages, self.AGE_BUCKETS), self.age_weight)
+        return bias + self.age_weight[self._bucket(ages, self.AGE_BUCKETS)]
 
     def _bucket(self, distance: Tensor, num_buckets: int) -> Tensor:
         octaves = torch.log2((distance + 1).float())
@@ -302,8 +303,7 @@ class JaggedTargetAttention(nn.Module):
         check_same(
             rows, "history", dtype=False, offsets=offsets, target=target, timestamps=timestamps
         )
-        if not torch.compiler.is_compiling():  # what is compiled has no values until the op runs
-            check_offsets_values(offsets, rows.shape[0], "history.offsets()")
+        check_offsets_values(offsets, rows.shape[0], "history.offsets()")
 
     def extra_repr(self) -> str:
         return (

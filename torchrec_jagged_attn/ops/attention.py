@@ -49,7 +49,7 @@ def jagged_target_attention(
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
-        bias: ``[N, H]``, any floating dtype, added to the scores of its history row.
+        bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
         scale: factor of the dot products; ``1/√D`` by default.
 
     Returns:
