@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class CheckpointError(Exception):
     """The checkpoint does not fit; the message says where, why, and what to do."""
@@ -89,8 +91,14 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, _frame: object) -> None:
         self.number = number
+
+
+def ignore_stop_signals(_worker: int) -> None:
+    """For processes that make batches: the one that trains ends them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -30,7 +30,7 @@ warnings.simplefilter("ignore", FutureWarning)
 
 import torch
 import torch.distributed as dist
-from checkpoint import CheckpointError, Checkpoints, StopSignal
+from checkpoint import CheckpointError, Checkpoints, StopSignal, ignore_stop_signals
 from events import (
     NUM_DENSE_FEATURES,
     DataError,
@@ -301,6 +301,7 @@ class Training:
             batch_size=None,
             sampler=batches,
             num_workers=self.args.workers,
+            worker_init_fn=ignore_stop_signals,
             pin_memory=self.device.type == "cuda",
         )
         return iter(loader)

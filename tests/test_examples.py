@@ -14,14 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torchmetrics.functional.classification import binary_auroc
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import movielens  # noqa: E402
+from checkpoint import Checkpoints  # noqa: E402
 from events import (  # noqa: E402
     DataError,
     Events,
@@ -451,15 +455,16 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     with subprocess.Popen(
-        command(tmp_path, "--epochs=50", "--pooling=attention"),
+        command(tmp_path, "--epochs=50", "--pooling=attention", "--workers=1"),
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as process:
         seen = ""
         while "loss=" not in seen and process.poll() is None:
             seen += process.stderr.read(1)
-        process.send_signal(number)
+        os.killpg(process.pid, number)  # As a terminal does: to the workers, too.
         message = process.communicate(timeout=60)[1]
     assert process.returncode != 0
     assert "go on from it with --resume" in message
@@ -478,9 +483,11 @@ def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     [
         (["--data=nowhere"], "nowhere/ratings.dat is missing; "),
         (["--batch-size=1000000"], "--batch-size 1000000 is more than the "),
+        (["--resume", "--width=32"], "was made with width 16, not 32; give the same options"),
     ],
 )
-def test_unusable_options_end_with_one_line(tmp_path, options, message):
+def test_unusable_options_end_with_one_line(finished, tmp_path, options, message):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     process = run(tmp_path, *options)
     assert process.returncode == 1
     assert process.stderr.startswith("error: ")
@@ -488,8 +495,30 @@ def test_unusable_options_end_with_one_line(tmp_path, options, message):
     assert process.stderr.count("\n") == 1
 
 
-def test_resume_refuses_other_options(finished, tmp_path):
-    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
-    process = run(tmp_path, "--width=32", "--resume")
-    assert process.returncode == 1
-    assert "was made with width 16, not 32; give the same options" in process.stderr
+def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    def die(*_, checkpoint_id, **__):
+        checkpoint_id.mkdir()
+        raise OSError("no space left on device")
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = torch.nn.Linear(2, 1)
+        optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), torch.optim.Adam)
+        optimizer.init_state()
+        saved = model.weight.detach().clone()
+        checkpoints = Checkpoints(tmp_path, options={})
+        assert checkpoints.load(model, optimizer) is None
+        checkpoints.save(model, optimizer, 9, {"epoch": 1})
+        torch.nn.init.zeros_(model.weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(dcp, "save", die)
+            with pytest.raises(OSError, match="no space"):
+                checkpoints.save(model, optimizer, 10, {"epoch": 2})
+        assert checkpoints.load(model, optimizer) == {"epoch": 1}
+        assert torch.equal(model.weight, saved)
+
+        checkpoints.save(model, optimizer, 10, {"epoch": 2})
+        assert checkpoints.load(model, optimizer) == {"epoch": 2}
+        assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+    finally:
+        dist.destroy_process_group()
