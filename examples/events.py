@@ -228,6 +228,8 @@ class Examples(Dataset):
                 values=torch.cat([ids for ids, _ in features.values()]),
                 lengths=torch.cat([rows for _, rows in features.values()]),
                 weights=weights,
+                # Known here; a GPU would have to be asked.
+                length_per_key=[len(ids) for ids, _ in features.values()],
             ),
             labels=self.label[index],
         )

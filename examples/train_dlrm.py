@@ -341,8 +341,8 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
             leave(f"stopped; a checkpoint is in {args.out}, go on from it with --resume")
         finished.append(progress)
     if dist.get_rank() == 0:
-        print_table(finished)
         write_json(finished, args.out / "results.json")
+        print_table(finished)
         plot(finished, args.out / "results.png")
         print(f"as a picture: {args.out / 'results.png'}")
 
