@@ -75,6 +75,7 @@ def plot(runs: list[Progress], path: Path) -> None:
     bars = speed.bar(names, [run.samples_per_second for run in runs], color="tab:gray")
     speed.bar_label(bars, fmt="{:,.0f}")
     speed.set(title="training samples/s")
+    speed.margins(y=0.1)
     figure.savefig(path, dpi=150)
 
 
