@@ -34,8 +34,8 @@ def target_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
-    Returns the output, shaped as one query row per sample and target, and the log-sum-exp (fp32,
-    base 2, ``-inf`` for an empty history).
+    Returns the output, shaped as one query row per sample and target, and the softmax
+    statistics of those rows, ``[2, …]``.
 
     Takes ``Σ T_b · L_b · H · D`` elements of memory: every pair of a query and a history row is
     made, none is padded.
@@ -71,12 +71,11 @@ def target_attention(
         )
 
     largest = reduce(scores.detach(), "max", -torch.inf)  # [ΣT, H]
-    weights = torch.exp(scores - largest.clamp(min=torch.finfo(compute).min)[of_query])
+    weights = torch.exp(scores - _finite(largest)[of_query])
     total = reduce(weights, "sum", 0.0)
     out = reduce(weights.unsqueeze(-1) * rows, "sum", 0.0)
     out = out / torch.where(total > 0, total, 1).unsqueeze(-1)
-    lse = torch.where(total > 0, largest * LOG2E + torch.log2(total), -torch.inf)
-    return out.to(query.dtype).view(out_shape), lse.float().view(out_shape[:-1])
+    return out.to(query.dtype).view(out_shape), _stats(largest, total).view(2, *out_shape[:-1])
 
 
 def target_attention_backward(
@@ -110,15 +109,12 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, one sample after the other.
 
-    Returns the output ``[ΣLq, H, Dv]`` and the log-sum-exp ``[ΣLq, H]`` (fp32, base 2,
-    ``-inf`` for a row that sees no key).
+    Returns the output ``[ΣLq, H, Dv]`` and the softmax statistics ``[2, ΣLq, H]``.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
-    outs, lses = (
-        [q.new_zeros(0, q.shape[1], v.shape[2])],
-        [q.new_zeros(0, q.shape[1], dtype=compute)],
-    )
+    outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
+    stats = [q.new_zeros(2, 0, q.shape[1], dtype=torch.float32)]
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
     for b in range(len(q_bounds) - 1):
         rows, keys = slice(*q_bounds[b : b + 2]), slice(*kv_bounds[b : b + 2])
@@ -131,10 +127,10 @@ def flash_attention(
             visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(~visible.tril(num_keys - num_rows), -torch.inf)
         lse = torch.logsumexp(scores, -1)  # [H, Lq]
-        weights = torch.exp(scores - torch.where(lse > -torch.inf, lse, 0).unsqueeze(-1))
+        weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
         outs.append((weights @ v_HLD).transpose(0, 1).to(q.dtype))
-        lses.append(lse.transpose(0, 1) * LOG2E)
-    return torch.cat(outs), torch.cat(lses).float()
+        stats.append(_stats(lse, (lse > -torch.inf).to(compute)).transpose(1, 2))
+    return torch.cat(outs), torch.cat(stats, 1)
 
 
 def flash_attention_backward(
@@ -158,3 +154,14 @@ def flash_attention_backward(
 def _vjp(function: Callable[..., Tensor], grad_out: Tensor, *inputs: Tensor) -> tuple:
     """Gradients of all ``inputs``; unlike ``torch.autograd.grad``, it works inside a custom op."""
     return torch.func.vjp(function, *inputs)[1](grad_out)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """``largest`` of each row, and 0 for a row that sees nothing."""
+    return torch.where(largest > -torch.inf, largest, 0)
+
+
+def _stats(largest: Tensor, total: Tensor) -> Tensor:
+    """What the kernels keep of each row: weights are ``exp2(score - stats[0]) · stats[1]``."""
+    inverse = torch.where(total > 0, 1 / torch.where(total > 0, total, 1), 0)
+    return torch.stack([_finite(largest) * LOG2E, inverse]).float()

@@ -164,20 +164,7 @@ def make_flash_inputs(
     return inputs
 
 
-Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float], Tensor]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-
-
-def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    scores = q @ k.mT * scale
-    return torch.softmax(scores if mask is None else scores + mask, -1) @ v
-
-
-def _target_attention(
-    attend: Attention,
+def target_attention_oracle(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
@@ -185,7 +172,7 @@ def _target_attention(
     bias: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
     lengths = offsets.diff().tolist()
     if query_offsets is not None:
         queries = query.split(query_offsets.diff().tolist())  # [T_b, H, D] each
@@ -205,15 +192,44 @@ def _target_attention(
         mask = None
         if bias_LH is not None:
             mask = bias_LH.T.unsqueeze(1).expand(-1, q_HTD.shape[1], -1)
-        outs.append(attend(q_HTD, x_HLD, x_HLD, mask, factor).transpose(0, 1))
+        out = F.scaled_dot_product_attention(q_HTD, x_HLD, x_HLD, mask, scale=scale)
+        outs.append(out.transpose(0, 1))
     if query_offsets is not None:
         return torch.cat(outs) if outs else query * 0
     out = torch.stack(outs) if outs else query[:0] * 0
     return out.squeeze(1) if query.dim() == 3 else out
 
 
-def _flash_attention(
-    attend: Attention,
+def target_attention_plain(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
+    index, real = _padding(offsets, history.shape[0])  # [B, L]
+    q_BTHD = query
+    if query_offsets is not None:
+        query_index, query_real = _padding(query_offsets, query.shape[0])
+        q_BTHD = _pad(query, query_index)
+    elif query.dim() == 3:
+        q_BTHD = query.unsqueeze(1)
+    x_BLD = _pad(history, index)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bthd,bld->bthl", q_BTHD.expand(index.shape[0], -1, -1, -1), x_BLD)
+    scores = scores * factor
+    if bias is not None:
+        scores = scores + _pad(bias, index).transpose(1, 2).unsqueeze(1)
+    weights = _masked_softmax(scores, real[:, None, None])
+    out = torch.einsum("bthl,bld->bthd", weights, x_BLD)
+    if query_offsets is not None:
+        return out[query_real]
+    return out.squeeze(1) if query.dim() == 3 else out
+
+
+def flash_attention_oracle(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -222,7 +238,7 @@ def _flash_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
     group = q.shape[1] // k.shape[1]
     q_lengths = q_offsets.diff().tolist()
     kv_lengths = q_lengths if kv_offsets is None else kv_offsets.diff().tolist()
@@ -243,30 +259,57 @@ def _flash_attention(
                 visible = torch.ones(num_rows, num_keys, device=q.device).tril(shift)[hidden:]
                 mask = torch.zeros_like(visible, dtype=q.dtype)
                 mask = mask.masked_fill(visible == 0, -torch.inf).expand(q_HLD.shape[0], -1, -1)
-            seen = attend(q_HLD[:, hidden:], k_HLD, v_HLD, mask, factor)
+            seen = F.scaled_dot_product_attention(
+                q_HLD[:, hidden:], k_HLD, v_HLD, mask, scale=scale
+            )
             out = torch.cat([out[:, :hidden], seen], 1)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
 
 
-def target_attention_oracle(*args, **kwargs) -> Tensor:
-    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
-    return _target_attention(_sdpa, *args, **kwargs)
+def flash_attention_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
+    group = q.shape[1] // k.shape[1]
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    q_index, q_real = _padding(q_offsets, q.shape[0])
+    kv_index, kv_real = _padding(kv_offsets, k.shape[0])
+    q_BLHD = _pad(q, q_index)
+    k_BLHD, v_BLHD = (_pad(x, kv_index).repeat_interleave(group, 2) for x in (k, v))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    visible = kv_real[:, None, None]  # [B, 1, 1, Lk]
+    if causal:
+        rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q_index, kv_index))
+        shift = kv_offsets.diff() - q_offsets.diff()
+        visible = visible & (keys <= rows[:, None] + shift[:, None, None]).unsqueeze(1)
+    scores = torch.einsum("bihd,bjhd->bhij", q_BLHD, k_BLHD) * factor
+    out = torch.einsum("bhij,bjhd->bihd", _masked_softmax(scores, visible), v_BLHD)
+    return out[q_real]
 
 
-def target_attention_plain(*args, **kwargs) -> Tensor:
-    """``jagged_target_attention`` by the textbook formula on each sample, in the inputs' dtype."""
-    return _target_attention(_formula, *args, **kwargs)
+def _padding(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """``[B, L]`` row numbers of a padded batch, and which of them are real."""
+    length = int(offsets.diff().max()) if offsets.numel() > 1 else 0
+    index = offsets[:-1, None] + torch.arange(length, device=offsets.device)
+    real = index < offsets[1:, None]
+    return index.masked_fill(~real, num_rows), real
 
 
-def flash_attention_oracle(*args, **kwargs) -> Tensor:
-    """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
-    return _flash_attention(_sdpa, *args, **kwargs)
+def _pad(x: Tensor, index: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
 
 
-def flash_attention_plain(*args, **kwargs) -> Tensor:
-    """``jagged_flash_attention`` by the textbook formula on each sample, in the inputs' dtype."""
-    return _flash_attention(_formula, *args, **kwargs)
+def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible; zero where nothing is."""
+    some = visible.any(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(~visible & some, -torch.inf), -1) * some
 
 
 def error_bound(expected: Tensor, plain: Tensor, *, gradient: bool = False) -> float:

@@ -10,10 +10,12 @@ __all__ = [
     "LOG2E",
     "dot_precision",
     "find_tile",
+    "load_stats",
     "mean_grad",
     "online_softmax_update",
     "padded_width",
     "softmax_weights",
+    "store_stats",
     "tile_rows",
 ]
 
@@ -44,38 +46,63 @@ def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def online_softmax_update(scores, maximum, total, AXIS: tl.constexpr):
-    """One step of the online softmax in base 2, over ``AXIS`` of ``scores``.
+def online_softmax_update(products, factor, bias, visible, maximum, total, AXIS: tl.constexpr):
+    """One step of the online softmax in base 2, over ``AXIS``, of ``products · factor + bias``.
+
+    The exponent is one fused multiply-add, so that no score is rounded before the maximum is taken
+    off it. All of a row's scores may be ``-inf`` so far: it then has weights of zero.
 
     Returns the tile's weights, the factor for what was summed before, the new maximum and the new
-    total. All of a row's scores may be ``-inf`` so far: it then has weights of zero.
+    total.
     """
+    scores = tl.where(visible, products * factor + bias, -float("inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, AXIS))
     shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    weights = tl.exp2(scores - tl.expand_dims(shift, AXIS))
+    weights = tl.exp2(products * factor + (bias - tl.expand_dims(shift, AXIS)))
+    weights = tl.where(visible, weights, 0.0)
     rescale = tl.exp2(maximum - shift)
     return weights, rescale, new_maximum, total * rescale + tl.sum(weights, AXIS)
 
 
 @triton.jit
-def softmax_weights(scores, lse, AXIS: tl.constexpr):
-    """Weights of the softmax over ``AXIS`` from scores and log-sum-exp, both in base 2.
+def store_stats(stats_ptr, num_rows, rows, mask, maximum, total):
+    """Keep what :func:`softmax_weights` needs of ``rows``, in ``[2, num_rows]`` fp32.
 
-    Zero where ``lse`` is ``-inf``: nothing was visible.
+    Not their log-sum-exp: it would round the weights by as much as it is larger than one. Rows that
+    see nothing are kept as zeros.
     """
-    lse = tl.where(lse == -float("inf"), float("inf"), lse)
-    return tl.exp2(scores - tl.expand_dims(lse, AXIS))
+    seen = total > 0
+    tl.store(stats_ptr + rows, tl.where(seen, maximum, 0.0), mask=mask)
+    inverse = tl.where(seen, tl.div_rn(1.0, tl.where(seen, total, 1.0)), 0.0)
+    tl.store(stats_ptr + num_rows + rows, inverse, mask=mask)
 
 
 @triton.jit
-def mean_grad(p, dp, delta, whole, AXIS: tl.constexpr):
+def load_stats(stats_ptr, num_rows, rows, mask):
+    """``(maximum, inverse total)`` of ``rows``, zeros where masked."""
+    maximum = tl.load(stats_ptr + rows, mask=mask, other=0.0)
+    return maximum, tl.load(stats_ptr + num_rows + rows, mask=mask, other=0.0)
+
+
+@triton.jit
+def softmax_weights(products, factor, bias, visible, maximum, inverse, AXIS: tl.constexpr):
+    """Weights of the softmax over ``AXIS`` of the same scores, from their statistics."""
+    weights = tl.exp2(products * factor + (bias - tl.expand_dims(maximum, AXIS)))
+    return tl.where(visible, weights * tl.expand_dims(inverse, AXIS), 0.0)
+
+
+@triton.jit
+def mean_grad(p, dp, visible, delta, whole, AXIS: tl.constexpr):
     """``delta = Σ p·dp`` of the softmax's gradient, from this very tile where it is the ``whole``.
 
-    A row that sees a single key then gets a gradient of exactly zero, and the rounding of ``p`` by
-    a common factor cancels.
+    Taken from the largest ``dp`` on, and by weights that sum to one, it is exact where a single key
+    is visible: that key gets a gradient of zero.
     """
+    largest = tl.max(tl.where(visible, dp, -float("inf")), AXIS)
+    largest = tl.where(largest == -float("inf"), 0.0, largest)
     total = tl.sum(p, AXIS)
-    of_tile = tl.div_rn(tl.sum(p * dp, AXIS), tl.where(total > 0, total, 1.0))
+    below = tl.sum(p * (dp - tl.expand_dims(largest, AXIS)), AXIS)
+    of_tile = largest + tl.div_rn(below, tl.where(total > 0, total, 1.0))
     return tl.where(whole, of_tile, delta)
 
 

@@ -21,10 +21,12 @@ from torchrec_jagged_attn.kernels.common import (
     LOG2E,
     dot_precision,
     find_tile,
+    load_stats,
     mean_grad,
     online_softmax_update,
     padded_width,
     softmax_weights,
+    store_stats,
     tile_rows,
 )
 
@@ -46,28 +48,25 @@ def _store_rows(ptr, value, first, rows, end, head, HEADS: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def _scores(q, k, i, j, num_keys, shift, scale, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
-    """``[BLOCK_M, BLOCK_N]`` scores, times log2(e), of rows ``i`` and keys ``j`` of one sample.
-
-    Row ``i`` sees the keys up to ``i + shift`` where causal.
-    """
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
+def _visible(i, j, num_keys, shift, CAUSAL: tl.constexpr):
+    """Which of the keys ``j`` the rows ``i`` see: where causal, those up to ``i + shift``."""
     visible = (j < num_keys)[None, :]
     if CAUSAL:
         visible = visible & (j[None, :] <= i[:, None] + shift)
-    return tl.where(visible, scores, -float("inf"))
+    return visible
 
 
-@triton.jit(do_not_specialize=["num_samples"])
+@triton.jit(do_not_specialize=["num_samples", "num_stats"])
 def _forward_kernel(
     q_ptr,  # [ΣLq, H, D]
     k_ptr,  # [ΣLk, Hk, D]
     v_ptr,  # [ΣLk, Hk, Dv]
     out_ptr,  # [ΣLq, H, Dv]
-    lse_ptr,  # [ΣLq, H] fp32, base 2
+    stats_ptr,  # [2, ΣLq, H] fp32
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
     num_samples,
+    num_stats,
     scale,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -107,30 +106,32 @@ def _forward_kernel(
         j = j_start + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, kv_begin, j, num_keys, kv_head, HK, D, d)
         v = _load_rows(v_ptr, kv_begin, j, num_keys, kv_head, HK, DV, dv)
-        scores = _scores(q, k, i, j, num_keys, shift, scale, CAUSAL, PRECISION)
-        p, rescale, maximum, total = online_softmax_update(scores, maximum, total, 1)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        visible = _visible(i, j, num_keys, shift, CAUSAL)
+        p, rescale, maximum, total = online_softmax_update(
+            products, scale * LOG2E, 0.0, visible, maximum, total, 1
+        )
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
-    seen = total > 0
-    out = tl.div_rn(acc, tl.where(seen, total, 1.0)[:, None])
+    out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     _store_rows(out_ptr, out, q_begin, i, num_rows, head, H, DV, dv)
-    lse = tl.where(seen, maximum + tl.log2(total), -float("inf"))
-    tl.store(lse_ptr + (q_begin + i) * H + head, lse, mask=i < num_rows)
+    store_stats(stats_ptr, num_stats, (q_begin + i) * H + head, i < num_rows, maximum, total)
 
 
-@triton.jit(do_not_specialize=["num_samples"])
+@triton.jit(do_not_specialize=["num_samples", "num_stats"])
 def _grad_q_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
     q_ptr,  # [ΣLq, H, D]
     k_ptr,  # [ΣLk, Hk, D]
     v_ptr,  # [ΣLk, Hk, Dv]
     out_ptr,  # [ΣLq, H, Dv]
-    lse_ptr,  # [ΣLq, H] fp32, base 2
+    stats_ptr,  # [2, ΣLq, H] fp32
     grad_q_ptr,  # [ΣLq, H, D]
     delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
     num_samples,
+    num_stats,
     scale,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -161,7 +162,7 @@ def _grad_q_kernel(
     q = _load_rows(q_ptr, q_begin, i, num_rows, head, H, D, d)
     grad_out = _load_rows(grad_out_ptr, q_begin, i, num_rows, head, H, DV, dv)
     out = _load_rows(out_ptr, q_begin, i, num_rows, head, H, DV, dv)
-    lse = tl.load(lse_ptr + stat, mask=i < num_rows, other=-float("inf"))
+    maximum, inverse = load_stats(stats_ptr, num_stats, stat, i < num_rows)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
 
     shift = num_keys - num_rows
@@ -173,29 +174,31 @@ def _grad_q_kernel(
         j = j_start + tl.arange(0, BLOCK_N)
         k = _load_rows(k_ptr, kv_begin, j, num_keys, kv_head, HK, D, d)
         v = _load_rows(v_ptr, kv_begin, j, num_keys, kv_head, HK, DV, dv)
-        scores = _scores(q, k, i, j, num_keys, shift, scale, CAUSAL, PRECISION)
-        p = softmax_weights(scores, lse, 1)
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        visible = _visible(i, j, num_keys, shift, CAUSAL)
+        p = softmax_weights(products, scale * LOG2E, 0.0, visible, maximum, inverse, 1)
         dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-        delta = mean_grad(p, dp, delta, num_keys <= BLOCK_N, 1)
+        delta = mean_grad(p, dp, visible, delta, num_keys <= BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
     tl.store(delta_ptr + stat, delta, mask=i < num_rows)
     _store_rows(grad_q_ptr, acc * scale, q_begin, i, num_rows, head, H, D, d)
 
 
-@triton.jit(do_not_specialize=["num_samples"])
+@triton.jit(do_not_specialize=["num_samples", "num_stats"])
 def _grad_kv_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
     q_ptr,  # [ΣLq, H, D]
     k_ptr,  # [ΣLk, Hk, D]
     v_ptr,  # [ΣLk, Hk, Dv]
-    lse_ptr,  # [ΣLq, H] fp32, base 2
+    stats_ptr,  # [2, ΣLq, H] fp32
     delta_ptr,  # [ΣLq, H] fp32
     grad_k_ptr,  # [ΣLk, Hk, D]
     grad_v_ptr,  # [ΣLk, Hk, Dv]
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
     num_samples,
+    num_stats,
     scale,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -238,10 +241,11 @@ def _grad_kv_kernel(
             stat = (q_begin + i) * H + head
             q = _load_rows(q_ptr, q_begin, i, num_rows, head, H, D, d)
             grad_out = _load_rows(grad_out_ptr, q_begin, i, num_rows, head, H, DV, dv)
-            lse = tl.load(lse_ptr + stat, mask=i < num_rows, other=-float("inf"))
+            maximum, inverse = load_stats(stats_ptr, num_stats, stat, i < num_rows)
             delta = tl.load(delta_ptr + stat, mask=i < num_rows, other=0.0)
-            scores = _scores(q, k, i, j, num_keys, shift, scale, CAUSAL, PRECISION)
-            p = softmax_weights(scores, lse, 1)
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            visible = _visible(i, j, num_keys, shift, CAUSAL)
+            p = softmax_weights(products, scale * LOG2E, 0.0, visible, maximum, inverse, 1)
             acc_v = tl.dot(
                 tl.trans(p.to(grad_out.dtype)), grad_out, acc_v, input_precision=PRECISION
             )
@@ -261,18 +265,19 @@ def forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and log-sum-exp ``[ΣLq, H]``."""
+    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     q_offsets, kv_offsets = q_offsets.contiguous(), kv_offsets.contiguous()
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    stats = q.new_empty([2, *q.shape[:2]], dtype=torch.float32)
     if out.numel():
         constants = _constants(q, k, v, causal)
         grid = _grid(q, q_offsets, constants["BLOCK_M"])
         _forward_kernel[grid](
-            q, k, v, out, lse, q_offsets, kv_offsets, q_offsets.numel() - 1, scale, **constants
-        )
-    return out, lse
+            q, k, v, out, stats, q_offsets, kv_offsets,
+            q_offsets.numel() - 1, stats[0].numel(), scale, **constants,
+        )  # fmt: skip
+    return out, stats
 
 
 def backward(
@@ -283,7 +288,7 @@ def backward(
     q_offsets: Tensor,
     kv_offsets: Tensor,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,16 +296,16 @@ def backward(
     grad_out, q, k, v = (x.contiguous() for x in (grad_out, q, k, v))
     q_offsets, kv_offsets = q_offsets.contiguous(), kv_offsets.contiguous()
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(stats[0])
     constants = _constants(q, k, v, causal)
-    tail = (q_offsets, kv_offsets, q_offsets.numel() - 1, scale)
+    tail = (q_offsets, kv_offsets, q_offsets.numel() - 1, delta.numel(), scale)
     if grad_q.numel():
         _grad_q_kernel[_grid(q, q_offsets, constants["BLOCK_M"])](
-            grad_out, q, k, v, out, lse, grad_q, delta, *tail, **constants
+            grad_out, q, k, v, out, stats, grad_q, delta, *tail, **constants
         )
     if grad_k.numel():
         _grad_kv_kernel[_grid(k, kv_offsets, constants["BLOCK_N"])](
-            grad_out, q, k, v, lse, delta, grad_k, grad_v, *tail, **constants
+            grad_out, q, k, v, stats, delta, grad_k, grad_v, *tail, **constants
         )
     return grad_q, grad_k, grad_v
 

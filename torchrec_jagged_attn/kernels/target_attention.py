@@ -22,10 +22,12 @@ from torchrec_jagged_attn.kernels.common import (
     LOG2E,
     dot_precision,
     find_tile,
+    load_stats,
     mean_grad,
     online_softmax_update,
     padded_width,
     softmax_weights,
+    store_stats,
     tile_rows,
 )
 
@@ -56,30 +58,28 @@ def _find_queries(
 
 
 @triton.jit
-def _scores(
-    x, q, bias_ptr, rows, columns, n_end,
-    scale, H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``[BLOCK_N, BLOCK_R]`` scores, times log2(e), of history ``rows`` and query ``columns``."""
-    scores = tl.dot(x, tl.trans(q), input_precision=PRECISION) * (scale * LOG2E)
-    valid = rows < n_end
+def _load_bias(bias_ptr, rows, columns, visible, H: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``[BLOCK_N, BLOCK_R]`` bias, times log2(e), of history ``rows`` for query ``columns``."""
     if HAS_BIAS:
         bias_ptrs = bias_ptr + rows[:, None] * H + (columns % H)[None, :]
-        scores += tl.load(bias_ptrs, mask=valid[:, None], other=0.0).to(tl.float32) * LOG2E
-    return tl.where(valid[:, None], scores, -float("inf"))
+        bias = tl.load(bias_ptrs, mask=visible, other=0.0).to(tl.float32) * LOG2E
+    else:
+        bias = 0.0
+    return bias
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def _forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
     bias_ptr,  # [N, H]
     out_ptr,  # [rows, D]
-    lse_ptr,  # [rows] fp32, base 2
+    stats_ptr,  # [2, rows] fp32
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
     num_targets,
+    num_rows,
     history_stride,
     scale,
     LAYOUT: tl.constexpr,
@@ -118,34 +118,37 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
     for n_start in range(n_begin, n_end, BLOCK_N):
         n = n_start + tl.arange(0, BLOCK_N)
-        x_mask = (n < n_end)[:, None] & (d < D)[None, :]
+        visible = (n < n_end)[:, None]
+        x_mask = visible & (d < D)[None, :]
         x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
-        scores = _scores(x, q, bias_ptr, n, r, n_end, scale, H, HAS_BIAS, PRECISION)
-        p, rescale, maximum, total = online_softmax_update(scores, maximum, total, 0)
+        products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
+        bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
+        p, rescale, maximum, total = online_softmax_update(
+            products, scale * LOG2E, bias, visible, maximum, total, 0
+        )
         acc = acc * rescale[None, :]
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=PRECISION)
 
-    seen = total > 0
-    out = tl.trans(tl.div_rn(acc, tl.where(seen, total, 1.0)[None, :]))
+    out = tl.trans(tl.div_rn(acc, tl.where(total > 0, total, 1.0)[None, :]))
     tl.store(out_ptr + first * D + tile, out, mask=tile_mask)
-    lse = tl.where(seen, maximum + tl.log2(total), -float("inf"))
-    tl.store(lse_ptr + first + r, lse, mask=r < count)
+    store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def _grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
     bias_ptr,  # [N, H]
     out_ptr,  # [rows, D]
-    lse_ptr,  # [rows] fp32, base 2
+    stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, out: Σ_d grad_out · out
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
     num_targets,
+    num_rows,
     history_stride,
     scale,
     LAYOUT: tl.constexpr,
@@ -180,31 +183,33 @@ def _grad_query_kernel(
     q = tl.load(query_ptr + query_first + tile, mask=tile_mask, other=0.0)  # [BLOCK_R, BLOCK_D]
     grad_out = tl.load(grad_out_ptr + first * D + tile, mask=tile_mask, other=0.0)
     out = tl.load(out_ptr + first * D + tile, mask=tile_mask, other=0.0)
-    lse = tl.load(lse_ptr + first + r, mask=r < count, other=-float("inf"))
+    maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)  # [BLOCK_R]
 
     acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
     for n_start in range(n_begin, n_end, BLOCK_N):
         n = n_start + tl.arange(0, BLOCK_N)
-        x_mask = (n < n_end)[:, None] & (d < D)[None, :]
+        visible = (n < n_end)[:, None]
+        x_mask = visible & (d < D)[None, :]
         x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
-        scores = _scores(x, q, bias_ptr, n, r, n_end, scale, H, HAS_BIAS, PRECISION)
-        p = softmax_weights(scores, lse, 0)
+        products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
+        bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
+        p = softmax_weights(products, scale * LOG2E, bias, visible, maximum, inverse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
-        delta = mean_grad(p, dp, delta, n_end - n_begin <= BLOCK_N, 0)
+        delta = mean_grad(p, dp, visible, delta, n_end - n_begin <= BLOCK_N, 0)
         ds = p * (dp - delta[None, :])
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=PRECISION)
     tl.store(delta_ptr + first + r, delta, mask=r < count)
     tl.store(grad_query_ptr + first * D + tile, tl.trans(acc * scale), mask=tile_mask)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def _grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
     bias_ptr,  # [N, H]
-    lse_ptr,  # [rows] fp32, base 2
+    stats_ptr,  # [2, rows] fp32
     delta_ptr,  # [rows] fp32
     grad_history_ptr,  # [N, D]
     grad_bias_ptr,  # [N, H]
@@ -212,6 +217,7 @@ def _grad_history_kernel(
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
     num_targets,
+    num_rows,
     history_stride,
     scale,
     LAYOUT: tl.constexpr,
@@ -241,7 +247,8 @@ def _grad_history_kernel(
     n = begin + start + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     h = tl.arange(0, BLOCK_H)
-    x_mask = (n < n_end)[:, None] & (d < D)[None, :]
+    visible = (n < n_end)[:, None]
+    x_mask = visible & (d < D)[None, :]
     x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
 
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -252,11 +259,12 @@ def _grad_history_kernel(
         tile_mask = (r < count)[:, None] & (d < D)[None, :]
         q = tl.load(query_ptr + query_first + tile, mask=tile_mask, other=0.0)
         grad_out = tl.load(grad_out_ptr + first * D + tile, mask=tile_mask, other=0.0)
-        lse = tl.load(lse_ptr + first + r, mask=r < count, other=-float("inf"))
+        maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
         delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
 
-        scores = _scores(x, q, bias_ptr, n, r, n_end, scale, H, HAS_BIAS, PRECISION)
-        p = softmax_weights(scores, lse, 0)
+        products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
+        bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
+        p = softmax_weights(products, scale * LOG2E, bias, visible, maximum, inverse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         ds = p * (dp - delta[None, :])
         acc = tl.dot(p.to(x.dtype), grad_out, acc, input_precision=PRECISION)
@@ -266,7 +274,7 @@ def _grad_history_kernel(
             acc_bias = tl.dot(ds, of_head, acc_bias, input_precision="ieee")
     tl.store(grad_history_ptr + n[:, None] * D + d[None, :], acc, mask=x_mask)
     if HAS_BIAS:
-        bias_mask = (n < n_end)[:, None] & (h < H)[None, :]
+        bias_mask = visible & (h < H)[None, :]
         tl.store(grad_bias_ptr + n[:, None] * H + h[None, :], acc_bias, mask=bias_mask)
 
 
@@ -278,12 +286,12 @@ def forward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries."""
+    """Output of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries, and statistics."""
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
     out = query.new_empty(shape)
-    lse = query.new_empty(shape[:-1], dtype=torch.float32)
+    stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
     history = _unit_stride(history)
     queries = _Queries(query, offsets, query_offsets)
     if out.numel():
@@ -292,16 +300,17 @@ def forward(
             history,
             None if bias is None else bias.contiguous(),
             out,
-            lse,
+            stats,
             offsets.contiguous(),
             None if query_offsets is None else query_offsets.contiguous(),
             queries.num_samples,
             queries.num_targets,
+            stats[0].numel(),
             history.stride(0),
             scale,
             **queries.constants(history, bias),
         )
-    return out, lse
+    return out, stats
 
 
 def backward(
@@ -312,7 +321,7 @@ def backward(
     query_offsets: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of ``query``, ``history`` and ``bias``."""
@@ -320,24 +329,24 @@ def backward(
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
     grad_history = history.new_empty(history.shape)
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(stats[0])
     query, grad_out, offsets = query.contiguous(), grad_out.contiguous(), offsets.contiguous()
     query_offsets = None if query_offsets is None else query_offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
     history = _unit_stride(history)
     queries = _Queries(query, offsets, query_offsets)
     constants = queries.constants(history, bias)
-    sizes = (queries.num_samples, queries.num_targets, history.stride(0), scale)
+    shape = (queries.num_samples, queries.num_targets, delta.numel(), history.stride(0), scale)
     if out.numel():
         _grad_query_kernel[(queries.num_blocks,)](
-            grad_out, query, history, bias, out, lse, grad_query, delta,
-            offsets, query_offsets, *sizes, **constants,
+            grad_out, query, history, bias, out, stats, grad_query, delta,
+            offsets, query_offsets, *shape, **constants,
         )  # fmt: skip
     if history.numel():
         num_tiles = history.shape[0] // constants["BLOCK_N"] + queries.num_samples
         _grad_history_kernel[(num_tiles,)](
-            grad_out, query, history, bias, lse, delta, grad_history, grad_bias,
-            offsets, query_offsets, *sizes, **constants, BLOCK_H=padded_width(queries.num_heads),
+            grad_out, query, history, bias, stats, delta, grad_history, grad_bias,
+            offsets, query_offsets, *shape, **constants, BLOCK_H=padded_width(queries.num_heads),
         )  # fmt: skip
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)

@@ -112,7 +112,7 @@ def _target_attention(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output and base-2 log-sum-exp of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries."""
+    """Output and softmax statistics of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries."""
     check_offsets_values(offsets, history.shape[0], "offsets")
     if query_offsets is not None:
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
@@ -126,7 +126,7 @@ def _(query, history, offsets, query_offsets, bias, scale):
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
-    return query.new_empty(shape), query.new_empty(shape[:-1], dtype=torch.float32)
+    return query.new_empty(shape), query.new_empty([2, *shape[:-1]], dtype=torch.float32)
 
 
 @torch.library.custom_op("torchrec_jagged_attn::target_attention_backward", mutates_args=())
@@ -138,7 +138,7 @@ def _target_attention_backward(
     query_offsets: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, history and bias (no element where there is no bias)."""
@@ -148,14 +148,14 @@ def _target_attention_backward(
         )
     else:
         grads = target_kernels.backward(
-            grad_out, query, history, offsets, query_offsets, bias, out, lse, scale
+            grad_out, query, history, offsets, query_offsets, bias, out, stats, scale
         )
     grad_query, grad_history, grad_bias = grads
     return grad_query, grad_history, history.new_empty(0) if grad_bias is None else grad_bias
 
 
 @_target_attention_backward.register_fake
-def _(grad_out, query, history, offsets, query_offsets, bias, out, lse, scale):
+def _(grad_out, query, history, offsets, query_offsets, bias, out, stats, scale):
     grad_bias = history.new_empty(0) if bias is None else torch.empty_like(bias)
     return (
         query.new_empty(query.shape),
@@ -170,10 +170,10 @@ def _target_attention_setup(ctx, inputs, output):
     ctx.scale = scale
 
 
-def _target_attention_grad(ctx, grad_out, _grad_lse):
-    query, history, offsets, query_offsets, bias, out, lse = ctx.saved_tensors
+def _target_attention_grad(ctx, grad_out, _grad_stats):
+    query, history, offsets, query_offsets, bias, out, stats = ctx.saved_tensors
     grad_query, grad_history, grad_bias = _target_attention_backward(
-        grad_out, query, history, offsets, query_offsets, bias, out, lse, ctx.scale
+        grad_out, query, history, offsets, query_offsets, bias, out, stats, ctx.scale
     )
     return grad_query, grad_history, None, None, None if bias is None else grad_bias, None
 
@@ -264,7 +264,7 @@ def _flash_attention(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and base-2 log-sum-exp ``[ΣLq, H]``."""
+    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``."""
     check_offsets_values(q_offsets, q.shape[0], "q_offsets")
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
     if implementation(q.device)[0] == "reference":
@@ -275,7 +275,8 @@ def _flash_attention(
 @_flash_attention.register_fake
 def _(q, k, v, q_offsets, kv_offsets, causal, scale):
     rows, heads = q.shape[:2]
-    return q.new_empty(rows, heads, v.shape[2]), q.new_empty(rows, heads, dtype=torch.float32)
+    stats = q.new_empty(2, rows, heads, dtype=torch.float32)
+    return q.new_empty(rows, heads, v.shape[2]), stats
 
 
 @torch.library.custom_op("torchrec_jagged_attn::flash_attention_backward", mutates_args=())
@@ -287,7 +288,7 @@ def _flash_attention_backward(
     q_offsets: Tensor,
     kv_offsets: Tensor,
     out: Tensor,
-    lse: Tensor,
+    stats: Tensor,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,11 +297,13 @@ def _flash_attention_backward(
         return reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, causal, scale
         )
-    return flash_kernels.backward(grad_out, q, k, v, q_offsets, kv_offsets, out, lse, causal, scale)
+    return flash_kernels.backward(
+        grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale
+    )
 
 
 @_flash_attention_backward.register_fake
-def _(grad_out, q, k, v, q_offsets, kv_offsets, out, lse, causal, scale):
+def _(grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -310,10 +313,10 @@ def _flash_attention_setup(ctx, inputs, output):
     ctx.causal, ctx.scale = causal, scale
 
 
-def _flash_attention_grad(ctx, grad_out, _grad_lse):
-    q, k, v, q_offsets, kv_offsets, out, lse = ctx.saved_tensors
+def _flash_attention_grad(ctx, grad_out, _grad_stats):
+    q, k, v, q_offsets, kv_offsets, out, stats = ctx.saved_tensors
     grads = _flash_attention_backward(
-        grad_out, q, k, v, q_offsets, kv_offsets, out, lse, ctx.causal, ctx.scale
+        grad_out, q, k, v, q_offsets, kv_offsets, out, stats, ctx.causal, ctx.scale
     )
     return *grads, None, None, None, None
 
