@@ -67,7 +67,7 @@ def _forward_kernel(
     kv_offsets_ptr,  # [B + 1]
     num_samples,
     num_stats,
-    scale,
+    factor,  # scale · log2(e), rounded once
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
@@ -109,7 +109,7 @@ def _forward_kernel(
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         visible = _visible(i, j, num_keys, shift, CAUSAL)
         p, rescale, maximum, total = online_softmax_update(
-            products, scale * LOG2E, 0.0, visible, maximum, total, 1
+            products, factor, 0.0, visible, maximum, total, 1
         )
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
@@ -132,6 +132,7 @@ def _grad_q_kernel(
     kv_offsets_ptr,  # [B + 1]
     num_samples,
     num_stats,
+    factor,  # scale · log2(e), rounded once
     scale,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -176,7 +177,7 @@ def _grad_q_kernel(
         v = _load_rows(v_ptr, kv_begin, j, num_keys, kv_head, HK, DV, dv)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         visible = _visible(i, j, num_keys, shift, CAUSAL)
-        p = softmax_weights(products, scale * LOG2E, 0.0, visible, maximum, inverse, 1)
+        p = softmax_weights(products, factor, 0.0, visible, maximum, inverse, 1)
         dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
         delta = mean_grad(p, dp, visible, delta, num_keys <= BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
@@ -199,6 +200,7 @@ def _grad_kv_kernel(
     kv_offsets_ptr,  # [B + 1]
     num_samples,
     num_stats,
+    factor,  # scale · log2(e), rounded once
     scale,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -245,7 +247,7 @@ def _grad_kv_kernel(
             delta = tl.load(delta_ptr + stat, mask=i < num_rows, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             visible = _visible(i, j, num_keys, shift, CAUSAL)
-            p = softmax_weights(products, scale * LOG2E, 0.0, visible, maximum, inverse, 1)
+            p = softmax_weights(products, factor, 0.0, visible, maximum, inverse, 1)
             acc_v = tl.dot(
                 tl.trans(p.to(grad_out.dtype)), grad_out, acc_v, input_precision=PRECISION
             )
@@ -275,7 +277,7 @@ def forward(
         grid = _grid(q, q_offsets, constants["BLOCK_M"])
         _forward_kernel[grid](
             q, k, v, out, stats, q_offsets, kv_offsets,
-            q_offsets.numel() - 1, stats[0].numel(), scale, **constants,
+            q_offsets.numel() - 1, stats[0].numel(), scale * LOG2E.value, **constants,
         )  # fmt: skip
     return out, stats
 
@@ -298,7 +300,9 @@ def backward(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     delta = torch.empty_like(stats[0])
     constants = _constants(q, k, v, causal)
-    tail = (q_offsets, kv_offsets, q_offsets.numel() - 1, delta.numel(), scale)
+    tail = (
+        q_offsets, kv_offsets, q_offsets.numel() - 1, delta.numel(), scale * LOG2E.value, scale
+    )  # fmt: skip
     if grad_q.numel():
         _grad_q_kernel[_grid(q, q_offsets, constants["BLOCK_M"])](
             grad_out, q, k, v, out, stats, grad_q, delta, *tail, **constants

@@ -81,7 +81,7 @@ def _forward_kernel(
     num_targets,
     num_rows,
     history_stride,
-    scale,
+    factor,  # scale · log2(e), rounded once
     LAYOUT: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -124,7 +124,7 @@ def _forward_kernel(
         products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
         p, rescale, maximum, total = online_softmax_update(
-            products, scale * LOG2E, bias, visible, maximum, total, 0
+            products, factor, bias, visible, maximum, total, 0
         )
         acc = acc * rescale[None, :]
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=PRECISION)
@@ -150,6 +150,7 @@ def _grad_query_kernel(
     num_targets,
     num_rows,
     history_stride,
+    factor,  # scale · log2(e), rounded once
     scale,
     LAYOUT: tl.constexpr,
     H: tl.constexpr,
@@ -194,7 +195,7 @@ def _grad_query_kernel(
         x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
         products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
-        p = softmax_weights(products, scale * LOG2E, bias, visible, maximum, inverse, 0)
+        p = softmax_weights(products, factor, bias, visible, maximum, inverse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         delta = mean_grad(p, dp, visible, delta, n_end - n_begin <= BLOCK_N, 0)
         ds = p * (dp - delta[None, :])
@@ -219,6 +220,7 @@ def _grad_history_kernel(
     num_targets,
     num_rows,
     history_stride,
+    factor,  # scale · log2(e), rounded once
     scale,
     LAYOUT: tl.constexpr,
     H: tl.constexpr,
@@ -264,7 +266,7 @@ def _grad_history_kernel(
 
         products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
-        p = softmax_weights(products, scale * LOG2E, bias, visible, maximum, inverse, 0)
+        p = softmax_weights(products, factor, bias, visible, maximum, inverse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         ds = p * (dp - delta[None, :])
         acc = tl.dot(p.to(x.dtype), grad_out, acc, input_precision=PRECISION)
@@ -307,7 +309,7 @@ def forward(
             queries.num_targets,
             stats[0].numel(),
             history.stride(0),
-            scale,
+            scale * LOG2E.value,
             **queries.constants(history, bias),
         )
     return out, stats
@@ -336,7 +338,10 @@ def backward(
     history = _unit_stride(history)
     queries = _Queries(query, offsets, query_offsets)
     constants = queries.constants(history, bias)
-    shape = (queries.num_samples, queries.num_targets, delta.numel(), history.stride(0), scale)
+    shape = (
+        queries.num_samples, queries.num_targets, delta.numel(),
+        history.stride(0), scale * LOG2E.value, scale,
+    )  # fmt: skip
     if out.numel():
         _grad_query_kernel[(queries.num_blocks,)](
             grad_out, query, history, bias, out, stats, grad_query, delta,
