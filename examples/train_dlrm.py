@@ -99,7 +99,8 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--width", type=positive, default=16, help="columns of all tables")
     model.add_argument("--heads", type=positive, default=4, help="of the attention")
     model.add_argument("--half-life", type=float, default=3,
-                       help="events over which the weight halves in recency pooling")
+                       help="events over which the weight halves in recency pooling; the best on "
+                            "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=positive,
