@@ -188,6 +188,7 @@ def _grad_query_kernel(
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)  # [BLOCK_R]
 
     acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
+    residual = tl.zeros([BLOCK_R], tl.float32)  # Σ ds: zero but for the rounding of out in delta
     for n_start in range(n_begin, n_end, BLOCK_N):
         n = n_start + tl.arange(0, BLOCK_N)
         visible = (n < n_end)[:, None]
@@ -200,8 +201,11 @@ def _grad_query_kernel(
         delta = mean_grad(p, dp, visible, delta, n_end - n_begin <= BLOCK_N, 0)
         ds = p * (dp - delta[None, :])
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=PRECISION)
-    tl.store(delta_ptr + first + r, delta, mask=r < count)
-    tl.store(grad_query_ptr + first * D + tile, tl.trans(acc * scale), mask=tile_mask)
+        residual += tl.sum(ds, 0)
+    # A delta larger by the residual would have made it zero, and acc smaller by its share of Σ p·x.
+    grad_query = tl.trans(acc) - residual[:, None] * out.to(tl.float32)
+    tl.store(delta_ptr + first + r, delta + residual, mask=r < count)
+    tl.store(grad_query_ptr + first * D + tile, grad_query * scale, mask=tile_mask)
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
