@@ -1,18 +1,15 @@
 """Each op in plain PyTorch, on jagged tensors and without padding: what runs on CPU.
 
-Sums and softmax statistics are taken in fp32 (fp64 for fp64 inputs), as in the kernels. The
-gradients are PyTorch's own, of these same functions.
+One sample after the other. Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the
+kernels. In names, ``L`` are a sample's history rows and ``R`` its query rows.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = [
     "flash_attention",
@@ -21,9 +18,8 @@ __all__ = [
     "target_attention_backward",
 ]
 
-LOG2E = math.log2(math.e)
 
-
+@torch.autocast("cpu", enabled=False)
 def target_attention(
     query: Tensor,
     history: Tensor,
@@ -34,48 +30,18 @@ def target_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
-    Returns the output, shaped as one query row per sample and target, and the softmax
-    statistics of those rows, ``[2, …]``.
-
-    Takes ``Σ T_b · L_b · H · D`` elements of memory: every pair of a query and a history row is
-    made, none is padded.
+    Returns the output, shaped as one query row per sample and target, and zeros for the statistics
+    that the kernels keep: the gradient needs none here.
     """
-    history_layout = JaggedLayout(offsets, history.shape[0])
-    num_samples = history_layout.batch_size
-    if query_offsets is None:
-        num_targets, num_heads, width = query.shape[1:]
-        query = query.expand(num_samples, -1, -1, -1).reshape(-1, num_heads, width)
-        steps = torch.arange(num_samples + 1, device=offsets.device)
-        query_layout = JaggedLayout(steps * num_targets, query.shape[0])
-        out_shape = (num_samples, num_targets, num_heads, width)
-    else:
-        query_layout = JaggedLayout(query_offsets, query.shape[0])
-        out_shape = tuple(query.shape)
-
-    # One pair for each history row that each query row sees, ordered by query row.
-    pairs_per_query = history_layout.lengths[query_layout.sample_ids()]
-    pairs = JaggedLayout.from_lengths(pairs_per_query)
-    of_query = pairs.sample_ids()
-    within = torch.arange(pairs.num_rows, device=offsets.device) - pairs.offsets[of_query]
-    of_row = offsets[query_layout.sample_ids()][of_query] + within
-
-    compute = torch.promote_types(query.dtype, torch.float32)
-    rows = history.to(compute).index_select(0, of_row).unsqueeze(1)  # [P, 1, D]
-    scores = (query.to(compute).index_select(0, of_query) * rows).sum(-1) * scale  # [P, H]
-    if bias is not None:
-        scores = scores + bias.to(compute).index_select(0, of_row)
-
-    def reduce(values: Tensor, how: str, empty: float) -> Tensor:
-        return torch.segment_reduce(
-            values, how, offsets=pairs.offsets.long(), axis=0, unsafe=True, initial=empty
-        )
-
-    largest = reduce(scores.detach(), "max", -torch.inf)  # [ΣT, H]
-    weights = torch.exp(scores - _finite(largest)[of_query])
-    total = reduce(weights, "sum", 0.0)
-    out = reduce(weights.unsqueeze(-1) * rows, "sum", 0.0)
-    out = out / torch.where(total > 0, total, 1).unsqueeze(-1)
-    return out.to(query.dtype).view(out_shape), _stats(largest, total).view(2, *out_shape[:-1])
+    num_samples = offsets.numel() - 1
+    shape = query.shape if query_offsets is not None else (num_samples, *query.shape[1:])
+    out = query.new_zeros(shape)
+    outs = _query_rows(out, query_offsets, num_samples)
+    for (q_RD, x_LD, bias_LR, _), out_RD in zip(
+        _samples(query, history, offsets, query_offsets, bias), outs, strict=True
+    ):
+        out_RD.copy_(_weights(q_RD, x_LD, bias_LR, scale).T @ x_LD)
+    return out, query.new_zeros(2, *shape[:-1], dtype=torch.float32)
 
 
 def target_attention_backward(
@@ -88,13 +54,66 @@ def target_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of ``query``, ``history`` and ``bias``."""
+    num_samples, num_heads = offsets.numel() - 1, query.shape[-2]
+    shared = query_offsets is None and query.shape[0] == 1 != num_samples
+    compute = torch.promote_types(query.dtype, torch.float32)
+    grad_query = torch.zeros(grad_out.shape, dtype=compute if shared else query.dtype)
+    grad_history = torch.zeros_like(history)
+    grad_bias = None if bias is None else torch.zeros_like(bias)
+    for (q_RD, x_LD, bias_LR, rows), grad_out_RD, grad_q_RD in zip(
+        _samples(query, history, offsets, query_offsets, bias),
+        _query_rows(grad_out.to(compute), query_offsets, num_samples),
+        _query_rows(grad_query, query_offsets, num_samples),
+        strict=True,
+    ):
+        p_LR = _weights(q_RD, x_LD, bias_LR, scale)
+        dp_LR = x_LD @ grad_out_RD.T
+        ds_LR = p_LR * (dp_LR - (p_LR * dp_LR).sum(0))
+        grad_q_RD.copy_(ds_LR.T @ x_LD * scale)
+        grad_history[rows] = torch.addmm(p_LR @ grad_out_RD, ds_LR, q_RD, alpha=scale)
+        if grad_bias is not None:
+            grad_bias[rows] = ds_LR.unflatten(1, (-1, num_heads)).sum(1)
+    if shared:
+        grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
+    return grad_query, grad_history, grad_bias
 
-    def out(query: Tensor, history: Tensor, bias: Tensor | None = None) -> Tensor:
-        return target_attention(query, history, offsets, query_offsets, bias, scale)[0]
 
-    if bias is None:
-        return *_vjp(out, grad_out, query, history), None
-    return _vjp(out, grad_out, query, history, bias)
+def _samples(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, slice]]:
+    """Query rows, history rows, bias of each pair of them, and the slice of rows, by sample.
+
+    A sample's query rows are its targets' heads, one target after the other: ``R = T · H``.
+    """
+    compute = torch.promote_types(query.dtype, torch.float32)
+    bounds = offsets.tolist()
+    history = history.to(compute)
+    queries = _query_rows(query.to(compute), query_offsets, len(bounds) - 1)
+    for q_RD, begin, end in zip(queries, bounds[:-1], bounds[1:], strict=True):
+        bias_LR = None
+        if bias is not None:
+            bias_LR = bias[begin:end].to(compute).repeat(1, q_RD.shape[0] // query.shape[-2])
+        yield q_RD, history[begin:end], bias_LR, slice(begin, end)
+
+
+def _query_rows(x: Tensor, query_offsets: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
+    """``[R, D]`` of each sample, views of ``x`` shaped as queries."""
+    if query_offsets is not None:
+        return tuple(part.flatten(0, 1) for part in x.split(query_offsets.diff().tolist()))
+    return x.flatten(1, 2).expand(num_samples, -1, -1).unbind()
+
+
+def _weights(q_RD: Tensor, x_LD: Tensor, bias_LR: Tensor | None, scale: float) -> Tensor:
+    """``[L, R]`` softmax over a sample's history rows; zero where no row is visible."""
+    if bias_LR is None:
+        return torch.softmax(x_LD @ q_RD.T * scale, 0)
+    scores_LR = torch.addmm(bias_LR, x_LD, q_RD.T, alpha=scale)
+    hidden = (scores_LR == -torch.inf).all(0)
+    return torch.softmax(scores_LR, 0).masked_fill(hidden, 0)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -109,12 +128,11 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, one sample after the other.
 
-    Returns the output ``[ΣLq, H, Dv]`` and the softmax statistics ``[2, ΣLq, H]``.
+    Returns the output ``[ΣLq, H, Dv]``, and zeros for the statistics that the kernels keep.
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
-    stats = [q.new_zeros(2, 0, q.shape[1], dtype=torch.float32)]
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
     for b in range(len(q_bounds) - 1):
         rows, keys = slice(*q_bounds[b : b + 2]), slice(*kv_bounds[b : b + 2])
@@ -127,10 +145,9 @@ def flash_attention(
             visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(~visible.tril(num_keys - num_rows), -torch.inf)
         lse = torch.logsumexp(scores, -1)  # [H, Lq]
-        weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
+        weights = torch.exp(scores - torch.where(lse > -torch.inf, lse, 0).unsqueeze(-1))
         outs.append((weights @ v_HLD).transpose(0, 1).to(q.dtype))
-        stats.append(_stats(lse, (lse > -torch.inf).to(compute)).transpose(1, 2))
-    return torch.cat(outs), torch.cat(stats, 1)
+    return torch.cat(outs), q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
 
 
 def flash_attention_backward(
@@ -148,20 +165,5 @@ def flash_attention_backward(
     def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)[0]
 
-    return _vjp(out, grad_out, q, k, v)
-
-
-def _vjp(function: Callable[..., Tensor], grad_out: Tensor, *inputs: Tensor) -> tuple:
-    """Gradients of all ``inputs``; unlike ``torch.autograd.grad``, it works inside a custom op."""
-    return torch.func.vjp(function, *inputs)[1](grad_out)
-
-
-def _finite(largest: Tensor) -> Tensor:
-    """``largest`` of each row, and 0 for a row that sees nothing."""
-    return torch.where(largest > -torch.inf, largest, 0)
-
-
-def _stats(largest: Tensor, total: Tensor) -> Tensor:
-    """What the kernels keep of each row: weights are ``exp2(score - stats[0]) · stats[1]``."""
-    inverse = torch.where(total > 0, 1 / torch.where(total > 0, total, 1), 0)
-    return torch.stack([_finite(largest) * LOG2E, inverse]).float()
+    # Unlike torch.autograd.grad, this works inside a custom op.
+    return torch.func.vjp(out, q, k, v)[1](grad_out)
