@@ -627,7 +627,6 @@ def test_counts_are_checked_where_lengths_are_not_read(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatch):
     cuda = torch.device("cuda")
     collection = make_collection(PAIRS, cuda)

@@ -224,7 +224,6 @@ def test_compiles_once_for_all_batches(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graph_replays_with_other_lengths():
     inputs = inputs_of([3, 60, 7, 30], "cuda")
     grad_out = torch.randn_like(inputs["query"])
@@ -240,7 +239,6 @@ def test_cuda_graph_replays_with_other_lengths():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_more_elements_than_int32_counts():
     num_rows, width = 2**24 + 100, 128
     history = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
@@ -260,7 +258,6 @@ def test_more_elements_than_int32_counts():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_never_waits_for_the_device():
     inputs = inputs_of([3, 60, 7, 30], "cuda")
     grad_out = torch.randn_like(inputs["query"])
@@ -273,7 +270,6 @@ def test_never_waits_for_the_device():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
     inputs = inputs_of([3, 4], "cuda")
     inputs["offsets"][-1] = 6

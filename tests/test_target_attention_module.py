@@ -28,11 +28,6 @@ CPU = torch.device("cpu")
 SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 NOW = 1_700_000_000  # seconds since 1970
 
-needs_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 def make_inputs(
     module,
@@ -334,8 +329,8 @@ def test_fp32_history_with_half_weights(dtype, device):
     ("device", "dtype"),
     [
         ("cpu", torch.bfloat16),
-        pytest.param("cuda", torch.float16, marks=needs_cuda),
-        pytest.param("cuda", torch.bfloat16, marks=needs_cuda),
+        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
 def test_autocast(device, dtype, targets, recency_bias):
@@ -701,7 +696,6 @@ def run_on_cuda(request):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_never_waits_for_the_device(run_on_cuda):
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -711,7 +705,6 @@ def test_never_waits_for_the_device(run_on_cuda):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_repeats_are_equal_to_the_bit(run_on_cuda):
     first = run_on_cuda()
     for _ in range(5):
