@@ -14,7 +14,7 @@ TORCHREC ?= 1.8.0
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready-$(STACK)
+READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # Run a second time without a GPU, with the kernels in Triton's interpreter.
@@ -50,7 +50,7 @@ clean:
 $(READY): Makefile pyproject.toml requirements/$(STACK).txt
 	@echo "Installing the $(STACK) stack (torch $(TORCH), torchrec $(TORCHREC)) into $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(INSTALL) torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(INSTALL) -r requirements/$(STACK).txt
 	$(INSTALL) --no-deps torchrec==$(TORCHREC)

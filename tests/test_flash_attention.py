@@ -168,9 +168,12 @@ def test_other_samples_never_matter(device, causal):
 
 def test_autocast_changes_nothing(device):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
+    grad_out = torch.randn(8, 2, 8, device=device)
+    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = jagged_flash_attention(**inputs)
-    assert torch.equal(out, jagged_flash_attention(**inputs))
+        results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value)
 
 
 def test_opcheck(device):

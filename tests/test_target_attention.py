@@ -138,6 +138,35 @@ def test_bias_of_minus_infinity_hides_rows(device):
     assert all(torch.isfinite(value).all() for value in results.values())
 
 
+def test_bias_shifts_nothing(device):
+    inputs = inputs_of([5, 70], device)
+    grad_out = torch.randn_like(inputs["query"])
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["bias"] = inputs["bias"] + 128  # exp(128) is past fp32
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-3, atol=1e-3)
+
+
+def test_jagged_queries_do_not_see_how_many_the_others_have(device):
+    inputs = inputs_of([30] + [5] * 8, device)
+    targets = torch.tensor([40] + [1] * 8)
+    generator = torch.Generator().manual_seed(1)
+    inputs["query"] = torch.randn(48, 2, 16, generator=generator).to(device)
+    inputs["query_offsets"] = offsets_of(targets, torch.int64, device)
+    grad_out = torch.randn(48, 2, 16, generator=generator).to(device)
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    alone = {
+        "query": inputs["query"][:40],
+        "history": inputs["history"][:30],
+        "bias": inputs["bias"][:30],
+        "offsets": inputs["offsets"][:2],
+        "query_offsets": inputs["query_offsets"][:2],
+    }
+    for name, value in outputs_and_gradients(jagged_target_attention, alone, grad_out[:40]).items():
+        assert torch.equal(value, whole[name][: len(value)]), f"{name} depends on the batch"
+
+
 def test_strided_inputs_and_gradients(device):
     inputs = inputs_of([7, 0, 20], device)
     plain = outputs_and_gradients(jagged_target_attention, inputs, torch.ones_like(inputs["query"]))

@@ -30,6 +30,10 @@ def __getattr__(name: str) -> object:
     """The modules need torchrec, the ops do not: import the modules when one is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchrec_jagged_attn import modules
-
+    try:
+        from torchrec_jagged_attn import modules
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{name} needs TorchRec: pip install 'torchrec_jagged_attn[torchrec]' ({error})"
+        ) from error
     return getattr(modules, name)

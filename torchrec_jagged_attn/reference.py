@@ -44,6 +44,7 @@ def target_attention(
     return out, query.new_zeros(2, *shape[:-1], dtype=torch.float32)
 
 
+@torch.autocast("cpu", enabled=False)
 def target_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -58,8 +59,8 @@ def target_attention_backward(
     shared = query_offsets is None and query.shape[0] == 1 != num_samples
     compute = torch.promote_types(query.dtype, torch.float32)
     grad_query = torch.zeros(grad_out.shape, dtype=compute if shared else query.dtype)
-    grad_history = torch.zeros_like(history)
-    grad_bias = None if bias is None else torch.zeros_like(bias)
+    grad_history = history.new_zeros(history.shape)
+    grad_bias = None if bias is None else bias.new_zeros(bias.shape)
     for (q_RD, x_LD, bias_LR, rows), grad_out_RD, grad_q_RD in zip(
         _samples(query, history, offsets, query_offsets, bias),
         _query_rows(grad_out.to(compute), query_offsets, num_samples),
@@ -150,6 +151,7 @@ def flash_attention(
     return torch.cat(outs), q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
 
 
+@torch.autocast("cpu", enabled=False)
 def flash_attention_backward(
     grad_out: Tensor,
     q: Tensor,

@@ -115,12 +115,12 @@ def dot_precision(dtype: torch.dtype) -> str:
 def tile_rows(row_bytes: int, precision: str, budget: int) -> int:
     """Rows of a tile, 16 to 64, by the bytes of its rows.
 
-    Products on tensor cores read their operands from shared memory. Exact fp32 products hold them
-    in registers, where ``budget`` bytes fit.
+    Products on tensor cores read their operands from shared memory, where a few tiles of 32 KiB
+    fit. Exact fp32 products hold them in registers, where ``budget`` bytes fit.
     """
     if precision == "ieee":
         return max(16, min(64, budget // row_bytes))
-    return 64 if row_bytes <= 512 else 32
+    return max(16, min(64, 32768 // row_bytes))
 
 
 def padded_width(width: int) -> int:

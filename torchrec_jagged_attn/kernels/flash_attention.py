@@ -29,6 +29,7 @@ from torchrec_jagged_attn.kernels.common import (
     store_stats,
     tile_rows,
 )
+from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["backward", "forward"]
 
@@ -316,7 +317,7 @@ def backward(
 
 def _grid(x: Tensor, offsets: Tensor, block: int) -> tuple[int]:
     """One program for each tile of ``x``'s rows and each of its heads."""
-    return ((x.shape[0] // block + offsets.numel() - 1) * x.shape[1],)
+    return (JaggedLayout(offsets, x.shape[0]).num_tiles(block) * x.shape[1],)
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict:

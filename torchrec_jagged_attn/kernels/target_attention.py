@@ -30,6 +30,7 @@ from torchrec_jagged_attn.kernels.common import (
     store_stats,
     tile_rows,
 )
+from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["backward", "forward"]
 
@@ -58,11 +59,15 @@ def _find_queries(
 
 
 @triton.jit
-def _load_bias(bias_ptr, rows, columns, visible, H: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """``[BLOCK_N, BLOCK_R]`` bias, times log2(e), of history ``rows`` for query ``columns``."""
+def _load_bias(bias_ptr, rows, columns, count, visible, H: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """``[BLOCK_N, BLOCK_R]`` bias, times log2(e), of history ``rows`` for query ``columns``.
+
+    Zero for the columns from ``count`` on: they have no maximum to keep it from overflowing.
+    """
     if HAS_BIAS:
         bias_ptrs = bias_ptr + rows[:, None] * H + (columns % H)[None, :]
-        bias = tl.load(bias_ptrs, mask=visible, other=0.0).to(tl.float32) * LOG2E
+        mask = visible & (columns < count)[None, :]
+        bias = tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32) * LOG2E
     else:
         bias = 0.0
     return bias
@@ -122,7 +127,7 @@ def _forward_kernel(
         x_mask = visible & (d < D)[None, :]
         x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
         products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
-        bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
+        bias = _load_bias(bias_ptr, n, r, count, visible, H, HAS_BIAS)
         p, rescale, maximum, total = online_softmax_update(
             products, factor, bias, visible, maximum, total, 0
         )
@@ -195,7 +200,7 @@ def _grad_query_kernel(
         x_mask = visible & (d < D)[None, :]
         x = tl.load(history_ptr + n[:, None] * history_stride + d[None, :], mask=x_mask, other=0.0)
         products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
-        bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
+        bias = _load_bias(bias_ptr, n, r, count, visible, H, HAS_BIAS)
         p = softmax_weights(products, factor, bias, visible, maximum, inverse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         delta = mean_grad(p, dp, visible, delta, n_end - n_begin <= BLOCK_N, 0)
@@ -269,7 +274,7 @@ def _grad_history_kernel(
         delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
 
         products = tl.dot(x, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
-        bias = _load_bias(bias_ptr, n, r, visible, H, HAS_BIAS)
+        bias = _load_bias(bias_ptr, n, r, count, visible, H, HAS_BIAS)
         p = softmax_weights(products, factor, bias, visible, maximum, inverse, 0)
         dp = tl.dot(x, tl.trans(grad_out), input_precision=PRECISION)  # [BLOCK_N, BLOCK_R]
         ds = p * (dp - delta[None, :])
@@ -352,7 +357,7 @@ def backward(
             offsets, query_offsets, *shape, **constants,
         )  # fmt: skip
     if history.numel():
-        num_tiles = history.shape[0] // constants["BLOCK_N"] + queries.num_samples
+        num_tiles = JaggedLayout(offsets, history.shape[0]).num_tiles(constants["BLOCK_N"])
         _grad_history_kernel[(num_tiles,)](
             grad_out, query, history, bias, stats, delta, grad_history, grad_bias,
             offsets, query_offsets, *shape, **constants, BLOCK_H=padded_width(queries.num_heads),
@@ -375,13 +380,14 @@ class _Queries:
         else:
             self.layout = JAGGED
             self.num_targets = 0  # differs by sample
-            rows = query.shape[0] * self.num_heads // max(self.num_samples, 1)
-        self.block_rows = min(64, padded_width(rows))
+            rows = 8 * self.num_heads  # of no batch: results must not depend on other samples
+        row_bytes = padded_width(self.width) * query.element_size()
+        self.block_rows = min(padded_width(rows), max(16, 32768 // row_bytes), 64)
         if query_offsets is None:
             self.num_blocks = self.num_samples * triton.cdiv(rows, self.block_rows)
         else:
             total = query.shape[0] * self.num_heads
-            self.num_blocks = total // self.block_rows + self.num_samples
+            self.num_blocks = JaggedLayout(query_offsets, total).num_tiles(self.block_rows)
 
     def constants(self, history: Tensor, bias: Tensor | None) -> dict:
         """Compile-time arguments of all three kernels."""

@@ -118,7 +118,8 @@ def _target_attention(
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
     if implementation(query.device)[0] == "reference":
         return reference.target_attention(query, history, offsets, query_offsets, bias, scale)
-    return target_kernels.forward(query, history, offsets, query_offsets, bias, scale)
+    with torch.cuda.device_of(query):
+        return target_kernels.forward(query, history, offsets, query_offsets, bias, scale)
 
 
 @_target_attention.register_fake
@@ -147,21 +148,18 @@ def _target_attention_backward(
             grad_out, query, history, offsets, query_offsets, bias, scale
         )
     else:
-        grads = target_kernels.backward(
-            grad_out, query, history, offsets, query_offsets, bias, out, stats, scale
-        )
+        with torch.cuda.device_of(query):
+            grads = target_kernels.backward(
+                grad_out, query, history, offsets, query_offsets, bias, out, stats, scale
+            )
     grad_query, grad_history, grad_bias = grads
     return grad_query, grad_history, history.new_empty(0) if grad_bias is None else grad_bias
 
 
 @_target_attention_backward.register_fake
 def _(grad_out, query, history, offsets, query_offsets, bias, out, stats, scale):
-    grad_bias = history.new_empty(0) if bias is None else torch.empty_like(bias)
-    return (
-        query.new_empty(query.shape),
-        history.new_empty(history.shape),
-        grad_bias.new_empty(grad_bias.shape),
-    )
+    grad_bias = history.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return query.new_empty(query.shape), history.new_empty(history.shape), grad_bias
 
 
 def _target_attention_setup(ctx, inputs, output):
@@ -269,7 +267,8 @@ def _flash_attention(
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)
-    return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, causal, scale)
+    with torch.cuda.device_of(q):
+        return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, causal, scale)
 
 
 @_flash_attention.register_fake
@@ -297,9 +296,10 @@ def _flash_attention_backward(
         return reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, causal, scale
         )
-    return flash_kernels.backward(
-        grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale
-    )
+    with torch.cuda.device_of(q):
+        return flash_kernels.backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale
+        )
 
 
 @_flash_attention_backward.register_fake

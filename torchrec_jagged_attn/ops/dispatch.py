@@ -26,13 +26,12 @@ def implementation(device: torch.device) -> tuple[str, str]:
         >>> implementation(torch.device("cuda"))
         ('triton', 'CUDA device')
     """
-    if device.type == "cuda":
-        return "triton", "CUDA device"
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
+    where = "CUDA device" if device.type == "cuda" else "CPU device"
     if _INTERPRETED:
-        return "triton-interpreter", "CPU device, TRITON_INTERPRET=1"
-    return "reference", "CPU device"
+        return "triton-interpreter", f"{where}, TRITON_INTERPRET=1"
+    return ("triton" if device.type == "cuda" else "reference"), where
 
 
 def supported_dtypes(device: torch.device) -> list[torch.dtype]:
