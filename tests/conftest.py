@@ -23,6 +23,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
+def tf32():
+    """fp32 products on tensor cores."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
 def nan_filled_memory():
     """Fresh memory is NaN inside."""
     torch.use_deterministic_algorithms(True)

@@ -13,6 +13,7 @@ from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     CASES,
+    Case,
     assert_matches_oracle,
     flash_attention_oracle,
     flash_attention_plain,
@@ -55,6 +56,14 @@ def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32):
 def test_self_attention(name, causal, device):
     skip_unless_supported(CASES[name], device)
     assert_right(make_flash_inputs(CASES[name], device), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("width", [128, 256, 512])
+def test_tf32(width):
+    case = Case("tf32", 9, 70, 2, width)
+    assert_right(make_flash_inputs(case, "cuda", kv_heads=1))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -52,6 +52,13 @@ def test_cases(name, bias, device):
     assert_right(make_target_inputs(CASES[name], device, bias=bias))
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("width", [128, 256, 512])
+def test_tf32(width):
+    assert_right(inputs_of([70, 0, 17], "cuda", num_targets=32, width=width))
+
+
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
 def test_shared_queries(name, device):
     skip_unless_supported(CASES[name], device)

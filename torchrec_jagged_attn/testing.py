@@ -70,6 +70,7 @@ CASES = {
         Case("fp16-64", 9, 150, 2, 64, num_targets=3, dtype=torch.float16),
         Case("bf16-targets-128", 9, 70, 4, 128, num_targets=16, dtype=torch.bfloat16),
         Case("wide-256", 9, 70, 2, 256),
+        Case("bf16-512", 7, 40, 2, 512, num_targets=32, dtype=torch.bfloat16),
         Case("many-heads-32", 7, 40, 16, 32, num_targets=7, dtype=torch.bfloat16),
         # Ranking models: H heads over rows of width D, where the embedding's own width is D.
         Case("rank-1k", 4096, 1024, 4, 128, 1, "log-normal", torch.bfloat16, large=True),
