@@ -91,43 +91,18 @@ class RecencyBias(nn.Module):
     def forward(self, layout: JaggedLayout, timestamps: Tensor | None = None) -> Tensor:
         """``[N, H]`` bias of the rows of ``layout``, with ``[N]`` ``timestamps`` also by age."""
         positions = layout.positions_from_end()
-        bias = _lookup(self.position_weight, self._bucket(positions, self.POSITION_BUCKETS))
+        # Indexing, and not F.embedding: on CUDA, only its gradient is the same on every run. On CPU
+        # several threads may sum it in any order.
+        bias = self.position_weight[self._bucket(positions, self.POSITION_BUCKETS)]
         if self.age_weight is None or timestamps is None:
             return bias
         newest = torch.arange(layout.num_rows, device=positions.device) + positions
         ages = (timestamps[newest] - timestamps).clamp(min=0)
-        return bias + _lookup(self.age_weight, self._bucket(ages, self.AGE_BUCKETS))
+        return bias + self.age_weight[self._bucket(ages, self.AGE_BUCKETS)]
 
     def _bucket(self, distance: Tensor, num_buckets: int) -> Tensor:
         octaves = torch.log2((distance + 1).float())
         return (octaves * self.BUCKETS_PER_OCTAVE).clamp(max=num_buckets - 1).long()
-
-
-class _Lookup(torch.autograd.Function):
-    """``table[bucket]``, with a gradient that is the same on every run.
-
-    That of indexing sums with atomics, on CPU too. This is a product with the buckets, one-hot.
-    """
-
-    @staticmethod
-    def forward(table: Tensor, bucket: Tensor) -> Tensor:
-        return table[bucket]
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        table, bucket = inputs
-        ctx.save_for_backward(bucket)
-        ctx.num_buckets = table.shape[0]
-
-    @staticmethod
-    def backward(ctx, grad_bias: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (bucket,) = ctx.saved_tensors
-        buckets = torch.arange(ctx.num_buckets, device=bucket.device)
-        return (buckets.unsqueeze(1) == bucket).to(grad_bias.dtype) @ grad_bias, None
-
-
-def _lookup(table: Tensor, bucket: Tensor) -> Tensor:
-    return _Lookup.apply(table, bucket)
 
 
 class JaggedTargetAttention(nn.Module):
