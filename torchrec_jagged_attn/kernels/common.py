@@ -112,15 +112,14 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee" if exact else "tf32"
 
 
-def tile_rows(row_bytes: int, precision: str, budget: int) -> int:
+def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:
     """Rows of a tile, 16 to 64, by the bytes of its rows.
 
     Products on tensor cores read their operands from shared memory, where a few tiles of 32 KiB
-    fit. Exact fp32 products hold them in registers, where ``budget`` bytes fit.
+    fit. Exact fp32 products hold them in registers, where that many bytes fit.
     """
-    if precision == "ieee":
-        return max(16, min(64, budget // row_bytes))
-    return max(16, min(64, 32768 // row_bytes))
+    budget = registers if precision == "ieee" else 32768
+    return max(16, min(64, budget // row_bytes))
 
 
 def padded_width(width: int) -> int:

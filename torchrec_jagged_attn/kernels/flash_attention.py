@@ -325,7 +325,7 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict:
     block_d, block_dv = padded_width(q.shape[2]), padded_width(v.shape[2])
     row_bytes = max(block_d, block_dv) * q.element_size()
     precision = dot_precision(q.dtype)
-    block = tile_rows(row_bytes, precision, budget=8192)
+    block = tile_rows(row_bytes, precision, registers=8192)
     return {
         "H": q.shape[1],
         "HK": k.shape[1],

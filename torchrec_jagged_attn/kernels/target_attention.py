@@ -382,7 +382,7 @@ class _Queries:
             self.num_targets = 0  # differs by sample
             rows = 8 * self.num_heads  # of no batch: results must not depend on other samples
         row_bytes = padded_width(self.width) * query.element_size()
-        self.block_rows = min(padded_width(rows), max(16, 32768 // row_bytes), 64)
+        self.block_rows = min(padded_width(rows), tile_rows(row_bytes))
         if query_offsets is None:
             self.num_blocks = self.num_samples * triton.cdiv(rows, self.block_rows)
         else:
@@ -401,7 +401,7 @@ class _Queries:
             "HAS_BIAS": bias is not None,
             "PRECISION": precision,
             "BLOCK_R": self.block_rows,
-            "BLOCK_N": tile_rows(row_bytes, precision, budget=16384),
+            "BLOCK_N": tile_rows(row_bytes, precision, registers=16384),
             "BLOCK_D": block_width,
             "num_warps": 4 if row_bytes < 1024 else 8,
             "num_stages": 3 if row_bytes < 512 else 2,
