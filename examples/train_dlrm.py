@@ -14,6 +14,7 @@ to the history. Data, seed, widths, learning rates and steps are the same for al
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -371,6 +372,9 @@ def main() -> None:
     except (DataError, CheckpointError) as error:
         leave(f"error: {error}")
     finally:
+        # Sharded models lie in reference cycles and hold the group. Were its threads to outlive the
+        # interpreter, the process could abort at its end.
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """The facade on two gloo ranks: DistributedModelParallel and TrainPipelineSparseDist."""
 
 import datetime
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,9 @@ def _run_rank(rank: int, function: Callable[..., Any], tmp_path: Path, args: tup
         timeout=datetime.timedelta(seconds=60),
     )
     torch.save(function(rank, *args), tmp_path / f"{rank}.pt")
+    # Sharded models lie in reference cycles and hold the group. Were its threads to outlive the
+    # interpreter, the process could abort at its end.
+    gc.collect()
     dist.destroy_process_group()
 
 
