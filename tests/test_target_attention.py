@@ -236,6 +236,9 @@ def test_opcheck(device, jagged):
         inputs["offsets"],
         query_offsets,
         inputs["bias"].requires_grad_(),
+        torch.randn(3, 2, device=device, requires_grad=True),
+        torch.randn(5, 2, device=device, requires_grad=True),
+        torch.arange(8, device=device),
         0.25,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)

@@ -11,12 +11,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torchrec_jagged_attn.layout import JaggedLayout
+
 __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "target_attention",
     "target_attention_backward",
 ]
+
+# Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
+QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -26,6 +31,9 @@ def target_attention(
     offsets: Tensor,
     query_offsets: Tensor | None,
     bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
@@ -37,6 +45,7 @@ def target_attention(
     shape = query.shape if query_offsets is not None else (num_samples, *query.shape[1:])
     out = query.new_zeros(shape)
     outs = _query_rows(out, query_offsets, num_samples)
+    bias = _add_biases(offsets, history, bias, position_bias, age_bias, timestamps)
     for (q_RD, x_LD, bias_LR, _), out_RD in zip(
         _samples(query, history, offsets, query_offsets, bias), outs, strict=True
     ):
@@ -52,17 +61,21 @@ def target_attention_backward(
     offsets: Tensor,
     query_offsets: Tensor | None,
     bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of ``query``, ``history`` and ``bias``."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
     num_samples, num_heads = offsets.numel() - 1, query.shape[-2]
     shared = query_offsets is None and query.shape[0] == 1 != num_samples
     compute = torch.promote_types(query.dtype, torch.float32)
     grad_query = torch.zeros(grad_out.shape, dtype=compute if shared else query.dtype)
     grad_history = history.new_zeros(history.shape)
-    grad_bias = None if bias is None else bias.new_zeros(bias.shape)
+    scores_bias = _add_biases(offsets, history, bias, position_bias, age_bias, timestamps)
+    grad_bias = None if scores_bias is None else torch.zeros_like(scores_bias)
     for (q_RD, x_LD, bias_LR, rows), grad_out_RD, grad_q_RD in zip(
-        _samples(query, history, offsets, query_offsets, bias),
+        _samples(query, history, offsets, query_offsets, scores_bias),
         _query_rows(grad_out.to(compute), query_offsets, num_samples),
         _query_rows(grad_query, query_offsets, num_samples),
         strict=True,
@@ -76,7 +89,68 @@ def target_attention_backward(
             grad_bias[rows] = ds_LR.unflatten(1, (-1, num_heads)).sum(1)
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
-    return grad_query, grad_history, grad_bias
+    grad_tables = []
+    for table, distance in (
+        (position_bias, _positions(offsets, history)),
+        (age_bias, _ages(offsets, timestamps)),
+    ):
+        grad = None
+        if table is not None:
+            grad = grad_bias.new_zeros(table.shape)
+            grad = grad.index_add_(0, recency_buckets(distance, len(table)), grad_bias).to(
+                table.dtype
+            )
+        grad_tables.append(grad)
+    return (
+        grad_query,
+        grad_history,
+        None if bias is None else grad_bias.to(bias.dtype),
+        *grad_tables,
+    )
+
+
+def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
+    """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
+
+    Read from the bits of the number, so that it is the same on every device.
+    """
+    bits = (distance + 1).float().view(torch.int32)
+    fraction = bits & 0x7FFFFF
+    quarters = sum((fraction >= start).int() for start in QUARTER_OCTAVES)
+    return (((bits >> 23) - 127) * 4 + quarters).clamp(0, num_buckets - 1).long()
+
+
+def _positions(offsets: Tensor, history: Tensor) -> Tensor:
+    return JaggedLayout(offsets, history.shape[0]).positions_from_end()
+
+
+def _ages(offsets: Tensor, timestamps: Tensor | None) -> Tensor | None:
+    if timestamps is None:
+        return None
+    rows = torch.arange(len(timestamps))
+    newest = rows + _positions(offsets, timestamps)
+    timestamps = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
+    return (timestamps[newest] - timestamps).clamp(min=0)
+
+
+def _add_biases(
+    offsets: Tensor,
+    history: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+) -> Tensor | None:
+    """``[N, H]`` sum of all biases, in fp32 or fp64."""
+    compute = torch.promote_types(history.dtype, torch.float32)
+    parts = [] if bias is None else [bias.to(compute)]
+    for table, distance in (
+        (position_bias, _positions(offsets, history)),
+        (age_bias, _ages(offsets, timestamps)),
+    ):
+        if table is not None:
+            parts.append(table.to(compute)[recency_buckets(distance, len(table))])
+    return sum(parts) if parts else None
 
 
 def _samples(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "make_target_inputs",
     "offsets_of",
     "outputs_and_gradients",
+    "recency_bias_oracle",
     "target_attention_oracle",
     "target_attention_plain",
 ]
@@ -171,9 +174,13 @@ def target_attention_oracle(
     offsets: Tensor,
     query_offsets: Tensor | None = None,
     bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
+    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
     lengths = offsets.diff().tolist()
     if query_offsets is not None:
         queries = query.split(query_offsets.diff().tolist())  # [T_b, H, D] each
@@ -207,9 +214,13 @@ def target_attention_plain(
     offsets: Tensor,
     query_offsets: Tensor | None = None,
     bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
+    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
     index, real = _padding(offsets, history.shape[0])  # [B, L]
     q_BTHD = query
     if query_offsets is not None:
@@ -228,6 +239,30 @@ def target_attention_plain(
     if query_offsets is not None:
         return out[query_real]
     return out.squeeze(1) if query.dim() == 3 else out
+
+
+def recency_bias_oracle(
+    offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+) -> Tensor | None:
+    """``[N, H]``: ``bias`` and the scores by position and age, by integer arithmetic."""
+    positions, ages = [], []
+    times = None if timestamps is None else timestamps.tolist()
+    bounds = offsets.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        positions += range(end - begin - 1, -1, -1)
+        ages += [] if times is None else [max(times[end - 1] - t, 0) for t in times[begin:end]]
+    for table, distances in ((position_bias, positions), (age_bias, ages)):
+        if table is not None:
+            rounded = torch.tensor([distance + 1 for distance in distances]).float().tolist()
+            buckets = [math.floor(Fraction(x) ** 4).bit_length() - 1 for x in rounded]
+            index = torch.tensor(buckets, dtype=torch.int64, device=table.device)
+            scores = table[index.clamp(max=len(table) - 1)]
+            bias = scores if bias is None else bias + scores
+    return bias
 
 
 def flash_attention_oracle(

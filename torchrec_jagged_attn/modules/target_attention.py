@@ -88,22 +88,6 @@ class RecencyBias(nn.Module):
             if self.age_weight is not None:
                 self.age_weight.zero_()
 
-    def forward(self, layout: JaggedLayout, timestamps: Tensor | None = None) -> Tensor:
-        """``[N, H]`` bias of the rows of ``layout``, with ``[N]`` ``timestamps`` also by age."""
-        positions = layout.positions_from_end()
-        # Indexing, and not F.embedding: on CUDA, only its gradient is the same on every run. On CPU
-        # several threads may sum it in any order.
-        bias = self.position_weight[self._bucket(positions, self.POSITION_BUCKETS)]
-        if self.age_weight is None or timestamps is None:
-            return bias
-        newest = torch.arange(layout.num_rows, device=positions.device) + positions
-        ages = (timestamps[newest] - timestamps).clamp(min=0)
-        return bias + self.age_weight[self._bucket(ages, self.AGE_BUCKETS)]
-
-    def _bucket(self, distance: Tensor, num_buckets: int) -> Tensor:
-        octaves = torch.log2((distance + 1).float())
-        return (octaves * self.BUCKETS_PER_OCTAVE).clamp(max=num_buckets - 1).long()
-
 
 class JaggedTargetAttention(nn.Module):
     r"""Multi-head attention with targets as queries and their user's history as keys and values.
@@ -255,7 +239,9 @@ class JaggedTargetAttention(nn.Module):
             rows,
             layout.offsets,
             query_offsets=query_offsets,
-            bias=None if self.recency_bias is None else self.recency_bias(layout, timestamps),
+            position_bias=None if self.recency_bias is None else self.recency_bias.position_weight,
+            age_bias=None if self.recency_bias is None else self.recency_bias.age_weight,
+            timestamps=timestamps,
             scale=1 / math.sqrt(self.head_dim),
         ).to(w_v.dtype)
         values = torch.einsum("...hd,hed->...he", pooled, w_v.unflatten(0, heads)).flatten(-2)

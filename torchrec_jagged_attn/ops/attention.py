@@ -12,6 +12,7 @@ from torchrec_jagged_attn.kernels import flash_attention as flash_kernels
 from torchrec_jagged_attn.kernels import target_attention as target_kernels
 from torchrec_jagged_attn.layout import check_offsets_metadata
 from torchrec_jagged_attn.ops.checks import (
+    check_biases,
     check_float,
     check_offsets_values,
     check_same,
@@ -30,6 +31,9 @@ def jagged_target_attention(
     *,
     query_offsets: Tensor | None = None,
     bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     r"""Attend query rows over the history rows of their own sample, keys and values at once.
@@ -37,9 +41,13 @@ def jagged_target_attention(
     For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
 
     .. math:: out = \sum_n p_n x_n, \qquad
-              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh})
+              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh} + P_{\beta(position_n), h}
+              + A_{\beta(age_n), h})
 
-    All heads share one pass over the history. An empty history gives zeros.
+    All heads share one pass over the history. An empty history gives zeros. Positions count the
+    newer rows of the sample; ages are the time from a row to the last row of its sample, and zero
+    where that is negative. Both fall into four buckets per octave, :math:`\beta(x) = \lfloor 4
+    \log_2(1 + x) \rfloor` (of ``1 + x`` rounded to fp32), and the last bucket has no end.
 
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
@@ -50,6 +58,10 @@ def jagged_target_attention(
             ``offsets[b + 1] - 1``.
         query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
+        position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
+        age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
+        timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
+            time to the nearest 128 seconds.
         scale: factor of the dot products; ``1/√D`` by default.
 
     Returns:
@@ -88,18 +100,18 @@ def jagged_target_attention(
         query = query.unsqueeze(1)
     else:
         check_shape(query, "query", "[B, T, H, D]", (num_samples, None, None, None))
-    num_heads, width = query.shape[-2:]
+    width = query.shape[-1]
     check_float(query, "query")
     check_width(width, "query")
     check_shape(history, "history", "[N, D]", (None, width))
     check_same(query, "query", dtype=True, history=history)
-    check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets, bias=bias)
-    if bias is not None:
-        check_float(bias, "bias")
-        check_shape(bias, "bias", "[N, H]", (history.shape[0], num_heads))
+    check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
+    check_biases(query, history.shape[0], bias, position_bias, age_bias, timestamps)
     if scale is None:
         scale = 1 / math.sqrt(width)
-    out, _ = _target_attention(query, history, offsets, query_offsets, bias, scale)
+    out, _ = _target_attention(
+        query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale
+    )
     return out.squeeze(1) if per_sample else out
 
 
@@ -110,20 +122,24 @@ def _target_attention(
     offsets: Tensor,
     query_offsets: Tensor | None,
     bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and softmax statistics of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries."""
     check_offsets_values(offsets, history.shape[0], "offsets")
     if query_offsets is not None:
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
+    biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
-        return reference.target_attention(query, history, offsets, query_offsets, bias, scale)
+        return reference.target_attention(query, history, offsets, query_offsets, *biases, scale)
     with torch.cuda.device_of(query):
-        return target_kernels.forward(query, history, offsets, query_offsets, bias, scale)
+        return target_kernels.forward(query, history, offsets, query_offsets, *biases, scale)
 
 
 @_target_attention.register_fake
-def _(query, history, offsets, query_offsets, bias, scale):
+def _(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale):
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
@@ -138,42 +154,52 @@ def _target_attention_backward(
     offsets: Tensor,
     query_offsets: Tensor | None,
     bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     out: Tensor,
     stats: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, history and bias (no element where there is no bias)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, history and the three biases (no element where there is no such bias)."""
+    biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         grads = reference.target_attention_backward(
-            grad_out, query, history, offsets, query_offsets, bias, scale
+            grad_out, query, history, offsets, query_offsets, *biases, scale
         )
     else:
         with torch.cuda.device_of(query):
             grads = target_kernels.backward(
-                grad_out, query, history, offsets, query_offsets, bias, out, stats, scale
+                grad_out, query, history, offsets, query_offsets, *biases, out, stats, scale
             )
-    grad_query, grad_history, grad_bias = grads
-    return grad_query, grad_history, history.new_empty(0) if grad_bias is None else grad_bias
+    grad_query, grad_history, *grad_biases = grads
+    absent = (history.new_empty(0) if grad is None else grad for grad in grad_biases)
+    return grad_query, grad_history, *absent
 
 
 @_target_attention_backward.register_fake
-def _(grad_out, query, history, offsets, query_offsets, bias, out, stats, scale):
-    grad_bias = history.new_empty(0) if bias is None else bias.new_empty(bias.shape)
-    return query.new_empty(query.shape), history.new_empty(history.shape), grad_bias
+def _(
+    grad_out, query, history, offsets, query_offsets,
+    bias, position_bias, age_bias, timestamps, out, stats, scale,
+):  # fmt: skip
+    grads = [query.new_empty(query.shape), history.new_empty(history.shape)]
+    for table in (bias, position_bias, age_bias):
+        grads.append(history.new_empty(0) if table is None else table.new_empty(table.shape))
+    return tuple(grads)
 
 
 def _target_attention_setup(ctx, inputs, output):
-    query, history, offsets, query_offsets, bias, scale = inputs
-    ctx.save_for_backward(query, history, offsets, query_offsets, bias, *output)
-    ctx.scale = scale
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _target_attention_grad(ctx, grad_out, _grad_stats):
-    query, history, offsets, query_offsets, bias, out, stats = ctx.saved_tensors
-    grad_query, grad_history, grad_bias = _target_attention_backward(
-        grad_out, query, history, offsets, query_offsets, bias, out, stats, ctx.scale
+    biases = ctx.saved_tensors[4:7]
+    grads = _target_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale)
+    grad_biases = (
+        None if table is None else grad for table, grad in zip(biases, grads[2:], strict=True)
     )
-    return grad_query, grad_history, None, None, None if bias is None else grad_bias, None
+    return *grads[:2], None, None, *grad_biases, None, None
 
 
 _target_attention.register_autograd(_target_attention_grad, setup_context=_target_attention_setup)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import JaggedLayout, should_validate
 from torchrec_jagged_attn.ops.dispatch import implementation, supported_dtypes
 
-__all__ = ["check_float", "check_offsets_values", "check_same", "check_shape", "check_width"]
+__all__ = [
+    "check_biases",
+    "check_float",
+    "check_offsets_values",
+    "check_same",
+    "check_shape",
+    "check_width",
+]
 
 MAX_WIDTH = 512
+TIMESTAMP_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
 def check_float(tensor: Tensor, name: str) -> None:
@@ -58,3 +67,40 @@ def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:
     """The values of ``offsets`` must divide ``num_rows`` rows; skipped where reading would wait."""
     if should_validate(offsets):
         JaggedLayout(offsets, num_rows).validate(name)
+
+
+def check_biases(
+    query: Tensor,
+    num_rows: int,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+) -> None:
+    """The biases that ``jagged_target_attention`` may add to the scores of ``query``'s heads."""
+    num_heads = query.shape[-2]
+    check_same(
+        query, "query", dtype=False,
+        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
+    )  # fmt: skip
+    if bias is not None:
+        check_float(bias, "bias")
+        check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
+    for table, name, symbols in (
+        (position_bias, "position_bias", "[P, H]"),
+        (age_bias, "age_bias", "[A, H]"),
+    ):
+        if table is None:
+            continue
+        check_float(table, name)
+        check_shape(table, name, symbols, (None, num_heads))
+        if table.shape[0] == 0:
+            raise ValueError(f"{name} must have at least one bucket, got {list(table.shape)}")
+    if (age_bias is None) != (timestamps is None):
+        given = "age_bias" if timestamps is None else "timestamps"
+        raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
+    if timestamps is not None:
+        check_shape(timestamps, "timestamps", "[N]", (num_rows,))
+        if timestamps.dtype not in TIMESTAMP_DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
+            raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")
