@@ -20,6 +20,7 @@ from torchrec_jagged_attn.ops.checks import (
     check_width,
 )
 from torchrec_jagged_attn.ops.dispatch import implementation
+from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["jagged_flash_attention", "jagged_target_attention"]
 
@@ -115,8 +116,7 @@ def jagged_target_attention(
     return out.squeeze(1) if per_sample else out
 
 
-@torch.library.custom_op("torchrec_jagged_attn::target_attention", mutates_args=())
-def _target_attention(
+def target_attention_forward(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
@@ -138,17 +138,19 @@ def _target_attention(
         return target_kernels.forward(query, history, offsets, query_offsets, *biases, scale)
 
 
-@_target_attention.register_fake
-def _(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale):
+def target_attention_fake(
+    query: Tensor, history: Tensor, offsets: Tensor, query_offsets: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor]:
+    """Tensors of the shapes and dtypes that :func:`target_attention_forward` gives."""
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
     return query.new_empty(shape), query.new_empty([2, *shape[:-1]], dtype=torch.float32)
 
 
-@torch.library.custom_op("torchrec_jagged_attn::target_attention_backward", mutates_args=())
-def _target_attention_backward(
+def target_attention_backward(
     grad_out: Tensor,
+    needs_grad: list[bool],
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
@@ -157,11 +159,11 @@ def _target_attention_backward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    scale: float,
     out: Tensor,
     stats: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, history and the three biases (no element where there is no such bias)."""
+) -> list[Tensor]:
+    """Gradients of those of query, history and the three biases that need one."""
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         grads = reference.target_attention_backward(
@@ -172,37 +174,16 @@ def _target_attention_backward(
             grads = target_kernels.backward(
                 grad_out, query, history, offsets, query_offsets, *biases, out, stats, scale
             )
-    grad_query, grad_history, *grad_biases = grads
-    absent = (history.new_empty(0) if grad is None else grad for grad in grad_biases)
-    return grad_query, grad_history, *absent
+    grads = (*grads[:2], None, None, *grads[2:], None, None)
+    return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
 
 
-@_target_attention_backward.register_fake
-def _(
-    grad_out, query, history, offsets, query_offsets,
-    bias, position_bias, age_bias, timestamps, out, stats, scale,
-):  # fmt: skip
-    grads = [query.new_empty(query.shape), history.new_empty(history.shape)]
-    for table in (bias, position_bias, age_bias):
-        grads.append(history.new_empty(0) if table is None else table.new_empty(table.shape))
-    return tuple(grads)
-
-
-def _target_attention_setup(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _target_attention_grad(ctx, grad_out, _grad_stats):
-    biases = ctx.saved_tensors[4:7]
-    grads = _target_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale)
-    grad_biases = (
-        None if table is None else grad for table, grad in zip(biases, grads[2:], strict=True)
-    )
-    return *grads[:2], None, None, *grad_biases, None, None
-
-
-_target_attention.register_autograd(_target_attention_grad, setup_context=_target_attention_setup)
+_target_attention = register_op(
+    "target_attention",
+    forward=target_attention_forward,
+    fake=target_attention_fake,
+    backward=target_attention_backward,
+)
 
 
 def jagged_flash_attention(
@@ -278,8 +259,7 @@ def jagged_flash_attention(
     return out
 
 
-@torch.library.custom_op("torchrec_jagged_attn::flash_attention", mutates_args=())
-def _flash_attention(
+def _flash_attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -297,54 +277,41 @@ def _flash_attention(
         return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, causal, scale)
 
 
-@_flash_attention.register_fake
-def _(q, k, v, q_offsets, kv_offsets, causal, scale):
+def _flash_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, heads = q.shape[:2]
     stats = q.new_empty(2, rows, heads, dtype=torch.float32)
     return q.new_empty(rows, heads, v.shape[2]), stats
 
 
-@torch.library.custom_op("torchrec_jagged_attn::flash_attention_backward", mutates_args=())
 def _flash_attention_backward(
     grad_out: Tensor,
+    needs_grad: list[bool],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
-    out: Tensor,
-    stats: Tensor,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    out: Tensor,
+    stats: Tensor,
+) -> list[Tensor]:
+    """Gradients of those of q, k and v that need one."""
     if implementation(q.device)[0] == "reference":
-        return reference.flash_attention_backward(
+        grads = reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, causal, scale
         )
-    with torch.cuda.device_of(q):
-        return flash_kernels.backward(
-            grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale
-        )
+    else:
+        with torch.cuda.device_of(q):
+            grads = flash_kernels.backward(
+                grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale
+            )
+    return [grad for grad, need in zip(grads, needs_grad[:3], strict=True) if need]
 
 
-@_flash_attention_backward.register_fake
-def _(grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _flash_attention_setup(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, causal, scale = inputs
-    ctx.save_for_backward(q, k, v, q_offsets, kv_offsets, *output)
-    ctx.causal, ctx.scale = causal, scale
-
-
-def _flash_attention_grad(ctx, grad_out, _grad_stats):
-    q, k, v, q_offsets, kv_offsets, out, stats = ctx.saved_tensors
-    grads = _flash_attention_backward(
-        grad_out, q, k, v, q_offsets, kv_offsets, out, stats, ctx.causal, ctx.scale
-    )
-    return *grads, None, None, None, None
-
-
-_flash_attention.register_autograd(_flash_attention_grad, setup_context=_flash_attention_setup)
+_flash_attention = register_op(
+    "flash_attention",
+    forward=_flash_attention_forward,
+    fake=_flash_attention_fake,
+    backward=_flash_attention_backward,
+)

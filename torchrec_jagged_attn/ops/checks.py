@@ -14,6 +14,7 @@ __all__ = [
     "check_offsets_values",
     "check_same",
     "check_shape",
+    "check_timestamps",
     "check_width",
 ]
 
@@ -32,12 +33,15 @@ def check_float(tensor: Tensor, name: str) -> None:
 
 def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:
     """``tensor`` must have the shape ``expected`` (``None``: any size), called ``symbols``."""
-    actual = list(tensor.shape)
-    if len(actual) != len(expected) or any(
-        want is not None and want != got for want, got in zip(expected, actual, strict=True)
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in expected)
-        raise ValueError(f"{name} must have shape {symbols} = [{wanted}], got {actual}")
+    actual = tensor.shape
+    if len(actual) == len(expected):
+        for want, got in zip(expected, actual, strict=True):
+            if want is not None and want != got:
+                break
+        else:
+            return
+    wanted = ", ".join("any" if size is None else str(size) for size in expected)
+    raise ValueError(f"{name} must have shape {symbols} = [{wanted}], got {list(actual)}")
 
 
 def check_same(
@@ -100,7 +104,12 @@ def check_biases(
         given = "age_bias" if timestamps is None else "timestamps"
         raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
     if timestamps is not None:
-        check_shape(timestamps, "timestamps", "[N]", (num_rows,))
-        if timestamps.dtype not in TIMESTAMP_DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
-            raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")
+        check_timestamps(timestamps, num_rows)
+
+
+def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
+    """``timestamps`` must be ``[N]``, of a dtype that times are kept in."""
+    check_shape(timestamps, "timestamps", "[N]", (num_rows,))
+    if timestamps.dtype not in TIMESTAMP_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
+        raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")

@@ -7,8 +7,20 @@ from triton import knobs
 
 __all__ = ["implementation", "supported_dtypes"]
 
-# Triton reads the variable when a kernel is defined, so a later change has no effect.
-_INTERPRETED = bool(knobs.runtime.interpret)
+# Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect.
+if knobs.runtime.interpret:
+    _IMPLEMENTATIONS = {
+        "cpu": ("triton-interpreter", "CPU device, TRITON_INTERPRET=1"),
+        "cuda": ("triton-interpreter", "CUDA device, TRITON_INTERPRET=1"),
+    }
+else:
+    _IMPLEMENTATIONS = {"cpu": ("reference", "CPU device"), "cuda": ("triton", "CUDA device")}
+
+_DTYPES = {
+    "triton": (torch.float32, torch.bfloat16, torch.float16),
+    "triton-interpreter": (torch.float32, torch.float16),  # it has no bf16 products
+    "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+}
 
 
 def implementation(device: torch.device) -> tuple[str, str]:
@@ -26,18 +38,11 @@ def implementation(device: torch.device) -> tuple[str, str]:
         >>> implementation(torch.device("cuda"))
         ('triton', 'CUDA device')
     """
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in _IMPLEMENTATIONS:
         raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
-    where = "CUDA device" if device.type == "cuda" else "CPU device"
-    if _INTERPRETED:
-        return "triton-interpreter", f"{where}, TRITON_INTERPRET=1"
-    return ("triton" if device.type == "cuda" else "reference"), where
+    return _IMPLEMENTATIONS[device.type]
 
 
-def supported_dtypes(device: torch.device) -> list[torch.dtype]:
+def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Floating-point dtypes that the implementation on ``device`` computes with."""
-    return {
-        "triton": [torch.float32, torch.bfloat16, torch.float16],
-        "triton-interpreter": [torch.float32, torch.float16],  # it has no bf16 products
-        "reference": [torch.float32, torch.bfloat16, torch.float16, torch.float64],
-    }[implementation(device)[0]]
+    return _DTYPES[implementation(device)[0]]
