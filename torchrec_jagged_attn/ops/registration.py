@@ -1,0 +1,113 @@
+"""How an op is registered: its implementation, fake and gradient, at little host time for a call.
+
+``torch.library.custom_op`` promises the same and takes some three times as long for a call that
+needs a gradient, which for a small batch is longer than the kernels take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["register_op"]
+
+NAMESPACE = "torchrec_jagged_attn"
+
+# Kept alive as long as their op; dropped where a reload registers the op again.
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def register_op(
+    name: str,
+    *,
+    forward: Callable[..., tuple[Tensor, ...]],
+    fake: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., list[Tensor]],
+) -> torch._ops.OpOverload:
+    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
+
+    The schemas are those of the annotated functions. Both run with autocast off, and return new
+    tensors that share no memory with any other. A second derivative is refused.
+
+    Args:
+        name: of the op.
+        forward: ``(*inputs) -> (out, *saved)``, where tensors come before all other inputs. Only
+            ``out`` has a gradient.
+        fake: ``forward`` on tensors without data.
+        backward: ``(grad_out, needs_grad, *inputs, out, *saved)``, with a bool for each input, to
+            the gradient of each input that needs one, in their order, shapes and dtypes.
+
+    Returns:
+        The op, a function of ``forward``'s inputs.
+    """
+
+    def fake_backward(
+        grad_out: Tensor, needs_grad: list[bool], *inputs_and_outputs: Any
+    ) -> list[Tensor]:
+        inputs = inputs_and_outputs[: len(needs_grad)]
+        return [x.new_empty(x.shape) for x, need in zip(inputs, needs_grad, strict=True) if need]
+
+    op, library = _define(name, forward, fake)
+    backward_op, _ = _define(f"{name}_backward", backward, fake_backward)
+    num_tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+
+    def node_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            outputs = op(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*inputs[:num_tensors], *outputs)
+        ctx.constants = inputs[num_tensors:]
+        return outputs
+
+    def node_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        needs_grad = ctx.needs_input_grad
+        if grad_out is None:
+            return (None,) * len(needs_grad)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
+        tensors = ctx.saved_tensors
+        grads = iter(
+            backward_op(
+                grad_out,
+                needs_grad,
+                *tensors[:num_tensors],
+                *ctx.constants,
+                *tensors[num_tensors:],
+            )
+        )
+        return tuple(next(grads) if need else None for need in needs_grad)
+
+    functions = {"forward": staticmethod(node_forward), "backward": staticmethod(node_backward)}
+    node = type(name, (torch.autograd.Function,), functions)
+
+    def autograd(*inputs: Any) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return node.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    library.impl(name, autograd, "Autograd")
+    return op
+
+
+def _define(
+    name: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+) -> tuple[torch._ops.OpOverload, torch.library.Library]:
+    """The op of an implementation and its fake, without a gradient, and its library."""
+
+    def run(*arguments: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return implementation(*arguments)
+
+    if name in _libraries:
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(name + torch.library.infer_schema(implementation, mutates_args=()))
+    for key in ("CPU", "CUDA"):
+        library.impl(name, run, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default, library
