@@ -6,6 +6,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.table import Table
 
@@ -45,39 +46,107 @@ def make_table(rows: list[dict]) -> Table:
     return table
 
 
-def plot(frame: pd.DataFrame, directory: Path) -> None:
-    """Draw ``directory/<suite>.png``: milliseconds by case and provider, a row of axes per mode."""
+def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) -> None:
+    """Draw ``directory/<suite>.png``: milliseconds by case and provider, a row of axes per mode.
+
+    A suite that ``sweeps`` a column gets lines over it, the others bars.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for suite, data in frame[frame["unit"] == "ms"].groupby("suite"):
+        sweep = sweeps[suite]
         modes, metrics = data["mode"].unique(), data["metric"].unique()
-        size = (len(metrics) * (3 + 2 * data["case"].nunique()), 3.2 * len(modes))
+        width = 6 if sweep else 3 + 2 * data["case"].nunique()
         figure, axes = plt.subplots(
-            len(modes), len(metrics), figsize=size, squeeze=False, layout="constrained"
+            len(modes),
+            len(metrics),
+            figsize=(len(metrics) * width, 3.2 * len(modes)),
+            squeeze=False,
+            layout="constrained",
         )
-        colors = {provider: f"C{i}" for i, provider in enumerate(data["provider"].unique())}
+        colors = _colors(data)
+        style = {"kind": "bar", "width": 0.8, "rot": 0}
+        if sweep:
+            style = {"kind": "line", "marker": ".", "logx": True}
         for i, mode in enumerate(modes):
             for j, metric in enumerate(metrics):
                 chosen = data[(data["mode"] == mode) & (data["metric"] == metric)]
                 if chosen.empty:
                     continue
-                bars = chosen.pivot_table(
-                    index="case", columns="provider", values=["median", "p20", "p80"], sort=False
+                table = chosen.pivot_table(
+                    index=sweep or "case",
+                    columns="provider",
+                    values=["median", "p20", "p80"],
+                    sort=bool(sweep),
                 )
-                errors = [bars["median"] - bars["p20"], bars["p80"] - bars["median"]]
-                bars["median"].plot.bar(
+                errors = [table["median"] - table["p20"], table["p80"] - table["median"]]
+                table["median"].plot(
                     ax=axes[i, j],
                     yerr=np.stack([e.clip(lower=0).T for e in errors], axis=1),
                     title=f"{mode}, {metric.replace('_', ' ')}",
-                    xlabel="",
+                    xlabel=sweep or "",
                     ylabel="ms",
                     logy=True,
-                    rot=0,
-                    width=0.8,
                     color=colors,
                     legend=False,
+                    **style,
                 )
-        handles = [Patch(color=color, label=provider) for provider, color in colors.items()]
-        figure.legend(handles=handles, loc="outside right upper")
-        figure.suptitle(f"{suite} on {data['gpu'].iloc[0]}")
-        figure.savefig(directory / f"{suite}.png", dpi=120)
-        plt.close(figure)
+                if sweep:
+                    axes[i, j].minorticks_off()
+                    axes[i, j].set_xticks(table.index, [f"{value:.2g}" for value in table.index])
+        _finish(figure, colors, f"{suite} on {data['gpu'].iloc[0]}", directory / f"{suite}.png")
+
+
+def plot_roofline(
+    frame: pd.DataFrame, directory: Path, bandwidth: float, peak_flops: float
+) -> None:
+    """Draw ``directory/roofline.png``: FLOP/s over FLOPs per byte, a row of axes per suite.
+
+    Both count what must be done at least, so that a provider that does more lies lower. The roof is
+    that of the floor: ``bandwidth`` in bytes per second, and ``peak_flops``.
+    """
+    timed = frame[(frame["unit"] == "ms") & (frame["provider"] != "floor")]
+    if timed.empty:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    suites, modes = timed["suite"].unique(), timed["mode"].unique()
+    figure, axes = plt.subplots(
+        len(suites),
+        len(modes),
+        figsize=(4.5 * len(modes), 3.2 * len(suites)),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
+    intensity = timed["flops"] / timed["bytes"]
+    x = np.geomspace(intensity.min() / 2, intensity.max() * 2, 100)
+    colors = _colors(timed)
+    for i, suite in enumerate(suites):
+        for j, mode in enumerate(modes):
+            axes[i, j].loglog(x, np.minimum(x * bandwidth, peak_flops) / 1e12, color="black")
+            axes[i, j].set(title=f"{suite}, {mode}", xlabel="FLOPs per byte", ylabel="TFLOP/s")
+            chosen = timed[(timed["suite"] == suite) & (timed["mode"] == mode)]
+            best = chosen.groupby(["provider", "case"], sort=False).min(numeric_only=True)
+            for provider, points in best.groupby("provider"):
+                flops_per_s = points["flops"] / (points["median"] / 1e3)
+                axes[i, j].scatter(
+                    points["flops"] / points["bytes"],
+                    flops_per_s / 1e12,
+                    color=colors[provider],
+                    s=12,
+                )
+    _finish(figure, colors, f"roofline of {timed['gpu'].iloc[0]}", directory / "roofline.png")
+
+
+def _colors(data: pd.DataFrame) -> dict[str, tuple]:
+    providers = data["provider"].unique()
+    colors = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors
+    return dict(zip(providers, colors, strict=False))
+
+
+def _finish(figure: Figure, colors: dict[str, str], title: str, path: Path) -> None:
+    handles = [Patch(color=color, label=provider) for provider, color in colors.items()]
+    figure.legend(handles=handles, loc="outside right upper")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

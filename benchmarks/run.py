@@ -2,13 +2,16 @@
 
     python benchmarks/run.py --list
     python benchmarks/run.py target_attention --cases 'rank-1k*' --graph --csv out.csv --plot out
+    python benchmarks/run.py serving --cases 'u15-*'
+    python benchmarks/run.py --device cpu              # the small cases
     python benchmarks/run.py --device cpu --quick
 
 For each case of a suite, every provider's output and gradients are first held against an fp64
 oracle by the tolerance rule of ``torchrec_jagged_attn.testing``; one that fails, or cannot run
 here, gets a line that says why, and no figure. Times are medians; the CSV has the 20 % and 80 %
 quantiles beside them. The floor is the time that the inputs and outputs take at the copy bandwidth
-measured in the same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer.
+measured in the same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of
+fp32 are exact unless --tf32 says otherwise, for all providers and for the tolerance.
 """
 
 import argparse
@@ -36,15 +39,14 @@ from torch.utils.benchmark import Timer
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
 
 import suites
-from report import make_table, plot
-from suites import Cost, Inputs, Suite, UnavailableError
+from report import make_table, plot, plot_roofline
+from suites import MODES, Cost, Inputs, Suite, UnavailableError
 
 import torchrec_jagged_attn
-from torchrec_jagged_attn.testing import assert_close
+from torchrec_jagged_attn.testing import Case, assert_close
 
-MODES = ("forward", "backward", "both")
 METRICS = {"time": "ms", "graph_time": "ms", "peak_memory": "MiB"}
-COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit")
+LABELS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit")
 QUANTILES = (0.5, 0.2, 0.8)
 PEAK_FLOPS = 790e12  # of a large bf16 matmul on an H200, as measured through torch
 
@@ -86,7 +88,7 @@ def make_step(mode: str, call: Callable[[], Tensor], x: Inputs, grad_out: Tensor
     """The function to time: ``forward`` keeps nothing for backward, ``both`` does both."""
     leaves = list(x.leaves.values())
     if mode == "forward":
-        return torch.no_grad()(call)
+        return torch.inference_mode()(call)
     if mode == "both":
         return lambda: torch.autograd.grad(call(), leaves, grad_out)
     out = call()
@@ -103,10 +105,19 @@ def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def outcome(call: Callable[[], Tensor], x: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
-    """The output of ``call`` and the gradient of every leaf."""
+def make_grad_out(out: Tensor, x: Inputs) -> Tensor:
+    """A gradient for ``out``, always the same, that the dtype of the case can represent."""
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    return grad_out.to(x.case.dtype).to(out)
+
+
+def outcome(call: Callable[[], Tensor], x: Inputs, modes: Iterable[str]) -> dict[str, Tensor]:
+    """The output of ``call`` and, if ``modes`` have a backward, the gradient of every leaf."""
+    if set(modes) <= {"forward"}:
+        with torch.no_grad():
+            return {"out": call()}
     out = call()
-    grads = torch.autograd.grad(out, list(x.leaves.values()), grad_out.to(out.dtype))
+    grads = torch.autograd.grad(out, list(x.leaves.values()), make_grad_out(out, x))
     named = {f"gradient of {name}": grad for name, grad in zip(x.leaves, grads, strict=True)}
     return {"out": out.detach(), **named}
 
@@ -135,47 +146,72 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def floor_ms(costs: list[Cost], device: str, bandwidth: float) -> float:
+def floor_ms(cost: Cost, device: str, bandwidth: float) -> float:
     """The milliseconds below which no implementation runs."""
-    arithmetic = sum(cost.flops for cost in costs) / PEAK_FLOPS if device == "cuda" else 0.0
-    return max(sum(cost.bytes for cost in costs) / bandwidth, arithmetic) * 1e3
+    arithmetic = cost.flops / PEAK_FLOPS if device == "cuda" else 0.0
+    return max(cost.bytes / bandwidth, arithmetic) * 1e3
+
+
+def costs_of(suite: Suite, x: Inputs, modes: list[str]) -> dict[str, Cost]:
+    """What each of ``modes`` that the suite has must do at least."""
+    costs = suite.cost(x)
+    costs["both"] = costs["forward"] + costs["backward"]
+    return {mode: costs[mode] for mode in modes if mode in suite.modes}
+
+
+def shape_of(x: Inputs) -> dict[str, object]:
+    """The columns that say what a case is; ``fill`` is what padding leaves of a padded history."""
+    num_rows = int(x.offsets[-1])
+    return {
+        "B": x.case.batch_size,
+        "T": x.case.num_targets,
+        "H": x.case.num_heads,
+        "D": x.case.width,
+        "L": x.max_length,
+        "N": num_rows,
+        "fill": round(num_rows / (x.case.batch_size * x.max_length), 3),
+        "dtype": str(x.case.dtype).removeprefix("torch."),
+    }
+
+
+def shrink(case: Case) -> Case:
+    """A tiny case of the same kind."""
+    length, targets = min(case.max_length, 40), min(case.num_targets, 20)
+    return replace(case, batch_size=6, max_length=length, num_targets=targets)
 
 
 def run_case(
-    suite: Suite,
-    x: Inputs,
-    providers: list[str],
-    args: argparse.Namespace,
-    bandwidth: float,
-    add: Callable[[str, str, str, list[float]], None],
+    suite: Suite, name: str, x: Inputs, args: argparse.Namespace, bandwidth: float, rows: list[dict]
 ) -> dict[str, str]:
-    """Check and time ``providers``; ``add(provider, mode, metric, figures)`` takes the figures.
+    """Check and time the providers of ``suite`` on ``x``; figures go to the end of ``rows``.
 
     Returns:
         Why, for each provider that lacks figures.
     """
-    costs = suite.cost(x)
-    for mode in args.modes:
-        parts = ("forward", "backward") if mode == "both" else (mode,)
-        floor = floor_ms([costs[part] for part in parts], args.device, bandwidth)
-        add("floor", mode, "time", [floor] * 3)
+    costs = costs_of(suite, x, args.modes)
+    shape = shape_of(x)
+
+    def add(provider: str, mode: str, metric: str, figures: list[float]) -> None:
+        labels = (suite.name, name, provider, mode, metric, *figures, METRICS[metric])
+        work = {"bytes": costs[mode].bytes, "flops": costs[mode].flops}
+        rows.append(dict(zip(LABELS, labels, strict=True)) | shape | work)
+
+    for mode, cost in costs.items():
+        add("floor", mode, "time", [floor_ms(cost, args.device, bandwidth)] * 3)
 
     double = x.double()
-    with torch.no_grad():
-        shape = suite.plain(x).shape
-    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    grad_out = grad_out.to(args.device, x.case.dtype)
-    exact = outcome(functools.partial(suite.oracle, double), double, grad_out)
-    plain = outcome(functools.partial(suite.plain, x), x, grad_out)
+    exact = outcome(functools.partial(suite.oracle, double), double, suite.modes)
+    plain = outcome(functools.partial(suite.plain, x), x, suite.modes)
+    grad_out = make_grad_out(plain["out"], x)
     del double
 
     reasons = {}
-    for provider in providers:
+    for provider in (p for p in suite.providers if p in args.providers):
         release(args.device)
         try:
             call = suite.providers[provider](x)
-            check(outcome(call, x, grad_out), exact, plain)
-            for mode in args.modes:
+            check(outcome(call, x, suite.modes), exact, plain)
+            for mode in costs:
                 step = make_step(mode, call, x, grad_out)
                 add(provider, mode, "time", time_ms(step, args.device, args.quick))
                 if args.device == "cuda":
@@ -209,23 +245,32 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument
     add("suites", nargs="*", default=["*"], metavar="SUITE", help="default: all")
-    add("--cases", type=names, default=["*"], metavar="A,B*", help="default: all")
+    add("--cases", type=names, metavar="A,B*", help="default: those of each suite")
     add("--providers", type=names, default=["*"], metavar="A,B*", help="default: all")
     add("--modes", type=names, default=["*"], metavar="A,B*", help=f"of {', '.join(MODES)}")
     add("--device", choices=("cuda", "cpu"), default=default_device, help="default: cuda if there")
     add("--graph", action="store_true", help="time CUDA graphs, too")
     add("--csv", type=Path, metavar="FILE", help="write the figures here")
-    add("--plot", type=Path, metavar="DIR", help="draw a picture of each suite here")
+    add("--plot", type=Path, metavar="DIR", help="draw a picture of each suite, and a roofline")
+    add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
     add("--list", action="store_true", help="print suites, cases and providers, and stop")
     add("--quick", action="store_true", help="tiny inputs and short runs, to see that all works")
     args = parser.parse_args(argv)
 
     args.suites = select("suite", args.suites, known)
     chosen = [known[name] for name in args.suites]
-    args.cases = select("case", args.cases, [c for s in chosen for c in s.cases])
     args.providers = select("provider", args.providers, [p for s in chosen for p in s.providers])
-    args.modes = select("mode", args.modes, MODES)
-    if args.device == "cpu" and not (args.quick or args.list):
+    args.modes = select("mode", args.modes, [m for s in chosen for m in s.modes])
+    cases = {name: case for suite in chosen for name, case in suite.cases.items()}
+    any_size = args.quick or args.list
+    if args.cases is None:
+        default = dict.fromkeys(name for suite in chosen for name in suite.default or suite.cases)
+        on_gpu = args.device == "cuda"
+        args.cases = [name for name in default if any_size or cases[name].large == on_gpu]
+    else:
+        args.cases = select("case", args.cases, cases)
+    too_large = args.device == "cpu" and any(cases[name].large for name in args.cases)
+    if not args.cases or (too_large and not any_size):
         parser.error("the cases are too large for a CPU: add --quick")
     if args.device == "cpu" and args.graph:
         parser.error("--graph needs --device cuda")
@@ -242,13 +287,16 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
             console.print(suite.name)
             console.print("  cases:    ", ", ".join(suite.cases))
             console.print("  providers:", ", ".join(suite.providers))
+            console.print("  modes:    ", ", ".join(suite.modes))
         return 0
 
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     stamp = {
         "gpu": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
+        "fp32_products": "tf32" if args.tf32 else "fp32",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     rows: list[dict] = []
@@ -264,34 +312,27 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                 for name in (case for case in args.cases if case in suite.cases):
                     case = suite.cases[name]
                     if args.quick:
-                        name = f"{name}-quick"
-                        case = replace(case, batch_size=6, max_length=min(case.max_length, 40))
-                    first = len(rows)
-
-                    def add(provider, mode, metric, figures, suite=suite.name, case=name):
-                        values = (suite, case, provider, mode, metric, *figures, METRICS[metric])
-                        rows.append(dict(zip(COLUMNS, values, strict=True)) | stamp)
-
+                        name, case = f"{name}-quick", shrink(case)
                     x = suite.inputs(case, args.device)
-                    console.print(
-                        f"\n{suite.name} {name}: B={case.batch_size} T={case.num_targets} "
-                        f"H={case.num_heads} D={case.width} N={int(x.offsets[-1])} "
-                        f"L≤{x.max_length} {case.lengths} {case.dtype}"
-                    )
-                    providers = [p for p in args.providers if p in suite.providers]
-                    reasons = run_case(suite, x, providers, args, bandwidth, add)
+                    shape = " ".join(f"{key}={value}" for key, value in shape_of(x).items())
+                    console.print(f"\n{suite.name} {name}: {shape}")
+                    first = len(rows)
+                    reasons = run_case(suite, name, x, args, bandwidth, rows)
                     console.print(make_table(rows[first:]))
                     for provider, reason in reasons.items():
                         console.print(f"{provider}: {reason}", markup=False)
                         is_ours = provider.startswith("ours")
                         ours_failed |= is_ours and not reason.startswith("not run")
     finally:  # what was measured is kept, also after Ctrl-C
-        frame = pd.DataFrame(rows, columns=[*COLUMNS, *stamp])
+        frame = pd.DataFrame(rows).assign(**stamp)
         if args.csv:
             args.csv.parent.mkdir(parents=True, exist_ok=True)
             frame.to_csv(args.csv, index=False)
         if args.plot and rows:
-            plot(frame, args.plot)
+            sweeps = {suite.name: suite.sweep for suite in known.values()}
+            plot(frame, args.plot, sweeps)
+            peak_flops = PEAK_FLOPS if args.device == "cuda" else np.inf
+            plot_roofline(frame, args.plot, bandwidth, peak_flops)
     return int(ours_failed)
 
 

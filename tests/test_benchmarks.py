@@ -13,13 +13,17 @@ pytest.importorskip("rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import run
-from suites import Cost, UnavailableError, target_attention, target_attention_kernel
+from suites import Cost, UnavailableError, serving, target_attention_kernel
 
-SUITES = {suite.SUITE.name: suite.SUITE for suite in (target_attention, target_attention_kernel)}
+from torchrec_jagged_attn.testing import jagged_lengths
+
+SUITES = run.load_suites()
+TRAINING = ["target_attention", "target_attention_kernel", "target_attention_recency"]
 KERNEL = target_attention_kernel.SUITE
 COLUMNS = [
     *("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit"),
-    *("gpu", "torch", "triton", "torchrec_jagged_attn", "date"),
+    *("B", "T", "H", "D", "L", "N", "fill", "dtype", "bytes", "flops"),
+    *("gpu", "torch", "triton", "torchrec_jagged_attn", "fp32_products", "date"),
 ]
 
 
@@ -31,7 +35,9 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    assert run.load_suites() == SUITES
+    others = ["giant", "serving", "serving_kernel", "skew", "targets"]
+    assert list(SUITES) == sorted([*TRAINING, *others])
+    assert all(suite.name == name for name, suite in SUITES.items())
 
 
 def test_list_prints_all_names(capsys):
@@ -43,28 +49,48 @@ def test_list_prints_all_names(capsys):
 
 
 def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
-    argv = ["--cases", "rank-*-fp32", "--modes", "forward,both", "--plot", str(tmp_path)]
-    status, frame = run_quickly(tmp_path, *argv)
+    argv = ["--cases", "rank-1k-fp32,rank-200-fp32", "--modes", "forward,both"]
+    status, frame = run_quickly(tmp_path, *TRAINING, *argv, "--plot", str(tmp_path))
     assert status == 0
     assert list(frame.columns) == COLUMNS
-    assert set(frame["suite"]) == set(SUITES)
+    assert set(frame["suite"]) == set(TRAINING)
     assert set(frame["case"]) == {"rank-1k-fp32-quick", "rank-200-fp32-quick"}
     assert set(frame["mode"]) == {"forward", "both"}
     assert set(frame["metric"]) == {"time"}
-    assert {"floor", "ours", "ours-kernel", "padded-sdpa"} <= set(frame["provider"])
+    expected = {
+        "floor",
+        "ours",
+        "ours+recency",
+        "ours-kernel",
+        "padded-sdpa",
+        "linear+fbgemm-chain",
+    }
+    assert expected <= set(frame["provider"])
     assert (frame["median"] > 0).all()
     assert ((frame["p20"] <= frame["median"]) & (frame["median"] <= frame["p80"])).all()
     assert not frame.duplicated(["suite", "case", "provider", "mode", "metric"]).any()
     printed = capsys.readouterr().out
     assert "torch-varlen: not run here: needs CUDA" in printed
-    for suite in SUITES:
-        assert (tmp_path / f"{suite}.png").read_bytes().startswith(b"\x89PNG")
+    for picture in (*TRAINING, "roofline"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_is_drawn_over_its_column(tmp_path):
+    argv = ["skew", "--cases", "fill-0.05,fill-1", "--modes", "forward", "--plot", str(tmp_path)]
+    status, frame = run_quickly(tmp_path, *argv)
+    assert status == 0
+    assert (tmp_path / "skew.png").exists()
+    fills = frame.groupby("case")["fill"].first()
+    assert fills["fill-0.05-quick"] < fills["fill-1-quick"] == 1
+    for suite in SUITES.values():
+        assert suite.sweep is None or suite.sweep in frame.columns
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_all_that_runs_here_is_right_on_empty_histories(suite, tmp_path, capsys):
-    cases = {"edges": replace(suite.cases["rank-1k-fp32"], lengths="edges")}
-    known = {suite.name: replace(suite, cases=cases)}
+    case = next(iter(suite.cases.values()))
+    cases = {"edges": replace(case, lengths="edges", dtype=torch.float32)}
+    known = {suite.name: replace(suite, cases=cases, default=())}
     status, frame = run_quickly(tmp_path, "--modes", "forward", known=known)
     printed = capsys.readouterr().out
     assert status == 0
@@ -124,13 +150,14 @@ def test_a_provider_that_is_wrong_has_no_figure(
 
 
 def test_floor_is_the_longer_of_bytes_and_flops():
-    costs = [Cost(bytes=4e9, flops=run.PEAK_FLOPS), Cost(bytes=2e9, flops=run.PEAK_FLOPS)]
-    assert run.floor_ms(costs, "cuda", bandwidth=1e9) == pytest.approx(6000)
-    assert run.floor_ms(costs, "cuda", bandwidth=1e10) == pytest.approx(2000)
+    cost = Cost(bytes=4e9, flops=run.PEAK_FLOPS) + Cost(bytes=2e9, flops=run.PEAK_FLOPS)
+    assert run.floor_ms(cost, "cuda", bandwidth=1e9) == pytest.approx(6000)
+    assert run.floor_ms(cost, "cuda", bandwidth=1e10) == pytest.approx(2000)
 
 
-@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
-def test_floor_of_both_is_three_passes_over_the_history(suite):
+@pytest.mark.parametrize("name", TRAINING)
+def test_floor_of_both_is_three_passes_over_the_history(name):
+    suite = SUITES[name]
     case = replace(suite.cases["rank-1k"], batch_size=2, max_length=4096, lengths="uniform")
     x = suite.inputs(case, "cpu")
     history = x.leaves["history"]
@@ -139,12 +166,76 @@ def test_floor_of_both_is_three_passes_over_the_history(suite):
     assert 3 * history.nbytes < total < 3 * history.nbytes + 8 * others
 
 
+def test_flops_are_two_products_of_pairs_forward_and_five_backward():
+    case = replace(KERNEL.cases["rank-2k-8-targets-fp32"], batch_size=5, max_length=9)
+    x = KERNEL.inputs(case, "cpu")
+    product = 2 * len(x.leaves["history"]) * 8 * 4 * 128  # 2 N T H D
+    cost = KERNEL.cost(x)
+    assert (cost["forward"].flops, cost["backward"].flops) == (2 * product, 5 * product)
+
+    x = SUITES["serving_kernel"].inputs(replace(case, num_targets=7), "cpu")
+    pairs = x.offsets.diff() @ x.query_offsets.diff()
+    assert KERNEL.cost(x)["forward"].flops == 4 * pairs * 4 * 128
+
+
+def test_flops_with_projections_are_those_of_the_cheaper_form():
+    suite, width, rows = SUITES["targets"], 128, 640
+    cases = (replace(suite.cases["targets-1"], batch_size=5, max_length=128, lengths=1.0),)
+    few = suite.inputs(cases[0], "cpu")
+    many = suite.inputs(replace(cases[0], num_targets=512), "cpu")
+    assert suite.cost(few)["forward"].flops == 8 * 5 * width**2 + 4 * rows * 4 * width
+    projections = 4 * (5 * 512 + rows) * width**2
+    assert suite.cost(many)["forward"].flops == projections + 4 * rows * 512 * width
+
+
+def test_candidates_are_uneven_and_as_many_in_all():
+    name = "u15-t64-l512-d64"
+    x = serving.SUITE.inputs(replace(serving.CASES[name], max_length=20), "cpu")
+    candidates = x.query_offsets.diff()
+    assert len(x.leaves["target"]) == x.query_offsets[-1] == 15 * 64
+    assert 64 / 3 - 1 < candidates.min() < 64 < candidates.max() == x.max_targets < 64 * 3 + 1
+    x = serving.SUITE.inputs(replace(serving.CASES["u1-t64-l512-d64"], max_length=20), "cpu")
+    assert x.query_offsets.tolist() == [0, 64]
+    assert x.offsets.tolist() == [0, 20]
+
+
+def test_serving_is_forward_only(tmp_path):
+    argv = ["serving", "serving_kernel", "--cases", "u15-t64-l512-d64"]
+    status, frame = run_quickly(tmp_path, *argv)
+    assert status == 0
+    assert set(frame["mode"]) == {"forward"}
+    with pytest.raises(SystemExit, match="no mode is called 'both'; there are: forward"):
+        run_quickly(tmp_path, *argv, "--modes", "both")
+
+
+@pytest.mark.parametrize("fill", [0.05, 0.25, 0.5, 1.0])
+def test_lengths_of_a_given_fill(fill):
+    lengths = jagged_lengths(1000, 2000, fill, torch.Generator().manual_seed(0))
+    assert lengths.max() == 2000
+    assert lengths.min() >= 1
+    assert lengths.float().mean() / 2000 == pytest.approx(fill, abs=0.001)
+
+
+def test_lengths_with_a_giant():
+    lengths = jagged_lengths(100, 2000, "giant", torch.Generator())
+    assert lengths.sort().values.tolist() == [20] * 99 + [2000]
+
+
+def test_tf32_is_said_in_the_figures(tf32, tmp_path):
+    argv = ["target_attention_kernel", "--cases", "rank-1k-fp32", "--modes", "forward"]
+    for options, precision, said in ([[], "highest", "fp32"], [["--tf32"], "high", "tf32"]):
+        status, frame = run_quickly(tmp_path, *argv, *options)
+        assert status == 0
+        assert torch.get_float32_matmul_precision() == precision
+        assert set(frame["fp32_products"]) == {said}
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no-suite"], "no suite is called 'no-suite'; there are: target_attention"),
-        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: rank-1k"),
-        (["--providers", "ours,oars"], "no provider is called 'oars'; there are: ours"),
+        (["no-suite"], "no suite is called 'no-suite'; there are: giant"),
+        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: giant"),
+        (["--providers", "ours,oars"], "no provider is called 'oars'; there are: ours-kernel"),
         (["--modes", "sideways"], "no mode is called 'sideways'; there are: forward, backward"),
     ],
 )
@@ -153,10 +244,22 @@ def test_an_unknown_name_lists_the_known_ones(argv, message):
         run.main(["--device", "cpu", "--quick", *argv])
 
 
-def test_full_cases_are_refused_on_cpu(capsys):
+@pytest.mark.parametrize("argv", [["--cases", "cpu-*,rank-1k"], ["serving"]])
+def test_large_cases_are_refused_on_cpu(argv, capsys):
     with pytest.raises(SystemExit):
-        run.main(["--device", "cpu"])
+        run.main(["--device", "cpu", *argv])
     assert "add --quick" in capsys.readouterr().err
+
+
+def test_small_cases_are_the_default_on_cpu():
+    assert run.parse(SUITES, ["--device", "cpu"]).cases == [
+        "cpu-half-full",
+        "cpu-skewed",
+        "cpu-movielens",
+    ]
+    on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases
+    assert {"rank-1k", "giant", *serving.DEFAULT} <= set(on_gpu)
+    assert not {"cpu-skewed", "u1-t64-l512-d64"} & set(on_gpu)
 
 
 @pytest.mark.gpu

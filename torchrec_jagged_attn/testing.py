@@ -31,7 +31,7 @@ __all__ = [
     "target_attention_plain",
 ]
 
-Distribution = Literal["uniform", "log-normal", "edges"]
+Distribution = Literal["uniform", "log-normal", "giant", "edges"] | float
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,9 @@ CASES = {
         Case("rank-8k-16-targets", 512, 8192, 2, 128, 16, "log-normal", torch.bfloat16, large=True),
         Case("rank-200", 8192, 200, 2, 64, 1, "uniform", torch.bfloat16, large=True),
         Case("rank-1k-fp32", 4096, 1024, 4, 128, 1, "log-normal", large=True),
+        Case("rank-2k-fp32", 2048, 2048, 4, 256, 1, "log-normal", large=True),
+        Case("rank-2k-8-targets-fp32", 2048, 2048, 4, 128, 8, "log-normal", large=True),
+        Case("rank-8k-16-targets-fp32", 512, 8192, 2, 128, 16, "log-normal", large=True),
         Case("rank-200-fp32", 8192, 200, 2, 64, 1, "uniform", large=True),
     )
 }
@@ -93,15 +96,26 @@ def jagged_lengths(
     """Draw ``[B]`` int64 lengths on CPU.
 
     ``"uniform"``: 1…max_length. ``"log-normal"``: σ = 1 with a mean of about ``max_length / 8``,
-    clipped to 1…max_length. ``"edges"``: empties at both ends and in a row, ones, one giant among
-    small ones, and one row around the multiples of 16, in a random order between the ends.
+    clipped to 1…max_length. ``"giant"``: one of ``max_length`` among ones of 20. ``"edges"``:
+    empties at both ends and in a row, ones, one giant among small ones, and one row around the
+    multiples of 16, in a random order between the ends. A number in (0, 1] is the mean as a part of
+    ``max_length``, which one sample has: all are alike at 1.0, evenly spread at 0.5, and below that
+    the more skewed the smaller it is.
     """
+    if isinstance(distribution, float):
+        parts = torch.arange(1, batch_size + 1, dtype=torch.float64) / batch_size
+        drawn = (max_length * parts ** (1 / distribution - 1)).ceil().long()  # mean of u^a: 1/(a+1)
+        return drawn[torch.randperm(batch_size, generator=generator)]
     if distribution == "uniform":
         return torch.randint(1, max_length + 1, (batch_size,), generator=generator)
     if distribution == "log-normal":
         normal = torch.randn(batch_size, generator=generator, dtype=torch.float64)
         drawn = torch.exp(normal + math.log(max_length / 8) - 0.5)
         return drawn.long().clamp(1, max_length)
+    if distribution == "giant":
+        lengths = torch.full((batch_size,), min(20, max_length))
+        lengths[batch_size // 2 : batch_size // 2 + 1] = max_length
+        return lengths
     hard = torch.tensor([max_length, 1, 16, 15, 17, 0, 0, 31, 33, 64, 63, 65]).clamp(max=max_length)
     inner = hard[torch.arange(max(batch_size - 2, 0)) % hard.numel()]
     inner = inner[torch.randperm(inner.numel(), generator=generator)]

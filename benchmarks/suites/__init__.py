@@ -6,9 +6,12 @@ A suite file defines ``SUITE``. Files whose names start with ``_`` are shared by
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.testing import Case
+
+MODES = ("forward", "backward", "both")
 
 
 class UnavailableError(Exception):
@@ -23,26 +26,44 @@ class Inputs:
         case: what they were made for.
         leaves: the floating-point inputs; each gets a gradient.
         offsets: ``[B + 1]``, of the history rows.
+        query_offsets: ``[B + 1]``, of the targets.
         max_length: the longest history, known on the host as padded and varlen attention need it.
+        max_targets: the most targets of a sample, likewise.
     """
 
     case: Case
     leaves: dict[str, Tensor]
     offsets: Tensor
+    query_offsets: Tensor
     max_length: int
+    max_targets: int
+
+    @classmethod
+    def even(cls, case: Case, leaves: dict[str, Tensor], offsets: Tensor) -> "Inputs":
+        """Of a case whose samples have ``T`` targets each."""
+        steps = torch.arange(offsets.numel(), dtype=offsets.dtype, device=offsets.device)
+        max_length = int(offsets.diff().max())
+        return cls(case, leaves, offsets, steps * case.num_targets, max_length, case.num_targets)
 
     def double(self) -> "Inputs":
         """The same inputs in fp64."""
         leaves = {k: v.detach().double().requires_grad_() for k, v in self.leaves.items()}
         return replace(self, leaves=leaves)
 
+    def num_pairs(self) -> int:
+        """How many pairs of a target and a history row attention looks at: ``N T`` where even."""
+        return int((self.offsets.diff() * self.query_offsets.diff()).sum())
+
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that any implementation must do: bytes to and from memory, and FLOPs."""
+    """The least that an implementation must do: bytes to and from memory, and FLOPs."""
 
     bytes: float
     flops: float
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
 
 
 @dataclass(frozen=True)
@@ -51,7 +72,7 @@ class Suite:
 
     Args:
         name: of the suite.
-        cases: named shapes, from ``torchrec_jagged_attn.testing``.
+        cases: named shapes.
         inputs: makes the random inputs of a case on a device, always the same.
         oracle: the function in PyTorch's own words; called on fp64 inputs.
         plain: the textbook formula; called in the dtype of the inputs, it sets the tolerance.
@@ -59,6 +80,9 @@ class Suite:
         providers: from a name to a maker. A maker takes the inputs, does what a model does once
             (weights, metadata), and returns the call to time; or it raises
             :class:`UnavailableError`. Names of our own start with ``ours``, all others are peers.
+        modes: what is timed. Without a backward, gradients are neither computed nor checked.
+        default: cases that run when none is named; all by default.
+        sweep: the figures' column that the cases go through, if they are one shape but for that.
     """
 
     name: str
@@ -68,3 +92,6 @@ class Suite:
     plain: Callable[[Inputs], Tensor]
     cost: Callable[[Inputs], dict[str, Cost]]
     providers: dict[str, Callable[[Inputs], Callable[[], Tensor]]]
+    modes: tuple[str, ...] = MODES
+    default: tuple[str, ...] = ()
+    sweep: str | None = None

@@ -1,9 +1,10 @@
-"""Peers of attention from ``T`` targets per sample to a jagged history, behind one interface.
+"""Peers of attention from the targets of a sample to its jagged history, behind one interface.
 
-Each maker takes the inputs and returns ``attend(q, k, v)``: ``q`` is ``[B, T, H, D]``, ``k`` and
-``v`` are ``[N, H, D]`` rows of all samples, the result is ``[B, T, H, D]``, and the scale is
-``1/√D``. What a training loop makes once per batch for all layers (int32 offsets, the longest
-length on the host) is made outside the call; what it makes per layer is inside.
+Each maker takes the inputs and returns ``attend(q, k, v, bias=None)``: ``q`` is ``[ΣT, H, D]`` rows
+of all targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories, ``bias`` is ``[N, H]`` and
+added to the scores of its row, the result is ``[ΣT, H, D]``, and the scale is ``1/√D``. What a
+training loop makes once per batch for all layers (int32 offsets, the longest length on the host) is
+made outside the call; what it makes per layer is inside.
 """
 
 import ctypes
@@ -19,62 +20,117 @@ from torch import Tensor
 from suites import Inputs, UnavailableError
 from torchrec_jagged_attn import JaggedLayout
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
-def padded_sdpa(x: Inputs, num_targets: int) -> Attend:
-    """``F.scaled_dot_product_attention`` on padded keys and values; the padding is timed, too."""
-    num_samples, length = x.case.batch_size, x.max_length
+class _Padding:
+    """From jagged rows ``[N, …]`` to a padded batch ``[B, L, …]`` and back: views if it is full."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layout = JaggedLayout(x.offsets, k.shape[0])
-        samples = layout.sample_ids()
-        place = torch.arange(k.shape[0], device=k.device) + samples * length - x.offsets[samples]
+    def __init__(self, offsets: Tensor, num_rows: int, length: int) -> None:
+        self.shape = (offsets.numel() - 1, length)
+        self.place = None
+        if num_rows != self.shape[0] * length:
+            samples = JaggedLayout(offsets, num_rows).sample_ids()
+            rows = torch.arange(num_rows, device=offsets.device)
+            self.place = rows + samples * length - offsets[samples]
 
-        def pad(rows: Tensor) -> Tensor:  # [N, H, D] -> [B, H, L, D]
-            padded = rows.new_zeros(num_samples * length, *rows.shape[1:])
-            padded.index_copy_(0, place, rows)
-            return padded.unflatten(0, (num_samples, length)).transpose(1, 2)
+    def pad(self, rows: Tensor) -> Tensor:
+        if self.place is not None:
+            padded = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
+            rows = padded.index_copy_(0, self.place, rows)
+        return rows.unflatten(0, self.shape)
 
-        k_BHLD = pad(k)
-        v_BHLD = k_BHLD if v is k else pad(v)
-        mask = torch.arange(length, device=k.device) < layout.lengths.unsqueeze(1)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k_BHLD, v_BHLD, attn_mask=mask[:, None, None]
-        )
-        return out.transpose(1, 2)
+    def unpad(self, padded: Tensor) -> Tensor:
+        rows = padded.flatten(0, 1)
+        return rows if self.place is None else rows.index_select(0, self.place)
+
+
+def _visible(x: Inputs) -> Tensor:
+    """``[B, 1, 1, L]``: which rows of padded histories are real."""
+    places = torch.arange(x.max_length, device=x.offsets.device)
+    return (places < x.offsets.diff().unsqueeze(1))[:, None, None]
+
+
+def padded_sdpa(x: Inputs) -> Attend:
+    """``F.scaled_dot_product_attention`` on padded tensors; the padding is timed, too."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        targets = _Padding(x.query_offsets, q.shape[0], x.max_targets)
+        histories = _Padding(x.offsets, k.shape[0], x.max_length)
+        k_BHLD = histories.pad(k).transpose(1, 2)
+        v_BHLD = k_BHLD if v is k else histories.pad(v).transpose(1, 2)
+        mask = _visible(x)
+        if bias is not None:
+            bias_BH1L = histories.pad(bias).transpose(1, 2).unsqueeze(2)
+            mask = bias_BH1L.contiguous().masked_fill(~mask, -torch.inf)
+        out = F.scaled_dot_product_attention(targets.pad(q).transpose(1, 2), k_BHLD, v_BHLD, mask)
+        return targets.unpad(out.transpose(1, 2))
 
     return attend
 
 
-def _varlen(x: Inputs, num_targets: int) -> dict:
+def expanded_sdpa(x: Inputs, group: int = 1) -> Attend:
+    """A padded history for every target of its sample, or for every ``group`` rows of ``q``."""
+    num_groups = int(x.query_offsets[-1]) // group
+    samples = JaggedLayout(x.query_offsets // group, num_groups).sample_ids()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        histories = _Padding(x.offsets, k.shape[0], x.max_length)
+        k_RHLD = histories.pad(k)[samples].transpose(1, 2)
+        v_RHLD = k_RHLD if v is k else histories.pad(v)[samples].transpose(1, 2)
+        q_RHGD = q.unflatten(0, (num_groups, group)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q_RHGD, k_RHLD, v_RHLD, _visible(x)[samples])
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return attend
+
+
+def bias_as_column(attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Attend:
+    """Of an ``attention(q, k, v, scale)`` that takes no bias: a key column that each query reads.
+
+    Its score, one times the bias, is exact. Widths stay multiples of 8.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        width = q.shape[-1]
+        if bias is None:
+            return attention(q, k, v, width**-0.5)
+        q = F.pad(F.pad(q * width**-0.5, (0, 1), value=1.0), (0, 7))
+        k = F.pad(torch.cat([k, bias.unsqueeze(-1)], -1), (0, 7))
+        return attention(q, k, F.pad(v, (0, 8)), 1.0)[..., :width]
+
+    return attend
+
+
+def _varlen(x: Inputs) -> dict:
     """Arguments that every FlashAttention takes beside q, k and v: (names differ) in this order."""
     if x.offsets.device.type != "cuda":
         raise UnavailableError("needs CUDA")
     if x.case.dtype not in (torch.bfloat16, torch.float16):
         raise UnavailableError("bf16 and fp16 only")
-    steps = torch.arange(x.case.batch_size + 1, dtype=torch.int32, device=x.offsets.device)
     return {
-        "cu_seqlens_q": steps * num_targets,
+        "cu_seqlens_q": x.query_offsets.int(),
         "cu_seqlens_k": x.offsets.int(),
-        "max_seqlen_q": num_targets,
+        "max_seqlen_q": x.max_targets,
         "max_seqlen_k": x.max_length,
     }
 
 
-def torch_varlen(x: Inputs, num_targets: int) -> Attend:
+def torch_varlen(x: Inputs) -> Attend:
     """``torch.nn.attention.varlen.varlen_attn``: FlashAttention-2."""
     from torch.nn.attention.varlen import varlen_attn
 
-    lengths = _varlen(x, num_targets).values()
-    return lambda q, k, v: varlen_attn(q.flatten(0, 1), k, v, *lengths).view_as(q)
+    lengths = _varlen(x).values()
+    return bias_as_column(lambda q, k, v, scale: varlen_attn(q, k, v, *lengths, scale=scale))
 
 
-def flash_attention_3(x: Inputs, num_targets: int) -> Attend:
+def flash_attention_3(x: Inputs) -> Attend:
     """FlashAttention-3, loaded from the library that ``FLASH_ATTENTION_3`` names."""
-    lengths = _varlen(x, num_targets)
+    lengths = _varlen(x)
     _load_flash_attention_3()
-    return lambda q, k, v: _FlashAttention3.apply(q.flatten(0, 1), k, v, lengths).view_as(q)
+    return bias_as_column(
+        lambda q, k, v, scale: _FlashAttention3.apply(q, k, v, {**lengths, "softmax_scale": scale})
+    )
 
 
 @functools.cache
@@ -92,9 +148,9 @@ class _FlashAttention3(torch.autograd.Function):
     """The gradient that ``torch.ops.flash_attn_3`` does not register."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lengths):
-        ctx.kwargs = {**lengths, "softmax_scale": q.shape[-1] ** -0.5}
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **ctx.kwargs, num_splits=1)
+    def forward(ctx, q, k, v, kwargs):
+        ctx.kwargs = kwargs
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **kwargs, num_splits=1)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -106,8 +162,30 @@ class _FlashAttention3(torch.autograd.Function):
         return *grads, None
 
 
-def fbgemm_sll(x: Inputs, num_targets: int) -> Attend:
-    """FBGEMM's ``sll_jagged_dense_flash_attention``, which has one head: a call per head.
+def _each_head(
+    x: Inputs, one_head: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+) -> Attend:
+    """By a call per head, for ops that have one and take as many targets from every sample.
+
+    ``one_head(q, k, v, bias)`` has ``[B, T, D]``, ``[N, D]``, ``[N, D]`` and ``[N, 1]``.
+    """
+    num_samples = x.offsets.numel() - 1
+    if x.query_offsets[-1] != num_samples * x.max_targets:
+        raise UnavailableError("takes as many targets from every sample")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        q_BTHD = (q * q.shape[-1] ** -0.5).unflatten(0, (num_samples, x.max_targets))
+        heads = [
+            one_head(q_BTHD[:, :, h], k[:, h], v[:, h], None if bias is None else bias[:, h, None])
+            for h in range(q.shape[1])
+        ]
+        return torch.stack(heads, 2).flatten(0, 1)
+
+    return attend
+
+
+def fbgemm_sll(x: Inputs) -> Attend:
+    """FBGEMM's ``sll_jagged_dense_flash_attention``.
 
     In its words the history is the query and the targets are dense keys ``[B, D, T]``.
     """
@@ -115,20 +193,36 @@ def fbgemm_sll(x: Inputs, num_targets: int) -> Attend:
         raise UnavailableError("its backward is fp32 only")
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
-    bias = torch.zeros(x.case.batch_size, x.max_length, num_targets, device=x.offsets.device)
+    shape = (x.offsets.numel() - 1, x.max_length, x.max_targets)
+    no_bias = torch.zeros(shape, device=x.offsets.device)
     allow_tf32 = torch.get_float32_matmul_precision() != "highest"
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q * q.shape[-1] ** -0.5
-        heads = [
-            torch.ops.fbgemm.sll_jagged_dense_flash_attention(
-                k[:, h], q[:, :, h].mT, v[:, h], bias, x.offsets, x.max_length, allow_tf32
-            )
-            for h in range(q.shape[2])
-        ]
-        return torch.stack(heads, 2)
+    def one_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        bias_BLT = no_bias
+        if bias is not None:
+            padded = _Padding(x.offsets, bias.shape[0], x.max_length).pad(bias)
+            bias_BLT = padded.expand(shape).contiguous()
+        return torch.ops.fbgemm.sll_jagged_dense_flash_attention(
+            k, q.mT, v, bias_BLT, x.offsets, x.max_length, allow_tf32
+        )
 
-    return attend
+    return _each_head(x, one_head)
+
+
+def fbgemm_chain(x: Inputs) -> Attend:
+    """FBGEMM's ``jagged_dense_bmm``, ``jagged_softmax`` and ``jagged_jagged_bmm``, unfused."""
+    import fbgemm_gpu  # noqa: F401  (registers the ops)
+
+    ops = torch.ops.fbgemm
+
+    def one_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        scores, _ = ops.jagged_dense_bmm(k, x.offsets, q.mT, x.max_length)  # [N, T]
+        if bias is not None:
+            scores = scores + bias
+        weights, _ = ops.jagged_softmax(scores, x.offsets, x.max_length)
+        return ops.jagged_jagged_bmm(weights, v, x.offsets, x.max_length)
+
+    return _each_head(x, one_head)
 
 
 PEERS = {
@@ -136,4 +230,11 @@ PEERS = {
     "torch-varlen": torch_varlen,
     "flash-attention-3": flash_attention_3,
     "fbgemm-sll": fbgemm_sll,
+    "fbgemm-chain": fbgemm_chain,
+}
+UNEVEN_PEERS = {
+    "expanded-sdpa": expanded_sdpa,
+    "padded-sdpa": padded_sdpa,
+    "torch-varlen": torch_varlen,
+    "flash-attention-3": flash_attention_3,
 }

@@ -12,20 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from suites import Cost, Inputs, Suite, UnavailableError
-from suites._attention import PEERS, Attend
+from suites._attention import PEERS, Attend, bias_as_column
+from suites._cases import TRAINING_CASES
+from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.testing import (
-    CASES,
     Case,
     flash_attention_oracle,
     flash_attention_plain,
     make_target_inputs,
 )
 
+POSITION_WEIGHT = "recency_bias.position_weight"
+
 
 def make_inputs(case: Case, device: str) -> Inputs:
     """Targets ``[B, T, E]``, history ``[N, E]`` and the weights of ``nn.MultiheadAttention``."""
     drawn = make_target_inputs(case, device, bias=False)
-    offsets = drawn["offsets"]
     generator = torch.Generator().manual_seed(1)
 
     def weight(*shape: int) -> nn.Parameter:
@@ -40,47 +42,53 @@ def make_inputs(case: Case, device: str) -> Inputs:
         "out_proj.weight": weight(case.width, case.width),
         "out_proj.bias": weight(case.width),
     }
-    return Inputs(case, leaves, offsets, int(offsets.diff().max()))
+    return Inputs.even(case, leaves, drawn["offsets"])
 
 
 def explicit(x: Inputs, attend: Attend) -> Tensor:
-    """``[B, T, E]``: keys and values of all history rows, then ``attend``."""
-    heads = (x.case.num_heads, x.case.width // x.case.num_heads)
-    weights = x.leaves["in_proj_weight"].split([x.case.width, 2 * x.case.width])
-    biases = x.leaves["in_proj_bias"].split([x.case.width, 2 * x.case.width])
-    q = F.linear(x.leaves["target"], weights[0], biases[0]).unflatten(-1, heads)
+    """Keys and values of all history rows, then ``attend``: one row per target, in its shape."""
+    target, width = x.leaves["target"], x.case.width
+    heads = (x.case.num_heads, width // x.case.num_heads)
+    weights = x.leaves["in_proj_weight"].split([width, 2 * width])
+    biases = x.leaves["in_proj_bias"].split([width, 2 * width])
+    q = F.linear(target.flatten(0, -2), weights[0], biases[0]).unflatten(-1, heads)
     kv = F.linear(x.leaves["history"], weights[1], biases[1]).unflatten(-1, (2, *heads))
-    out = attend(q, *kv.unbind(1)).flatten(-2)
+    out = attend(q, *kv.unbind(1)).reshape(target.shape)
     return F.linear(out, x.leaves["out_proj.weight"], x.leaves["out_proj.bias"])
 
 
-def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
-    """:func:`explicit` with one of the package's test formulas."""
-    steps = torch.arange(x.case.batch_size + 1, device=x.offsets.device) * x.case.num_targets
-    return explicit(
-        x, lambda q, k, v: attention(q.flatten(0, 1), k, v, steps, x.offsets).view_as(q)
+def formula(x: Inputs, attention: Callable[..., Tensor]) -> Attend:
+    """One of the package's test formulas, behind the interface of peers."""
+    return bias_as_column(
+        lambda q, k, v, scale: attention(q, k, v, x.query_offsets, x.offsets, scale=scale)
     )
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Read history once, and in backward again, and write its gradient; the cheaper arithmetic."""
+    """Read history once, and in backward again, and write its gradient; the cheaper arithmetic.
+
+    Of implementations that keep no weight of a pair for backward: that has five products of pairs.
+    """
     num_rows, width = x.leaves["history"].shape
-    num_targets = x.leaves["target"].shape[0] * x.case.num_targets
-    projections = 8 * num_targets * width**2
-    scores = 4 * num_rows * x.case.num_targets * width  # both products
-    flops = min(
-        projections + scores * x.case.num_heads,  # over raw rows, as ours
-        projections / 2 + 4 * num_rows * width**2 + scores,  # over keys and values
-    )
+    num_targets = x.leaves["target"].numel() // width
+    pairs = 2 * x.num_pairs() * width  # of each product of targets, over all heads of keys
+
+    def flops(products_of_pairs: int, times: int) -> float:
+        over_rows = (
+            8 * times * num_targets * width**2 + products_of_pairs * pairs * x.case.num_heads
+        )
+        over_keys = 4 * times * (num_targets + num_rows) * width**2 + products_of_pairs * pairs
+        return min(over_rows, over_keys)
+
     size = x.case.dtype.itemsize
     return {
-        "forward": Cost(size * width * (num_rows + 2 * num_targets + 4 * width), flops),
-        "backward": Cost(size * width * (2 * num_rows + 3 * num_targets + 8 * width), 2 * flops),
+        "forward": Cost(size * width * (num_rows + 2 * num_targets + 4 * width), flops(2, 1)),
+        "backward": Cost(size * width * (2 * num_rows + 3 * num_targets + 8 * width), flops(5, 2)),
     }
 
 
 def ours(x: Inputs) -> Callable[[], Tensor]:
-    """``JaggedTargetAttention`` without its recency bias, which no peer has."""
+    """``JaggedTargetAttention``, with its recency bias where the inputs have one."""
     try:
         from torchrec.sparse.jagged_tensor import JaggedTensor
     except ImportError as error:
@@ -88,29 +96,37 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
     from torchrec_jagged_attn import JaggedTargetAttention
 
     module = JaggedTargetAttention(
-        x.case.width, x.case.num_heads, recency_bias=False, device="meta"
+        x.case.width, x.case.num_heads, recency_bias=POSITION_WEIGHT in x.leaves, device="meta"
     )
     weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
     module.load_state_dict(weights, assign=True)
     target = x.leaves["target"]
+    if target.dim() == 2:
+        target = JaggedTensor(target, offsets=x.query_offsets)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
     return lambda: module(target, history)
 
 
-def _peer(make: Callable[[Inputs, int], Attend], x: Inputs) -> Callable[[], Tensor]:
-    attend = make(x, x.case.num_targets)
+def ours_explicit(x: Inputs) -> Attend:
+    """``jagged_flash_attention``, behind the interface of peers."""
+    return lambda q, k, v: jagged_flash_attention(q, k, v, x.query_offsets, x.offsets)
+
+
+def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
+    """A provider from the maker of a peer."""
+    attend = make(x)
     return lambda: explicit(x, attend)
 
 
 SUITE = Suite(
     name="target_attention",
-    cases={name: case for name, case in CASES.items() if case.large},
+    cases=TRAINING_CASES,
     inputs=make_inputs,
-    oracle=functools.partial(formula, attention=flash_attention_oracle),
-    plain=functools.partial(formula, attention=flash_attention_plain),
+    oracle=lambda x: explicit(x, formula(x, flash_attention_oracle)),
+    plain=lambda x: explicit(x, formula(x, flash_attention_plain)),
     cost=cost,
     providers={
         "ours": ours,
-        **{f"linear+{name}": functools.partial(_peer, peer) for name, peer in PEERS.items()},
+        **{f"linear+{name}": functools.partial(over_keys, peer) for name, peer in PEERS.items()},
     },
 )

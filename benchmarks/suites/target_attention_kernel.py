@@ -5,15 +5,18 @@ heads of a sample as its query rows.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from suites import Cost, Inputs, Suite
 from suites._attention import PEERS, Attend
+from suites._cases import TRAINING_CASES
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
-    CASES,
     Case,
     make_target_inputs,
     target_attention_oracle,
@@ -26,23 +29,51 @@ def make_inputs(case: Case, device: str) -> Inputs:
     drawn = make_target_inputs(case, device, bias=False)
     offsets = drawn.pop("offsets")
     leaves = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
-    return Inputs(case, leaves, offsets, int(offsets.diff().max()))
+    return Inputs.even(case, leaves, offsets)
 
 
 def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
-    """One of the package's test formulas, or the op itself."""
-    return attention(x.leaves["query"], x.leaves["history"], x.offsets)
+    """A test formula of the package, or the op itself."""
+    query = x.leaves["query"]
+    query_offsets = x.query_offsets if query.dim() == 3 else None
+    return attention(query, x.leaves["history"], x.offsets, query_offsets=query_offsets)
+
+
+def plain(x: Inputs) -> Tensor:
+    """The padded formula on 256 samples at a time: one long history does not pad them all."""
+    query, history = x.leaves["query"], x.leaves["history"]
+    num_samples = x.offsets.numel() - 1
+    cuts = [*range(0, num_samples, 256), num_samples]
+    queries = query.flatten(0, -3).split(x.query_offsets[cuts].diff().tolist())
+    histories = history.split(x.offsets[cuts].diff().tolist())
+    outs = []
+    for (begin, end), query, history in zip(
+        itertools.pairwise(cuts), queries, histories, strict=True
+    ):
+        own = slice(begin, end + 1)
+        outs.append(
+            target_attention_plain(
+                query,
+                history,
+                x.offsets[own] - x.offsets[begin],
+                x.query_offsets[own] - x.query_offsets[begin],
+            )
+        )
+    return torch.cat(outs).view_as(x.leaves["query"])
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Read history once, and in backward again, and write its gradient."""
+    """Read history once, and in backward again, and write its gradient.
+
+    Of implementations that keep no weight of a pair for backward: that has five products of pairs.
+    """
     num_rows, width = x.leaves["history"].shape
     num_queries = x.leaves["query"].numel() // width
-    flops = 4 * num_rows * x.case.num_targets * x.case.num_heads * width
+    product = 2 * x.num_pairs() * x.case.num_heads * width
     size = x.case.dtype.itemsize
     return {
-        "forward": Cost(size * width * (num_rows + 2 * num_queries), flops),
-        "backward": Cost(size * width * (2 * num_rows + 3 * num_queries), 2 * flops),
+        "forward": Cost(size * width * (num_rows + 2 * num_queries), 2 * product),
+        "backward": Cost(size * width * (2 * num_rows + 3 * num_queries), 5 * product),
     }
 
 
@@ -51,26 +82,33 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
     return lambda: formula(x, jagged_target_attention)
 
 
-def _peer(make: Callable[[Inputs, int], Attend], x: Inputs) -> Callable[[], Tensor]:
-    query, history = x.leaves["query"], x.leaves["history"]
-    attend = make(x, x.case.num_targets * x.case.num_heads)
+def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
+    """A provider from the maker of a peer."""
+    query, history, num_heads = x.leaves["query"], x.leaves["history"], x.case.num_heads
+    attend = make(
+        replace(
+            x,
+            query_offsets=x.query_offsets * num_heads,
+            max_targets=x.max_targets * num_heads,
+        )
+    )
 
     def call() -> Tensor:
         rows = history.unsqueeze(1)
-        return attend(query.flatten(1, 2).unsqueeze(2), rows, rows).view_as(query)
+        return attend(query.flatten(0, -2).unsqueeze(1), rows, rows).view_as(query)
 
     return call
 
 
 SUITE = Suite(
     name="target_attention_kernel",
-    cases={name: case for name, case in CASES.items() if case.large},
+    cases=TRAINING_CASES,
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=target_attention_oracle),
-    plain=functools.partial(formula, attention=target_attention_plain),
+    plain=plain,
     cost=cost,
     providers={
         "ours-kernel": ours,
-        **{name: functools.partial(_peer, peer) for name, peer in PEERS.items()},
+        **{name: functools.partial(over_rows, peer) for name, peer in PEERS.items()},
     },
 )

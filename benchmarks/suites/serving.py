@@ -1,0 +1,72 @@
+"""Serving: each user has many candidates, as many as it has, and one history. Forward only.
+
+Ours takes candidates and histories as they are, jagged. Peers project each user's history once;
+``expanded`` then gives a copy of it to every candidate, the others take all candidates of a user as
+the queries of its sequence.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import torch
+
+from suites import Inputs
+from suites import target_attention as base
+from suites._attention import UNEVEN_PEERS
+from torchrec_jagged_attn.testing import Case
+
+# Histories from few rows to all; candidates 1/3 to 3 times as many as those of another user.
+CASES = {
+    name: Case(name, users, length, width // 32, width, candidates, 0.5, torch.bfloat16, large=True)
+    for users, candidates, length, width in itertools.product(
+        (1, 15, 32), (64, 256, 1024, 2048), (512, 1024, 4096, 10_000), (64, 128)
+    )
+    for name in [f"u{users}-t{candidates}-l{length}-d{width}"]
+}
+# One of users, candidates, length and width at a time.
+DEFAULT = (
+    "u15-t256-l1024-d128",
+    *("u1-t256-l1024-d128", "u32-t256-l1024-d128"),
+    *("u15-t64-l1024-d128", "u15-t1024-l1024-d128", "u15-t2048-l1024-d128"),
+    *("u15-t256-l512-d128", "u15-t256-l4096-d128", "u15-t256-l10000-d128"),
+    "u15-t256-l1024-d64",
+)
+
+
+def uneven(x: Inputs, name: str) -> Inputs:
+    """``x`` with the rows of its leaf ``name`` ``[B, T, …]`` divided anew, as ``[ΣT, …]``."""
+    leaf = x.leaves[name].detach().flatten(0, 1)
+    parts = 0.5 + torch.rand(x.case.batch_size, generator=torch.Generator().manual_seed(4))
+    ends = parts.cumsum(0)
+    ends = (ends / ends[-1] * leaf.shape[0]).round().to(x.query_offsets)
+    query_offsets = torch.cat([ends.new_zeros(1), ends])
+    return replace(
+        x,
+        leaves=x.leaves | {name: leaf},
+        query_offsets=query_offsets,
+        max_targets=int(query_offsets.diff().max()),
+    )
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Those of ``target_attention``, targets ``[ΣT, E]``."""
+    return uneven(base.make_inputs(case, device), "target")
+
+
+SUITE = replace(
+    base.SUITE,
+    name="serving",
+    cases=CASES,
+    inputs=make_inputs,
+    providers={
+        "ours": base.ours,
+        "ours-explicit": functools.partial(base.over_keys, base.ours_explicit),
+        **{
+            f"linear+{name}": functools.partial(base.over_keys, peer)
+            for name, peer in UNEVEN_PEERS.items()
+        },
+    },
+    modes=("forward",),
+    default=DEFAULT,
+)

@@ -1,0 +1,59 @@
+"""Target attention with a learned bias by position in the history, and its gradient.
+
+Peers have no such bias. Each takes one score per row, ``[N, H]``, gathered from the table of
+positions, in whatever form it can: a mask, an argument of its own, or one more column of the keys.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from suites import Inputs
+from suites import target_attention as base
+from suites._attention import PEERS, Attend
+from torchrec_jagged_attn import JaggedLayout
+from torchrec_jagged_attn.testing import Case, flash_attention_oracle, flash_attention_plain
+
+NUM_BUCKETS = 64  # of JaggedTargetAttention: four per octave
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Those of ``target_attention``, and the table of positions ``[64, H]``."""
+    x = base.make_inputs(case, device)
+    values = torch.randn(NUM_BUCKETS, case.num_heads, generator=torch.Generator().manual_seed(3))
+    weight = nn.Parameter(values.to(device, case.dtype))
+    return replace(x, leaves=x.leaves | {base.POSITION_WEIGHT: weight})
+
+
+def biased(x: Inputs, attend: Attend) -> Attend:
+    """``attend`` with the bias of each row."""
+    layout = JaggedLayout(x.offsets, x.leaves["history"].shape[0])
+    octaves = torch.log2(1 + layout.positions_from_end().double())
+    buckets = (4 * octaves).floor().long().clamp(max=NUM_BUCKETS - 1)
+    return lambda q, k, v: attend(q, k, v, F.embedding(buckets, x.leaves[base.POSITION_WEIGHT]))
+
+
+def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
+    """One of the package's test formulas."""
+    return base.explicit(x, biased(x, base.formula(x, attention)))
+
+
+def _over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
+    return base.over_keys(lambda x: biased(x, make(x)), x)
+
+
+SUITE = replace(
+    base.SUITE,
+    name="target_attention_recency",
+    inputs=make_inputs,
+    oracle=functools.partial(formula, attention=flash_attention_oracle),
+    plain=functools.partial(formula, attention=flash_attention_plain),
+    providers={
+        "ours+recency": base.ours,
+        **{f"linear+{name}": functools.partial(_over_keys, peer) for name, peer in PEERS.items()},
+    },
+)
