@@ -13,8 +13,9 @@ from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from torchrec_jagged_attn import JaggedLayout, JaggedTargetAttention
+from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.modules.target_attention import RecencyBias
+from torchrec_jagged_attn.ops.attention import target_attention_forward
 from torchrec_jagged_attn.testing import (
     CASES,
     assert_close,
@@ -360,11 +361,11 @@ def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
     """No copy, no cast: the rows are what is large."""
     seen = []
 
-    def op(query, history, offsets, **_):
+    def forward(query, history, *arguments):
         seen.append(history)
-        return torch.zeros_like(query)
+        return target_attention_forward(query, history, *arguments)
 
-    monkeypatch.setattr("torchrec_jagged_attn.modules.target_attention.jagged_target_attention", op)
+    monkeypatch.setattr("torchrec_jagged_attn.ops.multi_head.target_attention_forward", forward)
     rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = JaggedTargetAttention(16, 2)(
@@ -475,35 +476,29 @@ def test_all_ways_to_write_a_jagged_tensor(index_dtype, device):
 # The bias
 
 
-def buckets_of(distances, ages, device):
-    """The bucket of each distance, the first of which is 0: tables hold their own row numbers."""
-    bias = RecencyBias(1, ages=ages, device=device)
-    with torch.no_grad():
-        for table in bias.parameters():
-            table.zero_()
-        table = bias.age_weight if ages else bias.position_weight
-        table.copy_(torch.arange(len(table)).unsqueeze(1))
-    distances = distances.to(device)
-    timestamps = 2**50 - distances.flip(0) if ages else None
-    layout = JaggedLayout(torch.tensor([0, len(distances)], device=device), len(distances))
-    return bias(layout, timestamps).detach().squeeze(1).flip(0).long().cpu()
-
-
-@pytest.mark.parametrize("ages", [False, True], ids=["positions", "ages"])
-def test_buckets(ages, device):
-    buckets = buckets_of(torch.arange(10**6 + 1), ages, device)
-    last = (RecencyBias.AGE_BUCKETS if ages else RecencyBias.POSITION_BUCKETS) - 1
-    expected = [bucket(distance, last + 1) for distance in range(50_000)]
-    assert buckets[:50_000].tolist() == expected
-    assert set(buckets.diff().tolist()) == {0, 1, 2, 4}
-    assert torch.all(buckets.diff()[8:] <= 1), "none is left out from the eighth row on"
-    assert buckets[-1] == (79 if ages else last)
-
-
-def test_buckets_of_large_ages(device):
-    octaves = torch.arange(45)
-    buckets = buckets_of(2**octaves - 1, True, device)
-    assert torch.equal(buckets, (4 * octaves).clamp(max=159))
+@pytest.mark.parametrize(
+    ("option", "num_buckets", "first"),
+    [
+        ("position_bias", RecencyBias.POSITION_BUCKETS, 55_108),
+        ("age_bias", RecencyBias.AGE_BUCKETS, 2**39.75 - 1),
+    ],
+)
+def test_last_bucket_has_no_end(option, num_buckets, first, device):
+    if option == "age_bias":
+        distances = torch.tensor([2.0**60, 2.0**40, 1.001 * first, 0.999 * first, 2**20, 0]).long()
+        timestamps = {"timestamps": 2**61 - distances.to(device)}
+    else:
+        distances, timestamps = torch.arange(60_000).flip(0), {}
+    far = (distances >= first).to(device)
+    offsets = torch.tensor([0, len(far)], device=device)
+    in_last = torch.arange(num_buckets, device=device).unsqueeze(1) == num_buckets - 1
+    for should_be_hidden, hidden in ((~far, ~in_last), (far, in_last)):
+        bias = torch.zeros(num_buckets, 1, device=device).masked_fill(hidden, -torch.inf)
+        rows = torch.stack([should_be_hidden, torch.ones_like(far)], 1).float()
+        query = torch.zeros(1, 1, 2, device=device)
+        out = jagged_target_attention(query, rows, offsets, **{option: bias}, **timestamps)
+        assert out[0, 0, 0] == 0, "one that should be hidden is seen"
+        assert out[0, 0, 1] > 0.5, "none is seen"
 
 
 @pytest.mark.parametrize(
@@ -517,8 +512,8 @@ def test_buckets_of_large_ages(device):
 )
 def test_bias_starts_at_the_slopes_of_alibi(num_heads, slopes):
     bias = RecencyBias(num_heads, ages=True)
-    layout = JaggedLayout(torch.tensor([0, 1024]), 1024)
-    start = bias(layout, torch.arange(1024)).detach().flip(0)  # by position from the end
+    assert torch.all(bias.age_weight == 0)
+    start = bias.position_weight.detach()[[bucket(n, 64) for n in range(1024)]]
     slopes = torch.tensor(slopes)
     line = torch.arange(1024).unsqueeze(1) * -slopes
     octaves = 2 ** torch.arange(11) - 1
@@ -675,6 +670,98 @@ def test_compiles_once_for_all_batches(name, jagged, device):
     assert counter.frame_count == 1
 
 
+def test_compiles_under_autocast():
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (module, compiled):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(*example(module, [5, 0, 40]))
+        out.float().square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in module.parameters())])
+    assert results[0][0].dtype == torch.bfloat16
+    torch.testing.assert_close(*results)
+
+
+def test_stays_whole_under_dynamic_quantization():
+    """Of linear layers, which would take the weight that the op reads out of ``out_proj``."""
+    module = JaggedTargetAttention(16, 2)
+    arguments = example(module, [5, 0, 40])
+    quantized_module = torch.ao.quantization.quantize_dynamic(module)
+    assert torch.equal(quantized_module(*arguments), module(*arguments))
+
+
+# One op
+
+
+OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
+
+
+def op_arguments(device=CPU, *, jagged=False, history_dtype=torch.float32, history_dim=16):
+    """All arguments of the op, by name; the floating-point ones need a gradient."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    target_offsets = torch.tensor([0, 1, 1, 6], device=device) if jagged else None
+    if history_dim == 16:
+        weights = {"q_weight": draw(48, 16), "k_weight": None, "v_weight": None}
+    else:
+        weights = {"q_weight": draw(16, 16)}
+        weights |= {name: draw(16, history_dim) for name in ("k_weight", "v_weight")}
+    return {
+        "target": draw(6, 16) if jagged else draw(3, 2, 16),
+        "history": draw(8, history_dim, dtype=history_dtype),
+        "offsets": torch.tensor([0, 3, 3, 8], device=device),
+        "query_offsets": target_offsets,
+        **weights,
+        "in_bias": draw(48),
+        "out_weight": draw(16, 16),
+        "out_bias": draw(16),
+        "position_bias": draw(3, 2),
+        "age_bias": draw(5, 2),
+        "timestamps": torch.arange(8, device=device),
+        "num_heads": 2,
+        "dtype": torch.float32,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"jagged": True}, {"history_dim": 20}, {"history_dtype": torch.float16}],
+    ids=str,
+)
+def test_opcheck(options, device):
+    torch.library.opcheck(OP, tuple(op_arguments(device, **options).values()))
+
+
+@pytest.mark.parametrize("history_dim", [16, 20])
+def test_gradients_are_those_asked_for(history_dim, device):
+    arguments = op_arguments(device, history_dim=history_dim)
+    leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
+    grad_out = torch.randn_like(arguments["target"])
+    OP(*arguments.values())[0].backward(grad_out)
+    for name in leaves:
+        alone = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        alone[name].requires_grad_()
+        OP(*alone.values())[0].backward(grad_out)
+        assert torch.equal(alone[name].grad, arguments[name].grad), name
+
+
+def test_is_one_node_of_autograd():
+    module = JaggedTargetAttention(16, 2, age_bias=True)
+    target, history, timestamps = example(module, [5, 0, 40])
+    out = module(target.requires_grad_(), history, timestamps)
+    nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
+    assert {node.name() for node in nodes} == {"torch::autograd::AccumulateGrad"}
+    assert len(nodes) == 1 + len(list(module.parameters()))
+    with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
+        torch.autograd.grad(out.sum(), target, create_graph=True)
+
+
 # CUDA
 
 
@@ -709,6 +796,27 @@ def test_repeats_are_equal_to_the_bit(run_on_cuda):
     first = run_on_cuda()
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip(run_on_cuda(), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+def test_cuda_graph_replays_with_other_lengths(jagged):
+    arguments = op_arguments("cuda", jagged=jagged)
+    leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
+    grad_out = torch.randn_like(arguments["target"])
+
+    def run():
+        out = OP(*arguments.values())[0]
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    arguments["offsets"].copy_(torch.tensor([0, 0, 7, 8]))
+    graph.replay()
+    for result, expected in zip(results, run(), strict=True):
+        assert torch.equal(result, expected)
 
 
 # Errors

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_metadata
-from torchrec_jagged_attn.ops import jagged_target_attention
+from torchrec_jagged_attn.layout import check_offsets_metadata
 from torchrec_jagged_attn.ops.checks import (
+    check_float,
     check_offsets_values,
     check_same,
     check_shape,
+    check_timestamps,
     check_width,
 )
+from torchrec_jagged_attn.ops.multi_head import multi_head_target_attention
 
 __all__ = ["JaggedTargetAttention", "RecencyBias"]
 
 
 class RecencyBias(nn.Module):
-    r"""A learned score per head for how far back in its history a row lies.
+    r"""Tables of a learned score per head for how far back in its history a row lies.
+
+    ``jagged_target_attention`` adds to the scores of row :math:`n`
 
     .. math:: bias_{nh} = P_{\beta(position_n), h} + A_{\beta(age_n), h}, \qquad
               \beta(x) = \lfloor 4 \log_2(1 + x) \rfloor
@@ -44,9 +47,10 @@ class RecencyBias(nn.Module):
         dtype: of the tables.
 
     Example:
-        >>> bias = RecencyBias(num_heads=1)
-        >>> bias(JaggedLayout(torch.tensor([0, 3, 4]), num_rows=4)).T.detach() * 2**8
-        tensor([[-1.8284, -1.0000,  0.0000,  0.0000]])
+        The scores of the newest four rows, in buckets 0, 4, 6 and 8, by the head of slope 2^-4:
+
+        >>> RecencyBias(num_heads=2).position_weight.detach()[[0, 4, 6, 8], 0] * 2**4
+        tensor([ 0.0000, -1.0000, -1.8284, -3.0000])
 
     Source:
         ALiBi (https://arxiv.org/abs/2108.12409), Section 3, for the slopes.
@@ -168,7 +172,10 @@ class JaggedTargetAttention(nn.Module):
             self.k_proj_weight = parameter(embed_dim, self.history_dim)
             self.v_proj_weight = parameter(embed_dim, self.history_dim)
         self.in_proj_bias = parameter(3 * embed_dim) if bias else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        # As there: its weight is read, so it must not be replaced by a quantized one.
+        self.out_proj = NonDynamicallyQuantizableLinear(
+            embed_dim, embed_dim, bias=bias, device=device, dtype=dtype
+        )
         self.recency_bias = (
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
@@ -219,74 +226,72 @@ class JaggedTargetAttention(nn.Module):
         query_offsets = None
         if isinstance(target, JaggedTensor):
             target, query_offsets = target.values(), target.offsets()
-        self._check(target, query_offsets, history, timestamps)
-        rows = history.values()
-        layout = JaggedLayout(history.offsets(), rows.shape[0])
-
+        if not isinstance(history, JaggedTensor):
+            raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+        rows, offsets = history.values(), history.offsets()
+        position_bias = age_bias = None
+        if self.recency_bias is not None:
+            position_bias = self.recency_bias.position_weight
+            age_bias = self.recency_bias.age_weight
+        self._check(target, query_offsets, rows, offsets, age_bias, timestamps)
         if self.in_proj_weight is not None:
-            w_q, w_k, w_v = self.in_proj_weight.chunk(3)
+            weights = (self.in_proj_weight, None, None)
         else:
-            w_q, w_k, w_v = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        b_q = b_v = None
-        if self.in_proj_bias is not None:
-            b_q, _, b_v = self.in_proj_bias.chunk(3)
-
-        heads = (self.num_heads, self.head_dim)
-        query = F.linear(target.to(w_q.dtype), w_q, b_q).unflatten(-1, heads)
-        query = torch.einsum("...he,hed->...hd", query, w_k.unflatten(0, heads))
-        pooled = jagged_target_attention(
-            query.to(rows.dtype),
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        dtype = self.out_proj.weight.dtype
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device_type)
+        return multi_head_target_attention(
+            target,
             rows,
-            layout.offsets,
-            query_offsets=query_offsets,
-            position_bias=None if self.recency_bias is None else self.recency_bias.position_weight,
-            age_bias=None if self.recency_bias is None else self.recency_bias.age_weight,
-            timestamps=timestamps,
-            scale=1 / math.sqrt(self.head_dim),
-        ).to(w_v.dtype)
-        values = torch.einsum("...hd,hed->...he", pooled, w_v.unflatten(0, heads)).flatten(-2)
-        if b_v is not None:
-            empty = layout.lengths == 0
-            if query_offsets is not None:
-                empty = empty[JaggedLayout(query_offsets, target.shape[0]).sample_ids()]
-            elif target.dim() == 3:
-                empty = empty.unsqueeze(1)
-            values = values + b_v.masked_fill(empty.unsqueeze(-1), 0)
-        return self.out_proj(values)
+            offsets,
+            query_offsets,
+            *weights,
+            self.in_proj_bias,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            position_bias,
+            age_bias,
+            timestamps,
+            self.num_heads,
+            dtype,
+        )[0]
 
     def _check(
         self,
         target: Tensor,
         query_offsets: Tensor | None,
-        history: JaggedTensor,
+        rows: Tensor,
+        offsets: Tensor,
+        age_bias: Tensor | None,
         timestamps: Tensor | None,
     ) -> None:
-        if not isinstance(history, JaggedTensor):
-            raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
-        rows, offsets = history.values(), history.offsets()
         for name, tensor in (("target", target), ("history", rows)):
             if not tensor.is_floating_point():
                 raise TypeError(
                     f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
                     "up in an EmbeddingCollection first"
                 )
+        check_float(rows, "history")
         check_shape(rows, "history.values()", "[N, D]", (None, self.history_dim))
         check_offsets_metadata(offsets, "history.offsets()")
         num_samples = offsets.numel() - 1
         if query_offsets is not None:
             check_shape(target, "target.values()", "[ΣT, E]", (None, self.embed_dim))
+            check_offsets_metadata(query_offsets, "target.offsets()")
             check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
         elif target.dim() == 3:
             check_shape(target, "target", "[B, T, E]", (num_samples, None, self.embed_dim))
         else:
             check_shape(target, "target", "[B, E]", (num_samples, self.embed_dim))
-        learns_ages = self.recency_bias is not None and self.recency_bias.age_weight is not None
-        if timestamps is None and learns_ages:
-            raise ValueError("timestamps must be given where age_bias=True, got None")
-        if timestamps is not None and not learns_ages:
+        if timestamps is None:
+            if age_bias is not None:
+                raise ValueError("timestamps must be given where age_bias=True, got None")
+        elif age_bias is None:
             raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
-        if timestamps is not None:
-            check_shape(timestamps, "timestamps", "[N]", (rows.shape[0],))
+        else:
+            check_timestamps(timestamps, rows.shape[0])
         check_same(
             rows, "history", dtype=False, offsets=offsets, target=target, timestamps=timestamps
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -150,7 +151,7 @@ def target_attention_fake(
 
 def target_attention_backward(
     grad_out: Tensor,
-    needs_grad: list[bool],
+    needs_grad: Sequence[bool],
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
@@ -175,7 +176,7 @@ def target_attention_backward(
                 grad_out, query, history, offsets, query_offsets, *biases, out, stats, scale
             )
     grads = (*grads[:2], None, None, *grads[2:], None, None)
-    return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
+    return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
 
 _target_attention = register_op(
@@ -285,7 +286,7 @@ def _flash_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[
 
 def _flash_attention_backward(
     grad_out: Tensor,
-    needs_grad: list[bool],
+    needs_grad: Sequence[bool],
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -6,7 +6,7 @@ needs a gradient, which for a small batch is longer than the kernels take.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def register_op(
     """
 
     def fake_backward(
-        grad_out: Tensor, needs_grad: list[bool], *inputs_and_outputs: Any
+        grad_out: Tensor, needs_grad: Sequence[bool], *inputs_and_outputs: Any
     ) -> list[Tensor]:
         inputs = inputs_and_outputs[: len(needs_grad)]
         return [x.new_empty(x.shape) for x, need in zip(inputs, needs_grad, strict=True) if need]

@@ -1,0 +1,249 @@
+"""What ``JaggedTargetAttention`` computes, projections included: one op with one gradient.
+
+With ``R`` targets in all, ``[R, E]``, history rows of width ``D``, and ``W_K,h`` ``[E / H, D]`` the
+rows of ``W_K`` that belong to head ``h``:
+
+    q = target · W_Qᵀ + b_Q                   [R, E]
+    u_h = q_h · W_K,h                         [R, D]      what history rows are compared with
+    pooled_h = Σ_n p_nh x_n                   [R, D]      target attention, of the raw rows
+    values_h = pooled_h · W_V,hᵀ + b_V,h      [R, E / H]  the bias only where there is a history
+    out = values · W_Oᵀ + b_O                 [R, E]
+
+Forward is two products before the attention and two after it; backward eight, written into their
+place in the gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(E + D) FLOPs a
+target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·E·H·D, which is no less from two
+heads on where D = E, and the product ``M`` besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchrec_jagged_attn.ops.attention import (
+    target_attention_backward,
+    target_attention_fake,
+    target_attention_forward,
+)
+from torchrec_jagged_attn.ops.registration import register_op
+
+__all__ = ["multi_head_target_attention"]
+
+
+def _forward(
+    target: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    num_heads: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The output, and what its gradient needs.
+
+    Args:
+        target: ``[B, E]``, ``[B, T, E]`` or, with ``query_offsets``, ``[ΣT, E]``, of any dtype.
+        history: ``[N, D]``, read in its own dtype.
+        offsets: ``[B + 1]`` int32 or int64.
+        query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
+        q_weight: ``[E, E]``; or, without the next two, ``[3 · E, E]`` for all three.
+        k_weight: ``[E, D]``.
+        v_weight: ``[E, D]``.
+        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing.
+        out_weight: ``[E, E]``.
+        out_bias: ``[E]``.
+        position_bias: see :func:`jagged_target_attention`.
+        age_bias: see there.
+        timestamps: see there.
+        num_heads: ``H``.
+        dtype: what projections are computed in, whatever dtypes their inputs have.
+
+    Returns:
+        The output, shaped as ``target`` and in ``dtype``; then what its gradient needs: ``q``
+        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``; the
+        statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones for targets with a
+        history, zeros for others (no element without ``in_bias``).
+    """
+    weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
+    w_q, w_k, w_v = _projections(weights, num_heads, dtype)
+    head_dim = w_k.shape[1]
+    b_q = b_v = None
+    if in_bias is not None:
+        b_q, _, b_v = in_bias.to(dtype).chunk(3)
+    q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype), w_q, b_q)
+    q = q.view(-1, num_heads, head_dim)
+    u = _multiply(q, w_k).to(history.dtype)
+    pooled, stats = target_attention_forward(
+        u.view(_query_shape(target, query_offsets, num_heads, history.shape[1])),
+        history, offsets, query_offsets,
+        None, position_bias, age_bias, timestamps, 1 / math.sqrt(head_dim),
+    )  # fmt: skip
+    pooled = pooled.view(u.shape)
+    values = _multiply(pooled.to(dtype), w_v.mT).view(-1, target.shape[-1])
+    filled = values.new_empty(0)
+    if b_v is not None:
+        filled = _filled(target, offsets, query_offsets, dtype)
+        values.addcmul_(filled.unsqueeze(1), b_v)
+    out = F.linear(values, out_weight.to(dtype), None if out_bias is None else out_bias.to(dtype))
+    return out.view(target.shape), q, u, pooled, stats, values, filled
+
+
+def _fake(
+    target: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    in_bias: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_heads, dtype = others[-2:]
+    width, rows = target.shape[-1], math.prod(target.shape[:-1])
+    q = target.new_empty(rows, num_heads, width // num_heads, dtype=dtype)
+    u = history.new_empty(rows, num_heads, history.shape[1])
+    query = u.view(_query_shape(target, query_offsets, *u.shape[1:]))
+    pooled, stats = target_attention_fake(query, history, offsets, query_offsets)
+    values = q.new_empty(rows, width)
+    filled = q.new_empty(0 if in_bias is None else rows)
+    return q.new_empty(target.shape), q, u, pooled.view(u.shape), stats, values, filled
+
+
+def _backward(
+    grad_out: Tensor,
+    needs_grad: Sequence[bool],
+    target: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    num_heads: int,
+    dtype: torch.dtype,
+    out: Tensor,
+    q: Tensor,
+    u: Tensor,
+    pooled: Tensor,
+    stats: Tensor,
+    values: Tensor,
+    filled: Tensor,
+) -> list[Tensor]:
+    """Gradients of those inputs that need one."""
+    needs_target, needs_history, _, _, *needs_weights, needs_bias = needs_grad[:8]
+    needs_out_weight, needs_out_bias, needs_position, needs_age = needs_grad[8:12]
+    weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
+    w_q, w_k, w_v = _projections(weights, num_heads, dtype)
+
+    shape = _query_shape(target, query_offsets, *u.shape[1:])
+
+    grad_out = grad_out.reshape(values.shape)
+    grad_values = grad_out @ out_weight.to(dtype)
+    grad_values_by_head = grad_values.view(q.shape)
+    grad_pooled = _multiply(grad_values_by_head, w_v).to(history.dtype)
+    grad_u, *grads_of_attention = target_attention_backward(
+        grad_pooled.view(shape),
+        (True, needs_history, False, False, False, needs_position, needs_age, False, False),
+        u.view(shape), history, offsets, query_offsets,
+        None, position_bias, age_bias, timestamps, 1 / math.sqrt(q.shape[2]),
+        pooled.view(shape), stats,
+    )  # fmt: skip
+    grad_u = grad_u.view(u.shape).to(dtype)
+    grad_q_by_head = _multiply(grad_u, w_k.mT)
+    grad_q = grad_q_by_head.view(values.shape)
+
+    grads = []
+    if needs_target:
+        grads.append((grad_q @ w_q).view(target.shape).to(target.dtype))
+    if needs_history:
+        grads.append(grads_of_attention.pop(0))
+    if any(needs_weights):
+        grad_weights = [weight.new_empty(weight.shape, dtype=dtype) for weight in weights]
+        grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, num_heads, dtype)
+        torch.mm(grad_q.T, target.reshape(values.shape).to(dtype), out=grad_w_q)
+        torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
+        torch.bmm(
+            grad_values_by_head.permute(1, 2, 0), pooled.to(dtype).transpose(0, 1), out=grad_w_v
+        )
+        grads += [
+            grad.to(weight.dtype)
+            for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
+            if need
+        ]
+    if in_bias is not None and needs_bias:
+        grad_bias = grad_q.new_zeros(in_bias.shape)
+        grad_b_q, _, grad_b_v = grad_bias.chunk(3)
+        torch.sum(grad_q, 0, out=grad_b_q)
+        torch.mv(grad_values.T, filled, out=grad_b_v)
+        grads.append(grad_bias.to(in_bias.dtype))
+    if needs_out_weight:
+        grads.append((grad_out.T @ values).to(out_weight.dtype))
+    if out_bias is not None and needs_out_bias:
+        grads.append(grad_out.sum(0).to(out_bias.dtype))
+    return grads + grads_of_attention
+
+
+def _projections(
+    weights: list[Tensor], num_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``W_Q`` ``[E, E]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
+    weights = [weight.to(dtype) for weight in weights]
+    w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
+    by_head = (num_heads, w_k.shape[0] // num_heads, w_k.shape[1])
+    return w_q, w_k.view(by_head), w_v.view(by_head)
+
+
+def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
+    """``[R, H, V]``: each head of ``x`` ``[R, H, W]`` times its own of ``[H, W, V]`` matrices."""
+    out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
+    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
+    return out
+
+
+def _query_shape(
+    target: Tensor, query_offsets: Tensor | None, num_heads: int, width: int
+) -> tuple[int, ...]:
+    """``[B, T, H, D]``, or ``[ΣT, H, D]`` of jagged targets."""
+    if query_offsets is None and target.dim() == 2:
+        return target.shape[0], 1, num_heads, width
+    return *target.shape[:-1], num_heads, width
+
+
+def _filled(
+    target: Tensor, offsets: Tensor, query_offsets: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """``[R]``: one for a target whose sample has a history, zero for another."""
+    filled = torch.empty(offsets.numel() - 1, dtype=dtype, device=offsets.device)
+    torch.gt(offsets[1:], offsets[:-1], out=filled)
+    if query_offsets is not None:
+        rows = torch.arange(target.shape[0], dtype=query_offsets.dtype, device=query_offsets.device)
+        samples = torch.searchsorted(query_offsets[1:], rows, right=True)
+        return filled.index_select(0, samples)
+    if target.dim() == 3:
+        return filled.unsqueeze(1).expand(target.shape[:2]).flatten()
+    return filled
+
+
+multi_head_target_attention = register_op(
+    "multi_head_target_attention", forward=_forward, fake=_fake, backward=_backward
+)
