@@ -219,7 +219,8 @@ class JaggedTargetAttention(nn.Module):
             module's parameters, or of autocast, whatever dtypes target and history have.
 
         Raises:
-            TypeError: ``history`` is no JaggedTensor, or one of the two holds ids, not embeddings.
+            TypeError: ``history`` is no JaggedTensor, one of the two holds ids, not embeddings, or
+                a dtype does not fit.
             ValueError: a shape or a device does not fit, timestamps are missing, or given to a
                 module that learns nothing from them.
         """
@@ -240,7 +241,7 @@ class JaggedTargetAttention(nn.Module):
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         dtype = self.out_proj.weight.dtype
         device_type = rows.device.type
-        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
             dtype = torch.get_autocast_dtype(device_type)
         return multi_head_target_attention(
             target,
@@ -293,7 +294,13 @@ class JaggedTargetAttention(nn.Module):
         else:
             check_timestamps(timestamps, rows.shape[0])
         check_same(
-            rows, "history", dtype=False, offsets=offsets, target=target, timestamps=timestamps
+            rows,
+            "history",
+            dtype=False,
+            offsets=offsets,
+            target=target,
+            target_offsets=query_offsets,
+            timestamps=timestamps,
         )
         check_offsets_values(offsets, rows.shape[0], "history.offsets()")
 

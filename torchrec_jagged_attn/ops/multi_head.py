@@ -154,7 +154,6 @@ def _backward(
     needs_out_weight, needs_out_bias, needs_position, needs_age = needs_grad[8:12]
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
-
     shape = _query_shape(target, query_offsets, *u.shape[1:])
 
     grad_out = grad_out.reshape(values.shape)

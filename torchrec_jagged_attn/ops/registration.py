@@ -1,7 +1,8 @@
 """How an op is registered: its implementation, fake and gradient, at little host time for a call.
 
-``torch.library.custom_op`` promises the same and takes some three times as long for a call that
-needs a gradient, which for a small batch is longer than the kernels take.
+``torch.library.custom_op`` promises the same. Of an empty op with three gradients, a CPU core calls
+forward in 36 µs and backward in 43 there, and in 13 and 30 here: on small batches it is the host
+that the device waits for.
 """
 
 from __future__ import annotations
