@@ -1,5 +1,8 @@
 """``jagged_target_attention`` against PyTorch's SDPA on each sample, on every device and path."""
 
+import functools
+import math
+
 import pytest
 import torch
 from conftest import skip_unless_supported
@@ -11,6 +14,7 @@ from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     CASES,
+    Case,
     assert_matches_oracle,
     jagged_lengths,
     make_target_inputs,
@@ -52,11 +56,62 @@ def test_cases(name, bias, device):
     assert_right(make_target_inputs(CASES[name], device, bias=bias))
 
 
-@pytest.mark.gpu
 @pytest.mark.usefixtures("tf32")
-@pytest.mark.parametrize("width", [128, 256, 512])
-def test_tf32(width):
-    assert_right(inputs_of([70, 0, 17], "cuda", num_targets=32, width=width))
+@pytest.mark.parametrize("num_targets", [1, 32])
+@pytest.mark.parametrize("width", [48, 128, 256, 512])
+def test_tf32(width, num_targets, device):
+    assert_right(inputs_of([70, 0, 17], device, num_targets=num_targets, width=width))
+
+
+TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("times", TIMES, ids=str)
+@pytest.mark.parametrize("layout", ["one-target", "targets", "many-targets", "shared", "jagged"])
+def test_recency(layout, times, dtype, device):
+    skip_unless_supported(Case("recency", 5, 300, 2, 16, dtype=dtype), device)
+    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
+    inputs = inputs_of([300, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+    timestamps = None
+    if times is not None:
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device, times)
+
+    def with_times(function):  # timestamps are no leaf, though they may be floating-point
+        return functools.partial(function, timestamps=timestamps)
+
+    assert_matches_oracle(
+        with_times(jagged_target_attention),
+        with_times(target_attention_oracle),
+        with_times(target_attention_plain),
+        inputs,
+    )
+
+
+def test_buckets_at_their_edges(device):
+    """Ages around the first of every bucket; each sample tells the bucket of its older row."""
+    first = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 160)]
+    ages = sorted({max(age + step, 0) for age in first for step in (-1, 0, 1)})
+    rounded = [int(x) for x in (torch.tensor(ages) + 1).float().tolist()]
+    buckets = torch.tensor([min((x**4).bit_length() - 1, 159) for x in rounded])
+    out = jagged_target_attention(
+        torch.zeros(len(ages), 1, 1, device=device),
+        torch.tensor([[1.0], [0.0]], device=device).repeat(len(ages), 1),
+        torch.arange(len(ages) + 1, device=device) * 2,
+        age_bias=torch.arange(160.0, device=device).unsqueeze(1) / 40,
+        timestamps=torch.tensor([[2**52 - age, 2**52] for age in ages], device=device).flatten(),
+    )
+    # The newer row is in bucket 0, whose score is 0.
+    scores = torch.logit(out.flatten().double())
+    assert torch.equal((scores * 40).round().long().cpu(), buckets)
 
 
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])

@@ -9,11 +9,13 @@ import triton.language as tl
 __all__ = [
     "LOG2E",
     "dot_precision",
+    "find_sample",
     "find_tile",
     "load_stats",
     "mean_grad",
     "online_softmax_update",
     "padded_width",
+    "recency_bucket",
     "softmax_weights",
     "store_stats",
     "tile_rows",
@@ -23,34 +25,67 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sample that owns ``tile``, that sample's rows, and the tile's first row in it.
-
-    A device-side ``JaggedLayout.tiles``, by a binary search: sample ``b`` owns the tiles from
-    ``offsets[b] // BLOCK + b``. A row that ``offsets`` (``[B + 1]``) count stands for ``SCALE``.
-
-    Returns ``(sample, begin, end, start)``; the tile is idle where ``begin + start >= end``.
-    """
-    low = tile * 0
+def find_sample(
+    offsets_ptr, num_samples, slot, SCALE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
+):
+    """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``slot``."""
+    low = slot * 0
     high = low + num_samples
     while low + 1 < high:
         middle = (low + high) // 2
-        first = tl.load(offsets_ptr + middle).to(tl.int64) * SCALE // BLOCK + middle
-        if first <= tile:
+        first = tl.load(offsets_ptr + middle).to(tl.int64) * SCALE // BLOCK + STEP * middle
+        if first <= slot:
             low = middle
         else:
             high = middle
-    begin = tl.load(offsets_ptr + low).to(tl.int64) * SCALE
-    end = tl.load(offsets_ptr + low + 1).to(tl.int64) * SCALE
-    return low, begin, end, (tile - begin // BLOCK - low) * BLOCK
+    return low
 
 
 @triton.jit
-def online_softmax_update(products, factor, bias, visible, maximum, total, AXIS: tl.constexpr):
-    """One step of the online softmax in base 2, over ``AXIS``, of ``products · factor + bias``.
+def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sample that owns ``tile``, that sample's rows, and the tile's first row in it.
 
-    The exponent is one fused multiply-add, so that no score is rounded before the maximum is taken
-    off it. All of a row's scores may be ``-inf`` so far: it then has weights of zero.
+    A device-side ``JaggedLayout.tiles``: sample ``b`` owns the tiles from ``offsets[b] // BLOCK +
+    b``. A row that ``offsets`` (``[B + 1]``) count stands for ``SCALE``.
+
+    Returns ``(sample, begin, end, start)``; the tile is idle where ``begin + start >= end``.
+    """
+    sample = find_sample(offsets_ptr, num_samples, tile, SCALE, BLOCK, 1)
+    begin = tl.load(offsets_ptr + sample).to(tl.int64) * SCALE
+    end = tl.load(offsets_ptr + sample + 1).to(tl.int64) * SCALE
+    return sample, begin, end, (tile - begin // BLOCK - sample) * BLOCK
+
+
+@triton.jit
+def recency_bucket(distance, num_buckets):
+    """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
+
+    Read from the bits of the number, as ``reference.recency_buckets`` does.
+    """
+    bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
+    fraction = bits & 0x7FFFFF  # held against the least fp32 at or above 2^(1/4), 2^(2/4), 2^(3/4)
+    quarters = (fraction >= 0x1837F1).to(tl.int32) + (fraction >= 0x3504F4).to(tl.int32)
+    quarters += (fraction >= 0x5744FD).to(tl.int32)
+    bucket = ((bits >> 23) - 127) * 4 + quarters
+    return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
+
+
+@triton.jit
+def online_softmax_update(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    total,
+    AXIS: tl.constexpr,
+    LOG2_BASE: tl.constexpr,
+):
+    """One step of the online softmax over ``AXIS``, of ``products · factor + bias``.
+
+    The maximum is taken off in one fused multiply-add, so that no score is rounded before. All of
+    a row's scores may be ``-inf`` so far: it then has weights of zero. LOG2_BASE is log2(e), or 1
+    where factor and bias have it in them.
 
     Returns the tile's weights, the factor for what was summed before, the new maximum and the new
     total.
@@ -58,9 +93,9 @@ def online_softmax_update(products, factor, bias, visible, maximum, total, AXIS:
     scores = tl.where(visible, products * factor + bias, -float("inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, AXIS))
     shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    weights = tl.exp2(products * factor + (bias - tl.expand_dims(shift, AXIS)))
-    weights = tl.where(visible, weights, 0.0)
-    rescale = tl.exp2(maximum - shift)
+    below = products * factor + (bias - tl.expand_dims(shift, AXIS))
+    weights = tl.where(visible, tl.exp2(below * LOG2_BASE), 0.0)
+    rescale = tl.exp2((maximum - shift) * LOG2_BASE)
     return weights, rescale, new_maximum, total * rescale + tl.sum(weights, AXIS)
 
 
@@ -85,9 +120,19 @@ def load_stats(stats_ptr, num_rows, rows, mask):
 
 
 @triton.jit
-def softmax_weights(products, factor, bias, visible, maximum, inverse, AXIS: tl.constexpr):
+def softmax_weights(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    inverse,
+    AXIS: tl.constexpr,
+    LOG2_BASE: tl.constexpr,
+):
     """Weights of the softmax over ``AXIS`` of the same scores, from their statistics."""
-    weights = tl.exp2(products * factor + (bias - tl.expand_dims(maximum, AXIS)))
+    below = products * factor + (bias - tl.expand_dims(maximum, AXIS))
+    weights = tl.exp2(below * LOG2_BASE)
     return tl.where(visible, weights * tl.expand_dims(inverse, AXIS), 0.0)
 
 

@@ -110,7 +110,7 @@ def _forward_kernel(
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         visible = _visible(i, j, num_keys, shift, CAUSAL)
         p, rescale, maximum, total = online_softmax_update(
-            products, factor, 0.0, visible, maximum, total, 1
+            products, factor, 0.0, visible, maximum, total, 1, 1.0
         )
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
@@ -178,7 +178,7 @@ def _grad_q_kernel(
         v = _load_rows(v_ptr, kv_begin, j, num_keys, kv_head, HK, DV, dv)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         visible = _visible(i, j, num_keys, shift, CAUSAL)
-        p = softmax_weights(products, factor, 0.0, visible, maximum, inverse, 1)
+        p = softmax_weights(products, factor, 0.0, visible, maximum, inverse, 1, 1.0)
         dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
         delta = mean_grad(p, dp, visible, delta, num_keys <= BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
@@ -248,7 +248,7 @@ def _grad_kv_kernel(
             delta = tl.load(delta_ptr + stat, mask=i < num_rows, other=0.0)
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             visible = _visible(i, j, num_keys, shift, CAUSAL)
-            p = softmax_weights(products, factor, 0.0, visible, maximum, inverse, 1)
+            p = softmax_weights(products, factor, 0.0, visible, maximum, inverse, 1, 1.0)
             acc_v = tl.dot(
                 tl.trans(p.to(grad_out.dtype)), grad_out, acc_v, input_precision=PRECISION
             )

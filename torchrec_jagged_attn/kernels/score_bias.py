@@ -1,0 +1,113 @@
+"""What is added to the scores of target attention, and the gradients of it.
+
+A bias for each history row and head, or for the bucket of a row's position or age and head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common import recency_bucket
+from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
+
+__all__ = ["add_heads", "add_to_table", "load_bias", "row_buckets"]
+
+
+@triton.jit
+def row_buckets(
+    n,
+    visible,
+    offsets_ptr,
+    timestamps_ptr,
+    sample,
+    P: tl.constexpr,
+    A: tl.constexpr,
+):
+    """Buckets of position and age of the rows ``n`` of ``sample``."""
+    last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
+    of_position = recency_bucket(last - n, P)
+    of_age = of_position
+    if A > 0:
+        time = tl.load(timestamps_ptr + n, mask=visible, other=0)
+        newest = tl.load(timestamps_ptr + last)
+        if time.dtype == tl.int32:
+            time, newest = time.to(tl.int64), newest.to(tl.int64)
+        of_age = recency_bucket(tl.maximum(newest - time, 0), A)
+    return of_position, of_age
+
+
+@triton.jit
+def load_bias(
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    offsets_ptr,
+    sample,
+    n,
+    visible,
+    r,
+    count,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+):
+    """All biases of the rows ``n`` for the query rows ``r``, both as in scores.
+
+    Zero for the query rows from ``count`` on: they have no maximum to keep it from overflowing.
+    """
+    mask = visible & (r < count)
+    bias = 0.0
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + n * H + r % H, mask=mask, other=0.0).to(tl.float32)
+    if P > 0 or A > 0:
+        of_position, of_age = row_buckets(n, visible, offsets_ptr, timestamps_ptr, sample, P, A)
+        if P > 0:
+            ptrs = position_bias_ptr + of_position * H + r % H
+            bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        if A > 0:
+            ptrs = age_bias_ptr + of_age * H + r % H
+            bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def add_heads(acc, ds, r, h, H: tl.constexpr, FORM: tl.constexpr, ONE_TARGET: tl.constexpr):
+    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``; as in scores."""
+    if ONE_TARGET:
+        acc += ds
+    elif FORM == WIDE:
+        of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
+        acc = tl.dot(ds, of_head, acc, input_precision="ieee")
+    elif FORM == SLICED:
+        of_head = (h[:, None] == (r % H)[None, :]).to(tl.float32)[None, :, :]
+        shape: tl.constexpr = [ds.shape[0], h.shape[0], r.shape[0]]
+        acc = tl.dot(tl.broadcast_to(of_head, shape), ds, acc, input_precision="ieee")
+    else:
+        of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)[None, :, :]
+        acc += tl.expand_dims(tl.sum(of_head * ds, 1), 2)
+    return acc
+
+
+@triton.jit
+def add_to_table(table, buckets, heads, dtype, FORM: tl.constexpr, BLOCK_B: tl.constexpr):
+    """``table`` (``[BLOCK_B, BLOCK_H]``) plus the ``heads`` of rows in their ``buckets``.
+
+    Products of ``dtype``, the history's, take ``heads`` in two parts: rounded, and what is left.
+    """
+    rows = heads
+    if FORM != WIDE:
+        rows = tl.permute(heads, (0, 2, 1)).reshape(buckets.shape[0], heads.shape[1])
+    is_bucket = tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]
+    of_bucket = tl.where(is_bucket, 1.0, 0.0)
+    if FORM == SCALAR:  # not by a product, which Triton would give to tensor cores, in tf32
+        table += tl.sum(tl.where(is_bucket[:, :, None], rows[None, :, :], 0.0), 1)
+    elif dtype == tl.float32:
+        table = tl.dot(of_bucket, rows, table, input_precision="tf32x3")
+    else:
+        rounded = rows.to(dtype)
+        left = (rows - rounded.to(tl.float32)).to(dtype)
+        table = tl.dot(of_bucket.to(dtype), rounded, table)
+        table = tl.dot(of_bucket.to(dtype), left, table)
+    return table

@@ -1,0 +1,122 @@
+"""How target attention is cut into programs: query rows into blocks, histories into chunks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common import (
+    find_sample,
+    find_tile,
+)
+
+__all__ = [
+    "DENSE",
+    "JAGGED",
+    "SHARED",
+    "count_chunks",
+    "find_work",
+    "load_queries",
+    "query_rows",
+    "rows_of_slot",
+    "store_queries",
+]
+
+# How queries are laid out: one row block per sample, the same block for all samples, or jagged.
+DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
+
+
+@triton.jit
+def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: tl.constexpr):
+    """First output row of ``sample``, and how many it has."""
+    if LAYOUT == JAGGED:
+        first = tl.load(query_offsets_ptr + sample).to(tl.int64) * H
+        count = tl.load(query_offsets_ptr + sample + 1).to(tl.int64) * H - first
+    else:
+        count = num_targets.to(tl.int64) * H
+        first = sample * count
+    return first, count
+
+
+@triton.jit
+def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
+    """Into how many chunks of about equal length a history is cut for its blocks of query rows.
+
+    The more blocks, the longer the chunks, so that all samples together have no more than
+    ``N // CHUNK`` pairs of chunk and block, where they are cut at all. Those numbered from
+    ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s slots.
+    """
+    return tl.maximum(length // (CHUNK * tl.maximum(num_blocks, 1)), 1)
+
+
+@triton.jit
+def find_work(
+    offsets_ptr,
+    query_offsets_ptr,
+    num_samples,
+    num_targets,
+    num_slots,
+    LAYOUT: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+):
+    """What this program does: a chunk of a sample's history, for one block of its query rows.
+
+    The first ``num_slots`` programs take the later chunks, each its slot's; the others take the
+    first chunk of every sample and block. Where ALL_BLOCKS, a program serves all blocks of its
+    sample, as if they were one.
+
+    Returns whether there is anything to do, the sample, its block, begin and end of the chunk, and
+    its slot, -1 where the chunk is the whole sample.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    later = program < num_slots
+    first = tl.maximum(program - num_slots, 0)
+    block = program * 0
+    if later:
+        sample = find_sample(offsets_ptr, num_samples, program, 1, CHUNK, 0)
+    elif ALL_BLOCKS:
+        sample = first
+    elif LAYOUT == JAGGED:
+        sample, _, _, start = find_tile(query_offsets_ptr, num_samples, first, H, BLOCK_R)
+        block = start // BLOCK_R
+    else:
+        blocks = tl.cdiv(num_targets.to(tl.int64) * H, BLOCK_R)
+        sample = first // blocks
+        block = first - sample * blocks
+    _, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
+    num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, BLOCK_R)
+    begin = tl.load(offsets_ptr + sample).to(tl.int64)
+    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
+    chunks = count_chunks(length, num_blocks, CHUNK)
+    chunk = program * 0
+    if later:
+        chunk = (program - begin // CHUNK) // tl.maximum(num_blocks, 1)
+        block = (program - begin // CHUNK) - chunk * num_blocks
+    busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
+    slot = tl.where(chunks > 1, begin // CHUNK + chunk * num_blocks + block, -1)
+    end = begin + length * (chunk + 1) // chunks
+    return busy, sample, block, begin + length * chunk // chunks, end, slot
+
+
+@triton.jit
+def rows_of_slot(num_targets, LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr):
+    """How many query rows a slot has room for."""
+    rows = BLOCK_R if LAYOUT == JAGGED else num_targets * H
+    return tl.minimum(rows, BLOCK_R).to(tl.int64)
+
+
+@triton.jit
+def load_queries(ptr, first, r, count, d, D: tl.constexpr):
+    """``[BLOCK_R, BLOCK_D]``: rows ``r`` of ``count``, from row ``first`` on."""
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    return tl.load(ptr + (first + r)[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
+    """Store ``value`` where :func:`load_queries` would load it."""
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
