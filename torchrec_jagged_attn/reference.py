@@ -1,14 +1,18 @@
 """Each op in plain PyTorch, on jagged tensors and without padding: what runs on CPU.
 
-One sample after the other. Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the
-kernels. In names, ``L`` are a sample's history rows and ``R`` its query rows.
+Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the kernels. In names, ``B``
+are samples, ``N`` their history rows (``L`` those of one sample), and ``R`` the query rows of a
+sample: its targets' heads, one target after the other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import JaggedLayout
@@ -20,11 +24,13 @@ __all__ = [
     "target_attention_backward",
 ]
 
+# History rows to work on at a time: what is made of them should stay in the caches.
+SLAB_ROWS = 1 << 14
+
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 
 
-@torch.autocast("cpu", enabled=False)
 def target_attention(
     query: Tensor,
     history: Tensor,
@@ -41,19 +47,19 @@ def target_attention(
     Returns the output, shaped as one query row per sample and target, and zeros for the statistics
     that the kernels keep: the gradient needs none here.
     """
-    num_samples = offsets.numel() - 1
-    shape = query.shape if query_offsets is not None else (num_samples, *query.shape[1:])
-    out = query.new_zeros(shape)
-    outs = _query_rows(out, query_offsets, num_samples)
-    bias = _add_biases(offsets, history, bias, position_bias, age_bias, timestamps)
-    for (q_RD, x_LD, bias_LR, _), out_RD in zip(
-        _samples(query, history, offsets, query_offsets, bias), outs, strict=True
-    ):
-        out_RD.copy_(_weights(q_RD, x_LD, bias_LR, scale).T @ x_LD)
-    return out, query.new_zeros(2, *shape[:-1], dtype=torch.float32)
+    if query_offsets is None:
+        query = query.expand(offsets.numel() - 1, -1, -1, -1)
+    out = query.new_zeros(query.shape)
+    for slab in _slabs(query, offsets, query_offsets):
+        x_ND = slab.history_rows(history)
+        q_BRD = slab.query_rows(query) * scale
+        buckets = slab.buckets(position_bias, age_bias, timestamps)
+        bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
+        p_NR, total_BR = slab.exp(slab.mm(x_ND, q_BRD.mT), bias_NH)
+        slab.put_query_rows(out, slab.mm(p_NR.T, x_ND) / total_BR.unsqueeze(-1))
+    return out, query.new_zeros(2, *query.shape[:-1], dtype=torch.float32)
 
 
-@torch.autocast("cpu", enabled=False)
 def target_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -67,46 +73,186 @@ def target_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
-    num_samples, num_heads = offsets.numel() - 1, query.shape[-2]
-    shared = query_offsets is None and query.shape[0] == 1 != num_samples
-    compute = torch.promote_types(query.dtype, torch.float32)
-    grad_query = torch.zeros(grad_out.shape, dtype=compute if shared else query.dtype)
+    shared = query_offsets is None and query.shape[0] == 1 != grad_out.shape[0]
+    queries = query.expand(grad_out.shape)
+    grad_query_dtype = _compute_dtype(query) if shared else query.dtype
+    grad_query = grad_out.new_zeros(grad_out.shape, dtype=grad_query_dtype)
     grad_history = history.new_zeros(history.shape)
-    scores_bias = _add_biases(offsets, history, bias, position_bias, age_bias, timestamps)
-    grad_bias = None if scores_bias is None else torch.zeros_like(scores_bias)
-    for (q_RD, x_LD, bias_LR, rows), grad_out_RD, grad_q_RD in zip(
-        _samples(query, history, offsets, query_offsets, scores_bias),
-        _query_rows(grad_out.to(compute), query_offsets, num_samples),
-        _query_rows(grad_query, query_offsets, num_samples),
-        strict=True,
-    ):
-        p_LR = _weights(q_RD, x_LD, bias_LR, scale)
-        dp_LR = x_LD @ grad_out_RD.T
-        ds_LR = p_LR * (dp_LR - (p_LR * dp_LR).sum(0))
-        grad_q_RD.copy_(ds_LR.T @ x_LD * scale)
-        grad_history[rows] = torch.addmm(p_LR @ grad_out_RD, ds_LR, q_RD, alpha=scale)
+    grad_bias = None if bias is None else bias.new_zeros(bias.shape)
+    grad_tables = [
+        None if table is None else table.new_zeros(table.shape, dtype=torch.float64)
+        for table in (position_bias, age_bias)
+    ]
+    for slab in _slabs(queries, offsets, query_offsets):
+        x_ND = slab.history_rows(history)
+        q_BRD = slab.query_rows(queries) * scale
+        grad_out_BRD = slab.query_rows(grad_out)
+        buckets = slab.buckets(position_bias, age_bias, timestamps)
+        bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
+
+        both_NR = slab.mm(x_ND, torch.cat([q_BRD, grad_out_BRD], 1).mT)
+        scores_NR, dp_NR = (half.contiguous() for half in both_NR.chunk(2, 1))
+        p_NR, total_BR = slab.exp(scores_NR, bias_NH)
+        p_NR.div_(slab.per_row(total_BR))
+        mean_BR = slab.sum(p_NR * dp_NR)
+        ds_NR = dp_NR.sub_(slab.per_row(mean_BR)).mul_(p_NR)
+
+        slab.put_query_rows(grad_query, slab.mm(ds_NR.T, x_ND) * scale)
+        both_NR = torch.cat([ds_NR, p_NR], 1)
+        grad_x_ND = slab.mm(both_NR, torch.cat([q_BRD, grad_out_BRD], 1))
+        grad_history[slab.rows] = grad_x_ND.to(history.dtype)
+        if bias_NH is None:
+            continue
+        grad_bias_NH = ds_NR[:, : slab.num_rows].unflatten(1, (-1, query.shape[-2])).sum(1)
         if grad_bias is not None:
-            grad_bias[rows] = ds_LR.unflatten(1, (-1, num_heads)).sum(1)
+            grad_bias[slab.rows] = grad_bias_NH.to(grad_bias.dtype)
+        for grad, bucket in zip(grad_tables, buckets, strict=True):
+            if grad is not None and bucket is not None:
+                grad.index_add_(0, bucket, grad_bias_NH.double())
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
-    grad_tables = []
-    for table, distance in (
-        (position_bias, _positions(offsets, history)),
-        (age_bias, _ages(offsets, timestamps)),
-    ):
-        grad = None
-        if table is not None:
-            grad = grad_bias.new_zeros(table.shape)
-            grad = grad.index_add_(0, recency_buckets(distance, len(table)), grad_bias).to(
-                table.dtype
-            )
-        grad_tables.append(grad)
-    return (
-        grad_query,
-        grad_history,
-        None if bias is None else grad_bias.to(bias.dtype),
-        *grad_tables,
+    grad_position, grad_age = (
+        None if table is None or grad is None else grad.to(table.dtype)
+        for table, grad in zip((position_bias, age_bias), grad_tables, strict=True)
     )
+    return grad_query, grad_history, grad_bias, grad_position, grad_age
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """Some samples of the batch, with equally many query rows each.
+
+    Args:
+        queries: where they are in the first dimension of the queries.
+        num_rows: how many query rows each has.
+        rows: which rows of the history they own.
+        offsets: ``[B + 1]`` int32 offsets of their history rows, among themselves.
+        sample_ids: ``[N]`` sample of each history row, among themselves.
+    """
+
+    queries: slice | Tensor
+    num_rows: int
+    rows: slice | Tensor
+    offsets: Tensor
+    sample_ids: Tensor
+
+    def query_rows(self, query: Tensor) -> Tensor:
+        """``[B, R, D]``, where ``R`` is a multiple of four: zeros are added at the end."""
+        rows = query[self.queries].to(_compute_dtype(query))
+        rows = rows.reshape(-1, self.num_rows, query.shape[-1])
+        return F.pad(rows, (0, 0, 0, -self.num_rows % 4))
+
+    def put_query_rows(self, query: Tensor, rows_BRD: Tensor) -> None:
+        """Write what :meth:`query_rows` would read."""
+        rows = rows_BRD[:, : self.num_rows].reshape(-1, *query.shape[1:])
+        query[self.queries] = rows.to(query.dtype)
+
+    def history_rows(self, history: Tensor) -> Tensor:
+        """``[N, D]``."""
+        return history[self.rows].to(_compute_dtype(history)).contiguous()
+
+    def per_row(self, x_BR: Tensor) -> Tensor:
+        """``[N, R]``: to each history row what its sample has."""
+        return x_BR.index_select(0, self.sample_ids)
+
+    def sum(self, x_NR: Tensor) -> Tensor:
+        """``[B, R]`` over each sample's rows; in fp64, since one is added after the other."""
+        total = torch.segment_reduce(x_NR.double(), "sum", offsets=self.offsets, unsafe=True)
+        return total.to(x_NR.dtype)
+
+    def exp(self, scores_NR: Tensor, bias_NH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Softmax of biased scores before it is divided, in their place, and its ``[B, R]`` sums.
+
+        Where no row is visible, the softmax is zero and its sum one.
+        """
+        if bias_NH is not None:
+            scores_NTH = scores_NR[:, : self.num_rows].unflatten(1, (-1, bias_NH.shape[1]))
+            scores_NTH.add_(bias_NH.unsqueeze(1))
+        largest_BR = torch.segment_reduce(scores_NR, "max", offsets=self.offsets, unsafe=True)
+        largest_BR.clamp_(min=torch.finfo(scores_NR.dtype).min)
+        p_NR = scores_NR.sub_(self.per_row(largest_BR)).exp_()
+        return p_NR, self.sum(p_NR).clamp_(min=1)
+
+    def mm(self, a: Tensor, b: Tensor) -> Tensor:
+        """``[N, K] × [B, K, M] → [N, M]`` or ``[K, N] × [N, M] → [B, K, M]``, sample by sample.
+
+        The bits of a batched product would depend on how many samples there are.
+        """
+        if _fits_grouped_mm(a) and _fits_grouped_mm(b):
+            return F.grouped_mm(a, b, offs=self.offsets[1:])
+        lengths = self.offsets.diff().tolist()
+        if b.dim() == 3:
+            return torch.cat([x @ y for x, y in zip(a.split(lengths), b, strict=True)])
+        pairs = zip(a.split(lengths, 1), b.split(lengths), strict=True)
+        return torch.stack([x @ y for x, y in pairs])
+
+    def buckets(
+        self, position_bias: Tensor | None, age_bias: Tensor | None, timestamps: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``[N]`` buckets of the rows' positions and ages, for the tables that there are."""
+        newest = self.per_row(self.offsets[1:]) - 1
+        positions = ages = None
+        if position_bias is not None:
+            rows = torch.arange(len(newest))
+            positions = recency_buckets(newest - rows, len(position_bias))
+        if age_bias is not None and timestamps is not None:
+            times = timestamps[self.rows]
+            times = times.long() if times.dtype == torch.int32 else times
+            ages = recency_buckets((times[newest] - times).clamp(min=0), len(age_bias))
+        return positions, ages
+
+    def bias(
+        self,
+        bias: Tensor | None,
+        position_bias: Tensor | None,
+        age_bias: Tensor | None,
+        buckets: tuple[Tensor | None, Tensor | None],
+        dtype: torch.dtype,
+    ) -> Tensor | None:
+        """``[N, H]`` sum of all biases."""
+        parts = [] if bias is None else [bias[self.rows].to(dtype)]
+        for table, bucket in zip((position_bias, age_bias), buckets, strict=True):
+            if table is not None and bucket is not None:
+                parts.append(table.to(dtype).index_select(0, bucket))
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+def _slabs(query: Tensor, offsets: Tensor, query_offsets: Tensor | None) -> Iterator[_Slab]:
+    """Cut the batch into slabs of about ``SLAB_ROWS`` rows, leaving out what has nothing to do."""
+    lengths = offsets.diff()
+    if query_offsets is None:
+        groups = [(query.shape[1], torch.arange(len(lengths)))]
+    else:
+        targets = query_offsets.diff()
+        groups = [(n, torch.nonzero(targets == n)[:, 0]) for n in targets.unique().tolist()]
+    for num_targets, group in groups:
+        slab_ids = (lengths[group].cumsum(0) - 1) // SLAB_ROWS
+        sizes = torch.unique_consecutive(slab_ids, return_counts=True)[1]
+        for samples in group.split(sizes.tolist()):
+            layout = JaggedLayout.from_lengths(lengths[samples])
+            if layout.num_rows == 0 or num_targets * query.shape[-2] == 0:
+                continue
+            sample_ids = layout.sample_ids()
+            if query_offsets is None:
+                first, last = int(samples[0]), int(samples[-1]) + 1
+                queries, rows = slice(first, last), slice(int(offsets[first]), int(offsets[last]))
+            else:
+                queries = (query_offsets[samples, None] + torch.arange(num_targets)).flatten()
+                shift = offsets[samples] - layout.offsets[:-1]
+                rows = shift[sample_ids] + torch.arange(layout.num_rows)
+            num_rows = num_targets * query.shape[-2]
+            yield _Slab(queries, num_rows, rows, layout.offsets.int(), sample_ids)
+
+
+def _fits_grouped_mm(x: Tensor) -> bool:
+    """``grouped_mm`` takes fp32, in rows or columns that begin at multiples of 16 bytes."""
+    if x.dtype != torch.float32 or x.data_ptr() % 16:
+        return False
+    return all(stride % 4 == 0 for stride in sorted(x.stride())[1:])
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
@@ -120,78 +266,6 @@ def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
     return (((bits >> 23) - 127) * 4 + quarters).clamp(0, num_buckets - 1).long()
 
 
-def _positions(offsets: Tensor, history: Tensor) -> Tensor:
-    return JaggedLayout(offsets, history.shape[0]).positions_from_end()
-
-
-def _ages(offsets: Tensor, timestamps: Tensor | None) -> Tensor | None:
-    if timestamps is None:
-        return None
-    rows = torch.arange(len(timestamps))
-    newest = rows + _positions(offsets, timestamps)
-    timestamps = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
-    return (timestamps[newest] - timestamps).clamp(min=0)
-
-
-def _add_biases(
-    offsets: Tensor,
-    history: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-) -> Tensor | None:
-    """``[N, H]`` sum of all biases, in fp32 or fp64."""
-    compute = torch.promote_types(history.dtype, torch.float32)
-    parts = [] if bias is None else [bias.to(compute)]
-    for table, distance in (
-        (position_bias, _positions(offsets, history)),
-        (age_bias, _ages(offsets, timestamps)),
-    ):
-        if table is not None:
-            parts.append(table.to(compute)[recency_buckets(distance, len(table))])
-    return sum(parts) if parts else None
-
-
-def _samples(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, slice]]:
-    """Query rows, history rows, bias of each pair of them, and the slice of rows, by sample.
-
-    A sample's query rows are its targets' heads, one target after the other: ``R = T · H``.
-    """
-    compute = torch.promote_types(query.dtype, torch.float32)
-    bounds = offsets.tolist()
-    history = history.to(compute)
-    queries = _query_rows(query.to(compute), query_offsets, len(bounds) - 1)
-    for q_RD, begin, end in zip(queries, bounds[:-1], bounds[1:], strict=True):
-        bias_LR = None
-        if bias is not None:
-            bias_LR = bias[begin:end].to(compute).repeat(1, q_RD.shape[0] // query.shape[-2])
-        yield q_RD, history[begin:end], bias_LR, slice(begin, end)
-
-
-def _query_rows(x: Tensor, query_offsets: Tensor | None, num_samples: int) -> tuple[Tensor, ...]:
-    """``[R, D]`` of each sample, views of ``x`` shaped as queries."""
-    if query_offsets is not None:
-        return tuple(part.flatten(0, 1) for part in x.split(query_offsets.diff().tolist()))
-    return x.flatten(1, 2).expand(num_samples, -1, -1).unbind()
-
-
-def _weights(q_RD: Tensor, x_LD: Tensor, bias_LR: Tensor | None, scale: float) -> Tensor:
-    """``[L, R]`` softmax over a sample's history rows; zero where no row is visible."""
-    if bias_LR is None:
-        return torch.softmax(x_LD @ q_RD.T * scale, 0)
-    scores_LR = torch.addmm(bias_LR, x_LD, q_RD.T, alpha=scale)
-    hidden = (scores_LR == -torch.inf).all(0)
-    return torch.softmax(scores_LR, 0).masked_fill(hidden, 0)
-
-
-@torch.autocast("cpu", enabled=False)
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -205,27 +279,14 @@ def flash_attention(
 
     Returns the output ``[ΣLq, H, Dv]``, and zeros for the statistics that the kernels keep.
     """
-    compute = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // k.shape[1]
-    outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
-    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    for b in range(len(q_bounds) - 1):
-        rows, keys = slice(*q_bounds[b : b + 2]), slice(*kv_bounds[b : b + 2])
-        q_HLD = q[rows].to(compute).transpose(0, 1)
-        k_HLD = k[keys].to(compute).repeat_interleave(group, 1).transpose(0, 1)
-        v_HLD = v[keys].to(compute).repeat_interleave(group, 1).transpose(0, 1)
-        scores = q_HLD @ k_HLD.mT * scale  # [H, Lq, Lk]
-        if causal:
-            num_rows, num_keys = scores.shape[1:]
-            visible = torch.ones(num_rows, num_keys, dtype=torch.bool, device=q.device)
-            scores = scores.masked_fill(~visible.tril(num_keys - num_rows), -torch.inf)
-        lse = torch.logsumexp(scores, -1)  # [H, Lq]
-        weights = torch.exp(scores - torch.where(lse > -torch.inf, lse, 0).unsqueeze(-1))
-        outs.append((weights @ v_HLD).transpose(0, 1).to(q.dtype))
-    return torch.cat(outs), q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    for rows, keys in _flash_samples(q_offsets, kv_offsets):
+        q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
+        p_HLK = _flash_weights(q_HLD, k_HLD, causal, scale)
+        out[rows] = (p_HLK @ v_HLD).transpose(0, 1)
+    return out, q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
 
 
-@torch.autocast("cpu", enabled=False)
 def flash_attention_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -237,9 +298,44 @@ def flash_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``q``, ``k`` and ``v``."""
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
+    for rows, keys in _flash_samples(q_offsets, kv_offsets):
+        q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
+        grad_out_HLD = _heads(grad_out[rows], q)
+        p_HLK = _flash_weights(q_HLD, k_HLD, causal, scale)
+        dp_HLK = grad_out_HLD @ v_HLD.mT
+        ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True)) * scale
+        grad_q[rows] = (ds_HLK @ k_HLD).transpose(0, 1)
+        for grad, grad_HKD in (
+            (grad_k, ds_HLK.mT @ q_HLD),
+            (grad_v, p_HLK.mT @ grad_out_HLD),
+        ):
+            grad[keys] = grad_HKD.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+    return grad_q, grad_k, grad_v
 
-    def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)[0]
 
-    # Unlike torch.autograd.grad, this works inside a custom op.
-    return torch.func.vjp(out, q, k, v)[1](grad_out)
+def _flash_samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows of the queries, and of the keys, of each sample."""
+    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
+    return zip(
+        itertools.starmap(slice, itertools.pairwise(q_bounds)),
+        itertools.starmap(slice, itertools.pairwise(kv_bounds)),
+        strict=True,
+    )
+
+
+def _heads(x: Tensor, q: Tensor) -> Tensor:
+    """``[L, Hk, D] → [H, L, D]``: each head of ``x`` for as many of ``q`` as read it."""
+    x = x.to(_compute_dtype(q)).transpose(0, 1)
+    return x.repeat_interleave(q.shape[1] // len(x), 0)
+
+
+def _flash_weights(q_HLD: Tensor, k_HKD: Tensor, causal: bool, scale: float) -> Tensor:
+    """``[H, Lq, Lk]`` softmax over the keys; zero where none is visible."""
+    scores_HLK = q_HLD @ k_HKD.mT * scale
+    if causal:
+        num_rows, num_keys = scores_HLK.shape[1:]
+        hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+        scores_HLK.masked_fill_(hidden, -torch.inf)
+    lse_HL = torch.logsumexp(scores_HLK, -1, keepdim=True)
+    return torch.exp(scores_HLK - lse_HL.masked_fill(lse_HL == -torch.inf, 0))
