@@ -1,0 +1,158 @@
+"""What only the CPU path promises: bits that no other sample touches, and memory as the rows."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchrec_jagged_attn import jagged_target_attention, reference
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.testing import (
+    assert_matches_oracle,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+pytestmark = pytest.mark.skipif(
+    implementation(torch.device("cpu"))[0] != "reference", reason="the kernels are interpreted"
+)
+
+LENGTHS = [1, 17, 0, 64, 1, 17, 130, 17, 3, 700, 1, 64, 2]
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs_of(lengths, *, targets=1, num_heads=2, width=16, dtype=torch.float32):
+    """Random inputs; ``targets`` is a number, or one for each sample (then ``query`` is jagged)."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    inputs = {
+        "history": draw(num_rows, width),
+        "bias": draw(num_rows, num_heads),
+        "position_bias": draw(30, num_heads),
+        "age_bias": draw(80, num_heads),
+        "offsets": offsets_of(torch.tensor(lengths), torch.int64, "cpu"),
+        "timestamps": torch.randint(10**6, (num_rows,), generator=generator),
+    }
+    if isinstance(targets, int):
+        inputs["query"] = draw(len(lengths), targets, num_heads, width)
+    else:
+        inputs["query"] = draw(sum(targets), num_heads, width)
+        inputs["query_offsets"] = offsets_of(torch.tensor(targets), torch.int64, "cpu")
+    return inputs
+
+
+def some_samples(inputs, order):
+    """Inputs of the samples in ``order``, and the rows of ``query`` and ``history`` they have."""
+    ranges = {"history": inputs["offsets"]}
+    if "query_offsets" in inputs:
+        ranges["query"] = inputs["query_offsets"]
+    rows = {"query": torch.tensor(order)}
+    for name, offsets in ranges.items():
+        bounds = offsets.tolist()
+        rows[name] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+    fewer = {**inputs, "query": inputs["query"][rows["query"]]}
+    for name in ("history", "bias", "timestamps"):
+        fewer[name] = inputs[name][rows["history"]]
+    for name in ("offsets", "query_offsets"):
+        if name in inputs:
+            fewer[name] = offsets_of(inputs[name].diff()[order], torch.int64, "cpu")
+    return fewer, rows
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("targets", [1, 9, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "width", "dtype"),
+    [
+        (1, 8, torch.float32),
+        (2, 20, torch.float32),
+        (3, 33, torch.float32),  # does not fit grouped_mm
+        (4, 128, torch.float32),
+        (1, 256, torch.float32),
+        (4, 32, torch.bfloat16),
+        (2, 16, torch.float64),
+    ],
+)
+def test_bits_do_not_depend_on_the_batch(num_heads, width, dtype, targets):
+    inputs = inputs_of(LENGTHS, targets=targets, num_heads=num_heads, width=width, dtype=dtype)
+    grad_out = torch.randn_like(inputs["query"])
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    alone = [[sample] for sample in range(len(LENGTHS))]
+    for order in [[12, 7, 0, 9, 3, 2, 5], [9, 6], *alone]:
+        fewer, rows = some_samples(inputs, order)
+        results = outputs_and_gradients(jagged_target_attention, fewer, grad_out[rows["query"]])
+        for name in ("out", "query", "history", "bias"):
+            of = rows["query" if name in ("out", "query") else "history"]
+            assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.parametrize("targets", [2, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
+def test_bits_do_not_depend_on_the_slabs(targets, monkeypatch):
+    inputs = inputs_of(LENGTHS, targets=targets)
+    grad_out = torch.randn_like(inputs["query"])
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    monkeypatch.setattr(reference, "SLAB_ROWS", 50)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name in ("out", "query", "history", "bias"):
+        assert torch.equal(results[name], expected[name])
+    for name in ("position_bias", "age_bias"):  # sums over all samples, in fp64
+        torch.testing.assert_close(results[name], expected[name])
+
+
+@pytest.mark.usefixtures("threads")
+def test_gradients_of_tables_repeat():
+    inputs = inputs_of([300] * 200, num_heads=4, width=8)
+    grad_out = torch.randn_like(inputs["query"])
+    first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(3):
+        again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("width", [1, 33, 50])
+def test_widths_that_do_not_fit_grouped_mm(width):
+    inputs = inputs_of([3, 0, 70, 1], targets=3, width=width)
+    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
+    assert_matches_oracle(
+        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
+    )
+
+
+def test_history_at_any_address():
+    inputs = inputs_of([3, 0, 70, 1])
+    expected = jagged_target_attention(**inputs)
+    buffer = torch.empty(inputs["history"].numel() + 1)
+    buffer[1:] = inputs["history"].flatten()
+    inputs["history"] = buffer[1:].view(inputs["history"].shape)
+    torch.testing.assert_close(jagged_target_attention(**inputs), expected)
+
+
+def test_sums_over_long_histories():
+    inputs = inputs_of([20_000, 3])
+    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
+    assert_matches_oracle(
+        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
+    )
+
+
+def test_memory_follows_the_rows():
+    inputs = inputs_of([20_000] + [8] * 500, width=64)
+    grad_out = torch.randn_like(inputs["query"])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    given = sum(value.nbytes for value in inputs.values())
+    assert allocated.cumsum(0).max() < 4 * given  # padded, the history alone would be 400 times
