@@ -28,16 +28,19 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def find_sample(
     offsets_ptr, num_samples, slot, SCALE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
-    """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``slot``."""
+    """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``slot``.
+
+    In each step, all lanes of a warp look, each at the beginning of a 32nd of what is left.
+    """
     low = slot * 0
     high = low + num_samples
     while low + 1 < high:
-        middle = (low + high) // 2
-        first = tl.load(offsets_ptr + middle).to(tl.int64) * SCALE // BLOCK + STEP * middle
-        if first <= slot:
-            low = middle
-        else:
-            high = middle
+        step = tl.cdiv(high - low, 32)
+        at = low + step * tl.arange(0, 32)
+        offset = tl.load(offsets_ptr + at, mask=at < high, other=0).to(tl.int64)
+        begun = (at < high) & (offset * SCALE // BLOCK + STEP * at <= slot)
+        low += step * (tl.sum(begun.to(tl.int32)) - 1)
+        high = tl.minimum(high, low + step)
     return low
 
 
