@@ -85,21 +85,20 @@ def target_attention_backward(
     ]
     for slab in _slabs(queries, offsets, query_offsets):
         x_ND = slab.history_rows(history)
-        q_BRD = slab.query_rows(queries) * scale
-        grad_out_BRD = slab.query_rows(grad_out)
+        # Scores and dp come from one product with these, and ds and p go into another.
+        pair_BRD = torch.cat([slab.query_rows(queries) * scale, slab.query_rows(grad_out)], 1)
         buckets = slab.buckets(position_bias, age_bias, timestamps)
         bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
 
-        both_NR = slab.mm(x_ND, torch.cat([q_BRD, grad_out_BRD], 1).mT)
-        scores_NR, dp_NR = (half.contiguous() for half in both_NR.chunk(2, 1))
+        halves = slab.mm(x_ND, pair_BRD.mT).chunk(2, 1)
+        scores_NR, dp_NR = (half.contiguous() for half in halves)
         p_NR, total_BR = slab.exp(scores_NR, bias_NH)
         p_NR.div_(slab.per_row(total_BR))
         mean_BR = slab.sum(p_NR * dp_NR)
         ds_NR = dp_NR.sub_(slab.per_row(mean_BR)).mul_(p_NR)
 
         slab.put_query_rows(grad_query, slab.mm(ds_NR.T, x_ND) * scale)
-        both_NR = torch.cat([ds_NR, p_NR], 1)
-        grad_x_ND = slab.mm(both_NR, torch.cat([q_BRD, grad_out_BRD], 1))
+        grad_x_ND = slab.mm(torch.cat([ds_NR, p_NR], 1), pair_BRD)
         grad_history[slab.rows] = grad_x_ND.to(history.dtype)
         if bias_NH is None:
             continue
