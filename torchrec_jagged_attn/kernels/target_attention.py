@@ -221,7 +221,7 @@ class _Call:
             "BLOCK_R": block_r,
             "BLOCK_N": block_n,
             "BLOCK_D": width,
-            "CHUNK": max(128, 16 * block_r),
+            "CHUNK": max(128, 16 * self.rows_of_slot(block_r)),
             "NUM_STAGES": stages,
             "num_warps": warps,
         }

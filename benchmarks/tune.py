@@ -1,0 +1,161 @@
+"""Try ways of cutting up target attention, and print the fastest of each case.
+
+    python benchmarks/tune.py --cases rank-1k,rank-200 --directions forward --csv tiles.csv
+
+What ``torchrec_jagged_attn.kernels.target_attention`` chooses should be among the first lines. All
+candidates compute the same; whether it is right is the tests' business. Times are medians of
+replayed CUDA graphs, with no host in them; ``of floor`` is the time that the bytes take at the copy
+bandwidth, measured in the same run, over that of the candidate.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+import torch
+import triton.testing
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from run import capture, copy_bandwidth
+from suites import target_attention_kernel
+
+from torchrec_jagged_attn.kernels import target_attention as kernels
+from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
+from torchrec_jagged_attn.testing import CASES, Case
+
+DIRECTIONS = ("forward", "backward")
+FORMS = {"wide": WIDE, "sliced": SLICED, "scalar": SCALAR}
+
+
+def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
+    """The launches of one direction, on random inputs."""
+    x = target_attention_kernel.SUITE.inputs(case, "cuda")
+    query, history = (x.leaves[name].detach() for name in ("query", "history"))
+    table = torch.randn(buckets, case.num_heads, device="cuda") if buckets else None
+    arguments = (query, history, x.offsets, None, None, table, None, None)
+    scale = case.width**-0.5
+    if direction == "forward":
+        return lambda: kernels.forward(*arguments, scale)
+    out, stats = kernels.forward(*arguments, scale)
+    grad_out = torch.randn_like(out)
+    return lambda: kernels.backward(grad_out, *arguments, out, stats, scale)
+
+
+def candidates(case: Case, direction: str, forms: list[str], chunks: list[int]) -> Iterator[dict]:
+    """Tiles worth a try, in the words of the kernels' own choice."""
+    x = target_attention_kernel.SUITE.inputs(replace(case, batch_size=1, max_length=8), "cuda")
+    call = kernels._Call(
+        x.leaves["query"], x.leaves["history"], x.offsets, None, None, None, None, None
+    )
+    chosen = call.tiles(backward=direction == "backward")
+    yield chosen
+    for form, chunk, stages in itertools.product(forms, chunks, (1, 2, 3, 4)):
+        if (form == "scalar") != (call.precision == "ieee"):
+            continue
+        if form == "scalar":
+            for slices, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
+                shape = {"SLICES": slices, "BLOCK_N": slices, "num_warps": warps}
+                yield chosen | shape | {"CHUNK": chunk, "NUM_STAGES": stages}
+        elif form == "sliced":
+            for warps, rows in itertools.product((1, 2, 4, 8), (16, 32)):
+                shape = {"SLICES": warps, "BLOCK_N": warps * rows, "num_warps": warps}
+                shape |= {"FORM": SLICED, "CHUNK": chunk, "NUM_STAGES": stages}
+                yield chosen | shape
+        else:
+            for block_n, warps in itertools.product((32, 64, 128), (4, 8)):
+                shape = {"SLICES": 1, "BLOCK_N": block_n, "num_warps": warps}
+                yield chosen | shape | {"FORM": WIDE, "CHUNK": chunk, "NUM_STAGES": stages}
+
+
+def with_tiles(tiles: dict):
+    """A context in which the kernels cut their work up so."""
+    return mock.patch.object(kernels._Call, "tiles", return_value=tiles)
+
+
+def compile_tiles(job: tuple[Case, str, int, dict]) -> str | None:
+    """Fill Triton's cache; why it cannot be done, if so."""
+    case, direction, buckets, tiles = job
+    call = make_call(replace(case, batch_size=8), direction, buckets)
+    try:
+        with with_tiles(tiles):
+            call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def time_ms(case: Case, direction: str, buckets: int, all_tiles: list[dict]) -> list[float]:
+    """Milliseconds of each."""
+    call = make_call(case, direction, buckets)
+    times = []
+    for tiles in track(all_tiles, f"{case.name} {direction}"):
+        with with_tiles(tiles):
+            graph = capture(call)
+        times.append(triton.testing.do_bench(graph.replay, warmup=2, rep=10, return_mode="median"))
+    return times
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    add = parser.add_argument
+    add("--cases", type=names, default=["rank-1k"], metavar="A,B")
+    add("--directions", type=names, default=list(DIRECTIONS), metavar="A,B")
+    add("--forms", type=names, default=list(FORMS), metavar="A,B", help=f"of {', '.join(FORMS)}")
+    add("--chunks", type=lambda s: [int(c) for c in s.split(",")], default=[128, 256, 512])
+    add("--buckets", type=int, default=0, help="of the recency bias by position; 0: none")
+    add("--jobs", type=int, default=multiprocessing.cpu_count(), help="to compile side by side")
+    add("--top", type=int, default=8, help="lines to print for each case")
+    add("--csv", type=Path, metavar="FILE")
+    args = parser.parse_args()
+
+    console = Console(width=120)
+    rows = []
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        multiprocessing.get_context("spawn").Pool(args.jobs) as pool,
+    ):
+        bandwidth = copy_bandwidth("cuda", quick=False)
+        for case, direction in itertools.product((CASES[n] for n in args.cases), args.directions):
+            tried = list(candidates(case, direction, args.forms, args.chunks))
+            jobs = [(case, direction, args.buckets, tiles) for tiles in tried]
+            reasons = pool.map(compile_tiles, jobs, chunksize=1)
+            good = [t for t, reason in zip(tried, reasons, strict=True) if reason is None]
+            cost = target_attention_kernel.SUITE.cost(
+                target_attention_kernel.SUITE.inputs(case, "cuda")
+            )[direction]
+            times = time_ms(case, direction, args.buckets, good)
+            names_of = {form.value: name for name, form in FORMS.items()}
+            for at, (tiles, ms) in enumerate(zip(good, times, strict=True)):
+                form = getattr(tiles["FORM"], "value", tiles["FORM"])
+                rows.append(
+                    {"case": case.name, "direction": direction, "chosen": at == 0, "ms": ms}
+                    | {"of floor": cost.bytes / bandwidth * 1e3 / ms}
+                    | tiles
+                    | {"FORM": names_of[form]}
+                )
+            frame = pd.DataFrame(rows)
+            of_case = frame[(frame["case"] == case.name) & (frame["direction"] == direction)]
+            best = pd.concat([of_case[of_case["chosen"]], of_case.sort_values("ms")[: args.top]])
+            table = Table(*best.columns, box=None)
+            for line in best.itertuples(index=False):
+                table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in line))
+            console.print(table)
+            console.print(f"{len(tried) - len(good)} of {len(tried)} do not compile or run here")
+            if args.csv:
+                frame.to_csv(args.csv, index=False)
+
+
+if __name__ == "__main__":
+    main()
