@@ -59,8 +59,10 @@ def candidates(case: Case, direction: str, forms: list[str], chunks: list[int]) 
         if (form == "scalar") != (call.precision == "ieee"):
             continue
         if form == "scalar":
-            for slices, warps in itertools.product((4, 8, 16, 32), (2, 4, 8)):
+            for columns, warps, twice in itertools.product((32, 64, 128), (2, 4, 8), (1, 2)):
+                slices = twice * warps * 128 // columns
                 shape = {"SLICES": slices, "BLOCK_N": slices, "num_warps": warps}
+                shape |= {"COLUMNS": min(columns, chosen["BLOCK_D"])}
                 yield chosen | shape | {"CHUNK": chunk, "NUM_STAGES": stages}
         elif form == "sliced":
             for warps, rows in itertools.product((1, 2, 4, 8), (16, 32)):

@@ -203,11 +203,14 @@ class _Call:
 
         Found by trying, on an H200.
         """
-        width = padded_width(self.width)
-        if self.precision == "ieee":  # sums over rows lie in registers: slices · R · D of them
-            form, block_r = SCALAR, min(8, triton.next_power_of_2(max(self.rows, 1)))
-            block_n = max(4, min(32, (4096 if backward else 8192) // (block_r * width)))
-            slices, warps, stages = block_n, 4, 3
+        width = columns = padded_width(self.width)
+        if self.precision == "ieee":
+            # Registers hold query rows, three of each backward, and as many sums over rows.
+            form, warps, stages = SCALAR, 4, 3
+            block_r = min(8, triton.next_power_of_2(max(self.rows, 1)), max(1, 1024 // width))
+            columns = min(width, max(32, block_r * width // (8 if backward else 16)))
+            columns = min(columns, 128)
+            slices = block_n = warps * 128 // columns
         elif self.rows <= 16 and self.row_bytes <= (128 if backward else 256):
             form, block_r, block_n, slices, warps, stages = SLICED, 16, 64, 4, 4, 3
         else:
@@ -221,6 +224,7 @@ class _Call:
             "BLOCK_R": block_r,
             "BLOCK_N": block_n,
             "BLOCK_D": width,
+            "COLUMNS": columns,
             "CHUNK": max(128, 16 * self.rows_of_slot(block_r)),
             "NUM_STAGES": stages,
             "num_warps": warps,

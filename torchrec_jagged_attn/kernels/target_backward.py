@@ -13,10 +13,12 @@ from torchrec_jagged_attn.kernels.query_tiles import (
     add_over_rows,
     per_query,
     products,
-    row_mask,
-    row_pointers,
+    row_columns,
+    row_index,
+    spread,
     sum_slices,
     tile_index,
+    zeros_by_query,
     zeros_of_scores,
     zeros_over_queries,
     zeros_over_rows,
@@ -66,7 +68,7 @@ def _score_gradients(
     dots = products(q, x, FORM, PRECISION)
     p = softmax_weights(dots, scale, bias, visible, maximum, inverse, AXIS, LOG2E)
     if FORM == SCALAR:
-        dp = tl.sum(grad_out[None, :, :] * (x - out[None, :, :]), 2, keep_dims=True)
+        dp = products(grad_out, x - out, FORM, PRECISION)
     else:
         dp = products(grad_out, x, FORM, PRECISION)
     ds = p * (dp - tl.expand_dims(per_query(delta, FORM), AXIS))
@@ -114,6 +116,7 @@ def grad_query_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -131,25 +134,28 @@ def grad_query_kernel(
     grad_out = load_queries(grad_out_ptr, first, r, count, d, D)
     out = load_queries(out_ptr, first, r, count, d, D)
     delta = _mean_gradient(grad_out, out, FORM)
+    q, grad_out = spread(q, COLUMNS, FORM), spread(grad_out, COLUMNS, FORM)
+    out_columns = spread(out, COLUMNS, FORM)
     maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
     alone = (end - begin == 1) & (slot < 0)
 
     AXIS: tl.constexpr = 0 if FORM == WIDE else 2
     index = tile_index(FORM, SLICES, BLOCK_N)
-    columns = tl.expand_dims(per_query(r, FORM), AXIS)
-    acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, FORM)
-    residual = tl.zeros_like(tl.sum(acc, AXIS))  # Σ ds: zero, but for the rounding of out
+    columns = row_columns(BLOCK_D, COLUMNS, FORM)
+    queries = tl.expand_dims(per_query(r, FORM), AXIS)
+    acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
+    residual = zeros_by_query(BLOCK_R, SLICES, FORM)  # Σ ds: zero, but for the rounding of out
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = start + index
         visible = n < end
-        x_ptrs = row_pointers(history_ptr, n, history_stride, d, FORM)
-        x = tl.load(x_ptrs, mask=row_mask(visible, d < D, FORM), other=0.0)
+        x_ptrs = history_ptr + row_index(n, FORM) * history_stride + columns
+        x = tl.load(x_ptrs, mask=row_index(visible, FORM) & (columns < D), other=0.0)
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, columns, count, H, P, A,
+            n, visible, queries, count, H, P, A,
         )  # fmt: skip
         _, ds = _score_gradients(
-            q, grad_out, out, delta, maximum, inverse, x, bias, visible, alone, scale,
+            q, grad_out, out_columns, delta, maximum, inverse, x, bias, visible, alone, scale,
             FORM, PRECISION,
         )  # fmt: skip
         acc = add_over_rows(acc, ds, x, FORM, PRECISION)
@@ -207,6 +213,7 @@ def grad_history_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
@@ -237,12 +244,15 @@ def grad_history_kernel(
         grad_out = load_queries(grad_out_ptr, first, r, count, d, D)
         out = load_queries(out_ptr, first, r, count, d, D)
         delta = _mean_gradient(grad_out, out, FORM)
+        q, grad_out = spread(q, COLUMNS, FORM), spread(grad_out, COLUMNS, FORM)
+        out = spread(out, COLUMNS, FORM)
         maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
-        acc_query = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, FORM)
+        acc_query = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
 
     AXIS: tl.constexpr = 0 if FORM == WIDE else 2
     index = tile_index(FORM, SLICES, BLOCK_N)
-    columns = tl.expand_dims(per_query(h, FORM), AXIS)
+    columns = row_columns(BLOCK_D, COLUMNS, FORM)
+    heads_index = tl.expand_dims(per_query(h, FORM), AXIS)
     if P > 0:
         grad_position_bias = tl.zeros([BLOCK_P, BLOCK_H], tl.float32)
     if A > 0:
@@ -250,10 +260,10 @@ def grad_history_kernel(
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = start + index
         visible = n < end
-        x_mask = row_mask(visible, d < D, FORM)
-        x_ptrs = row_pointers(history_ptr, n, history_stride, d, FORM)
-        x = tl.load(x_ptrs, mask=x_mask, other=0.0)
-        grad_x = zeros_over_queries(BLOCK_N, BLOCK_D, SLICES, FORM)
+        x_rows = row_index(n, FORM)
+        x_mask = row_index(visible, FORM) & (columns < D)
+        x = tl.load(history_ptr + x_rows * history_stride + columns, mask=x_mask, other=0.0)
+        grad_x = zeros_over_queries(BLOCK_N, BLOCK_D, SLICES, COLUMNS, FORM)
         heads = zeros_of_scores(BLOCK_N, BLOCK_H, SLICES, FORM)
         if ONE_BLOCK:
             bias = load_bias(
@@ -274,6 +284,8 @@ def grad_history_kernel(
                 q = load_queries(query_ptr, query_first, rows, count, d, D)
                 grad_out = load_queries(grad_out_ptr, first, rows, count, d, D)
                 out = load_queries(out_ptr, first, rows, count, d, D)
+                q, grad_out = spread(q, COLUMNS, FORM), spread(grad_out, COLUMNS, FORM)
+                out = spread(out, COLUMNS, FORM)
                 delta = tl.load(delta_ptr + first + rows, mask=rows < count, other=0.0)
                 maximum, inverse = load_stats(stats_ptr, num_rows, first + rows, rows < count)
                 bias = load_bias(
@@ -287,10 +299,10 @@ def grad_history_kernel(
                 grad_x = add_over_queries(grad_x, p, grad_out, FORM, PRECISION)
                 grad_x = add_over_queries(grad_x, ds * scale, q, FORM, PRECISION)
                 heads = add_heads(heads, ds, rows, h, H, FORM, ONE_TARGET)
-        tl.store(row_pointers(grad_history_ptr, n, D, d, FORM), grad_x, mask=x_mask)
+        tl.store(grad_history_ptr + x_rows * D + columns, grad_x, mask=x_mask)
         if grad_bias_ptr is not None:
-            mask = visible & (columns < H)
-            tl.store(grad_bias_ptr + n * H + columns, heads, mask=mask)
+            mask = visible & (heads_index < H)
+            tl.store(grad_bias_ptr + n * H + heads_index, heads, mask=mask)
         if P > 0 or A > 0:
             flat = start + tl.arange(0, BLOCK_N)
             of_position, of_age = row_buckets(

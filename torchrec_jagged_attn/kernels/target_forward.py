@@ -16,9 +16,11 @@ from torchrec_jagged_attn.kernels.query_tiles import (
     merge_slices,
     per_query,
     products,
-    row_mask,
-    row_pointers,
+    row_columns,
+    row_index,
+    spread,
     tile_index,
+    zeros_by_query,
     zeros_over_rows,
 )
 from torchrec_jagged_attn.kernels.score_bias import load_bias
@@ -65,6 +67,7 @@ def forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -79,21 +82,23 @@ def forward_kernel(
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     q = load_queries(query_ptr, 0 if LAYOUT == SHARED else first, r, count, d, D)
+    q = spread(q, COLUMNS, FORM)
 
     AXIS: tl.constexpr = 0 if FORM == WIDE else 2
     index = tile_index(FORM, SLICES, BLOCK_N)
-    columns = tl.expand_dims(per_query(r, FORM), AXIS)
-    acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, FORM)
-    total = tl.sum(acc, AXIS)  # zeros, too
+    columns = row_columns(BLOCK_D, COLUMNS, FORM)
+    queries = tl.expand_dims(per_query(r, FORM), AXIS)
+    acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
+    total = zeros_by_query(BLOCK_R, SLICES, FORM)
     maximum = total - float("inf")
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = start + index
         visible = n < end
-        x_ptrs = row_pointers(history_ptr, n, history_stride, d, FORM)
-        x = tl.load(x_ptrs, mask=row_mask(visible, d < D, FORM), other=0.0)
+        x_ptrs = history_ptr + row_index(n, FORM) * history_stride + columns
+        x = tl.load(x_ptrs, mask=row_index(visible, FORM) & (columns < D), other=0.0)
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, columns, count, H, P, A,
+            n, visible, queries, count, H, P, A,
         )  # fmt: skip
         p, rescale, maximum, total = online_softmax_update(
             products(q, x, FORM, PRECISION), scale, bias, visible, maximum, total, AXIS, LOG2E
