@@ -73,20 +73,46 @@ def load_bias(
 
 
 @triton.jit
-def add_heads(acc, ds, r, h, H: tl.constexpr, FORM: tl.constexpr, ONE_TARGET: tl.constexpr):
-    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``; as in scores."""
+def _dot_choice(choice, values, acc, dtype, CHOICE_FIRST: tl.constexpr):
+    """``acc`` plus the product of ``choice``, of zeros and ones, and ``values`` (fp32).
+
+    On tensor cores, by products of ``dtype``: values take part rounded, and then what that left.
+    """
+    if dtype == tl.float32:
+        if CHOICE_FIRST:
+            acc = tl.dot(choice, values, acc, input_precision="tf32x3")
+        else:
+            acc = tl.dot(values, choice, acc, input_precision="tf32x3")
+    else:
+        choice = choice.to(dtype)
+        rounded = values.to(dtype)
+        left = (values - rounded.to(tl.float32)).to(dtype)
+        if CHOICE_FIRST:
+            acc = tl.dot(choice, left, tl.dot(choice, rounded, acc))
+        else:
+            acc = tl.dot(left, choice, tl.dot(rounded, choice, acc))
+    return acc
+
+
+@triton.jit
+def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, FORM: tl.constexpr, ONE_TARGET: tl.constexpr):
+    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``; as in scores.
+
+    ``dtype`` is the history's.
+    """
     if ONE_TARGET:
         acc += ds
     elif FORM == WIDE:
         of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
-        acc = tl.dot(ds, of_head, acc, input_precision="ieee")
+        acc = _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=False)
     elif FORM == SLICED:
         of_head = (h[:, None] == (r % H)[None, :]).to(tl.float32)[None, :, :]
         shape: tl.constexpr = [ds.shape[0], h.shape[0], r.shape[0]]
-        acc = tl.dot(tl.broadcast_to(of_head, shape), ds, acc, input_precision="ieee")
-    else:
-        of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)[None, :, :]
-        acc += tl.expand_dims(tl.sum(of_head * ds, 1), 2)
+        of_head = tl.broadcast_to(of_head, shape)
+        acc = _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=True)
+    else:  # not by a product, which Triton could give to tensor cores, in tf32
+        of_head = ((r % H)[:, None] == h[None, :])[None, :, :]
+        acc += tl.expand_dims(tl.sum(tl.where(of_head, ds, 0.0), 1), 2)
     return acc
 
 
@@ -94,20 +120,15 @@ def add_heads(acc, ds, r, h, H: tl.constexpr, FORM: tl.constexpr, ONE_TARGET: tl
 def add_to_table(table, buckets, heads, dtype, FORM: tl.constexpr, BLOCK_B: tl.constexpr):
     """``table`` (``[BLOCK_B, BLOCK_H]``) plus the ``heads`` of rows in their ``buckets``.
 
-    Products of ``dtype``, the history's, take ``heads`` in two parts: rounded, and what is left.
+    ``heads`` are shaped as scores, ``buckets`` are those of the rows in a line; ``dtype`` is the
+    history's.
     """
     rows = heads
     if FORM != WIDE:
         rows = tl.permute(heads, (0, 2, 1)).reshape(buckets.shape[0], heads.shape[1])
-    is_bucket = tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]
-    of_bucket = tl.where(is_bucket, 1.0, 0.0)
-    if FORM == SCALAR:  # not by a product, which Triton would give to tensor cores, in tf32
-        table += tl.sum(tl.where(is_bucket[:, :, None], rows[None, :, :], 0.0), 1)
-    elif dtype == tl.float32:
-        table = tl.dot(of_bucket, rows, table, input_precision="tf32x3")
+    of_bucket = tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]
+    if FORM == SCALAR:  # not by a product, either
+        table += tl.sum(tl.where(of_bucket[:, :, None], rows[None, :, :], 0.0), 1)
     else:
-        rounded = rows.to(dtype)
-        left = (rows - rounded.to(tl.float32)).to(dtype)
-        table = tl.dot(of_bucket.to(dtype), rounded, table)
-        table = tl.dot(of_bucket.to(dtype), left, table)
+        table = _dot_choice(of_bucket.to(tl.float32), rows, table, dtype, CHOICE_FIRST=True)
     return table

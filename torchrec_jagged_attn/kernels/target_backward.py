@@ -277,7 +277,7 @@ def grad_history_kernel(
             acc_query = add_over_rows(acc_query, ds, x, FORM, PRECISION)
             grad_x = add_over_queries(grad_x, p, grad_out, FORM, PRECISION)
             grad_x = add_over_queries(grad_x, ds * scale, q, FORM, PRECISION)
-            heads = add_heads(heads, ds, r, h, H, FORM, ONE_TARGET)
+            heads = add_heads(heads, ds, r, h, x.dtype, H, FORM, ONE_TARGET)
         else:
             for r_start in range(0, count, BLOCK_R):
                 rows = r_start + r
@@ -298,7 +298,7 @@ def grad_history_kernel(
             )  # fmt: skip
                 grad_x = add_over_queries(grad_x, p, grad_out, FORM, PRECISION)
                 grad_x = add_over_queries(grad_x, ds * scale, q, FORM, PRECISION)
-                heads = add_heads(heads, ds, rows, h, H, FORM, ONE_TARGET)
+                heads = add_heads(heads, ds, rows, h, x.dtype, H, FORM, ONE_TARGET)
         tl.store(grad_history_ptr + x_rows * D + columns, grad_x, mask=x_mask)
         if grad_bias_ptr is not None:
             mask = visible & (heads_index < H)
