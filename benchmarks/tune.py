@@ -30,7 +30,7 @@ from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
 from torchrec_jagged_attn.testing import CASES, Case
 
 DIRECTIONS = ("forward", "backward")
-FORMS = {"wide": WIDE, "sliced": SLICED, "scalar": SCALAR}
+FORMS = {"wide": WIDE.value, "sliced": SLICED.value, "scalar": SCALAR.value}
 
 
 def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
@@ -67,12 +67,12 @@ def candidates(case: Case, direction: str, forms: list[str], chunks: list[int]) 
         elif form == "sliced":
             for warps, rows in itertools.product((1, 2, 4, 8), (16, 32)):
                 shape = {"SLICES": warps, "BLOCK_N": warps * rows, "num_warps": warps}
-                shape |= {"FORM": SLICED, "CHUNK": chunk, "NUM_STAGES": stages}
+                shape |= {"FORM": FORMS[form], "CHUNK": chunk, "NUM_STAGES": stages}
                 yield chosen | shape
         else:
             for block_n, warps in itertools.product((32, 64, 128), (4, 8)):
                 shape = {"SLICES": 1, "BLOCK_N": block_n, "num_warps": warps}
-                yield chosen | shape | {"FORM": WIDE, "CHUNK": chunk, "NUM_STAGES": stages}
+                yield chosen | shape | {"FORM": FORMS[form], "CHUNK": chunk, "NUM_STAGES": stages}
 
 
 def with_tiles(tiles: dict):
@@ -138,14 +138,13 @@ def main() -> None:
                 target_attention_kernel.SUITE.inputs(case, "cuda")
             )[direction]
             times = time_ms(case, direction, args.buckets, good)
-            names_of = {form.value: name for name, form in FORMS.items()}
+            names_of = {form: name for name, form in FORMS.items()}
             for at, (tiles, ms) in enumerate(zip(good, times, strict=True)):
-                form = getattr(tiles["FORM"], "value", tiles["FORM"])
                 rows.append(
                     {"case": case.name, "direction": direction, "chosen": at == 0, "ms": ms}
                     | {"of floor": cost.bytes / bandwidth * 1e3 / ms}
                     | tiles
-                    | {"FORM": names_of[form]}
+                    | {"FORM": names_of[tiles["FORM"]]}
                 )
             frame = pd.DataFrame(rows)
             of_case = frame[(frame["case"] == case.name) & (frame["direction"] == direction)]

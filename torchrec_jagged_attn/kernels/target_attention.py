@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from torchrec_jagged_attn.kernels.common import dot_precision, padded_width
+from torchrec_jagged_attn.kernels.launch import Launcher
 from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
 from torchrec_jagged_attn.kernels.target_backward import grad_history_kernel, grad_query_kernel
 from torchrec_jagged_attn.kernels.target_combine import (
@@ -29,6 +30,12 @@ from torchrec_jagged_attn.kernels.target_forward import forward_kernel
 from torchrec_jagged_attn.kernels.target_schedule import DENSE, JAGGED, SHARED
 
 __all__ = ["backward", "forward"]
+
+_forward = Launcher(forward_kernel)
+_combine_outputs = Launcher(combine_outputs_kernel)
+_grad_query = Launcher(grad_query_kernel)
+_grad_history = Launcher(grad_history_kernel)
+_combine_gradients = Launcher(combine_gradients_kernel)
 
 
 def forward(
@@ -56,19 +63,19 @@ def forward(
     room = call.rows_of_slot(tiles["BLOCK_R"])
     sums = stats.new_empty([num_slots, room, call.width])
     sums_stats = stats.new_empty([num_slots, 2, room])
-    forward_kernel[(num_slots + call.num_blocks(tiles["BLOCK_R"]),)](
-        *call.inputs, out, stats, sums, sums_stats, *call.offsets, *call.sizes, num_slots,
-        call.history_stride, scale, **call.constants, **tiles,
+    _forward(
+        (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
+        (
+            *call.inputs, out, stats, sums, sums_stats, *call.offsets, *call.sizes, num_slots,
+            call.history_stride, scale,
+        ),
+        call.constants | tiles,
     )  # fmt: skip
     if num_slots:
-        combine_outputs_kernel[call.combine_grid(num_slots)](
-            sums,
-            sums_stats,
-            out,
-            stats,
-            *call.offsets,
-            *call.sizes,
-            **call.combine_constants(tiles),
+        _combine_outputs(
+            call.combine_grid(num_slots),
+            (sums, sums_stats, out, stats, *call.offsets, *call.sizes),
+            call.combine_constants(tiles),
         )
     return out, stats
 
@@ -101,7 +108,7 @@ def backward(
     sums = stats.new_empty([num_slots, call.rows_of_slot(tiles["BLOCK_R"]), call.width])
     grad_out = grad_out.contiguous()
     sizes = (*call.sizes, num_slots, call.history_stride, scale)
-    constants = {**call.constants, **tiles}
+    constants = call.constants | tiles
 
     one_block = call.layout == JAGGED or call.rows <= tiles["BLOCK_R"]
     more_blocks = call.layout == JAGGED or call.rows > tiles["BLOCK_R"]
@@ -110,23 +117,34 @@ def backward(
 
     def launch_grad_history(one_block: bool) -> None:
         if num_programs:
-            grad_history_kernel[(num_programs,)](
-                grad_out, *call.inputs, out, stats, grad_query, delta,
-                grad_history, grad_bias, grad_tables, sums, *call.offsets, *sizes, **constants,
-                ONE_BLOCK=one_block, **call.head_constants(tiles),
+            _grad_history(
+                (num_programs,),
+                (
+                    grad_out, *call.inputs, out, stats, grad_query, delta,
+                    grad_history, grad_bias, grad_tables, sums, *call.offsets, *sizes,
+                ),
+                constants | call.head_constants(tiles) | {"ONE_BLOCK": one_block},
             )  # fmt: skip
 
     if one_block:
         launch_grad_history(one_block=True)
     if more_blocks and out.numel():
-        grad_query_kernel[(num_slots + call.num_blocks(tiles["BLOCK_R"]),)](
-            grad_out, *call.inputs, out, stats, grad_query, delta, sums, residuals,
-            *call.offsets, *sizes, **constants,
+        _grad_query(
+            (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
+            (
+                grad_out, *call.inputs, out, stats, grad_query, delta, sums, residuals,
+                *call.offsets, *sizes,
+            ),
+            constants,
         )  # fmt: skip
     if num_slots and out.numel():
-        combine_gradients_kernel[call.combine_grid(num_slots)](
-            sums, residuals, out, grad_query, delta, *call.offsets,
-            call.num_samples, call.num_targets, scale, **call.combine_constants(tiles),
+        _combine_gradients(
+            call.combine_grid(num_slots),
+            (
+                sums, residuals, out, grad_query, delta, *call.offsets,
+                call.num_samples, call.num_targets, scale,
+            ),
+            call.combine_constants(tiles),
         )  # fmt: skip
     if more_blocks:
         launch_grad_history(one_block=False)
@@ -180,7 +198,7 @@ class _Call:
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
         self.sizes = (self.num_samples, self.num_targets, self.total_rows)
         self.constants = {
-            "LAYOUT": self.layout,
+            "LAYOUT": self.layout.value,
             "H": self.num_heads,
             "D": self.width,
             "P": 0 if position_bias is None else position_bias.shape[0],
@@ -219,7 +237,7 @@ class _Call:
             block_n = max(16, min(64, (16384 if backward else 32768) // self.row_bytes))
             stages = 3 if self.row_bytes < 512 else 2
         return {
-            "FORM": form,
+            "FORM": form.value,
             "SLICES": slices,
             "BLOCK_R": block_r,
             "BLOCK_N": block_n,
