@@ -25,16 +25,15 @@ from torchrec_jagged_attn.testing import (
 CPU = torch.device("cpu")
 
 
-def assert_right(inputs, causal=False):
+def assert_right(inputs, causal=False, timestamps=None):
+    # Timestamps are no leaf, though they may be floating-point.
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
     assert_matches_oracle(
-        partial(jagged_flash_attention, causal=causal),
-        partial(flash_attention_oracle, causal=causal),
-        partial(flash_attention_plain, causal=causal),
-        inputs,
+        *(partial(function, causal=causal, timestamps=timestamps) for function in functions), inputs
     )
 
 
-def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32):
+def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False):
     """Random inputs, two query heads to one key head, for the given lengths."""
     generator = torch.Generator().manual_seed(0)
     q_lengths, kv_lengths = (torch.as_tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
@@ -42,13 +41,16 @@ def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32):
     def draw(*shape):
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    return {
+    inputs = {
         "q": draw(int(q_lengths.sum()), 2, 16),
         "k": draw(int(kv_lengths.sum()), 1, 16),
         "v": draw(int(kv_lengths.sum()), 1, 8),
         "q_offsets": offsets_of(q_lengths, torch.int64, device),
         "kv_offsets": offsets_of(kv_lengths, torch.int32, device),
     }
+    if bias:
+        inputs["bias"] = draw(int(kv_lengths.sum()), 2)
+    return inputs
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -74,6 +76,39 @@ def test_cross_attention_with_grouped_heads(name, causal, device):
     assert_right(inputs, causal)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_bias(name, causal, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    assert_right(make_flash_inputs(case, device, bias=True), causal)
+    if case.num_heads % 2 == 0:
+        grouped = make_flash_inputs(
+            case, device, cross=True, kv_heads=case.num_heads // 2, value_width=24, bias=True
+        )
+        assert_right(grouped, causal)
+
+
+TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("times", TIMES, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_recency(causal, times, dtype, device):
+    skip_unless_supported(Case("recency", 5, 300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([9, 2, 70, 0, 64, 1], [300, 0, 3, 5, 64, 1], device, dtype)
+    if causal:
+        inputs |= inputs_of([300, 0, 3, 5, 64, 1], [300, 0, 3, 5, 64, 1], device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+    timestamps = None
+    if times is not None:
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.exp(14 * torch.rand(373, generator=generator)).to(device, times)
+    assert_right(inputs, causal, timestamps)
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(
@@ -88,7 +123,7 @@ def test_cross_attention_with_grouped_heads(name, causal, device):
 def test_lengths_that_hurt(lengths, causal):
     q_lengths = [q_length for q_length, _ in lengths]
     kv_lengths = [kv_length for _, kv_length in lengths]
-    assert_right(inputs_of(q_lengths, kv_lengths, CPU, torch.float16), causal)
+    assert_right(inputs_of(q_lengths, kv_lengths, CPU, torch.float16, bias=True), causal)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +133,7 @@ def test_lengths_that_hurt(lengths, causal):
 )
 def test_edges(q_lengths, kv_lengths, device):
     for causal in (False, True):
-        assert_right(inputs_of(q_lengths, kv_lengths, device), causal)
+        assert_right(inputs_of(q_lengths, kv_lengths, device, bias=causal), causal)
 
 
 def test_more_programs_than_a_grid_dimension_holds(device):
@@ -123,20 +158,64 @@ def test_row_without_keys_gives_zeros(device):
     assert torch.all(results["q"][:5] == 0)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_bias_of_minus_infinity_hides_keys(device, causal):
+    inputs = inputs_of([3, 70, 5], [5, 150, 5], device, bias=True)
+    inputs["bias"][[1, 4]] = -torch.inf
+    inputs["bias"][5:80] = -torch.inf  # more than a whole tile before the first key that is seen
+    inputs["bias"][156:] = -torch.inf  # but one of the last sample's: its gradient is exactly zero
+    assert_right(inputs, causal)
+    inputs["bias"][:5] = -torch.inf
+    attend = partial(jagged_flash_attention, causal=causal)
+    results = outputs_and_gradients(attend, inputs, torch.randn(78, 2, 8, device=device))
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["out"][:3] == 0)
+    for name, first, last in (("k", 0, 5), ("v", 0, 5), ("bias", 0, 5), ("q", 73, 78)):
+        assert torch.all(results[name][first:last] == 0), name
+    assert torch.all(results["bias"][155:] == 0)
+
+
+def test_bias_shifts_nothing(device):
+    inputs = inputs_of([5, 70], [90, 3], device, bias=True)
+    grad_out = torch.randn(75, 2, 8, device=device)
+    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    inputs["bias"] = inputs["bias"] + 128  # exp(128) is past fp32
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-3, atol=1e-3)
+
+
+def test_tables_are_the_bias_of_their_rows(device):
+    """Positions and ages are those of keys, whichever queries there are."""
+    inputs = inputs_of([2, 40, 0, 3], [70, 5, 4, 0], device)
+    position_bias = torch.randn(30, 2, device=device)
+    lengths = inputs["kv_offsets"].diff().tolist()
+    positions = [n for length in lengths for n in range(length - 1, -1, -1)]
+    buckets = [min(((1 + n) ** 4).bit_length() - 1, 29) for n in positions]
+    expected = jagged_flash_attention(**inputs, bias=position_bias[buckets])
+    actual = jagged_flash_attention(**inputs, position_bias=position_bias)
+    assert torch.equal(actual, expected)
+    by_age = {"age_bias": position_bias, "timestamps": -torch.tensor(positions, device=device)}
+    assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
+
+
 def test_strided_inputs_and_gradients(device):
-    inputs = inputs_of([7, 0, 20], [3, 5, 0], device)
+    inputs = inputs_of([7, 0, 20], [3, 5, 0], device, bias=True)
     shape = (27, 2, 8)
     plain = outputs_and_gradients(jagged_flash_attention, inputs, torch.ones(shape, device=device))
-    strided = dict(inputs)
+    strided = {**inputs, "bias": inputs["bias"].T.contiguous().T}
     for name in "qkv":
         buffer = torch.full((40, 5, 37), torch.nan, device=device)
         rows, heads, width = inputs[name].shape
         buffer[5 : 5 + rows, 1 : 1 + heads, 3 : 3 + width] = inputs[name]
         strided[name] = buffer[5 : 5 + rows, 1 : 1 + heads, 3 : 3 + width]
+    packed = torch.cat([inputs["k"], inputs["v"]], 2)  # [ΣLk, 1, 24]
+    packed = {**inputs, "k": packed[..., :16], "v": packed[..., 16:]}
     stride_0 = torch.ones((), device=device).expand(shape)
-    results = outputs_and_gradients(jagged_flash_attention, strided, stride_0)
-    for name, expected in plain.items():
-        torch.testing.assert_close(results[name], expected)
+    for changed in (strided, packed):
+        results = outputs_and_gradients(jagged_flash_attention, changed, stride_0)
+        for name, expected in plain.items():
+            torch.testing.assert_close(results[name], expected)
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
@@ -144,11 +223,16 @@ def test_strided_inputs_and_gradients(device):
 def test_other_samples_never_matter(device, causal):
     attend = partial(jagged_flash_attention, causal=causal)
     lengths = {"q": [3, 0, 130, 17, 64], "kv": [5, 4, 70, 17, 64]}
-    inputs = inputs_of(lengths["q"], lengths["kv"], device)
+    inputs = inputs_of(lengths["q"], lengths["kv"], device, bias=True)
+    recency = {
+        "position_bias": torch.randn(20, 2, device=device),
+        "age_bias": torch.randn(40, 2, device=device),
+        "timestamps": torch.arange(160, device=device) ** 2,
+    }
     grad_out = torch.randn(inputs["q"].shape[0], 2, 8, device=device)
-    whole = outputs_and_gradients(attend, inputs, grad_out)
+    whole = outputs_and_gradients(attend, inputs | recency, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(attend, inputs, grad_out)
+    again = outputs_and_gradients(attend, inputs | recency, grad_out)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
     order = [4, 3, 1, 0]  # without sample 2, and in another order
@@ -158,19 +242,22 @@ def test_other_samples_never_matter(device, causal):
         bounds = inputs[f"{side}_offsets"].tolist()
         rows[side] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
         offsets[side] = offsets_of(torch.tensor(lengths[side])[order], torch.int64, device)
-        for name in names:
+        for name in names if side == "q" else ("k", "v", "bias"):
             poisoned[name][bounds[2] : bounds[3]] = torch.nan
     fewer = {
         "q": inputs["q"][rows["q"]],
         "k": inputs["k"][rows["kv"]],
         "v": inputs["v"][rows["kv"]],
+        "bias": inputs["bias"][rows["kv"]],
         "q_offsets": offsets["q"],
         "kv_offsets": offsets["kv"],
     }
-    results = outputs_and_gradients(attend, poisoned, grad_out)
-    permuted = outputs_and_gradients(attend, fewer, grad_out[rows["q"]])
-    for name in whole:
-        of = rows["kv" if name in ("k", "v") else "q"]
+    times = recency["timestamps"]
+    results = outputs_and_gradients(attend, poisoned | recency, grad_out)
+    recency["timestamps"] = times[rows["kv"]]
+    permuted = outputs_and_gradients(attend, fewer | recency, grad_out[rows["q"]])
+    for name in ("out", "q", "k", "v", "bias"):
+        of = rows["q" if name in ("out", "q") else "kv"]
         assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
         assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
 
@@ -188,8 +275,12 @@ def test_autocast_changes_nothing(device):
 def test_opcheck(device):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
     arguments = [inputs[name].requires_grad_() for name in "qkv"]
-    arguments += [inputs["q_offsets"], inputs["kv_offsets"], True, 0.25]
-    torch.library.opcheck(torch.ops.torchrec_jagged_attn.flash_attention.default, tuple(arguments))
+    arguments += [inputs["q_offsets"], inputs["kv_offsets"]]
+    biases = [torch.randn(size, 2, device=device, requires_grad=True) for size in (12, 3, 5)]
+    timestamps = torch.arange(12, device=device)
+    op = torch.ops.torchrec_jagged_attn.flash_attention.default
+    torch.library.opcheck(op, (*arguments, *biases, timestamps, True, 0.25))
+    torch.library.opcheck(op, (*arguments, None, None, None, None, False, 0.25))
 
 
 @pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
@@ -197,10 +288,16 @@ def test_opcheck(device):
 def test_gradcheck_of_the_reference(causal):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
+    leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5)]
     offsets = inputs["q_offsets"], inputs["kv_offsets"]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: jagged_flash_attention(q, k, v, *offsets, causal=causal), leaves
-    )
+
+    def attend(q, k, v, bias, position_bias, age_bias):
+        return jagged_flash_attention(
+            q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
+            timestamps=torch.arange(12), causal=causal,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(attend, leaves)
 
 
 def test_compiles_once_for_all_batches(device):
@@ -246,6 +343,8 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits():
         ({"k": torch.zeros(7, 2, 8).half()}, TypeError, "k must be torch.float32 as q is, got"),
         ({"v": torch.zeros(6, 2, 8)}, ValueError, r"v must have shape .* = \[7, 2, any\], got \[6"),
         ({"v": torch.zeros(7, 2, 513)}, NotImplementedError, "v must have a width of 1 to 512"),
+        ({"bias": torch.zeros(7, 1)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
+        ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
         ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
         ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),
         ({"kv_offsets": torch.tensor([0, 8, 7])}, ValueError, "kv_offsets must never decrease"),

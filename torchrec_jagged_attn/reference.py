@@ -271,6 +271,10 @@ def flash_attention(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -279,9 +283,13 @@ def flash_attention(
     Returns the output ``[ΣLq, H, Dv]``, and zeros for the statistics that the kernels keep.
     """
     out = q.new_zeros(*q.shape[:2], v.shape[2])
+    all_keys = _all_keys(k, kv_offsets)
+    buckets = all_keys.buckets(position_bias, age_bias, timestamps)
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
     for rows, keys in _flash_samples(q_offsets, kv_offsets):
         q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
-        p_HLK = _flash_weights(q_HLD, k_HLD, causal, scale)
+        bias_KH = None if bias_NH is None else bias_NH[keys]
+        p_HLK = _flash_weights(q_HLD, k_HLD, bias_KH, causal, scale)
         out[rows] = (p_HLK @ v_HLD).transpose(0, 1)
     return out, q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
 
@@ -293,24 +301,64 @@ def flash_attention_backward(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    grad_k: Tensor,
+    grad_v: Tensor,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``q``, ``k`` and ``v``."""
-    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (q, k, v))
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``q``, ``bias``, ``position_bias`` and ``age_bias``.
+
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``.
+    """
+    grad_q = q.new_zeros(q.shape)
+    all_keys = _all_keys(k, kv_offsets)
+    buckets = all_keys.buckets(position_bias, age_bias, timestamps)
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
+    grad_bias_NH = None if bias_NH is None else torch.zeros_like(bias_NH)
     for rows, keys in _flash_samples(q_offsets, kv_offsets):
         q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
         grad_out_HLD = _heads(grad_out[rows], q)
-        p_HLK = _flash_weights(q_HLD, k_HLD, causal, scale)
+        bias_KH = None if bias_NH is None else bias_NH[keys]
+        p_HLK = _flash_weights(q_HLD, k_HLD, bias_KH, causal, scale)
         dp_HLK = grad_out_HLD @ v_HLD.mT
-        ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True)) * scale
+        ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True))
+        if grad_bias_NH is not None:
+            grad_bias_NH[keys] = ds_HLK.sum(1).T
+        ds_HLK *= scale
         grad_q[rows] = (ds_HLK @ k_HLD).transpose(0, 1)
         for grad, grad_HKD in (
             (grad_k, ds_HLK.mT @ q_HLD),
             (grad_v, p_HLK.mT @ grad_out_HLD),
         ):
             grad[keys] = grad_HKD.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
-    return grad_q, grad_k, grad_v
+    grad_bias, grad_position, grad_age = (
+        _bias_gradient(grad_bias_NH, bucket, x)
+        for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
+    )
+    return grad_q, grad_bias, grad_position, grad_age
+
+
+def _all_keys(k: Tensor, kv_offsets: Tensor) -> _Slab:
+    """All key rows of the batch, for their biases."""
+    layout = JaggedLayout(kv_offsets, k.shape[0])
+    return _Slab(slice(0), 0, slice(None), kv_offsets, layout.sample_ids())
+
+
+def _bias_gradient(
+    grad_NH: Tensor | None, bucket: Tensor | None, x: Tensor | None
+) -> Tensor | None:
+    """Gradient of the bias ``x``: of the rows, or of a table that has a row for each bucket."""
+    if grad_NH is None or x is None:
+        return None
+    if bucket is not None:
+        grad_NH = grad_NH.new_zeros(x.shape, dtype=torch.float64).index_add_(
+            0, bucket, grad_NH.double()
+        )
+    return grad_NH.to(x.dtype)
 
 
 def _flash_samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -329,9 +377,13 @@ def _heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // len(x), 0)
 
 
-def _flash_weights(q_HLD: Tensor, k_HKD: Tensor, causal: bool, scale: float) -> Tensor:
+def _flash_weights(
+    q_HLD: Tensor, k_HKD: Tensor, bias_KH: Tensor | None, causal: bool, scale: float
+) -> Tensor:
     """``[H, Lq, Lk]`` softmax over the keys; zero where none is visible."""
     scores_HLK = q_HLD @ k_HKD.mT * scale
+    if bias_KH is not None:
+        scores_HLK += bias_KH.T.unsqueeze(1)
     if causal:
         num_rows, num_keys = scores_HLK.shape[1:]
         hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)

@@ -156,9 +156,10 @@ def make_flash_inputs(
     cross: bool = False,
     kv_heads: int | None = None,
     value_width: int | None = None,
+    bias: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Random ``q``, ``k``, ``v`` and their offsets of ``case``.
+    """Random ``q``, ``k``, ``v`` and their offsets of ``case``, and ``bias`` if asked for.
 
     ``cross`` draws other lengths for the keys (given as ``kv_offsets``) than for the queries.
     """
@@ -179,6 +180,8 @@ def make_flash_inputs(
     }
     if cross:
         inputs["kv_offsets"] = offsets_of(kv_lengths, case.index_dtype, device)
+    if bias:
+        inputs["bias"] = draw(int(kv_lengths.sum()), case.num_heads)
     return inputs
 
 
@@ -285,16 +288,22 @@ def flash_attention_oracle(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
     group = q.shape[1] // k.shape[1]
-    q_lengths = q_offsets.diff().tolist()
-    kv_lengths = q_lengths if kv_offsets is None else kv_offsets.diff().tolist()
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    q_lengths, kv_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
+    biases = [None] * len(q_lengths) if bias is None else bias.to(q.dtype).split(kv_lengths)
     outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
-    for q_LHD, k_LHD, v_LHD in zip(
-        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), strict=True
+    for q_LHD, k_LHD, v_LHD, bias_LH in zip(
+        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), biases, strict=True
     ):
         q_HLD = q_LHD.transpose(0, 1)
         k_HLD = k_LHD.repeat_interleave(group, 1).transpose(0, 1)
@@ -304,13 +313,14 @@ def flash_attention_oracle(
         hidden = num_rows if num_keys == 0 else max(-shift, 0) if causal else 0  # see no key
         out = q_HLD.new_zeros(q_HLD.shape[0], num_rows, v.shape[2])
         if hidden < num_rows:
-            mask = None
+            mask = q_HLD.new_zeros(q_HLD.shape[0], num_rows, num_keys)
+            if bias_LH is not None:
+                mask = mask + bias_LH.T.unsqueeze(1)
             if causal:
-                visible = torch.ones(num_rows, num_keys, device=q.device).tril(shift)[hidden:]
-                mask = torch.zeros_like(visible, dtype=q.dtype)
-                mask = mask.masked_fill(visible == 0, -torch.inf).expand(q_HLD.shape[0], -1, -1)
+                visible = torch.ones(num_rows, num_keys, device=q.device).tril(shift)
+                mask = mask.masked_fill(visible == 0, -torch.inf)
             seen = F.scaled_dot_product_attention(
-                q_HLD[:, hidden:], k_HLD, v_HLD, mask, scale=scale
+                q_HLD[:, hidden:], k_HLD, v_HLD, mask[:, hidden:], scale=scale
             )
             out = torch.cat([out[:, :hidden], seen], 1)
         outs.append(out.transpose(0, 1))
@@ -323,12 +333,17 @@ def flash_attention_plain(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
     group = q.shape[1] // k.shape[1]
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
     q_index, q_real = _padding(q_offsets, q.shape[0])
     kv_index, kv_real = _padding(kv_offsets, k.shape[0])
     q_BLHD = _pad(q, q_index)
@@ -340,6 +355,8 @@ def flash_attention_plain(
         shift = kv_offsets.diff() - q_offsets.diff()
         visible = visible & (keys <= rows[:, None] + shift[:, None, None]).unsqueeze(1)
     scores = torch.einsum("bihd,bjhd->bhij", q_BLHD, k_BLHD) * factor
+    if bias is not None:
+        scores = scores + _pad(bias, kv_index).transpose(1, 2).unsqueeze(2)
     out = torch.einsum("bhij,bjhd->bihd", _masked_softmax(scores, visible), v_BLHD)
     return out[q_real]
 

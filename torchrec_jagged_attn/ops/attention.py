@@ -108,7 +108,7 @@ def jagged_target_attention(
     check_shape(history, "history", "[N, D]", (None, width))
     check_same(query, "query", dtype=True, history=history)
     check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
-    check_biases(query, history.shape[0], bias, position_bias, age_bias, timestamps)
+    check_biases(query, "query", history.shape[0], bias, position_bias, age_bias, timestamps)
     if scale is None:
         scale = 1 / math.sqrt(width)
     out, _ = _target_attention(
@@ -194,16 +194,25 @@ def jagged_flash_attention(
     q_offsets: Tensor,
     kv_offsets: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
     r"""Multi-head attention within each sample of a jagged batch, self or cross.
 
-    For row :math:`i` of a sample's queries, over the rows :math:`j` of its keys and values,
+    For row :math:`i` of a sample's queries and head :math:`h`, over the rows :math:`j` of its keys
+    and values,
 
-    .. math:: out_i = \sum_j p_{ij} v_j, \qquad p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j)
+    .. math:: out_i = \sum_j p_{ij} v_j, \qquad
+              p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j + bias_{jh}
+              + P_{\beta(position_j), h} + A_{\beta(age_j), h})
 
-    A row that sees no key gives zeros. No padding is made, and the work follows the lengths.
+    A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
+    biases are those of :func:`jagged_target_attention`: they belong to a key row and a head, and
+    positions and ages are counted from the last key of the sample.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512.
@@ -214,6 +223,11 @@ def jagged_flash_attention(
             ``q_offsets[b + 1] - 1``.
         kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; by default
             ``q_offsets``.
+        bias: ``[ΣLk, H]``, any dtype that ``q`` may have, added to the scores of its key; ``-inf``
+            hides it.
+        position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
+        age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
+        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         scale: factor of the dot products; ``1/√D`` by default.
@@ -250,32 +264,40 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
+    check_biases(q, "q", k.shape[0], bias, position_bias, age_bias, timestamps)
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
-    out, _ = _flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)
+    out, _ = _flash_attention(
+        q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps, causal, scale
+    )
     return out
 
 
-def _flash_attention_forward(
+def flash_attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``."""
     check_offsets_values(q_offsets, q.shape[0], "q_offsets")
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
+    biases = (bias, position_bias, age_bias, timestamps)
     if implementation(q.device)[0] == "reference":
-        return reference.flash_attention(q, k, v, q_offsets, kv_offsets, causal, scale)
+        return reference.flash_attention(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
     with torch.cuda.device_of(q):
-        return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, causal, scale)
+        return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
 
 
 def _flash_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -292,27 +314,62 @@ def _flash_attention_backward(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
     causal: bool,
     scale: float,
     out: Tensor,
     stats: Tensor,
 ) -> list[Tensor]:
-    """Gradients of those of q, k and v that need one."""
+    """Gradients of those of q, k, v and the three biases that need one."""
+    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_q, *grads_of_biases = flash_attention_backward(
+        grad_out, q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
+        causal, scale, out, stats, grad_k, grad_v,
+    )  # fmt: skip
+    grads = (grad_q, grad_k, grad_v, None, None, *grads_of_biases, None, None, None)
+    return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    causal: bool,
+    scale: float,
+    out: Tensor,
+    stats: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q and the three biases; those of k and v are written into the last two.
+
+    The rows of ``grad_k`` and ``grad_v`` may be apart, as in two halves of one tensor.
+    """
+    biases = (bias, position_bias, age_bias, timestamps)
     if implementation(q.device)[0] == "reference":
-        grads = reference.flash_attention_backward(
-            grad_out, q, k, v, q_offsets, kv_offsets, causal, scale
+        return reference.flash_attention_backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale
         )
-    else:
-        with torch.cuda.device_of(q):
-            grads = flash_kernels.backward(
-                grad_out, q, k, v, q_offsets, kv_offsets, out, stats, causal, scale
-            )
-    return [grad for grad, need in zip(grads, needs_grad[:3], strict=True) if need]
+    with torch.cuda.device_of(q):
+        return flash_kernels.backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, *biases,
+            out, stats, grad_k, grad_v, causal, scale,
+        )  # fmt: skip
 
 
 _flash_attention = register_op(
     "flash_attention",
-    forward=_flash_attention_forward,
+    forward=flash_attention_forward,
     fake=_flash_attention_fake,
     backward=_flash_attention_backward,
 )

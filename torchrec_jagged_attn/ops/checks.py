@@ -75,16 +75,17 @@ def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:
 
 def check_biases(
     query: Tensor,
+    query_name: str,
     num_rows: int,
     bias: Tensor | None,
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
 ) -> None:
-    """The biases that ``jagged_target_attention`` may add to the scores of ``query``'s heads."""
+    """The biases of ``num_rows`` key rows that may be added to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
     check_same(
-        query, "query", dtype=False,
+        query, query_name, dtype=False,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
     )  # fmt: skip
     if bias is not None:
