@@ -26,7 +26,7 @@ def row_buckets(
 ):
     """Buckets of position and age of the rows ``n`` of ``sample``."""
     last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
-    of_position = recency_bucket(last - n, P)
+    of_position = recency_bucket((last - n).to(tl.int32), P)
     of_age = of_position
     if A > 0:
         time = tl.load(timestamps_ptr + n, mask=visible, other=0)
@@ -58,16 +58,17 @@ def load_bias(
     Zero for the query rows from ``count`` on: they have no maximum to keep it from overflowing.
     """
     mask = visible & (r < count)
+    head = (r % H).to(tl.int32)
     bias = 0.0
     if bias_ptr is not None:
-        bias += tl.load(bias_ptr + n * H + r % H, mask=mask, other=0.0).to(tl.float32)
+        bias += tl.load(bias_ptr + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:
         of_position, of_age = row_buckets(n, visible, offsets_ptr, timestamps_ptr, sample, P, A)
         if P > 0:
-            ptrs = position_bias_ptr + of_position * H + r % H
+            ptrs = position_bias_ptr + of_position * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if A > 0:
-            ptrs = age_bias_ptr + of_age * H + r % H
+            ptrs = age_bias_ptr + of_age * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     return bias
 

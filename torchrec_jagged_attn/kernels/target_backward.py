@@ -147,7 +147,7 @@ def grad_query_kernel(
     residual = zeros_by_query(BLOCK_R, SLICES, FORM)  # Σ ds: zero, but for the rounding of out
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = start + index
-        visible = n < end
+        visible = index < (end - start).to(tl.int32)
         x_ptrs = history_ptr + row_index(n, FORM) * history_stride + columns
         x = tl.load(x_ptrs, mask=row_index(visible, FORM) & (columns < D), other=0.0)
         bias = load_bias(
@@ -259,7 +259,7 @@ def grad_history_kernel(
         grad_age_bias = tl.zeros([BLOCK_A, BLOCK_H], tl.float32)
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = start + index
-        visible = n < end
+        visible = index < (end - start).to(tl.int32)
         x_rows = row_index(n, FORM)
         x_mask = row_index(visible, FORM) & (columns < D)
         x = tl.load(history_ptr + x_rows * history_stride + columns, mask=x_mask, other=0.0)

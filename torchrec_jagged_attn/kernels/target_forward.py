@@ -93,7 +93,7 @@ def forward_kernel(
     maximum = total - float("inf")
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = start + index
-        visible = n < end
+        visible = index < (end - start).to(tl.int32)
         x_ptrs = history_ptr + row_index(n, FORM) * history_stride + columns
         x = tl.load(x_ptrs, mask=row_index(visible, FORM) & (columns < D), other=0.0)
         bias = load_bias(
