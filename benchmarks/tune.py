@@ -65,10 +65,10 @@ def candidates(case: Case, direction: str, forms: list[str], chunks: list[int]) 
                 shape |= {"COLUMNS": min(columns, chosen["BLOCK_D"])}
                 yield chosen | shape | {"CHUNK": chunk, "NUM_STAGES": stages}
         elif form == "sliced":
-            for warps, rows in itertools.product((1, 2, 4, 8), (16, 32)):
+            for warps, rows, registers in itertools.product((1, 2, 4), (16, 32), (128, 168)):
                 shape = {"SLICES": warps, "BLOCK_N": warps * rows, "num_warps": warps}
                 shape |= {"FORM": FORMS[form], "CHUNK": chunk, "NUM_STAGES": stages}
-                yield chosen | shape
+                yield chosen | shape | {"maxnreg": registers}
         else:
             for block_n, warps in itertools.product((32, 64, 128), (4, 8)):
                 shape = {"SLICES": 1, "BLOCK_N": block_n, "num_warps": warps}
