@@ -30,6 +30,12 @@ SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 NOW = 1_700_000_000  # seconds since 1970
 
 
+@pytest.fixture(params=["absorbed", "explicit"])
+def road(request):
+    """How keys and values are taken, as an option of the module."""
+    return {"keys_and_values": request.param}
+
+
 def make_inputs(
     module,
     lengths,
@@ -153,10 +159,10 @@ def module_of_case(case, **options):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", SMALL_CASES)
-def test_is_multihead_attention(name, bias, device):
+def test_is_multihead_attention(name, bias, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, bias=bias, recency_bias=False)
+    module = module_of_case(case, bias=bias, recency_bias=False, **road)
     targets = None if case.num_targets == 1 else case.num_targets
     assert_right(module, inputs_of_case(module, case, device, targets))
 
@@ -164,7 +170,7 @@ def test_is_multihead_attention(name, bias, device):
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("embed_dim", [32, 128])
-def test_history_of_another_width(name, bias, embed_dim, device):
+def test_history_of_another_width(name, bias, embed_dim, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
     module = JaggedTargetAttention(
@@ -174,26 +180,39 @@ def test_history_of_another_width(name, bias, embed_dim, device):
         bias=bias,
         recency_bias=False,
         device="meta",
+        **road,
     )
     assert_right(module, inputs_of_case(module, case, device, case.num_targets))
 
 
+@pytest.mark.parametrize("num_targets", [1, 2, 15, 16, 17, 33, 64, 70])
+def test_any_number_of_targets(num_targets, road, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta", **road)
+    lengths = [40, 0, 30, 1, 20]
+    inputs = make_inputs(module, lengths, device, torch.float16, targets=num_targets)
+    timestamps = torch.arange(91, device=device) ** 2
+    assert_right(module, inputs, timestamps=timestamps)
+    counts = [num_targets, 3, 0, 1, 9]
+    inputs = make_inputs(module, lengths, device, torch.float16, targets=counts)
+    assert_right(module, inputs, timestamps=timestamps)
+
+
 @pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
-def test_jagged_targets(name, recency_bias, device):
+def test_jagged_targets(name, recency_bias, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, recency_bias=recency_bias)
+    module = module_of_case(case, recency_bias=recency_bias, **road)
     targets = jagged_lengths(case.batch_size, 20, "edges", torch.Generator().manual_seed(1))
     assert (targets == 0).any()
     assert_right(module, inputs_of_case(module, case, device, targets))
 
 
 @pytest.mark.parametrize("name", SMALL_CASES)
-def test_bias_by_position(name, device):
+def test_bias_by_position(name, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case)
+    module = module_of_case(case, **road)
     targets = None if case.num_targets == 1 else case.num_targets
     assert_right(module, inputs_of_case(module, case, device, targets))
 
@@ -210,10 +229,10 @@ def test_bias_by_position(name, device):
         "all-equal",
     ],
 )
-def test_bias_by_age(name, times, device):
+def test_bias_by_age(name, times, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, age_bias=True)
+    module = module_of_case(case, age_bias=True, **road)
     inputs = inputs_of_case(module, case, device, case.num_targets)
     generator = torch.Generator().manual_seed(2)
     ages = 2 ** (40 * torch.rand(len(inputs["history"]), generator=generator, dtype=torch.float64))
@@ -232,8 +251,8 @@ def test_bias_by_age(name, times, device):
 
 @pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], ids=str)
-def test_edges(lengths, targets, device):
-    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta")
+def test_edges(lengths, targets, road, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta", **road)
     if targets == "jagged":
         targets = [b % 3 for b in range(len(lengths))]
     inputs = make_inputs(module, lengths, device, targets=targets)
@@ -242,8 +261,8 @@ def test_edges(lengths, targets, device):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_empty_history_gives_the_output_projection_of_zero(bias, device):
-    module = JaggedTargetAttention(16, 2, bias=bias).to(device)
+def test_empty_history_gives_the_output_projection_of_zero(bias, road, device):
+    module = JaggedTargetAttention(16, 2, bias=bias, **road).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
@@ -262,8 +281,10 @@ def test_empty_history_gives_the_output_projection_of_zero(bias, device):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("history_dim", [16, 20])
-def test_state_dict_moves_both_ways(history_dim, bias):
-    module = JaggedTargetAttention(16, 2, history_dim=history_dim, bias=bias, recency_bias=False)
+def test_state_dict_moves_both_ways(history_dim, bias, road):
+    module = JaggedTargetAttention(
+        16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **road
+    )
     mha = nn.MultiheadAttention(
         16, 2, bias=bias, kdim=history_dim, vdim=history_dim, batch_first=True
     )
@@ -302,10 +323,12 @@ def attend_by_sample_in(dtype):
 @pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
 @pytest.mark.parametrize("target_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("history_dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_history_with_fp32_weights(history_dtype, target_dtype, targets, recency_bias, device):
+def test_half_history_with_fp32_weights(
+    history_dtype, target_dtype, targets, recency_bias, road, device
+):
     case = CASES["fp16-64" if history_dtype == torch.float16 else "bf16-96"]
     skip_unless_supported(case, device)
-    module = module_of_case(case, recency_bias=recency_bias)
+    module = module_of_case(case, recency_bias=recency_bias, **road)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
     inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
@@ -314,10 +337,10 @@ def test_half_history_with_fp32_weights(history_dtype, target_dtype, targets, re
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fp32_history_with_half_weights(dtype, device):
+def test_fp32_history_with_half_weights(dtype, road, device):
     case = CASES["fp16-64" if dtype == torch.float16 else "bf16-96"]
     skip_unless_supported(case, device)
-    module = module_of_case(case)
+    module = module_of_case(case, **road)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype)
     inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}
     inputs["history"] = inputs["history"].float()
@@ -334,8 +357,8 @@ def test_fp32_history_with_half_weights(dtype, device):
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_autocast(device, dtype, targets, recency_bias):
-    module = module_of_case(CASES["wide-20"], recency_bias=recency_bias)
+def test_autocast(device, dtype, targets, recency_bias, road):
+    module = module_of_case(CASES["wide-20"], recency_bias=recency_bias, **road)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
 
     def autocast(function):
@@ -433,8 +456,8 @@ def test_lookups_of_a_collection_train_its_table():
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_all_ways_to_write_a_jagged_tensor(index_dtype, device):
-    module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
+def test_all_ways_to_write_a_jagged_tensor(index_dtype, road, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, **road).to(device)
     lengths = torch.tensor([3, 0, 9], device=device, dtype=index_dtype)
     offsets = torch.tensor([0, 3, 3, 12], device=device, dtype=index_dtype)
     times = torch.arange(12, device=device) ** 2
@@ -584,6 +607,8 @@ OPTIONS = {
     "another-width": {"history_dim": 20},
     "half-without-bias": {"bias": False, "dtype": torch.bfloat16},
     "no-recency": {"recency_bias": False},
+    "explicit": {"age_bias": True, "keys_and_values": "explicit"},
+    "explicit-another-width": {"history_dim": 20, "keys_and_values": "explicit"},
 }
 
 
@@ -651,7 +676,9 @@ def test_copies_compute_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-@pytest.mark.parametrize("name", ["ages", "another-width", "no-recency"])
+@pytest.mark.parametrize(
+    "name", ["ages", "another-width", "no-recency", "explicit", "explicit-another-width"]
+)
 def test_compiles_once_for_all_batches(name, jagged, device):
     torch._dynamo.reset()
     module = JaggedTargetAttention(16, 2, **OPTIONS[name]).to(device)
@@ -685,6 +712,72 @@ def test_compiles_under_autocast():
     torch.testing.assert_close(*results)
 
 
+MANY = 60  # targets per sample of a module of 8 heads: explicit keys and values are the cheaper
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("history_dim", [64, 48])
+def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device):
+    """To the bit what that option gives, and few targets what the other gives."""
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randn(40, history_dim, generator=generator).to(device)
+    history = JaggedTensor(history, lengths=torch.tensor([30, 0, 10], device=device))
+    results = {}
+    for option in ("auto", "absorbed", "explicit"):
+        torch.manual_seed(0)
+        module = JaggedTargetAttention(
+            64, 8, history_dim=history_dim, keys_and_values=option
+        ).to(device)  # fmt: skip
+        for num_targets in (2, MANY):
+            target = torch.randn(3 * num_targets, 64, generator=generator.manual_seed(1)).to(device)
+            if jagged:
+                lengths = torch.tensor([1, 3, 3 * num_targets - 4], device=device)
+                target = JaggedTensor(target, lengths=lengths)
+            else:
+                target = target.view(3, num_targets, 64)
+            module.zero_grad()
+            out = module(target, history)
+            out.square().sum().backward()
+            gradients = [parameter.grad for parameter in module.parameters()]
+            results[option, num_targets] = [out, *gradients]
+    for num_targets, option, other in (
+        (2, "absorbed", "explicit"),
+        (MANY, "explicit", "absorbed"),
+    ):
+        chosen = results["auto", num_targets]
+        assert all(map(torch.equal, chosen, results[option, num_targets]))
+        assert not all(map(torch.equal, chosen, results[other, num_targets]))
+
+
+def test_one_head_never_takes_explicit_keys_and_values():
+    """It would save no arithmetic."""
+    history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
+    target = torch.randn(1, 5000, 16)
+    module = JaggedTargetAttention(16, 1)
+    expected = module(target, history)
+    module.keys_and_values = "absorbed"
+    assert torch.equal(module(target, history), expected)
+
+
+def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(64, 8).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, counts in (([9, 0, 2], [5, 7, 8]), ([7, 5, 1, 0], [2 * MANY, MANY, 0, MANY + 1])):
+        _, history = example(module, lengths, device)
+        target = torch.randn(sum(counts), 64, device=device)
+        target = JaggedTensor(target, lengths=torch.tensor(counts, device=device))
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            out = run(target, history)
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
 def test_stays_whole_under_dynamic_quantization():
     """Of linear layers, which would take the weight that the op reads out of ``out_proj``."""
     module = JaggedTargetAttention(16, 2)
@@ -699,7 +792,9 @@ def test_stays_whole_under_dynamic_quantization():
 OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
 
 
-def op_arguments(device=CPU, *, jagged=False, history_dtype=torch.float32, history_dim=16):
+def op_arguments(
+    device=CPU, *, jagged=False, history_dtype=torch.float32, history_dim=16, keys_and_values="auto"
+):
     """All arguments of the op, by name; the floating-point ones need a gradient."""
     generator = torch.Generator().manual_seed(0)
 
@@ -726,6 +821,7 @@ def op_arguments(device=CPU, *, jagged=False, history_dtype=torch.float32, histo
         "timestamps": torch.arange(8, device=device),
         "num_heads": 2,
         "dtype": torch.float32,
+        "keys_and_values": keys_and_values,
     }
 
 
@@ -734,13 +830,13 @@ def op_arguments(device=CPU, *, jagged=False, history_dtype=torch.float32, histo
     [{}, {"jagged": True}, {"history_dim": 20}, {"history_dtype": torch.float16}],
     ids=str,
 )
-def test_opcheck(options, device):
-    torch.library.opcheck(OP, tuple(op_arguments(device, **options).values()))
+def test_opcheck(options, road, device):
+    torch.library.opcheck(OP, tuple(op_arguments(device, **options, **road).values()))
 
 
 @pytest.mark.parametrize("history_dim", [16, 20])
-def test_gradients_are_those_asked_for(history_dim, device):
-    arguments = op_arguments(device, history_dim=history_dim)
+def test_gradients_are_those_asked_for(history_dim, road, device):
+    arguments = op_arguments(device, history_dim=history_dim, **road)
     leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
     grad_out = torch.randn_like(arguments["target"])
     OP(*arguments.values())[0].backward(grad_out)
@@ -751,8 +847,8 @@ def test_gradients_are_those_asked_for(history_dim, device):
         assert torch.equal(alone[name].grad, arguments[name].grad), name
 
 
-def test_is_one_node_of_autograd():
-    module = JaggedTargetAttention(16, 2, age_bias=True)
+def test_is_one_node_of_autograd(road):
+    module = JaggedTargetAttention(16, 2, age_bias=True, **road)
     target, history, timestamps = example(module, [5, 0, 40])
     out = module(target.requires_grad_(), history, timestamps)
     nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
@@ -766,9 +862,9 @@ def test_is_one_node_of_autograd():
 
 
 @pytest.fixture(params=[False, True], ids=["dense", "jagged"])
-def run_on_cuda(request):
+def run_on_cuda(request, road):
     """Computes an output and all gradients; long enough for the sums of large embedding tables."""
-    module = JaggedTargetAttention(16, 2, age_bias=True).to("cuda")
+    module = JaggedTargetAttention(16, 2, age_bias=True, **road).to("cuda")
     target, history, times = example(module, [2000, 0, 3, 5000], "cuda", jagged=request.param)
 
     def run():
@@ -800,8 +896,8 @@ def test_repeats_are_equal_to_the_bit(run_on_cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-def test_cuda_graph_replays_with_other_lengths(jagged):
-    arguments = op_arguments("cuda", jagged=jagged)
+def test_cuda_graph_replays_with_other_lengths(jagged, road):
+    arguments = op_arguments("cuda", jagged=jagged, **road)
     leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
     grad_out = torch.randn_like(arguments["target"])
 
@@ -871,6 +967,16 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ({"num_heads": 0}, ValueError, "num_heads must divide embed_dim 8, got 0"),
         ({"embed_dim": 0}, ValueError, "num_heads must divide embed_dim 0, got 2"),
         ({"init": "alibi"}, ValueError, "init must be 'recency' or 'mha', got 'alibi'"),
+        (
+            {"keys_and_values": "both"},
+            ValueError,
+            "keys_and_values must be 'auto', 'absorbed' or 'explicit', got 'both'",
+        ),
+        (
+            {"embed_dim": 1026, "keys_and_values": "explicit", "history_dim": 8},
+            NotImplementedError,
+            "embed_dim / num_heads must have a width of 1 to 512, got 513",
+        ),
         ({"history_dim": 513}, NotImplementedError, "history_dim must have a width of 1 to 512"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -362,13 +362,11 @@ def _bias_gradient(
 
 
 def _flash_samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows of the queries, and of the keys, of each sample."""
+    """Rows of the queries, and of the keys, of each sample that has keys."""
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    return zip(
-        itertools.starmap(slice, itertools.pairwise(q_bounds)),
-        itertools.starmap(slice, itertools.pairwise(kv_bounds)),
-        strict=True,
-    )
+    for rows, keys in zip(itertools.pairwise(q_bounds), itertools.pairwise(kv_bounds), strict=True):
+        if keys[0] < keys[1]:
+            yield slice(*rows), slice(*keys)
 
 
 def _heads(x: Tensor, q: Tensor) -> Tensor:
@@ -388,5 +386,7 @@ def _flash_weights(
         num_rows, num_keys = scores_HLK.shape[1:]
         hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
         scores_HLK.masked_fill_(hidden, -torch.inf)
-    lse_HL = torch.logsumexp(scores_HLK, -1, keepdim=True)
-    return torch.exp(scores_HLK - lse_HL.masked_fill(lse_HL == -torch.inf, 0))
+    largest_HL = scores_HLK.amax(-1, keepdim=True)
+    largest_HL.clamp_(min=torch.finfo(scores_HLK.dtype).min)
+    p_HLK = scores_HLK.sub_(largest_HL).exp_()
+    return p_HLK.div_(p_HLK.sum(-1, keepdim=True).clamp_(min=1))

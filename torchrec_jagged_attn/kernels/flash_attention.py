@@ -329,7 +329,8 @@ def _grad_kv_kernel(
         first = tl.maximum(first, (start - shift) // BLOCK_M * BLOCK_M)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for head in range(kv_head * (H // HK), (kv_head + 1) * (H // HK)):
+    for member in range(0, H // HK):
+        head = kv_head * (H // HK) + member
         bias, seen = _key_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
             kv_begin, j, num_keys, head, H, P, A, BIASED,
@@ -479,6 +480,8 @@ def _constants(
     row_bytes = max(block_d, block_dv) * q.element_size()
     precision = dot_precision(q.dtype)
     block = tile_rows(row_bytes, precision, registers=8192)
+    if precision == "ieee":
+        block = min(block, 32)  # scores of larger ones spill
     return {
         "H": q.shape[1],
         "HK": k.shape[1],

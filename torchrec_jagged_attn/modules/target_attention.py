@@ -99,13 +99,15 @@ class JaggedTargetAttention(nn.Module):
     The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads, kdim=history_dim,
     vdim=history_dim)`` on each sample for itself, with the same parameter names and shapes; plus,
     unless ``recency_bias=False``, a learned bias by position in the history (see
-    :class:`RecencyBias`). No key and no value is ever made: the projections move to the target's
-    side, where rows are few,
+    :class:`RecencyBias`). Where targets are few, no key and no value is made: the projections are
+    absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
 
-    and softmax drops the constant. The attention of a sample with an empty history is zero, so
+    and softmax drops the constant. With ``H`` heads that is ``H`` times the arithmetic for each
+    pair of a target and a row, so that many targets are better served by explicit keys and values,
+    made once for each row. The attention of a sample with an empty history is zero, so
     that its output is the bias of ``out_proj``.
 
     Args:
@@ -118,13 +120,17 @@ class JaggedTargetAttention(nn.Module):
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
             alone but for small random scores: value and output projections at the identity, where
             ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
+        keys_and_values: ``"absorbed"``, ``"explicit"``, or ``"auto"`` for what should take less
+            time with so many targets per sample (of jagged targets, in the mean). It chooses by
+            shapes alone; results differ by rounding.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``age_bias`` without
-            ``recency_bias``, or an unknown ``init``.
-        NotImplementedError: ``history_dim`` is over 512.
+            ``recency_bias``, or an unknown ``init`` or ``keys_and_values``.
+        NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
+            and values, is over 512.
 
     Example:
         >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
@@ -143,6 +149,7 @@ class JaggedTargetAttention(nn.Module):
         recency_bias: bool = True,
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
+        keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -153,12 +160,19 @@ class JaggedTargetAttention(nn.Module):
             raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
         if init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {init!r}")
+        if keys_and_values not in ("auto", "absorbed", "explicit"):
+            raise ValueError(
+                f"keys_and_values must be 'auto', 'absorbed' or 'explicit', got {keys_and_values!r}"
+            )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.history_dim = embed_dim if history_dim is None else history_dim
         check_width(self.history_dim, "history_dim")
+        if keys_and_values == "explicit":
+            check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
+        self.keys_and_values = keys_and_values
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -257,6 +271,7 @@ class JaggedTargetAttention(nn.Module):
             timestamps,
             self.num_heads,
             dtype,
+            self.keys_and_values,
         )[0]
 
     def _check(
@@ -307,5 +322,6 @@ class JaggedTargetAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
-            f"history_dim={self.history_dim}, init={self.init!r}"
+            f"history_dim={self.history_dim}, init={self.init!r}, "
+            f"keys_and_values={self.keys_and_values!r}"
         )

@@ -1,7 +1,8 @@
 """What ``JaggedTargetAttention`` computes, projections included: one op with one gradient.
 
 With ``R`` targets in all, ``[R, E]``, history rows of width ``D``, and ``W_K,h`` ``[E / H, D]`` the
-rows of ``W_K`` that belong to head ``h``:
+rows of ``W_K`` that belong to head ``h``, the projections of keys and values are absorbed on the
+targets' side:
 
     q = target · W_Qᵀ + b_Q                   [R, E]
     u_h = q_h · W_K,h                         [R, D]      what history rows are compared with
@@ -13,6 +14,17 @@ Forward is two products before the attention and two after it; backward eight, w
 place in the gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(E + D) FLOPs a
 target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·E·H·D, which is no less from two
 heads on where D = E, and the product ``M`` besides.
+
+Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
+head attends over its own E / H columns of them. Backward makes them again, so that a layer keeps
+nothing of that size. With ``T`` targets per sample, each history row then takes
+
+                absorbed          explicit
+    forward     4·T·H·D           4·T·E + 4·D·E             FLOPs
+    backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
+    together    3·D               4·D + 16·E                elements moved
+
+so that from some number of targets on explicit ones pay off, if H·D is more than E.
 """
 
 from __future__ import annotations
@@ -26,6 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.ops.attention import (
+    flash_attention_backward,
+    flash_attention_forward,
     target_attention_backward,
     target_attention_fake,
     target_attention_forward,
@@ -33,6 +47,10 @@ from torchrec_jagged_attn.ops.attention import (
 from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["multi_head_target_attention"]
+
+# How many FLOPs take as long as moving an element does. Estimated for 16-bit rows on an H200:
+# attention at 250 TFLOP/s, memory at 4 TB/s.
+FLOPS_PER_ELEMENT = 128
 
 
 def _forward(
@@ -51,6 +69,7 @@ def _forward(
     timestamps: Tensor | None,
     num_heads: int,
     dtype: torch.dtype,
+    keys_and_values: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, and what its gradient needs.
 
@@ -69,34 +88,49 @@ def _forward(
         age_bias: see there.
         timestamps: see there.
         num_heads: ``H``.
-        dtype: what projections are computed in, whatever dtypes their inputs have.
+        dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
+            keys and values in that of ``history``.
+        keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
 
     Returns:
         The output, shaped as ``target`` and in ``dtype``; then what its gradient needs: ``q``
-        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``; the
+        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, which
+        explicit keys and values leave unused, or without a row (see :func:`_num_absorbed`); the
         statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones for targets with a
         history, zeros for others (no element without ``in_bias``).
     """
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
-    head_dim = w_k.shape[1]
     b_q = b_v = None
     if in_bias is not None:
         b_q, _, b_v = in_bias.to(dtype).chunk(3)
     q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype), w_q, b_q)
-    q = q.view(-1, num_heads, head_dim)
-    u = _multiply(q, w_k).to(history.dtype)
-    pooled, stats = target_attention_forward(
-        u.view(_query_shape(target, query_offsets, num_heads, history.shape[1])),
-        history, offsets, query_offsets,
-        None, position_bias, age_bias, timestamps, 1 / math.sqrt(head_dim),
-    )  # fmt: skip
-    pooled = pooled.view(u.shape)
-    values = _multiply(pooled.to(dtype), w_v.mT).view(-1, target.shape[-1])
-    filled = values.new_empty(0)
+    q = q.view(-1, num_heads, w_k.shape[1])
+    filled = q.new_empty(0)
     if b_v is not None:
         filled = _filled(target, offsets, query_offsets, dtype)
-        values.addcmul_(filled.unsqueeze(1), b_v)
+    biases = (None, position_bias, age_bias, timestamps)
+    scale = 1 / math.sqrt(q.shape[2])
+    shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
+    if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
+        k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
+        values, stats = flash_attention_forward(
+            q.to(history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
+            *biases, False, scale,
+        )  # fmt: skip
+        values = values.to(dtype).view(-1, target.shape[-1])
+        stats = stats.view(2, *shape[:-1])
+        rows = _num_absorbed(keys_and_values, target, history, offsets, query_offsets, num_heads)
+        u, pooled = (history.new_empty(rows, *shape[-2:]) for _ in range(2))
+    else:
+        u = _multiply(q, w_k).to(history.dtype)
+        pooled, stats = target_attention_forward(
+            u.view(shape), history, offsets, query_offsets, *biases, scale
+        )
+        pooled = pooled.view(u.shape)
+        values = _multiply(pooled.to(dtype), w_v.mT).view(-1, target.shape[-1])
+        if b_v is not None:
+            values.addcmul_(filled.unsqueeze(1), b_v)
     out = F.linear(values, out_weight.to(dtype), None if out_bias is None else out_bias.to(dtype))
     return out.view(target.shape), q, u, pooled, stats, values, filled
 
@@ -112,15 +146,18 @@ def _fake(
     in_bias: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_heads, dtype = others[-2:]
+    num_heads, dtype, keys_and_values = others[-3:]
     width, rows = target.shape[-1], math.prod(target.shape[:-1])
     q = target.new_empty(rows, num_heads, width // num_heads, dtype=dtype)
-    u = history.new_empty(rows, num_heads, history.shape[1])
-    query = u.view(_query_shape(target, query_offsets, *u.shape[1:]))
-    pooled, stats = target_attention_fake(query, history, offsets, query_offsets)
+    shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
+    _, stats = target_attention_fake(history.new_empty(shape), history, offsets, query_offsets)
+    rows_absorbed = _num_absorbed(
+        keys_and_values, target, history, offsets, query_offsets, num_heads
+    )
+    u, pooled = (history.new_empty(rows_absorbed, *shape[-2:]) for _ in range(2))
     values = q.new_empty(rows, width)
     filled = q.new_empty(0 if in_bias is None else rows)
-    return q.new_empty(target.shape), q, u, pooled.view(u.shape), stats, values, filled
+    return q.new_empty(target.shape), q, u, pooled, stats, values, filled
 
 
 def _backward(
@@ -141,6 +178,7 @@ def _backward(
     timestamps: Tensor | None,
     num_heads: int,
     dtype: torch.dtype,
+    keys_and_values: str,
     out: Tensor,
     q: Tensor,
     u: Tensor,
@@ -154,36 +192,60 @@ def _backward(
     needs_out_weight, needs_out_bias, needs_position, needs_age = needs_grad[8:12]
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
-    shape = _query_shape(target, query_offsets, *u.shape[1:])
+    grad_weights = [weight.new_empty(weight.shape, dtype=dtype) for weight in weights]
+    grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, num_heads, dtype)
 
     grad_out = grad_out.reshape(values.shape)
     grad_values = grad_out @ out_weight.to(dtype)
     grad_values_by_head = grad_values.view(q.shape)
-    grad_pooled = _multiply(grad_values_by_head, w_v).to(history.dtype)
-    grad_u, *grads_of_attention = target_attention_backward(
-        grad_pooled.view(shape),
-        (True, needs_history, False, False, False, needs_position, needs_age, False, False),
-        u.view(shape), history, offsets, query_offsets,
-        None, position_bias, age_bias, timestamps, 1 / math.sqrt(q.shape[2]),
-        pooled.view(shape), stats,
-    )  # fmt: skip
-    grad_u = grad_u.view(u.shape).to(dtype)
-    grad_q_by_head = _multiply(grad_u, w_k.mT)
+    biases = (None, position_bias, age_bias, timestamps)
+    scale = 1 / math.sqrt(q.shape[2])
+    if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
+        k, v, w_kv = _keys_and_values(history, weights, in_bias, num_heads)
+        grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
+        grad_k, grad_v = _by_head(grad_kv, num_heads)
+        grad_q_by_head, _, *grads_of_tables = flash_attention_backward(
+            grad_values_by_head.to(history.dtype), q.to(history.dtype), k, v,
+            _row_offsets(target, offsets, query_offsets), offsets, *biases, False, scale,
+            values.to(history.dtype).view(q.shape), stats.view(2, *q.shape[:2]), grad_k, grad_v,
+        )  # fmt: skip
+        grad_q_by_head = grad_q_by_head.to(dtype)
+        grads_of_tables = [
+            grad
+            for grad, need in zip(grads_of_tables, (needs_position, needs_age), strict=True)
+            if grad is not None and need
+        ]
+        grad_history = grad_kv @ w_kv if needs_history else None
+        if any(needs_weights):
+            grad_w_kv = (grad_kv.T @ history).view(2, *w_k.shape)
+            grad_w_k.copy_(grad_w_kv[0])
+            grad_w_v.copy_(grad_w_kv[1])
+    else:
+        shape = _query_shape(target, query_offsets, *u.shape[1:])
+        grad_pooled = _multiply(grad_values_by_head, w_v).to(history.dtype)
+        grad_u, *grads_of_tables = target_attention_backward(
+            grad_pooled.view(shape),
+            (True, needs_history, False, False, False, needs_position, needs_age, False, False),
+            u.view(shape), history, offsets, query_offsets, *biases, scale,
+            pooled.view(shape), stats,
+        )  # fmt: skip
+        grad_history = grads_of_tables.pop(0) if needs_history else None
+        grad_u = grad_u.view(u.shape).to(dtype)
+        grad_q_by_head = _multiply(grad_u, w_k.mT)
+        if any(needs_weights):
+            torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
+            torch.bmm(
+                grad_values_by_head.permute(1, 2, 0), pooled.to(dtype).transpose(0, 1), out=grad_w_v
+            )
     grad_q = grad_q_by_head.view(values.shape)
 
     grads = []
     if needs_target:
         grads.append((grad_q @ w_q).view(target.shape).to(target.dtype))
-    if needs_history:
-        grads.append(grads_of_attention.pop(0))
+    if grad_history is not None:
+        grads.append(grad_history)
     if any(needs_weights):
-        grad_weights = [weight.new_empty(weight.shape, dtype=dtype) for weight in weights]
-        grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, num_heads, dtype)
         torch.mm(grad_q.T, target.reshape(values.shape).to(dtype), out=grad_w_q)
-        torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
-        torch.bmm(
-            grad_values_by_head.permute(1, 2, 0), pooled.to(dtype).transpose(0, 1), out=grad_w_v
-        )
         grads += [
             grad.to(weight.dtype)
             for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
@@ -199,7 +261,51 @@ def _backward(
         grads.append((grad_out.T @ values).to(out_weight.dtype))
     if out_bias is not None and needs_out_bias:
         grads.append(grad_out.sum(0).to(out_bias.dtype))
-    return grads + grads_of_attention
+    return grads + grads_of_tables
+
+
+def _is_explicit(
+    keys_and_values: str,
+    target: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    num_heads: int,
+) -> bool:
+    """Whether to make keys and values; where ``"auto"``, by what the top of this file counts.
+
+    From shapes alone: of jagged targets, it takes their mean number per sample.
+    """
+    if keys_and_values != "auto":
+        return keys_and_values == "explicit"
+    embed_dim, history_dim = target.shape[-1], history.shape[1]
+    less_per_target = 18 * (num_heads * history_dim - embed_dim)
+    more_elements = history_dim + 16 * embed_dim
+    more_per_sample = 16 * history_dim * embed_dim + FLOPS_PER_ELEMENT * more_elements
+    if query_offsets is not None:
+        return target.shape[0] * less_per_target > (offsets.numel() - 1) * more_per_sample
+    num_targets = 1 if target.dim() == 2 else target.shape[1]
+    return num_targets * less_per_target > more_per_sample
+
+
+def _num_absorbed(
+    keys_and_values: str,
+    target: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    num_heads: int,
+) -> int:
+    """Rows of those outputs that explicit keys and values have no use for: ``R``, or none.
+
+    But ``R`` where the number of jagged targets decides: no shape may depend on what it says.
+    """
+    depends = query_offsets is not None and keys_and_values == "auto"
+    if not depends and _is_explicit(
+        keys_and_values, target, history, offsets, query_offsets, num_heads
+    ):
+        return 0
+    return math.prod(target.shape[:-1])
 
 
 def _projections(
@@ -210,6 +316,36 @@ def _projections(
     w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
     by_head = (num_heads, w_k.shape[0] // num_heads, w_k.shape[1])
     return w_q, w_k.view(by_head), w_v.view(by_head)
+
+
+def _keys_and_values(
+    history: Tensor, weights: list[Tensor], in_bias: Tensor | None, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values ``[N, H, E / H]``, side by side in memory, and their weight ``[2·E, D]``.
+
+    All in the dtype of ``history``. Keys have no bias: softmax would drop it, but not its rounding.
+    """
+    w_kv = torch.cat(weights[1:]) if len(weights) == 3 else weights[0][history.shape[1] :]
+    b_kv = None
+    if in_bias is not None:
+        b_kv = in_bias[-w_kv.shape[0] :].to(history.dtype, copy=True)
+        b_kv[: w_kv.shape[0] // 2] = 0
+    w_kv = w_kv.to(history.dtype)
+    return *_by_head(F.linear(history, w_kv, b_kv), num_heads), w_kv
+
+
+def _by_head(kv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Both halves of ``[N, 2·E]`` as ``[N, H, E / H]``."""
+    k, v = kv.view(kv.shape[0], 2, num_heads, kv.shape[1] // (2 * num_heads)).unbind(1)
+    return k, v
+
+
+def _row_offsets(target: Tensor, offsets: Tensor, query_offsets: Tensor | None) -> Tensor:
+    """``[B + 1]`` offsets of the targets of each sample."""
+    if query_offsets is not None:
+        return query_offsets
+    num_targets = 1 if target.dim() == 2 else target.shape[1]
+    return torch.arange(offsets.numel(), device=offsets.device) * num_targets
 
 
 def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
