@@ -15,7 +15,11 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.modules.target_attention import RecencyBias
-from torchrec_jagged_attn.ops.attention import target_attention_forward
+from torchrec_jagged_attn.ops.attention import (
+    flash_attention_backward,
+    flash_attention_forward,
+    target_attention_forward,
+)
 from torchrec_jagged_attn.testing import (
     CASES,
     assert_close,
@@ -396,6 +400,35 @@ def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
         )
     assert seen[0] is rows
     assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, history_dtype):
+    """By one product: they are two halves of one tensor, and so are their gradients."""
+    seen = []
+
+    def forward(q, k, v, *arguments):
+        seen.append((q, k, v))
+        return flash_attention_forward(q, k, v, *arguments)
+
+    def backward(grad_out, q, k, v, *arguments):
+        seen.append((grad_out, *arguments[-2:]))
+        return flash_attention_backward(grad_out, q, k, v, *arguments)
+
+    for function in (forward, backward):
+        name = f"torchrec_jagged_attn.ops.multi_head.flash_attention_{function.__name__}"
+        monkeypatch.setattr(name, function)
+    rows = torch.randn(5, 16).to(history_dtype)
+    module = JaggedTargetAttention(16, 2, keys_and_values="explicit")
+    out = module(torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3])))
+    out.sum().backward()
+    assert out.dtype == torch.float32
+    for other, k, v in seen:
+        assert other.dtype == k.dtype == v.dtype == history_dtype
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert k.shape == v.shape == (5, 2, 8)
+        assert k.stride() == v.stride() == (32, 8, 1)
+    assert len(seen) == 2
 
 
 # What TorchRec hands over
