@@ -329,7 +329,7 @@ def _grad_kv_kernel(
         first = tl.maximum(first, (start - shift) // BLOCK_M * BLOCK_M)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for member in range(0, H // HK):
+    for member in range(H // HK):
         head = kv_head * (H // HK) + member
         bias, seen = _key_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,

@@ -48,9 +48,9 @@ from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["multi_head_target_attention"]
 
-# How many FLOPs take as long as moving an element does. Estimated for 16-bit rows on an H200:
-# attention at 250 TFLOP/s, memory at 4 TB/s.
-FLOPS_PER_ELEMENT = 128
+# How many FLOPs take as long as moving an element does. On CUDA an estimate, for 16-bit rows on an
+# H200: attention at 250 TFLOP/s, memory at 4 TB/s. On CPU arithmetic takes all of the time.
+FLOPS_PER_ELEMENT = {"cuda": 128, "cpu": 0}
 
 
 def _forward(
@@ -281,7 +281,8 @@ def _is_explicit(
     embed_dim, history_dim = target.shape[-1], history.shape[1]
     less_per_target = 18 * (num_heads * history_dim - embed_dim)
     more_elements = history_dim + 16 * embed_dim
-    more_per_sample = 16 * history_dim * embed_dim + FLOPS_PER_ELEMENT * more_elements
+    flops_per_element = FLOPS_PER_ELEMENT[history.device.type]
+    more_per_sample = 16 * history_dim * embed_dim + flops_per_element * more_elements
     if query_offsets is not None:
         return target.shape[0] * less_per_target > (offsets.numel() - 1) * more_per_sample
     num_targets = 1 if target.dim() == 2 else target.shape[1]
