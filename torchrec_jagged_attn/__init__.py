@@ -3,7 +3,18 @@
 from typing import TYPE_CHECKING
 
 from torchrec_jagged_attn.layout import JaggedLayout
-from torchrec_jagged_attn.ops import jagged_flash_attention, jagged_target_attention
+from torchrec_jagged_attn.ops import (
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_add,
+    jagged_dense_bmm,
+    jagged_dense_mul,
+    jagged_flash_attention,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_softmax,
+    jagged_target_attention,
+)
 
 if TYPE_CHECKING:
     from torchrec_jagged_attn.modules import (
@@ -20,8 +31,16 @@ __all__ = [
     "JaggedTargetAttention",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
+    "array_jagged_bmm_jagged_out",
     "embedding_parameters",
+    "jagged2_softmax",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
     "jagged_flash_attention",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_softmax",
     "jagged_target_attention",
 ]
 

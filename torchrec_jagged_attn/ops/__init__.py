@@ -2,5 +2,27 @@
 
 from torchrec_jagged_attn.ops.attention import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.ops.dispatch import implementation
+from torchrec_jagged_attn.ops.interaction import (
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_add,
+    jagged_dense_bmm,
+    jagged_dense_mul,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_softmax,
+)
 
-__all__ = ["implementation", "jagged_flash_attention", "jagged_target_attention"]
+__all__ = [
+    "array_jagged_bmm_jagged_out",
+    "implementation",
+    "jagged2_softmax",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_flash_attention",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_softmax",
+    "jagged_target_attention",
+]

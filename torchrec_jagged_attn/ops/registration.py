@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["register_op"]
+__all__ = ["register_op", "register_op_of_ops"]
 
 NAMESPACE = "torchrec_jagged_attn"
 
@@ -82,17 +82,63 @@ def register_op(
         )
         return tuple(next(grads) if need else None for need in needs_grad)
 
-    functions = {"forward": staticmethod(node_forward), "backward": staticmethod(node_backward)}
+    _differentiate(op, library, node_forward, node_backward)
+    return op
+
+
+def register_op_of_ops(
+    name: str,
+    *,
+    forward: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    save: Callable[..., None],
+    backward: Callable[..., tuple[Tensor | None, ...]],
+) -> torch._ops.OpOverload:
+    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, with a gradient made of other ops.
+
+    It has as many derivatives as those. The schema is that of the annotated ``forward``, which runs
+    with autocast off, and returns a new tensor that shares no memory with any other.
+
+    Args:
+        name: of the op.
+        forward: ``(*inputs) -> out``.
+        fake: ``forward`` on tensors without data.
+        save: ``(ctx, inputs, out)``, as ``setup_context`` of ``torch.library.register_autograd``.
+        backward: ``(ctx, grad_out)`` to a gradient or ``None`` for each input, likewise.
+
+    Returns:
+        The op, a function of ``forward``'s inputs.
+    """
+    op, library = _define(name, forward, fake)
+
+    def node_forward(ctx: Any, *inputs: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out = op(*inputs)
+        save(ctx, inputs, out)
+        return out
+
+    _differentiate(op, library, node_forward, backward)
+    return op
+
+
+def _differentiate(
+    op: torch._ops.OpOverload,
+    library: torch.library.Library,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+) -> None:
+    """Where an input of ``op`` needs a gradient, it runs as the node of ``forward``."""
+    name = op._schema.name.split("::")[1]
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     node = type(name, (torch.autograd.Function,), functions)
 
-    def autograd(*inputs: Any) -> tuple[Tensor, ...]:
+    def autograd(*inputs: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return node.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
     library.impl(name, autograd, "Autograd")
-    return op
 
 
 def _define(

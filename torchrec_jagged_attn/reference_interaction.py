@@ -1,0 +1,155 @@
+"""The feature-interaction ops in plain PyTorch, without padding: what runs on CPU.
+
+Products and sums are taken in fp32 (fp64 for fp64 inputs), as in the kernels. Where shapes fit, a
+product is one ``grouped_mm`` for all samples, else one product per sample: the bits of a batched
+product would depend on how many samples there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchrec_jagged_attn.layout import JaggedLayout
+
+__all__ = [
+    "array_jagged_bmm",
+    "elementwise",
+    "jagged_dense_bmm",
+    "jagged_jagged_bmm",
+    "pair_bmm",
+    "softmax",
+    "softmax_backward",
+    "sum_rows",
+]
+
+
+def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [B, D, T] → [N, T]``."""
+    x, y, dtype = _compute(x), _compute(y), x.dtype
+    if _fits_grouped_mm(x) and _fits_grouped_mm(y):
+        return F.grouped_mm(x, y, offs=offsets[1:].int()).to(dtype).contiguous()
+    out = x.new_empty(x.shape[0], y.shape[2], dtype=dtype)
+    for rows, y_DT in zip(_slices(offsets), y, strict=True):
+        out[rows] = x[rows] @ y_DT
+    return out
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [N, T] → [B, D, T]``."""
+    x, y, dtype = _compute(x), _compute(y), x.dtype
+    if _fits_grouped_mm(x) and _fits_grouped_mm(y):
+        return F.grouped_mm(x.T, y, offs=offsets[1:].int()).to(dtype).contiguous()
+    out = x.new_empty(offsets.numel() - 1, x.shape[1], y.shape[1], dtype=dtype)
+    for rows, out_DT in zip(_slices(offsets), out, strict=True):
+        out_DT[:] = x[rows].T @ y[rows]
+    return out
+
+
+def pair_bmm(
+    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor, total: int
+) -> Tensor:
+    """``[Nx, D], [Ny, D] → [total]``."""
+    out = x.new_empty(total)
+    x, y = _compute(x), _compute(y)
+    samples = zip(_slices(x_offsets), _slices(y_offsets), _slices(pair_offsets), strict=True)
+    for x_rows, y_rows, pairs in samples:
+        out[pairs] = (x[x_rows] @ y[y_rows].T).flatten()
+    return out
+
+
+def array_jagged_bmm(
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    pair_offsets: Tensor,
+    num_rows: int,
+    transposed: bool,
+) -> Tensor:
+    """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
+    out = y.new_empty(num_rows, y.shape[1])
+    p, y = _compute(p), _compute(y)
+    samples = zip(_slices(x_offsets), _slices(y_offsets), _slices(pair_offsets), strict=True)
+    for x_rows, y_rows, pairs in samples:
+        p_XY = p[pairs].view(x_rows.stop - x_rows.start, y_rows.stop - y_rows.start)
+        if transposed:
+            out[y_rows] = p_XY.T @ y[x_rows]
+        else:
+            out[x_rows] = p_XY @ y[y_rows]
+    return out
+
+
+def softmax(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
+    """Of each column of each sample's rows of ``[N, T]``, or of each row of ``[Σ Lx·Ly]`` pairs."""
+    x_NT, offsets, line_ids = _lines(x, offsets, lengths)
+    largest = torch.segment_reduce(x_NT, "max", offsets=offsets, unsafe=True)
+    largest.clamp_(min=torch.finfo(x_NT.dtype).min)
+    p_NT = (x_NT - largest.index_select(0, line_ids)).exp_()
+    total = _sum_segments(p_NT, offsets).clamp_(min=torch.finfo(x_NT.dtype).tiny)
+    return p_NT.div_(total.index_select(0, line_ids)).view(x.shape).to(x.dtype)
+
+
+def softmax_backward(
+    grad_out: Tensor, out: Tensor, offsets: Tensor, lengths: Tensor | None
+) -> Tensor:
+    """Gradient of what :func:`softmax` made ``out`` of."""
+    p_NT, offsets, line_ids = _lines(out, offsets, lengths)
+    dp_NT = _compute(grad_out).reshape(p_NT.shape)
+    mean = _sum_segments(p_NT * dp_NT, offsets)
+    return p_NT.mul(dp_NT - mean.index_select(0, line_ids)).view(out.shape).to(out.dtype)
+
+
+def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
+    """``[N, D]`` plus or times the row of ``[B, D]`` of each row's sample."""
+    rows = y.index_select(0, JaggedLayout(offsets, x.shape[0]).sample_ids())
+    return rows.mul_(x) if multiply else rows.add_(x)
+
+
+def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
+    """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
+    products = _compute(x) if y is None else _compute(x) * _compute(y)
+    return _sum_segments(products, offsets).to(x.dtype)
+
+
+def _lines(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What a softmax is taken of: the columns of segments of ``[N, T]``.
+
+    Rows of pairs are segments of a single column, one for each row of x.
+
+    Returns ``[N, T]``, the offsets of its segments, and the segment of each of its rows.
+    """
+    if lengths is None:
+        x_NT = _compute(x).contiguous()
+        return x_NT, offsets, JaggedLayout(offsets, x.shape[0]).sample_ids()
+    of_y = lengths.diff()
+    of_x = offsets.diff() // of_y.clamp(min=1)  # none, where y has none
+    layout = JaggedLayout.from_lengths(of_y.repeat_interleave(of_x), x.shape[0])
+    return _compute(x).unsqueeze(1).contiguous(), layout.offsets, layout.sample_ids()
+
+
+def _sum_segments(x_NT: Tensor, offsets: Tensor) -> Tensor:
+    """Sums of segments; in fp64, since one is added after the other."""
+    total = torch.segment_reduce(x_NT.double(), "sum", offsets=offsets, unsafe=True)
+    return total.to(x_NT.dtype)
+
+
+def _slices(offsets: Tensor) -> Iterator[slice]:
+    """The elements of each sample."""
+    return itertools.starmap(slice, itertools.pairwise(offsets.tolist()))
+
+
+def _compute(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _fits_grouped_mm(x: Tensor) -> bool:
+    """``grouped_mm`` takes fp32, in rows or columns that begin at multiples of 16 bytes."""
+    if x.dtype != torch.float32 or x.data_ptr() % 16 or x.numel() == 0:
+        return False
+    strides = sorted(x.stride())
+    return strides[0] == 1 and all(stride % 4 == 0 for stride in strides[1:])
