@@ -205,6 +205,19 @@ def test_bias_of_minus_infinity_hides_rows(device):
     assert all(torch.isfinite(value).all() for value in results.values())
 
 
+@pytest.mark.parametrize("width", [48, 128, 256])
+@pytest.mark.parametrize("num_targets", [1, 40])
+def test_a_row_with_all_the_weight_gets_the_whole_gradient(num_targets, width, device):
+    """Its weight is one, however much a large score is rounded: in both directions alike."""
+    inputs = inputs_of([40], device, num_heads=4, num_targets=num_targets, width=width)
+    del inputs["bias"]
+    inputs["query"][:] = 100 * inputs["history"][7]
+    grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1))
+    grad_out = grad_out.to(device)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    torch.testing.assert_close(results["history"][7], grad_out.sum((0, 1, 2)))
+
+
 def test_bias_shifts_nothing(device):
     inputs = inputs_of([5, 70], device)
     grad_out = torch.randn_like(inputs["query"])

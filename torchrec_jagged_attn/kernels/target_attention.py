@@ -116,7 +116,7 @@ def backward(
     residuals = sums.new_empty(sums.shape[:2]) if more_blocks else None
 
     def launch_grad_history(one_block: bool) -> None:
-        if num_programs:
+        if call.num_samples:
             _grad_history(
                 (num_programs,),
                 (
@@ -223,11 +223,11 @@ class _Call:
         """
         width = columns = padded_width(self.width)
         if self.precision == "ieee":
-            # Registers hold query rows, three of each backward, and as many sums over rows.
+            # Registers hold query rows, three of each backward, and as many sums over rows. Forward
+            # must add products up in the same order: a softmax so recomputed sums to one.
             form, warps, stages = SCALAR, 4, 3
             block_r = min(8, triton.next_power_of_2(max(self.rows, 1)), max(1, 1024 // width))
-            columns = min(width, max(32, block_r * width // (8 if backward else 16)))
-            columns = min(columns, 128)
+            columns = min(width, 128, max(32, block_r * width // 8))
             slices = block_n = warps * 128 // columns
         elif self.rows <= 16 and self.row_bytes <= (128 if backward else 256):
             form, block_r, block_n, slices, warps, stages = SLICED, 16, 64, 4, 4, 3

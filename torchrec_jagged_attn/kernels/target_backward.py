@@ -293,9 +293,9 @@ def grad_history_kernel(
                     n, visible, tl.expand_dims(per_query(rows, FORM), AXIS), count, H, P, A,
                 )  # fmt: skip
                 p, ds = _score_gradients(
-                q, grad_out, out, delta, maximum, inverse, x, bias, visible, alone, scale,
-                FORM, PRECISION,
-            )  # fmt: skip
+                    q, grad_out, out, delta, maximum, inverse, x, bias, visible, alone, scale,
+                    FORM, PRECISION,
+                )  # fmt: skip
                 grad_x = add_over_queries(grad_x, p, grad_out, FORM, PRECISION)
                 grad_x = add_over_queries(grad_x, ds * scale, q, FORM, PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, H, FORM, ONE_TARGET)
