@@ -77,21 +77,19 @@ def load_bias(
 def _dot_choice(choice, values, acc, dtype, CHOICE_FIRST: tl.constexpr):
     """``acc`` plus the product of ``choice``, of zeros and ones, and ``values`` (fp32).
 
-    On tensor cores, by products of ``dtype``: values take part rounded, and then what that left.
+    On tensor cores, by products of ``dtype`` (tf32 of fp32): values take part rounded, and then
+    what that left.
     """
     if dtype == tl.float32:
-        if CHOICE_FIRST:
-            acc = tl.dot(choice, values, acc, input_precision="tf32x3")
-        else:
-            acc = tl.dot(values, choice, acc, input_precision="tf32x3")
+        rounded = (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     else:
-        choice = choice.to(dtype)
         rounded = values.to(dtype)
-        left = (values - rounded.to(tl.float32)).to(dtype)
-        if CHOICE_FIRST:
-            acc = tl.dot(choice, left, tl.dot(choice, rounded, acc))
-        else:
-            acc = tl.dot(left, choice, tl.dot(rounded, choice, acc))
+    left = (values - rounded.to(tl.float32)).to(dtype)
+    choice = choice.to(dtype)
+    if CHOICE_FIRST:
+        acc = tl.dot(choice, left, tl.dot(choice, rounded, acc))
+    else:
+        acc = tl.dot(left, choice, tl.dot(rounded, choice, acc))
     return acc
 
 
