@@ -415,20 +415,16 @@ def test_compiles_once_for_all_batches(name, device):
 @pytest.mark.gpu
 @ALL_OPS
 def test_cuda_graph_replays_with_other_lengths(name):
-    inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")  # 335 pairs
-    results_of(name, inputs)  # compiles
+    x_lengths, y_lengths = [3, 60, 7, 30], [10, 2, 5, 5]
+    inputs = inputs_of(name, x_lengths, y_lengths, "cuda")
     grad_out = torch.randn_like(OPS[name].oracle(**inputs))
+    outputs_and_gradients(function_of(name), inputs, grad_out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = outputs_and_gradients(function_of(name), inputs, grad_out)
-    if OPS[name].has_pairs:
-        inputs["x_offsets"].copy_(torch.tensor([0, 20, 20, 83, 100]))
-        inputs["y_offsets"].copy_(torch.tensor([0, 1, 12, 17, 22]))
-        lengths = inputs["x_offsets"].diff() * inputs["y_offsets"].diff()
-        inputs["y_offsets"][2:4].copy_(torch.tensor([12, 17]))
-        assert int(lengths.sum()) != 0
-    else:
-        inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]))
+    others = inputs_of(name, x_lengths[::-1], y_lengths[::-1], "cuda")  # as many rows and pairs
+    for key in inputs.keys() & {"offsets", "x_offsets", "y_offsets"}:
+        inputs[key].copy_(others[key])
     graph.replay()
     expected = outputs_and_gradients(function_of(name), inputs, grad_out)
     for key, value in expected.items():
@@ -449,20 +445,44 @@ def test_never_waits_for_the_device(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
+)
+def test_waits_once_where_a_size_is_not_told(name, size, recwarn):
+    inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")
+    function_of(name)(**inputs)  # compiles
+    del inputs[size]
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        function_of(name)(**inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in recwarn if "synchronizing" in str(w.message)]) == 1
+
+
+@pytest.mark.gpu
 def test_more_pairs_than_int32_counts():
-    lengths = torch.tensor([3, 47_000, 5])
+    """The last rows of a giant sample, and those of a sample after it, have the same bits alone."""
     x = torch.randn(47_008, 8, device="cuda", dtype=torch.bfloat16)
-    offsets = offsets_of(lengths, torch.int64, "cuda")
-    total = int((lengths * lengths).sum())
+    offsets = torch.tensor([0, 3, 47_003, 47_008], device="cuda")
+    total = 9 + 47_000**2 + 25
     p = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, x, offsets, total=total)
-    last = x[-5:].double()
-    torch.testing.assert_close(p[-25:].double(), (last @ last.T).flatten(), rtol=1e-2, atol=1e-2)
-    p = torchrec_jagged_attn.jagged2_softmax(p, offsets)
-    row = (x[3:47_003].double() @ x[47_002].double()).softmax(0)
-    torch.testing.assert_close(p[-25 - 47_000 : -25].double(), row, rtol=2e-2, atol=1e-3)
-    out = torchrec_jagged_attn.array_jagged_bmm_jagged_out(p, x, offsets)
-    expected = p[-25:].view(5, 5).double() @ last
-    torch.testing.assert_close(out[-5:].double(), expected, rtol=1e-2, atol=1e-2)
+    weights = torchrec_jagged_attn.jagged2_softmax(p, offsets)
+    out = torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, x, offsets)
+
+    tail = torch.tensor([0, 10, 15], device="cuda"), torch.tensor([0, 47_000, 47_005]).cuda()
+    pairs_of_tail = 10 * 47_000 + 25
+    p_of_tail = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(
+        x[-15:], x[3:], *tail, total=pairs_of_tail
+    )
+    assert torch.equal(p_of_tail, p[-pairs_of_tail:])
+    weights_of_tail = torchrec_jagged_attn.jagged2_softmax(p_of_tail, *tail)
+    assert torch.equal(weights_of_tail, weights[-pairs_of_tail:])
+    out_of_tail = torchrec_jagged_attn.array_jagged_bmm_jagged_out(
+        weights_of_tail, x[3:], *tail, num_rows=15
+    )
+    assert torch.equal(out_of_tail, out[-15:])
 
 
 @pytest.mark.parametrize(
