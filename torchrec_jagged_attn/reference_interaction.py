@@ -85,23 +85,41 @@ def array_jagged_bmm(
 
 
 def softmax(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
-    """Of each column of each sample's rows of ``[N, T]``, or of each row of ``[Σ Lx·Ly]`` pairs."""
-    x_NT, offsets, line_ids = _lines(x, offsets, lengths)
-    largest = torch.segment_reduce(x_NT, "max", offsets=offsets, unsafe=True)
-    largest.clamp_(min=torch.finfo(x_NT.dtype).min)
-    p_NT = (x_NT - largest.index_select(0, line_ids)).exp_()
-    total = _sum_segments(p_NT, offsets).clamp_(min=torch.finfo(x_NT.dtype).tiny)
-    return p_NT.div_(total.index_select(0, line_ids)).view(x.shape).to(x.dtype)
+    """Of each column of each sample's rows of ``[N, T]``.
+
+    Or, given y's offsets as ``lengths``, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
+    ``offsets`` are those of pairs.
+    """
+    if lengths is not None:
+        out = x.new_empty(x.shape)
+        for pairs, shape in _pairs(offsets, lengths):
+            x_XY = _compute(x[pairs]).view(shape)
+            hidden = x_XY.amax(1, keepdim=True) == -torch.inf
+            out[pairs] = x_XY.softmax(1).masked_fill_(hidden, 0).flatten()
+        return out
+    x_NT, sample_ids = _compute(x), JaggedLayout(offsets, x.shape[0]).sample_ids()
+    largest_BT = torch.segment_reduce(x_NT.contiguous(), "max", offsets=offsets, unsafe=True)
+    largest_BT.clamp_(min=torch.finfo(x_NT.dtype).min)
+    p_NT = (x_NT - largest_BT.index_select(0, sample_ids)).exp_()
+    total_BT = _sum_rows(p_NT, offsets).clamp_(min=1)
+    return p_NT.div_(total_BT.index_select(0, sample_ids)).to(x.dtype)
 
 
 def softmax_backward(
     grad_out: Tensor, out: Tensor, offsets: Tensor, lengths: Tensor | None
 ) -> Tensor:
     """Gradient of what :func:`softmax` made ``out`` of."""
-    p_NT, offsets, line_ids = _lines(out, offsets, lengths)
-    dp_NT = _compute(grad_out).reshape(p_NT.shape)
-    mean = _sum_segments(p_NT * dp_NT, offsets)
-    return p_NT.mul(dp_NT - mean.index_select(0, line_ids)).view(out.shape).to(out.dtype)
+    if lengths is not None:
+        grad_x = out.new_empty(out.shape)
+        for pairs, shape in _pairs(offsets, lengths):
+            p_XY, dp_XY = (_compute(x[pairs]).view(shape) for x in (out, grad_out))
+            ds_XY = p_XY * (dp_XY - (p_XY * dp_XY).sum(1, keepdim=True))
+            grad_x[pairs] = ds_XY.flatten()
+        return grad_x
+    p_NT, dp_NT = _compute(out), _compute(grad_out)
+    mean_BT = _sum_rows(p_NT * dp_NT, offsets)
+    mean_NT = mean_BT.index_select(0, JaggedLayout(offsets, out.shape[0]).sample_ids())
+    return p_NT.mul(dp_NT - mean_NT).to(out.dtype)
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
@@ -113,28 +131,19 @@ def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor
 def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
     products = _compute(x) if y is None else _compute(x) * _compute(y)
-    return _sum_segments(products, offsets).to(x.dtype)
+    return _sum_rows(products, offsets).to(x.dtype)
 
 
-def _lines(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What a softmax is taken of: the columns of segments of ``[N, T]``.
-
-    Rows of pairs are segments of a single column, one for each row of x.
-
-    Returns ``[N, T]``, the offsets of its segments, and the segment of each of its rows.
-    """
-    if lengths is None:
-        x_NT = _compute(x).contiguous()
-        return x_NT, offsets, JaggedLayout(offsets, x.shape[0]).sample_ids()
-    of_y = lengths.diff()
-    of_x = offsets.diff() // of_y.clamp(min=1)  # none, where y has none
-    layout = JaggedLayout.from_lengths(of_y.repeat_interleave(of_x), x.shape[0])
-    return _compute(x).unsqueeze(1).contiguous(), layout.offsets, layout.sample_ids()
+def _pairs(offsets: Tensor, y_offsets: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """The pairs of each sample, and their shape; those of the samples that have some."""
+    for pairs, num_y in zip(_slices(offsets), y_offsets.diff().tolist(), strict=True):
+        if pairs.stop > pairs.start:
+            yield pairs, ((pairs.stop - pairs.start) // num_y, num_y)
 
 
-def _sum_segments(x_NT: Tensor, offsets: Tensor) -> Tensor:
-    """Sums of segments; in fp64, since one is added after the other."""
-    total = torch.segment_reduce(x_NT.double(), "sum", offsets=offsets, unsafe=True)
+def _sum_rows(x_NT: Tensor, offsets: Tensor) -> Tensor:
+    """``[B, T]`` over each sample's rows; in fp64, since one is added after the other."""
+    total = torch.segment_reduce(x_NT.double().contiguous(), "sum", offsets=offsets, unsafe=True)
     return total.to(x_NT.dtype)
 
 
