@@ -361,6 +361,7 @@ def test_opcheck(device):
         (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 2, 4).mT, x_offsets)),
         (ops.jagged_jagged_bmm, (draw(5, 4), draw(5, 2), x_offsets)),
         (ops.jagged_softmax, (draw(5, 4), x_offsets, None)),
+        (ops.jagged_softmax, (draw(4, 5).T, x_offsets, None)),
         (ops.jagged_softmax, (draw(8), pair_offsets, y_offsets)),
         (ops.jagged_softmax_backward, (draw(5, 4), draw(5, 4).detach(), x_offsets, None)),
         (ops.jagged_jagged_bmm_jagged_out, (draw(5, 4), draw(7, 4), *offsets, 8)),
@@ -368,6 +369,7 @@ def test_opcheck(device):
         (ops.array_jagged_bmm_jagged_out, (draw(8), draw(5, 4), *offsets, 7, True)),
         (ops.jagged_dense_add, (draw(5, 4), draw(3, 4), x_offsets)),
         (ops.jagged_dense_mul, (draw(5, 4), draw(3, 4), x_offsets)),
+        (ops.jagged_dense_mul, (draw(4, 5).T, draw(4, 3).T, x_offsets)),
         (ops.jagged_sum, (draw(5, 4), draw(5, 4), x_offsets)),
         (ops.jagged_sum, (draw(5, 4), None, x_offsets)),
     ):

@@ -84,21 +84,21 @@ def array_jagged_bmm(
     return out
 
 
-def softmax(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
+def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
     """Of each column of each sample's rows of ``[N, T]``.
 
-    Or, given y's offsets as ``lengths``, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
+    Or, given y's offsets, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
     ``offsets`` are those of pairs.
     """
-    if lengths is not None:
+    if y_offsets is not None:
         out = x.new_empty(x.shape)
-        for pairs, shape in _pairs(offsets, lengths):
+        for pairs, shape in _pairs(offsets, y_offsets):
             x_XY = _compute(x[pairs]).view(shape)
             hidden = x_XY.amax(1, keepdim=True) == -torch.inf
             out[pairs] = x_XY.softmax(1).masked_fill_(hidden, 0).flatten()
         return out
-    x_NT, sample_ids = _compute(x), JaggedLayout(offsets, x.shape[0]).sample_ids()
-    largest_BT = torch.segment_reduce(x_NT.contiguous(), "max", offsets=offsets, unsafe=True)
+    x_NT, sample_ids = _compute(x).contiguous(), JaggedLayout(offsets, x.shape[0]).sample_ids()
+    largest_BT = torch.segment_reduce(x_NT, "max", offsets=offsets, unsafe=True)
     largest_BT.clamp_(min=torch.finfo(x_NT.dtype).min)
     p_NT = (x_NT - largest_BT.index_select(0, sample_ids)).exp_()
     total_BT = _sum_rows(p_NT, offsets).clamp_(min=1)
@@ -106,17 +106,17 @@ def softmax(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def softmax_backward(
-    grad_out: Tensor, out: Tensor, offsets: Tensor, lengths: Tensor | None
+    grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
     """Gradient of what :func:`softmax` made ``out`` of."""
-    if lengths is not None:
+    if y_offsets is not None:
         grad_x = out.new_empty(out.shape)
-        for pairs, shape in _pairs(offsets, lengths):
+        for pairs, shape in _pairs(offsets, y_offsets):
             p_XY, dp_XY = (_compute(x[pairs]).view(shape) for x in (out, grad_out))
             ds_XY = p_XY * (dp_XY - (p_XY * dp_XY).sum(1, keepdim=True))
             grad_x[pairs] = ds_XY.flatten()
         return grad_x
-    p_NT, dp_NT = _compute(out), _compute(grad_out)
+    p_NT, dp_NT = _compute(out), _compute(grad_out).contiguous()
     mean_BT = _sum_rows(p_NT * dp_NT, offsets)
     mean_NT = mean_BT.index_select(0, JaggedLayout(offsets, out.shape[0]).sample_ids())
     return p_NT.mul(dp_NT - mean_NT).to(out.dtype)

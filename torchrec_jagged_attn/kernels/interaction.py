@@ -31,7 +31,7 @@ TILE = 2048
 @triton.jit
 def _find_lines(
     offsets_ptr,
-    lengths_ptr,
+    y_offsets_ptr,
     num_samples,
     T: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -48,7 +48,7 @@ def _find_lines(
     program = tl.program_id(0).to(tl.int64)
     if PAIRS:
         sample, first, end, start = find_tile(offsets_ptr, num_samples, program, 1, SPAN)
-        length = tl.load(lengths_ptr + sample + 1) - tl.load(lengths_ptr + sample)
+        length = tl.load(y_offsets_ptr + sample + 1) - tl.load(y_offsets_ptr + sample)
         stop = tl.minimum(start + SPAN, tl.maximum(end - first, start))
         line = tl.cdiv(start, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
         last_line = tl.cdiv(stop, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
@@ -86,7 +86,7 @@ def _softmax_kernel(
     x_ptr,  # [N, T], or pairs
     out_ptr,  # as x
     offsets_ptr,  # [B + 1], of rows or of pairs
-    lengths_ptr,  # [B + 1], offsets of y's rows, for pairs
+    y_offsets_ptr,  # [B + 1], for pairs
     num_samples,
     T: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -96,7 +96,7 @@ def _softmax_kernel(
 ):
     """Softmax of some lines of a sample: statistics first, then weights."""
     first, line, last_line, length = _find_lines(
-        offsets_ptr, lengths_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
+        offsets_ptr, y_offsets_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
     )
     for i_start in range(line, last_line, BLOCK_I):
         i = i_start + tl.arange(0, BLOCK_I)
@@ -125,7 +125,7 @@ def _softmax_backward_kernel(
     out_ptr,  # as grad_out
     grad_x_ptr,  # as grad_out
     offsets_ptr,  # [B + 1], of rows or of pairs
-    lengths_ptr,  # [B + 1], offsets of y's rows, for pairs
+    y_offsets_ptr,  # [B + 1], for pairs
     num_samples,
     T: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -135,7 +135,7 @@ def _softmax_backward_kernel(
 ):
     """``out · (grad_out - Σ_r out · grad_out)`` of some lines of a sample."""
     first, line, last_line, length = _find_lines(
-        offsets_ptr, lengths_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
+        offsets_ptr, y_offsets_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
     )
     for i_start in range(line, last_line, BLOCK_I):
         i = i_start + tl.arange(0, BLOCK_I)
@@ -221,47 +221,47 @@ _elementwise = Launcher(_elementwise_kernel)
 _sum_rows = Launcher(_sum_rows_kernel)
 
 
-def softmax(x: Tensor, offsets: Tensor, lengths: Tensor | None) -> Tensor:
+def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
     """Of each column of each sample's rows of ``[N, T]``.
 
-    Or, given y's offsets as ``lengths``, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
+    Or, given y's offsets, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
     ``offsets`` are those of pairs.
     """
     out = x.new_empty(x.shape)
-    _launch_softmax(_softmax, (x, out), offsets, lengths)
+    _launch_softmax(_softmax, (x, out), offsets, y_offsets)
     return out
 
 
 def softmax_backward(
-    grad_out: Tensor, out: Tensor, offsets: Tensor, lengths: Tensor | None
+    grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
     """Gradient of what :func:`softmax` made ``out`` of."""
     grad_x = out.new_empty(out.shape)
-    _launch_softmax(_softmax_backward, (grad_out, out, grad_x), offsets, lengths)
+    _launch_softmax(_softmax_backward, (grad_out, out, grad_x), offsets, y_offsets)
     return grad_x
 
 
 def _launch_softmax(
-    kernel: Launcher, tensors: tuple[Tensor, ...], offsets: Tensor, lengths: Tensor | None
+    kernel: Launcher, tensors: tuple[Tensor, ...], offsets: Tensor, y_offsets: Tensor | None
 ) -> None:
     """Launch one of the two kernels on ``tensors``, all of one shape."""
     if tensors[0].numel() == 0:
         return
     num_samples = offsets.numel() - 1
-    if lengths is None:
+    if y_offsets is None:
         width = tensors[0].shape[1]
         block_i = min(64, triton.next_power_of_2(width))
         num_programs = num_samples * triton.cdiv(width, block_i)
     else:
         width, block_i = 0, 8
         num_programs = JaggedLayout(offsets, tensors[0].shape[0]).num_tiles(2 * TILE)
-        lengths = lengths.contiguous()
+        y_offsets = y_offsets.contiguous()
     kernel(
         (num_programs,),
-        (*(x.contiguous() for x in tensors), offsets.contiguous(), lengths, num_samples),
+        (*(x.contiguous() for x in tensors), offsets.contiguous(), y_offsets, num_samples),
         {
             "T": width,
-            "PAIRS": lengths is not None,
+            "PAIRS": y_offsets is not None,
             "BLOCK_I": block_i,
             "BLOCK_R": 128 if width == 0 else min(512, TILE // block_i),
             "SPAN": 2 * TILE,
