@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import check_offsets_metadata, should_validate
@@ -328,4 +328,4 @@ def _pair_offsets(x: Tensor, name: str, x_offsets: Tensor, y_offsets: Tensor) ->
     check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
     check_same(x, name, dtype=False, x_offsets=x_offsets, y_offsets=y_offsets)
     pairs = x_offsets.diff().long() * y_offsets.diff()
-    return F.pad(pairs.cumsum(0), (1, 0))
+    return torch.nn.functional.pad(pairs.cumsum(0), (1, 0))
