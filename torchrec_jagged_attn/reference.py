@@ -41,11 +41,11 @@ def target_attention(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
-    Returns the output, shaped as one query row per sample and target, and zeros for the statistics
-    that the kernels keep: the gradient needs none here.
+    Returns the output, shaped as one query row per sample and target, and zeros for what the
+    kernels keep of rounding and for their statistics: the gradient needs neither here.
     """
     if query_offsets is None:
         query = query.expand(offsets.numel() - 1, -1, -1, -1)
@@ -57,7 +57,8 @@ def target_attention(
         bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
         p_NR, total_BR = slab.exp(slab.mm(x_ND, q_BRD.mT), bias_NH)
         slab.put_query_rows(out, slab.mm(p_NR.T, x_ND) / total_BR.unsqueeze(-1))
-    return out, query.new_zeros(2, *query.shape[:-1], dtype=torch.float32)
+    rest = out.new_zeros(out.shape if out.element_size() == 2 else [0])
+    return out, rest, query.new_zeros(2, *query.shape[:-1], dtype=torch.float32)
 
 
 def target_attention_backward(

@@ -48,15 +48,19 @@ def forward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries, and statistics."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries, and for backward what
+    it was rounded by (no element in fp32), and statistics.
+    """
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
     out = query.new_empty(shape)
+    rest = query.new_empty(shape if query.element_size() == 2 else [0])
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
     if out.numel() == 0:
-        return out, stats
+        return out, rest, stats
+    rest_or_none = rest if rest.numel() else None
     call = _Call(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps)
     tiles = call.tiles(backward=False)
     num_slots = call.num_rows // tiles["CHUNK"]
@@ -66,18 +70,18 @@ def forward(
     _forward(
         (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
         (
-            *call.inputs, out, stats, sums, sums_stats, *call.offsets, *call.sizes, num_slots,
-            call.history_stride, scale,
+            *call.inputs, out, rest_or_none, stats, sums, sums_stats,
+            *call.offsets, *call.sizes, num_slots, call.history_stride, scale,
         ),
         call.constants | tiles,
     )  # fmt: skip
     if num_slots:
         _combine_outputs(
             call.combine_grid(num_slots),
-            (sums, sums_stats, out, stats, *call.offsets, *call.sizes),
+            (sums, sums_stats, out, rest_or_none, stats, *call.offsets, *call.sizes),
             call.combine_constants(tiles),
         )
-    return out, stats
+    return out, rest, stats
 
 
 def backward(
@@ -91,6 +95,7 @@ def backward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     out: Tensor,
+    rest: Tensor,
     stats: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -98,6 +103,7 @@ def backward(
     call = _Call(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps)
     tiles = call.tiles(backward=True)
     shared = call.layout == SHARED
+    rest_or_none = rest if rest.numel() else None
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
     grad_history = history.new_empty(history.shape)
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
@@ -120,7 +126,7 @@ def backward(
             _grad_history(
                 (num_programs,),
                 (
-                    grad_out, *call.inputs, out, stats, grad_query, delta,
+                    grad_out, *call.inputs, out, rest_or_none, stats, grad_query, delta,
                     grad_history, grad_bias, grad_tables, sums, *call.offsets, *sizes,
                 ),
                 constants | call.head_constants(tiles) | {"ONE_BLOCK": one_block},
@@ -132,8 +138,8 @@ def backward(
         _grad_query(
             (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
             (
-                grad_out, *call.inputs, out, stats, grad_query, delta, sums, residuals,
-                *call.offsets, *sizes,
+                grad_out, *call.inputs, out, rest_or_none, stats, grad_query, delta,
+                sums, residuals, *call.offsets, *sizes,
             ),
             constants,
         )  # fmt: skip

@@ -76,9 +76,14 @@ def _score_gradients(
 
 
 @triton.jit
-def _mean_gradient(grad_out, out, FORM: tl.constexpr):
-    """``[R]``: what is to be taken off the gradients of weights, but for out's rounding."""
-    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+def _mean_gradient(
+    grad_out, out, rest_ptr, first, r, count, d, D: tl.constexpr, FORM: tl.constexpr
+):
+    """``[R]``: what is to be taken off the gradients of weights."""
+    exact = out.to(tl.float32)
+    if rest_ptr is not None:
+        exact += load_queries(rest_ptr, first, r, count, d, D).to(tl.float32)
+    delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
     return delta * 0 if FORM == SCALAR else delta
 
 
@@ -92,6 +97,7 @@ def grad_query_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, out
@@ -133,7 +139,7 @@ def grad_query_kernel(
     q = load_queries(query_ptr, 0 if LAYOUT == SHARED else first, r, count, d, D)
     grad_out = load_queries(grad_out_ptr, first, r, count, d, D)
     out = load_queries(out_ptr, first, r, count, d, D)
-    delta = _mean_gradient(grad_out, out, FORM)
+    delta = _mean_gradient(grad_out, out, rest_ptr, first, r, count, d, D, FORM)
     q, grad_out = spread(q, COLUMNS, FORM), spread(grad_out, COLUMNS, FORM)
     out_columns = spread(out, COLUMNS, FORM)
     maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
@@ -187,6 +193,7 @@ def grad_history_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, unless ONE_BLOCK
@@ -243,7 +250,7 @@ def grad_history_kernel(
         q = load_queries(query_ptr, query_first, r, count, d, D)
         grad_out = load_queries(grad_out_ptr, first, r, count, d, D)
         out = load_queries(out_ptr, first, r, count, d, D)
-        delta = _mean_gradient(grad_out, out, FORM)
+        delta = _mean_gradient(grad_out, out, rest_ptr, first, r, count, d, D, FORM)
         q, grad_out = spread(q, COLUMNS, FORM), spread(grad_out, COLUMNS, FORM)
         out = spread(out, COLUMNS, FORM)
         maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)

@@ -11,6 +11,7 @@ from torchrec_jagged_attn.kernels.target_schedule import (
     load_queries,
     query_rows,
     rows_of_slot,
+    store_outputs,
     store_queries,
 )
 
@@ -50,6 +51,7 @@ def combine_outputs_kernel(
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
     out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
@@ -89,7 +91,7 @@ def combine_outputs_kernel(
         maximum = new_maximum
     r = block * BLOCK_R + local
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
-    store_queries(out_ptr, out, first, r, count, d, D)
+    store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
     store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
 
 

@@ -30,6 +30,7 @@ from torchrec_jagged_attn.kernels.target_schedule import (
     load_queries,
     query_rows,
     rows_of_slot,
+    store_outputs,
     store_queries,
 )
 
@@ -45,6 +46,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
@@ -114,5 +116,5 @@ def forward_kernel(
         tl.store(sums_stats_ptr + (slot * 2 + 1) * room + local, total, mask=local < room)
     else:
         out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
-        store_queries(out_ptr, out, first, r, count, d, D)
+        store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
         store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)

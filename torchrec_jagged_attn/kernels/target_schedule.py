@@ -19,6 +19,7 @@ __all__ = [
     "load_queries",
     "query_rows",
     "rows_of_slot",
+    "store_outputs",
     "store_queries",
 ]
 
@@ -113,6 +114,18 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
     """``[BLOCK_R, BLOCK_D]``: rows ``r`` of ``count``, from row ``first`` on."""
     mask = (r < count)[:, None] & (d < D)[None, :]
     return tl.load(ptr + (first + r)[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D: tl.constexpr):
+    """Store ``out`` (fp32) where :func:`load_queries` would load it, and what rounding takes of it.
+
+    ``rest_ptr`` is None where ``out_ptr`` takes fp32.
+    """
+    store_queries(out_ptr, out, first, r, count, d, D)
+    if rest_ptr is not None:
+        rounded = out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        store_queries(rest_ptr, out - rounded, first, r, count, d, D)
 
 
 @triton.jit

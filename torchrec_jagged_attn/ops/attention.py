@@ -111,7 +111,7 @@ def jagged_target_attention(
     check_biases(query, "query", history.shape[0], bias, position_bias, age_bias, timestamps)
     if scale is None:
         scale = 1 / math.sqrt(width)
-    out, _ = _target_attention(
+    out, _, _ = _target_attention(
         query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale
     )
     return out.squeeze(1) if per_sample else out
@@ -127,8 +127,12 @@ def target_attention_forward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output and softmax statistics of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries.
+
+    And for backward: what rounding took of it, in its shape (no element where it is no half
+    precision), and softmax statistics.
+    """
     check_offsets_values(offsets, history.shape[0], "offsets")
     if query_offsets is not None:
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
@@ -141,12 +145,14 @@ def target_attention_forward(
 
 def target_attention_fake(
     query: Tensor, history: Tensor, offsets: Tensor, query_offsets: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and dtypes that :func:`target_attention_forward` gives."""
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
-    return query.new_empty(shape), query.new_empty([2, *shape[:-1]], dtype=torch.float32)
+    rest = query.new_empty(shape if query.element_size() == 2 else [0])
+    stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
+    return query.new_empty(shape), rest, stats
 
 
 def target_attention_backward(
@@ -162,6 +168,7 @@ def target_attention_backward(
     timestamps: Tensor | None,
     scale: float,
     out: Tensor,
+    rest: Tensor,
     stats: Tensor,
 ) -> list[Tensor]:
     """Gradients of those of query, history and the three biases that need one."""
@@ -173,7 +180,7 @@ def target_attention_backward(
     else:
         with torch.cuda.device_of(query):
             grads = target_kernels.backward(
-                grad_out, query, history, offsets, query_offsets, *biases, out, stats, scale
+                grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale
             )
     grads = (*grads[:2], None, None, *grads[2:], None, None)
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]

@@ -70,7 +70,7 @@ def _forward(
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, and what its gradient needs.
 
     Args:
@@ -95,9 +95,9 @@ def _forward(
     Returns:
         The output, shaped as ``target`` and in ``dtype``; then what its gradient needs: ``q``
         ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, which
-        explicit keys and values leave unused, or without a row (see :func:`_num_absorbed`); the
-        statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones for targets with a
-        history, zeros for others (no element without ``in_bias``).
+        explicit keys and values leave unused, or without a row (see :func:`_num_absorbed`); what
+        ``pooled`` was rounded by; the statistics of the attention; ``values`` ``[R, E]``; and
+        ``[R]`` ones for targets with a history, zeros for others (no element without ``in_bias``).
     """
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
@@ -122,17 +122,19 @@ def _forward(
         stats = stats.view(2, *shape[:-1])
         rows = _num_absorbed(keys_and_values, target, history, offsets, query_offsets, num_heads)
         u, pooled = (history.new_empty(rows, *shape[-2:]) for _ in range(2))
+        rest = pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
     else:
         u = _multiply(q, w_k).to(history.dtype)
-        pooled, stats = target_attention_forward(
+        pooled, rest, stats = target_attention_forward(
             u.view(shape), history, offsets, query_offsets, *biases, scale
         )
         pooled = pooled.view(u.shape)
+        rest = rest.view(u.shape) if u.element_size() == 2 else rest
         values = _multiply(pooled.to(dtype), w_v.mT).view(-1, target.shape[-1])
         if b_v is not None:
             values.addcmul_(filled.unsqueeze(1), b_v)
     out = F.linear(values, out_weight.to(dtype), None if out_bias is None else out_bias.to(dtype))
-    return out.view(target.shape), q, u, pooled, stats, values, filled
+    return out.view(target.shape), q, u, pooled, rest, stats, values, filled
 
 
 def _fake(
@@ -145,19 +147,20 @@ def _fake(
     v_weight: Tensor | None,
     in_bias: Tensor | None,
     *others: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_heads, dtype, keys_and_values = others[-3:]
     width, rows = target.shape[-1], math.prod(target.shape[:-1])
     q = target.new_empty(rows, num_heads, width // num_heads, dtype=dtype)
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
-    _, stats = target_attention_fake(history.new_empty(shape), history, offsets, query_offsets)
+    _, _, stats = target_attention_fake(history.new_empty(shape), history, offsets, query_offsets)
     rows_absorbed = _num_absorbed(
         keys_and_values, target, history, offsets, query_offsets, num_heads
     )
     u, pooled = (history.new_empty(rows_absorbed, *shape[-2:]) for _ in range(2))
     values = q.new_empty(rows, width)
     filled = q.new_empty(0 if in_bias is None else rows)
-    return q.new_empty(target.shape), q, u, pooled, stats, values, filled
+    rest = pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
+    return q.new_empty(target.shape), q, u, pooled, rest, stats, values, filled
 
 
 def _backward(
@@ -183,6 +186,7 @@ def _backward(
     q: Tensor,
     u: Tensor,
     pooled: Tensor,
+    rest: Tensor,
     stats: Tensor,
     values: Tensor,
     filled: Tensor,
@@ -227,7 +231,7 @@ def _backward(
             grad_pooled.view(shape),
             (True, needs_history, False, False, False, needs_position, needs_age, False, False),
             u.view(shape), history, offsets, query_offsets, *biases, scale,
-            pooled.view(shape), stats,
+            pooled.view(shape), rest, stats,
         )  # fmt: skip
         grad_history = grads_of_tables.pop(0) if needs_history else None
         grad_u = grad_u.view(u.shape).to(dtype)
