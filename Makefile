@@ -18,7 +18,8 @@ READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # Run a second time without a GPU, with the kernels in Triton's interpreter.
-KERNEL_TESTS := $(wildcard tests/test_*attention*.py) tests/test_embedding_bag_collection.py
+KERNEL_TESTS := $(wildcard tests/test_*attention*.py) tests/test_embedding_bag_collection.py \
+	tests/test_interaction.py
 
 .PHONY: demo test check format benchmark clean
 
