@@ -31,6 +31,7 @@ __all__ = [
     "merge_slices",
     "per_query",
     "products",
+    "query_index",
     "row_columns",
     "row_index",
     "spread",
@@ -93,6 +94,12 @@ def spread(queries, COLUMNS: tl.constexpr, FORM: tl.constexpr):
         groups: tl.constexpr = queries.shape[1] // COLUMNS
         queries = tl.permute(tl.reshape(queries, [R, groups, COLUMNS]), (1, 0, 2))[:, None, :, :]
     return queries
+
+
+@triton.jit
+def query_index(value, FORM: tl.constexpr):
+    """``[R]``, such as numbers of query rows, shaped to go with scores."""
+    return tl.expand_dims(per_query(value, FORM), 0 if FORM == WIDE else 2)
 
 
 @triton.jit

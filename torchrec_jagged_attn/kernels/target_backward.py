@@ -13,6 +13,7 @@ from torchrec_jagged_attn.kernels.query_tiles import (
     add_over_rows,
     per_query,
     products,
+    query_index,
     row_columns,
     row_index,
     spread,
@@ -67,11 +68,8 @@ def _score_gradients(
     maximum, inverse = per_query(maximum, FORM), per_query(inverse, FORM)
     dots = products(q, x, FORM, PRECISION)
     p = softmax_weights(dots, scale, bias, visible, maximum, inverse, AXIS, LOG2E)
-    if FORM == SCALAR:
-        dp = products(grad_out, x - out, FORM, PRECISION)
-    else:
-        dp = products(grad_out, x, FORM, PRECISION)
-    ds = p * (dp - tl.expand_dims(per_query(delta, FORM), AXIS))
+    dp = products(grad_out, x - out if FORM == SCALAR else x, FORM, PRECISION)
+    ds = p * (dp - query_index(delta, FORM))
     return p, tl.where(alone, 0.0, ds)
 
 
@@ -84,7 +82,7 @@ def _mean_gradient(
     if rest_ptr is not None:
         exact += load_queries(rest_ptr, first, r, count, d, D).to(tl.float32)
     delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
-    return delta * 0 if FORM == SCALAR else delta
+    return tl.zeros_like(delta) if FORM == SCALAR else delta
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -148,7 +146,7 @@ def grad_query_kernel(
     AXIS: tl.constexpr = 0 if FORM == WIDE else 2
     index = tile_index(FORM, SLICES, BLOCK_N)
     columns = row_columns(BLOCK_D, COLUMNS, FORM)
-    queries = tl.expand_dims(per_query(r, FORM), AXIS)
+    queries = query_index(r, FORM)
     acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
     residual = zeros_by_query(BLOCK_R, SLICES, FORM)  # Σ ds: zero, but for the rounding of out
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
@@ -256,10 +254,9 @@ def grad_history_kernel(
         maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
         acc_query = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
 
-    AXIS: tl.constexpr = 0 if FORM == WIDE else 2
     index = tile_index(FORM, SLICES, BLOCK_N)
     columns = row_columns(BLOCK_D, COLUMNS, FORM)
-    heads_index = tl.expand_dims(per_query(h, FORM), AXIS)
+    heads_index = query_index(h, FORM)
     if P > 0:
         grad_position_bias = tl.zeros([BLOCK_P, BLOCK_H], tl.float32)
     if A > 0:
@@ -275,7 +272,7 @@ def grad_history_kernel(
         if ONE_BLOCK:
             bias = load_bias(
                 bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-                n, visible, tl.expand_dims(per_query(r, FORM), AXIS), count, H, P, A,
+                n, visible, query_index(r, FORM), count, H, P, A,
             )  # fmt: skip
             p, ds = _score_gradients(
                 q, grad_out, out, delta, maximum, inverse, x, bias, visible, alone, scale,
@@ -297,7 +294,7 @@ def grad_history_kernel(
                 maximum, inverse = load_stats(stats_ptr, num_rows, first + rows, rows < count)
                 bias = load_bias(
                     bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-                    n, visible, tl.expand_dims(per_query(rows, FORM), AXIS), count, H, P, A,
+                    n, visible, query_index(rows, FORM), count, H, P, A,
                 )  # fmt: skip
                 p, ds = _score_gradients(
                     q, grad_out, out, delta, maximum, inverse, x, bias, visible, alone, scale,

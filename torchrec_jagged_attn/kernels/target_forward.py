@@ -14,8 +14,8 @@ from torchrec_jagged_attn.kernels.query_tiles import (
     WIDE,
     add_over_rows,
     merge_slices,
-    per_query,
     products,
+    query_index,
     row_columns,
     row_index,
     spread,
@@ -89,7 +89,7 @@ def forward_kernel(
     AXIS: tl.constexpr = 0 if FORM == WIDE else 2
     index = tile_index(FORM, SLICES, BLOCK_N)
     columns = row_columns(BLOCK_D, COLUMNS, FORM)
-    queries = tl.expand_dims(per_query(r, FORM), AXIS)
+    queries = query_index(r, FORM)
     acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
     total = zeros_by_query(BLOCK_R, SLICES, FORM)
     maximum = total - float("inf")
