@@ -43,7 +43,7 @@ from report import make_table, plot, plot_roofline
 from suites import MODES, Cost, Inputs, Suite, UnavailableError
 
 import torchrec_jagged_attn
-from torchrec_jagged_attn.testing import Case, assert_close
+from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
 METRICS = {"time": "ms", "graph_time": "ms", "peak_memory": "MiB"}
 LABELS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit")
@@ -201,7 +201,8 @@ def run_case(
 
     double = x.double()
     exact = outcome(functools.partial(suite.oracle, double), double, suite.modes)
-    plain = outcome(functools.partial(suite.plain, x), x, suite.modes)
+    with plain_products():
+        plain = outcome(functools.partial(suite.plain, x), x, suite.modes)
     grad_out = make_grad_out(plain["out"], x)
     del double
 

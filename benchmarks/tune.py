@@ -42,9 +42,9 @@ def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
     scale = case.width**-0.5
     if direction == "forward":
         return lambda: kernels.forward(*arguments, scale)
-    out, stats = kernels.forward(*arguments, scale)
+    out, rest, stats = kernels.forward(*arguments, scale)
     grad_out = torch.randn_like(out)
-    return lambda: kernels.backward(grad_out, *arguments, out, stats, scale)
+    return lambda: kernels.backward(grad_out, *arguments, out, rest, stats, scale)
 
 
 def candidates(case: Case, direction: str, forms: list[str], chunks: list[int]) -> Iterator[dict]:

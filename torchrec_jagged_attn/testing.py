@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CASES",
     "Case",
+    "TF32Products",
     "assert_close",
     "assert_matches_oracle",
     "error_bound",
@@ -26,6 +29,7 @@ __all__ = [
     "make_target_inputs",
     "offsets_of",
     "outputs_and_gradients",
+    "plain_products",
     "recency_bias_oracle",
     "target_attention_oracle",
     "target_attention_plain",
@@ -413,6 +417,42 @@ def assert_close(
     assert error <= bound, f"{name}: error {error:.3e} is over the bound {bound:.3e}"
 
 
+class TF32Products(TorchDispatchMode):
+    """A context in which products of fp32 matrices are what tensor cores make of them.
+
+    These read the upper 19 bits of their operands, and add up in fp32. On any device, and for
+    products of any size: cuBLAS gives thin ones to units that are exact.
+    """
+
+    PRODUCTS = (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.mv.default,
+        torch.ops.aten.dot.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.baddbmm.default,
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run ``func``, a product with its operands cut short."""
+        if func in self.PRODUCTS:
+            *summand, a, b = args
+            args = (*summand, self._cut(a), self._cut(b))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _cut(operand: Tensor) -> Tensor:
+        if operand.dtype != torch.float32:
+            return operand
+        return (operand.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
+
+
+def plain_products() -> contextlib.AbstractContextManager:
+    """The context for a plain formula: its products as ``torch.get_float32_matmul_precision()``."""
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return contextlib.nullcontext() if exact else TF32Products()
+
+
 def outputs_and_gradients(
     function: Callable[..., Tensor], inputs: dict[str, Any], grad_out: Tensor
 ) -> dict[str, Tensor]:
@@ -462,7 +502,8 @@ def assert_matches_oracle(
     grad_out = torch.randn(shape.shape, generator=generator).to(device, dtype)
     actual = outputs_and_gradients(function, inputs, grad_out)
     expected = outputs_and_gradients(oracle, exact, grad_out.double())
-    formula = outputs_and_gradients(plain, inputs, grad_out)
+    with plain_products():
+        formula = outputs_and_gradients(plain, inputs, grad_out)
     assert actual.keys() == expected.keys(), f"gradients of {list(actual)}, not {list(expected)}"
     for name in expected:
         assert_close(actual[name], expected[name], formula[name], gradient=name != "out", name=name)
