@@ -1,7 +1,6 @@
 """``TargetAttentionEmbeddingBagCollection``: an EmbeddingBagCollection that attends to a target."""
 
-from __future__ import annotations
-
+# FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -10,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import (
     EmbeddingBagConfig,
@@ -246,23 +246,22 @@ class _Pooling(nn.Module):
         sequences: dict[str, JaggedTensor],
         bags: KeyedTensor | None,
     ) -> KeyedTensor:
-        if features.weights_or_none() is not None:
-            raise ValueError("features must have no weights, got a weighted KeyedJaggedTensor")
-        if features.variable_stride_per_key():
-            raise NotImplementedError(
-                "features must have one batch size for all keys, "
-                f"got {features.stride_per_key()} for {features.keys()}"
-            )
+        _check_features(features)
         columns = {name: _single_rows(sequences[name], name) for name in self._target_keys}
         for name, output_name, mode in self._pooled_keys:
             columns[output_name] = _segment_reduce(sequences[name], mode)
         for config, attention in zip(self._configs, self.attentions, strict=True):
-            attended = attention(
-                torch.cat([columns[name] for name in config.targets], dim=1),
-                _side_by_side([sequences[name] for name in config.histories], config.histories),
-                _timestamps(config, features, sequences[config.histories[0]]),
+            history = _side_by_side(
+                [sequences[name] for name in config.histories], config.histories
             )
-            columns |= zip(config.histories, attended.split(self._width, dim=1), strict=True)
+            timestamps = None
+            if config.timestamps is not None:
+                timestamps = _timestamps(features, config.timestamps, history, config.histories[0])
+            attended = attention(
+                torch.cat([columns[name] for name in config.targets], dim=1), history, timestamps
+            )
+            for column, name in enumerate(config.histories):
+                columns[name] = attended.narrow(1, column * self._width, self._width)
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
             bag_columns = bags.to_dict()
@@ -311,18 +310,30 @@ def _embedding_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
     return EmbeddingConfig(**{name: getattr(table, name) for name in shared})
 
 
+# What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
+
+
+@torch.fx.wrap
+def _check_features(features: KeyedJaggedTensor) -> None:
+    if not is_scripting():
+        if features.weights_or_none() is not None:
+            raise ValueError("features must have no weights, got a weighted KeyedJaggedTensor")
+        if features.variable_stride_per_key():
+            raise NotImplementedError(
+                "features must have one batch size for all keys, "
+                f"got {features.stride_per_key()} for {features.keys()}"
+            )
+
+
+@torch.fx.wrap
 def _single_rows(sequence: JaggedTensor, name: str) -> Tensor:
     """``[B, D]`` rows of a target: as they are, since each sample has one."""
-    rows, lengths = sequence.values(), sequence.lengths()
-    message = f"target {name!r} must have exactly one id in each sample, got "
-    if should_validate(lengths) and (wrong := torch.nonzero(lengths != 1)).numel():
-        sample = int(wrong[0])
-        raise ValueError(f"{message}{int(lengths[sample])} in sample {sample}")
-    if rows.shape[0] != lengths.numel():
-        raise ValueError(f"{message}{rows.shape[0]} in {lengths.numel()} samples")
-    return rows
+    if not is_scripting():
+        _check_single_rows(sequence, name)
+    return sequence.values()
 
 
+@torch.fx.wrap
 def _segment_reduce(sequence: JaggedTensor, mode: str) -> Tensor:
     """``[B, D]`` fp32 sum or mean of each sample's rows, zero where there are none."""
     return torch.segment_reduce(
@@ -330,13 +341,15 @@ def _segment_reduce(sequence: JaggedTensor, mode: str) -> Tensor:
     )
 
 
+@torch.fx.wrap
 def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTensor:
     """The rows of equally long sequences, concatenated to ``[N, sum of widths]``."""
-    first, *others = sequences
-    if not others:
+    first = sequences[0]
+    if len(sequences) == 1:
         return first
-    for sequence, name in zip(others, names[1:], strict=True):
-        _check_equal_lengths(sequence, name, first, names[0])
+    if not is_scripting():
+        for sequence, name in zip(sequences, names, strict=True):
+            _check_equal_lengths(sequence, name, first, names[0])
     return JaggedTensor(
         torch.cat([sequence.values() for sequence in sequences], dim=1),
         lengths=first.lengths(),
@@ -344,18 +357,33 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
     )
 
 
+@torch.fx.wrap
 def _timestamps(
-    config: TargetAttentionConfig, features: KeyedJaggedTensor, history: JaggedTensor
-) -> Tensor | None:
-    """``[N]`` times of the rows of ``history``, where the attention learns from them."""
-    if config.timestamps is None:
-        return None
+    features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
+) -> Tensor:
+    """``[N]`` times of the rows of ``history``."""
+    if not is_scripting():
+        _check_timestamps(features, name, history, history_name)
+    return features[name].values()
+
+
+def _check_single_rows(sequence: JaggedTensor, name: str) -> None:
+    message = f"target {name!r} must have exactly one id in each sample, got "
+    lengths = sequence.lengths()
+    if should_validate(lengths) and (wrong := torch.nonzero(lengths != 1)).numel():
+        sample = int(wrong[0])
+        raise ValueError(f"{message}{int(lengths[sample])} in sample {sample}")
+    rows, samples = sequence.values().shape[0], lengths.numel()
+    _check_equal(rows, samples, f"{message}{rows} in {samples} samples")
+
+
+def _check_timestamps(
+    features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
+) -> None:
     keys = features.keys()
-    if config.timestamps not in keys:
-        raise ValueError(f"features must have the timestamps {config.timestamps!r}, got {keys}")
-    timestamps = features[config.timestamps]
-    _check_equal_lengths(timestamps, config.timestamps, history, config.histories[0])
-    return timestamps.values()
+    if name not in keys:
+        raise ValueError(f"features must have the timestamps {name!r}, got {keys}")
+    _check_equal_lengths(features[name], name, history, history_name)
 
 
 def _check_equal_lengths(
@@ -369,8 +397,15 @@ def _check_equal_lengths(
             f"{message}{int(lengths[sample])} and {int(expected[sample])} in sample {sample}"
         )
     rows, expected_rows = sequence.values().shape[0], reference.values().shape[0]
-    if rows != expected_rows:
-        raise ValueError(f"{message}{rows} and {expected_rows} rows in all")
+    _check_equal(rows, expected_rows, f"{message}{rows} and {expected_rows} rows in all")
+
+
+def _check_equal(rows: int, expected: int, message: str) -> None:
+    """In eager mode a ValueError; while compiling a fact, which the program checks as it runs."""
+    if torch.compiler.is_compiling():
+        torch._check(rows == expected)
+    elif rows != expected:
+        raise ValueError(message)
 
 
 def _check_configs(

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -238,86 +239,29 @@ class JaggedTargetAttention(nn.Module):
             ValueError: a shape or a device does not fit, timestamps are missing, or given to a
                 module that learns nothing from them.
         """
-        query_offsets = None
-        if isinstance(target, JaggedTensor):
-            target, query_offsets = target.values(), target.offsets()
-        if not isinstance(history, JaggedTensor):
-            raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
-        rows, offsets = history.values(), history.offsets()
         position_bias = age_bias = None
         if self.recency_bias is not None:
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
-        self._check(target, query_offsets, rows, offsets, age_bias, timestamps)
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        dtype = self.out_proj.weight.dtype
-        device_type = rows.device.type
-        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
-            dtype = torch.get_autocast_dtype(device_type)
-        return multi_head_target_attention(
+        return _attend(
             target,
-            rows,
-            offsets,
-            query_offsets,
+            history,
+            timestamps,
             *weights,
             self.in_proj_bias,
             self.out_proj.weight,
             self.out_proj.bias,
             position_bias,
             age_bias,
-            timestamps,
+            self.embed_dim,
+            self.history_dim,
             self.num_heads,
-            dtype,
             self.keys_and_values,
-        )[0]
-
-    def _check(
-        self,
-        target: Tensor,
-        query_offsets: Tensor | None,
-        rows: Tensor,
-        offsets: Tensor,
-        age_bias: Tensor | None,
-        timestamps: Tensor | None,
-    ) -> None:
-        for name, tensor in (("target", target), ("history", rows)):
-            if not tensor.is_floating_point():
-                raise TypeError(
-                    f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
-                    "up in an EmbeddingCollection first"
-                )
-        check_float(rows, "history")
-        check_shape(rows, "history.values()", "[N, D]", (None, self.history_dim))
-        check_offsets_metadata(offsets, "history.offsets()")
-        num_samples = offsets.numel() - 1
-        if query_offsets is not None:
-            check_shape(target, "target.values()", "[ΣT, E]", (None, self.embed_dim))
-            check_offsets_metadata(query_offsets, "target.offsets()")
-            check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
-        elif target.dim() == 3:
-            check_shape(target, "target", "[B, T, E]", (num_samples, None, self.embed_dim))
-        else:
-            check_shape(target, "target", "[B, E]", (num_samples, self.embed_dim))
-        if timestamps is None:
-            if age_bias is not None:
-                raise ValueError("timestamps must be given where age_bias=True, got None")
-        elif age_bias is None:
-            raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
-        else:
-            check_timestamps(timestamps, rows.shape[0])
-        check_same(
-            rows,
-            "history",
-            dtype=False,
-            offsets=offsets,
-            target=target,
-            target_offsets=query_offsets,
-            timestamps=timestamps,
         )
-        check_offsets_values(offsets, rows.shape[0], "history.offsets()")
 
     def extra_repr(self) -> str:
         return (
@@ -325,3 +269,107 @@ class JaggedTargetAttention(nn.Module):
             f"history_dim={self.history_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}"
         )
+
+
+@torch.fx.wrap  # what branches on the batch is a leaf for FX; torch.jit.script takes it
+def _attend(
+    target: Tensor | JaggedTensor,
+    history: JaggedTensor,
+    timestamps: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor | None,
+    v_weight: Tensor | None,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    embed_dim: int,
+    history_dim: int,
+    num_heads: int,
+    keys_and_values: str,
+) -> Tensor:
+    """``JaggedTargetAttention.forward`` with all it reads as arguments."""
+    query_offsets: Tensor | None = None
+    if isinstance(target, JaggedTensor):
+        query, query_offsets = target.values(), target.offsets()
+    else:
+        query = target
+    if not is_scripting() and not isinstance(history, JaggedTensor):
+        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+    rows, offsets = history.values(), history.offsets()
+    dtype = out_weight.dtype
+    if not is_scripting():
+        _check(query, query_offsets, rows, offsets, age_bias, timestamps, embed_dim, history_dim)
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
+            dtype = torch.get_autocast_dtype(device_type)
+    return _multi_head_target_attention(
+        query,
+        rows,
+        offsets,
+        query_offsets,
+        q_weight,
+        k_weight,
+        v_weight,
+        in_bias,
+        out_weight,
+        out_bias,
+        position_bias,
+        age_bias,
+        timestamps,
+        num_heads,
+        dtype,
+        keys_and_values,
+    )[0]
+
+
+# torch.jit.script takes the packet of an op, not its overloads.
+_multi_head_target_attention = multi_head_target_attention.overloadpacket
+
+
+def _check(
+    target: Tensor,
+    query_offsets: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    embed_dim: int,
+    history_dim: int,
+) -> None:
+    for name, tensor in (("target", target), ("history", rows)):
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
+                "up in an EmbeddingCollection first"
+            )
+    check_float(rows, "history")
+    check_shape(rows, "history.values()", "[N, D]", (None, history_dim))
+    check_offsets_metadata(offsets, "history.offsets()")
+    num_samples = offsets.numel() - 1
+    if query_offsets is not None:
+        check_shape(target, "target.values()", "[ΣT, E]", (None, embed_dim))
+        check_offsets_metadata(query_offsets, "target.offsets()")
+        check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
+    elif target.dim() == 3:
+        check_shape(target, "target", "[B, T, E]", (num_samples, None, embed_dim))
+    else:
+        check_shape(target, "target", "[B, E]", (num_samples, embed_dim))
+    if timestamps is None:
+        if age_bias is not None:
+            raise ValueError("timestamps must be given where age_bias=True, got None")
+    elif age_bias is None:
+        raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
+    else:
+        check_timestamps(timestamps, rows.shape[0])
+    check_same(
+        rows,
+        "history",
+        dtype=False,
+        offsets=offsets,
+        target=target,
+        target_offsets=query_offsets,
+        timestamps=timestamps,
+    )
+    check_offsets_values(offsets, rows.shape[0], "history.offsets()")
