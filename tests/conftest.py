@@ -22,6 +22,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """How ranks talk: on two CPU processes, or on as many GPUs as there are, up to two."""
+    return request.param
+
+
 @pytest.fixture
 def tf32():
     """fp32 products on tensor cores."""
