@@ -14,6 +14,8 @@ atomics, and where a sample is cut depends on itself alone.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -28,6 +30,9 @@ from torchrec_jagged_attn.kernels.target_combine import (
 )
 from torchrec_jagged_attn.kernels.target_forward import forward_kernel
 from torchrec_jagged_attn.kernels.target_schedule import DENSE, JAGGED, SHARED
+from torchrec_jagged_attn.kernels.warp_backward import backward_kernel as warp_backward_kernel
+from torchrec_jagged_attn.kernels.warp_forward import forward_kernel as warp_forward_kernel
+from torchrec_jagged_attn.kernels.warp_tiles import BLOCK_R as WARP_ROWS
 
 __all__ = ["backward", "forward"]
 
@@ -36,6 +41,8 @@ _combine_outputs = Launcher(combine_outputs_kernel)
 _grad_query = Launcher(grad_query_kernel)
 _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
+_warp_forward = Launcher(warp_forward_kernel)
+_warp_backward = Launcher(warp_backward_kernel)
 
 
 def forward(
@@ -67,14 +74,22 @@ def forward(
     room = call.rows_of_slot(tiles["BLOCK_R"])
     sums = stats.new_empty([num_slots, room, call.width])
     sums_stats = stats.new_empty([num_slots, 2, room])
-    _forward(
-        (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
-        (
-            *call.inputs, out, rest_or_none, stats, sums, sums_stats,
-            *call.offsets, *call.sizes, num_slots, call.history_stride, scale,
-        ),
-        call.constants | tiles,
-    )  # fmt: skip
+    outputs = (out, rest_or_none, stats, sums, sums_stats)
+    if call.by_warps:
+        _warp_forward(
+            (num_slots + call.num_samples,),
+            (*call.inputs, *outputs, call.offsets[0], *call.sizes, num_slots, scale),
+            call.warp_constants(tiles),
+        )
+    else:
+        _forward(
+            (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
+            (
+                *call.inputs, *outputs, *call.offsets, *call.sizes,
+                num_slots, call.history_stride, scale,
+            ),
+            call.constants | tiles,
+        )  # fmt: skip
     if num_slots:
         _combine_outputs(
             call.combine_grid(num_slots),
@@ -110,7 +125,10 @@ def backward(
     num_slots = call.num_rows // tiles["CHUNK"]
     num_programs = num_slots + call.num_samples
     buckets = call.constants["P"] + call.constants["A"]
-    grad_tables = stats.new_zeros([num_programs, buckets, call.num_heads]) if buckets else None
+    grad_tables = None
+    if buckets:
+        columns = call.rows if call.by_warps else call.num_heads
+        grad_tables = stats.new_zeros([num_programs, buckets, columns])
     sums = stats.new_empty([num_slots, call.rows_of_slot(tiles["BLOCK_R"]), call.width])
     grad_out = grad_out.contiguous()
     sizes = (*call.sizes, num_slots, call.history_stride, scale)
@@ -132,7 +150,16 @@ def backward(
                 constants | call.head_constants(tiles) | {"ONE_BLOCK": one_block},
             )  # fmt: skip
 
-    if one_block:
+    if call.by_warps:
+        _warp_backward(
+            (num_programs,),
+            (
+                grad_out, *call.inputs, out, rest, stats, grad_query, grad_history, grad_bias,
+                grad_tables, sums, call.offsets[0], *call.sizes, num_slots, scale,
+            ),
+            call.warp_constants(tiles),
+        )  # fmt: skip
+    elif one_block:
         launch_grad_history(one_block=True)
     if more_blocks and out.numel():
         _grad_query(
@@ -158,7 +185,8 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        of_position, of_age = grad_tables.sum(0).split([call.constants["P"], call.constants["A"]])
+        grad_table = grad_tables.sum(0).view(buckets, -1, call.num_heads).sum(1)
+        of_position, of_age = grad_table.split([call.constants["P"], call.constants["A"]])
         if position_bias is not None:
             grad_position_bias = of_position.to(position_bias.dtype)
         if age_bias is not None:
@@ -202,6 +230,16 @@ class _Call:
         biases = (bias, position_bias, age_bias, timestamps)
         self.inputs = (query.contiguous(), history, *(_contiguous(tensor) for tensor in biases))
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
+        self.by_warps = (
+            self.layout != JAGGED
+            and self.rows <= WARP_ROWS.value
+            and history.element_size() == 2
+            and self.width <= 256
+            and (self.width | self.history_stride) % 8 == 0
+            and history.data_ptr() % 16 == 0
+            and (bias is None or self.num_targets == 1)
+            and _has_warp_kernels(history.device)
+        )
         self.sizes = (self.num_samples, self.num_targets, self.total_rows)
         self.constants = {
             "LAYOUT": self.layout.value,
@@ -228,6 +266,15 @@ class _Call:
         Found by trying, on an H200.
         """
         width = columns = padded_width(self.width)
+        if self.by_warps:
+            return {
+                "BLOCK_R": WARP_ROWS.value,
+                "BLOCK_N": 16,
+                "BLOCK_D": width,
+                "CHUNK": 256,
+                "NUM_STAGES": 4,
+                "num_warps": 1,
+            }
         if self.precision == "ieee":
             # Registers hold query rows, three of each backward, and as many sums over rows. Forward
             # must add products up in the same order: a softmax so recomputed sums to one.
@@ -268,6 +315,16 @@ class _Call:
             | {"BLOCK_D": self._combine_width}
         )
 
+    def warp_constants(self, tiles: dict) -> dict:
+        """Compile-time arguments of the kernels of single warps."""
+        names = ("H", "D", "P", "A")
+        of_tiles = {name: value for name, value in tiles.items() if name != "BLOCK_R"}
+        return (
+            {name: self.constants[name] for name in names}
+            | of_tiles
+            | {"SHARED": self.layout == SHARED, "STRIDE": self.history_stride}
+        )
+
     def head_constants(self, tiles: dict) -> dict:
         """Compile-time arguments of the kernel that sums over heads and buckets."""
         one_target = self.num_targets == 1 and self.rows <= tiles["BLOCK_R"]
@@ -277,6 +334,12 @@ class _Call:
             "BLOCK_P": padded_width(self.constants["P"]),
             "BLOCK_A": padded_width(self.constants["A"]),
         }
+
+
+@functools.cache
+def _has_warp_kernels(device: torch.device) -> bool:
+    """Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one."""
+    return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -41,11 +41,12 @@ def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: 
 
 @triton.jit
 def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
-    """Into how many chunks of about equal length a history is cut for its blocks of query rows.
+    """Into how many chunks a history is cut for its blocks of query rows.
 
-    The more blocks, the longer the chunks, so that all samples together have no more than
-    ``N // CHUNK`` pairs of chunk and block, where they are cut at all. Those numbered from
-    ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s slots.
+    Each has ``CHUNK · num_blocks`` rows, and the last one what is left, less than twice as many: so
+    all samples together have no more than ``N // CHUNK`` pairs of chunk and block, where they are
+    cut at all. Those numbered from ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s
+    slots.
     """
     return tl.maximum(length // (CHUNK * tl.maximum(num_blocks, 1)), 1)
 
@@ -98,8 +99,9 @@ def find_work(
         block = (program - begin // CHUNK) - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
     slot = tl.where(chunks > 1, begin // CHUNK + chunk * num_blocks + block, -1)
-    end = begin + length * (chunk + 1) // chunks
-    return busy, sample, block, begin + length * chunk // chunks, end, slot
+    rows = CHUNK * tl.maximum(num_blocks, 1)
+    end = tl.where(chunk + 1 == chunks, length, (chunk + 1) * rows)
+    return busy, sample, block, begin + chunk * rows, begin + end, slot
 
 
 @triton.jit

@@ -1,0 +1,191 @@
+"""What the kernels of target attention by single warps share.
+
+Where a sample has at most eight query rows of a half-precision width that copies of 16 bytes
+divide, one warp takes a chunk of its history, ``BLOCK_N`` rows at a time: rows fill the M side of
+the tensor cores' smallest product, queries its N side of eight. Tiles arrive in shared memory by
+asynchronous copies while earlier ones are at work; nothing waits for another warp. In Gluon, since
+Triton neither keeps a tile for products along both of its sides in one place nor takes a narrow N.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from torchrec_jagged_attn.kernels import common
+
+__all__ = [
+    "BLOCK_R",
+    "LEFT",
+    "MMA",
+    "RIGHT",
+    "copy_tile",
+    "find_chunk",
+    "load_bias",
+    "load_operand",
+    "row_buckets",
+    "store_queries",
+    "tile_ring",
+]
+
+BLOCK_R = gl.constexpr(8)
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+
+recency_bucket = gluon.jit(common.recency_bucket.fn)
+
+
+@gluon.constexpr_function
+def row_layout(width):
+    """A warp's lanes along rows of ``width`` elements of two bytes, 16 bytes each."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [1, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def column_layout(width):
+    """As :func:`row_layout`, transposed."""
+    return gl.BlockedLayout([8, 1], [width // 8, 256 // width], [1, 1], [0, 1])
+
+
+@gluon.constexpr_function
+def ring_layout(width):
+    """Tiles in shared memory, so that reads along either side meet no bank twice."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), [1, 0])
+
+
+@gluon.jit
+def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
+    """What this program does, as ``target_schedule.find_work`` says, for samples of one block.
+
+    Returns whether there is anything to do, the sample, its first history row, its length, begin
+    and end of the chunk within it, and its slot, -1 where the chunk is the whole sample.
+    """
+    program = gl.program_id(0)
+    later = program < num_slots
+    sample = program - num_slots
+    if later:
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        sample = program * 0
+        high = num_samples
+        while sample + 1 < high:
+            step = gl.cdiv(high - sample, 32)
+            at = sample + step * lanes
+            offset = gl.load(offsets_ptr + at, mask=at < high, other=0)
+            begun = (at < high) & (offset // CHUNK <= program)
+            sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
+            high = gl.minimum(high, sample + step)
+    first = gl.load(offsets_ptr + sample).to(gl.int64)
+    length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
+    chunks = gl.maximum(length // CHUNK, 1)
+    slot = (first // CHUNK).to(gl.int32)
+    chunk = gl.where(later, program - slot, 0)
+    busy = (chunk < chunks) & ((chunk > 0) | (program >= num_slots))
+    end = gl.where(chunk + 1 == chunks, length, (chunk + 1) * CHUNK)
+    return busy, sample, first, length, chunk * CHUNK, end, gl.where(chunks > 1, slot + chunk, -1)
+
+
+@gluon.jit
+def load_operand(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """``[BLOCK_D, 8]``: rows ``first`` to ``first + count``, transposed, as right operand."""
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, RIGHT))
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
+    mask = (d < D)[:, None] & (r < count)[None, :]
+    return gl.load(ptr + first * D + (r[None, :] * D + d[:, None]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_queries(ptr, value, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Store ``value`` (``[BLOCK_D, 8]``) as rows ``first`` to ``first + count``."""
+    layout: gl.constexpr = column_layout(BLOCK_D)
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout))
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, layout))
+    mask = (d < D)[:, None] & (r < count)[None, :]
+    value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
+    gl.store(ptr + first * D + (r[None, :] * D + d[:, None]), value, mask=mask)
+
+
+@gluon.jit
+def tile_ring(
+    dtype: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Shared memory for STAGES tiles; columns that no row has are zero."""
+    ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring_layout(BLOCK_D))
+    if D < BLOCK_D:
+        for stage in gl.static_range(STAGES):
+            ring.index(stage).store(gl.zeros([BLOCK_N, BLOCK_D], dtype, row_layout(BLOCK_D)))
+    return ring
+
+
+@gluon.jit
+def copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Begin to copy the rows from ``start`` on to ``tile``, zeros from ``end`` on: one group."""
+    BLOCK_N: gl.constexpr = tile.shape[0]
+    BLOCK_D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = row_layout(BLOCK_D)
+    if start < end:
+        if start + BLOCK_N > end:
+            tile.store(gl.zeros([BLOCK_N, BLOCK_D], tile.dtype, layout))
+        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+        mask = (i < end - start)[:, None]
+        if D < BLOCK_D:
+            mask = mask & (d < D)[None, :]
+        ptrs = history_ptr + start.to(gl.int64) * STRIDE + (i[:, None] * STRIDE + d[None, :])
+        async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def row_buckets(n, first, length, timestamps_ptr, P: gl.constexpr, A: gl.constexpr):
+    """Buckets of position and age of the rows ``n`` of a sample."""
+    of_position = recency_bucket(length - 1 - n, P)
+    of_age = of_position
+    if A > 0:
+        time = gl.load(timestamps_ptr + first + n, mask=n < length, other=0)
+        newest = gl.load(timestamps_ptr + first + length - 1)
+        if time.dtype == gl.int32:
+            time, newest = time.to(gl.int64), newest.to(gl.int64)
+        of_age = recency_bucket(gl.maximum(newest - time, 0), A)
+    return of_position, of_age
+
+
+@gluon.jit
+def load_bias(
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    first,
+    length,
+    n,
+    r,
+    count,
+    H: gl.constexpr,
+    P: gl.constexpr,
+    A: gl.constexpr,
+):
+    """All biases of the rows ``n`` of a sample for its query rows ``r``, shaped to be added.
+
+    Zero for the query rows from ``count`` on.
+    """
+    head = r % H
+    mask = (n < length)[:, None] & (r < count)[None, :]
+    bias = gl.zeros([n.shape[0], BLOCK_R], gl.float32, MMA)
+    if bias_ptr is not None:
+        ptrs = bias_ptr + first * H + (n[:, None] * H + head[None, :])
+        bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    if P > 0 or A > 0:
+        of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+        if P > 0:
+            ptrs = position_bias_ptr + (of_position[:, None] * H + head[None, :])
+            bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+        if A > 0:
+            ptrs = age_bias_ptr + (of_age[:, None] * H + head[None, :])
+            bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    return bias
