@@ -92,13 +92,16 @@ def world_size(backend: str) -> int:
     return 2 if backend == "gloo" else min(2, torch.cuda.device_count())
 
 
-def run_ranks(function: Callable[..., Any], tmp_path: Path, backend: str, *args: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], tmp_path: Path, backend: str, *args: Any, ranks: int | None = None
+) -> list[Any]:
     """Call ``function(device, *args)`` in one process per rank and return what each returned."""
+    ranks = world_size(backend) if ranks is None else ranks
     directory = Path(tempfile.mkdtemp(dir=tmp_path))
     context = mp.start_processes(
         _run_rank,
-        (function, directory, backend, args),
-        nprocs=world_size(backend),
+        (function, directory, backend, ranks, args),
+        nprocs=ranks,
         join=False,
         start_method="spawn",
     )
@@ -106,12 +109,17 @@ def run_ranks(function: Callable[..., Any], tmp_path: Path, backend: str, *args:
         pass
     return [
         torch.load(directory / f"{rank}.pt", map_location=CPU, weights_only=False)
-        for rank in range(world_size(backend))
+        for rank in range(ranks)
     ]
 
 
 def _run_rank(
-    rank: int, function: Callable[..., Any], directory: Path, backend: str, args: tuple
+    rank: int,
+    function: Callable[..., Any],
+    directory: Path,
+    backend: str,
+    ranks: int,
+    args: tuple,
 ) -> None:
     torch.set_num_threads(1)
     device = CPU
@@ -122,7 +130,7 @@ def _run_rank(
         backend,
         init_method=f"file://{directory / 'store'}",
         rank=rank,
-        world_size=world_size(backend),
+        world_size=ranks,
         timeout=datetime.timedelta(seconds=60),
     )
     torch.save(function(device, *args), directory / f"{rank}.pt")

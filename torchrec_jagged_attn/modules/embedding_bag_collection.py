@@ -154,6 +154,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
         Args:
             features: unweighted, with all features of the tables and all timestamps, in any order.
+                With sharded tables, keys may differ in batch size and have ``inverse_indices``: a
+                user's history is then sent and looked up once for all samples that have it.
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``.
@@ -163,9 +165,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             ValueError: a target without exactly one id in each sample, or histories (and
                 timestamps) of one attention with different lengths. Counts of rows are always
                 checked; the lengths of each sample on CPU, and on CUDA with
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. Weights, or missing timestamps.
-            NotImplementedError: batch sizes that vary by feature.
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. Weights, missing timestamps, or batch sizes
+                that vary by feature without ``inverse_indices``.
+            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
+                or on CPU with gradients.
         """
+        _check_features(features, isinstance(self.embedding_collection, ShardedModule))
         sequences = self.embedding_collection(features)
         bags = None
         if self.embedding_bag_collection is not None:
@@ -246,7 +251,6 @@ class _Pooling(nn.Module):
         sequences: dict[str, JaggedTensor],
         bags: KeyedTensor | None,
     ) -> KeyedTensor:
-        _check_features(features)
         columns = {name: _single_rows(sequences[name], name) for name in self._target_keys}
         for name, output_name, mode in self._pooled_keys:
             columns[output_name] = _segment_reduce(sequences[name], mode)
@@ -314,15 +318,25 @@ def _embedding_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
 
 
 @torch.fx.wrap
-def _check_features(features: KeyedJaggedTensor) -> None:
+def _check_features(features: KeyedJaggedTensor, sharded: bool) -> None:
     if not is_scripting():
         if features.weights_or_none() is not None:
             raise ValueError("features must have no weights, got a weighted KeyedJaggedTensor")
         if features.variable_stride_per_key():
-            raise NotImplementedError(
-                "features must have one batch size for all keys, "
-                f"got {features.stride_per_key()} for {features.keys()}"
-            )
+            if not sharded:
+                raise NotImplementedError(
+                    "features must have one batch size for all keys unless tables are sharded, "
+                    f"got {features.stride_per_key()} for {features.keys()}"
+                )
+            if features.inverse_indices_or_none() is None:
+                raise ValueError(
+                    "features of several batch sizes must have inverse_indices, got none"
+                )
+            if features.device().type == "cpu" and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    "features of several batch sizes must be on CUDA to train, got cpu, where "
+                    "TorchRec's lookups of them have no gradient"
+                )
 
 
 @torch.fx.wrap
@@ -362,9 +376,26 @@ def _timestamps(
     features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
 ) -> Tensor:
     """``[N]`` times of the rows of ``history``."""
-    if not is_scripting():
-        _check_timestamps(features, name, history, history_name)
-    return features[name].values()
+    if is_scripting():
+        return features[name].values()
+    keys = features.keys()
+    if name not in keys:
+        raise ValueError(f"features must have the timestamps {name!r}, got {keys}")
+    timestamps = features[name]
+    if features.variable_stride_per_key():
+        timestamps = _of_each_sample(features, name)
+    _check_equal_lengths(timestamps, name, history, history_name)
+    return timestamps.values()
+
+
+def _of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
+    """The rows of a key that holds equal samples once; lookups of a sharded table are like this."""
+    keys, inverse_indices = features.inverse_indices()
+    once = features[name]
+    lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        inverse_indices[keys.index(name)].int(), once.lengths(), once.values()
+    )
+    return JaggedTensor(values, lengths=lengths)
 
 
 def _check_single_rows(sequence: JaggedTensor, name: str) -> None:
@@ -375,15 +406,6 @@ def _check_single_rows(sequence: JaggedTensor, name: str) -> None:
         raise ValueError(f"{message}{int(lengths[sample])} in sample {sample}")
     rows, samples = sequence.values().shape[0], lengths.numel()
     _check_equal(rows, samples, f"{message}{rows} in {samples} samples")
-
-
-def _check_timestamps(
-    features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
-) -> None:
-    keys = features.keys()
-    if name not in keys:
-        raise ValueError(f"features must have the timestamps {name!r}, got {keys}")
-    _check_equal_lengths(features[name], name, history, history_name)
 
 
 def _check_equal_lengths(
