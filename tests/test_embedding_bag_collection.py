@@ -637,6 +637,30 @@ def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatc
         collection(features)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_after_the_lookups_waits_for_the_device(name: str):
+    cuda, scenario = torch.device("cuda"), SCENARIOS[name]
+    collection = make_collection(scenario, cuda)
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]), cuda)
+    features.length_per_key()  # which a batch brings along from the host
+    sequences = {
+        key: JaggedTensor(sequence.values().detach().requires_grad_(), lengths=sequence.lengths())
+        for key, sequence in collection.embedding_collection(features).items()
+    }
+    bags = None
+    if collection.embedding_bag_collection is not None:
+        bags = collection.embedding_bag_collection(features)
+        bags = KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().detach())
+    for mode in ("default", "error"):  # the first time, kernels are compiled
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            pooled = collection.pooling(features, sequences, bags).values()
+            pooled.backward(torch.ones_like(pooled))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_missing_feature():
     batch = {key: bags for key, bags in GOOD.items() if key != "hist2"}
     with pytest.raises(KeyError, match="hist2"):

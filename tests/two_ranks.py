@@ -141,7 +141,9 @@ def _run_rank(
 
 
 def make_model(
-    device: torch.device = CPU, data_type: DataType = DataType.FP32, timestamps: bool = True
+    device: torch.device = CPU,
+    data_type: DataType = DataType.FP32,
+    tags: PoolingType = PoolingType.MEAN,
 ) -> DLRMTrain:
     torch.manual_seed(0)
     tables = [
@@ -151,16 +153,13 @@ def make_model(
             num_embeddings=NUM_IDS,
             feature_names=features,
             data_type=data_type,
-            pooling=PoolingType.MEAN if name == "t_tag" else PoolingType.SUM,
+            pooling=tags if name == "t_tag" else PoolingType.SUM,
             init_fn=nn.init.normal_,
         )
         for name, features in FEATURES.items()
     ]
     attention = TargetAttentionConfig(
-        ["item", "cat"],
-        ["hist", "hist_cat"],
-        num_heads=2,
-        timestamps="times" if timestamps else None,
+        ["item", "cat"], ["hist", "hist_cat"], num_heads=2, timestamps="times"
     )
     collection = TargetAttentionEmbeddingBagCollection(tables, [attention], device=device)
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))

@@ -3,7 +3,7 @@
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -378,22 +378,22 @@ def _timestamps(
     """``[N]`` times of the rows of ``history``."""
     if is_scripting():
         return features[name].values()
-    keys = features.keys()
-    if name not in keys:
-        raise ValueError(f"features must have the timestamps {name!r}, got {keys}")
-    timestamps = features[name]
-    if features.variable_stride_per_key():
-        timestamps = _of_each_sample(features, name)
+    timestamps = _of_each_sample(features, name)
     _check_equal_lengths(timestamps, name, history, history_name)
     return timestamps.values()
 
 
 def _of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
-    """The rows of a key that holds equal samples once; lookups of a sharded table are like this."""
+    """The rows of timestamps, repeated where several samples have them, as lookups do."""
+    keys = features.keys()
+    if name not in keys:
+        raise ValueError(f"features must have the timestamps {name!r}, got {keys}")
+    timestamps = features[name]
+    if not features.variable_stride_per_key():
+        return timestamps
     keys, inverse_indices = features.inverse_indices()
-    once = features[name]
     lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-        inverse_indices[keys.index(name)].int(), once.lengths(), once.values()
+        inverse_indices[keys.index(name)].int(), timestamps.lengths(), timestamps.values()
     )
     return JaggedTensor(values, lengths=lengths)
 
@@ -405,7 +405,7 @@ def _check_single_rows(sequence: JaggedTensor, name: str) -> None:
         sample = int(wrong[0])
         raise ValueError(f"{message}{int(lengths[sample])} in sample {sample}")
     rows, samples = sequence.values().shape[0], lengths.numel()
-    _check_equal(rows, samples, f"{message}{rows} in {samples} samples")
+    _check_equal(rows, samples, lambda: f"{message}{rows} in {samples} samples")
 
 
 def _check_equal_lengths(
@@ -419,15 +419,15 @@ def _check_equal_lengths(
             f"{message}{int(lengths[sample])} and {int(expected[sample])} in sample {sample}"
         )
     rows, expected_rows = sequence.values().shape[0], reference.values().shape[0]
-    _check_equal(rows, expected_rows, f"{message}{rows} and {expected_rows} rows in all")
+    _check_equal(rows, expected_rows, lambda: f"{message}{rows} and {expected_rows} rows in all")
 
 
-def _check_equal(rows: int, expected: int, message: str) -> None:
+def _check_equal(rows: int, expected: int, message: Callable[[], str]) -> None:
     """In eager mode a ValueError; while compiling a fact, which the program checks as it runs."""
     if torch.compiler.is_compiling():
         torch._check(rows == expected)
     elif rows != expected:
-        raise ValueError(message)
+        raise ValueError(message())
 
 
 def _check_configs(
