@@ -40,12 +40,12 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 
 import suites
 from report import make_table, plot, plot_roofline
-from suites import MODES, Cost, Inputs, Suite, UnavailableError
+from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
-METRICS = {"time": "ms", "graph_time": "ms", "peak_memory": "MiB"}
+METRICS = {"time": "ms", "graph_time": "ms", "peak_memory": "MiB", "operands": "MiB"}
 LABELS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit")
 QUANTILES = (0.5, 0.2, 0.8)
 PEAK_FLOPS = 790e12  # of a large bf16 matmul on an H200, as measured through torch
@@ -111,15 +111,28 @@ def make_grad_out(out: Tensor, x: Inputs) -> Tensor:
     return grad_out.to(x.case.dtype).to(out)
 
 
-def outcome(call: Callable[[], Tensor], x: Inputs, modes: Iterable[str]) -> dict[str, Tensor]:
+def outcome(
+    call: Callable[[], Tensor] | Relaid, x: Inputs, modes: Iterable[str]
+) -> dict[str, Tensor]:
     """The output of ``call`` and, if ``modes`` have a backward, the gradient of every leaf."""
+    own = relaid(call, x)
     if set(modes) <= {"forward"}:
         with torch.no_grad():
-            return {"out": call()}
-    out = call()
-    grads = torch.autograd.grad(out, list(x.leaves.values()), make_grad_out(out, x))
-    named = {f"gradient of {name}": grad for name, grad in zip(x.leaves, grads, strict=True)}
-    return {"out": out.detach(), **named}
+            return {"out": own.restore("out", own.call())}
+    out = own.call()
+    restored = own.restore("out", out.detach())
+    grad_out = own.lay("out", make_grad_out(restored, x))
+    grads = torch.autograd.grad(out, list(own.leaves.values()), grad_out)
+    named = {
+        f"gradient of {name}": own.restore(name, grad)
+        for name, grad in zip(x.leaves, grads, strict=True)
+    }
+    return {"out": restored, **named}
+
+
+def relaid(call: Callable[[], Tensor] | Relaid, x: Inputs) -> Relaid:
+    """What a provider made: where it does not say otherwise, it reads the leaves of ``x``."""
+    return call if isinstance(call, Relaid) else Relaid(call, x.leaves)
 
 
 def check(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
@@ -210,19 +223,27 @@ def run_case(
     for provider in (p for p in suite.providers if p in args.providers):
         release(args.device)
         try:
-            call = suite.providers[provider](x)
-            check(outcome(call, x, suite.modes), exact, plain)
-            for mode in costs:
-                step = make_step(mode, call, x, grad_out)
+            own = relaid(suite.providers[provider](x), x)
+            check(outcome(own, x, suite.modes), exact, plain)
+            of_out = own.lay("out", grad_out)
+            steps = {
+                mode: make_step(mode, own.call, replace(x, leaves=own.leaves), of_out)
+                for mode in costs
+            }
+            for mode, step in steps.items():
                 add(provider, mode, "time", time_ms(step, args.device, args.quick))
                 if args.device == "cuda":
                     add(provider, mode, "peak_memory", [peak_memory_mib(step)] * 3)
-                if args.graph:
-                    graph = capture(step)
-                    add(provider, mode, "graph_time", time_ms(graph.replay, "cuda", args.quick))
+                    operands = sum(leaf.nbytes for leaf in own.leaves.values()) / 2**20
+                    add(provider, mode, "operands", [operands] * 3)
+            for mode, step in steps.items() if args.graph else ():
+                graph = capture(step)
+                add(provider, mode, "graph_time", time_ms(graph.replay, "cuda", args.quick))
         except Exception as error:  # one provider never stops the others
             reasons[provider] = describe(error)
-        call = step = graph = None  # their tensors are freed before the next provider
+        own = of_out = steps = step = graph = (
+            None  # their tensors are freed before the next provider
+        )
     release(args.device)
     return reasons
 
@@ -324,6 +345,9 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                         console.print(f"{provider}: {reason}", markup=False)
                         is_ours = provider.startswith("ours")
                         ours_failed |= is_ours and not reason.startswith("not run")
+                of_suite = [row for row in rows if row["suite"] == suite.name]
+                if suite.summary and of_suite:
+                    console.print(suite.summary(pd.DataFrame(of_suite)))
     finally:  # what was measured is kept, also after Ctrl-C
         frame = pd.DataFrame(rows).assign(**stamp)
         if args.csv:

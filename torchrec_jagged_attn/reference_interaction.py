@@ -22,6 +22,7 @@ __all__ = [
     "jagged_dense_bmm",
     "jagged_jagged_bmm",
     "pair_bmm",
+    "pair_offsets",
     "softmax",
     "softmax_backward",
     "sum_rows",
@@ -48,6 +49,12 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     for rows, out_DT in zip(_slices(offsets), out, strict=True):
         out_DT[:] = x[rows].T @ y[rows]
     return out
+
+
+def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """``[B + 1]`` int64: where each sample's pairs begin."""
+    pairs = x_offsets.diff().long() * y_offsets.diff()
+    return F.pad(pairs.cumsum(0), (1, 0))
 
 
 def pair_bmm(

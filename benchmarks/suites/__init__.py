@@ -6,7 +6,9 @@ A suite file defines ``SUITE``. Files whose names start with ``_`` are shared by
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pandas as pd
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from torchrec_jagged_attn.testing import Case
@@ -67,6 +69,23 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Relaid:
+    """A call whose operands and result lie otherwise than the suite's, and are left so.
+
+    Args:
+        call: to time.
+        leaves: the operands, under the names that the suite has for them.
+        lay: from a name, or ``"out"``, and a tensor as the suite has it, to one as this has it.
+        restore: the other way round.
+    """
+
+    call: Callable[[], Tensor]
+    leaves: dict[str, Tensor]
+    lay: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    restore: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+
+
+@dataclass(frozen=True)
 class Suite:
     """What ``run.py`` needs to know.
 
@@ -78,11 +97,13 @@ class Suite:
         plain: the textbook formula; called in the dtype of the inputs, it sets the tolerance.
         cost: the floor of ``forward`` and of ``backward``.
         providers: from a name to a maker. A maker takes the inputs, does what a model does once
-            (weights, metadata), and returns the call to time; or it raises
-            :class:`UnavailableError`. Names of our own start with ``ours``, all others are peers.
+            (weights, metadata), and returns the call to time, or a :class:`Relaid` one; or it
+            raises :class:`UnavailableError`. Names of our own start with ``ours``, all others are
+            peers.
         modes: what is timed. Without a backward, gradients are neither computed nor checked.
         default: cases that run when none is named; all by default.
         sweep: the figures' column that the cases go through, if they are one shape but for that.
+        summary: a table of all figures of the suite, printed in the end.
     """
 
     name: str
@@ -91,7 +112,8 @@ class Suite:
     oracle: Callable[[Inputs], Tensor]
     plain: Callable[[Inputs], Tensor]
     cost: Callable[[Inputs], dict[str, Cost]]
-    providers: dict[str, Callable[[Inputs], Callable[[], Tensor]]]
+    providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
     modes: tuple[str, ...] = MODES
     default: tuple[str, ...] = ()
     sweep: str | None = None
+    summary: Callable[[pd.DataFrame], Table] | None = None

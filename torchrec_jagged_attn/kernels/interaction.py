@@ -12,6 +12,8 @@ over ``r`` in ``[i, r]``, where pairs have ``i`` in rows and columns have ``i`` 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,17 @@ __all__ = ["elementwise", "softmax", "softmax_backward", "sum_rows"]
 
 # Elements of a tile.
 TILE = 2048
+# Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
+# maxima and sums without waiting for others.
+SPAN = 1024
+PAIR_TILES = {
+    "BLOCK_I": 1,
+    "BLOCK_R": 512,
+    "SHAPES": 4,
+    "NUM_STAGES": 1,
+    "num_warps": 1,
+    "maxnreg": 64,
+}
 
 
 @triton.jit
@@ -66,25 +79,113 @@ def _find_lines(
 @triton.jit
 def _line_tile(
     first,
-    i,
-    r,
+    i_begin,
+    r_begin,
     last_line,
     length,
     T: tl.constexpr,
     PAIRS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
-    """Elements ``[i, r]`` of the lines up to ``last_line``, and which of them there are."""
+    """A tile of the lines up to ``last_line``: its elements, and which of them there are.
+
+    BLOCK_I times the length of a line is less than 2^31.
+    """
+    i = tl.arange(0, BLOCK_I)
+    r = tl.arange(0, BLOCK_R)
+    mask = (i < last_line - i_begin)[:, None] & (r < length - r_begin)[None, :]
     if PAIRS:
-        at = i.to(tl.int64)[:, None] * length + r[None, :]
+        origin = first + tl.cast(i_begin, tl.int64) * length + r_begin
+        at = i[:, None] * length + r[None, :]
     else:
-        at = i[:, None] + r.to(tl.int64)[None, :] * T
-    return first + at, (i < last_line)[:, None] & (r < length)[None, :]
+        origin = first + tl.cast(r_begin, tl.int64) * T + i_begin
+        at = i[:, None] + r[None, :] * T
+    return origin + at, mask
+
+
+@triton.jit
+def _load_lines(ptr, at, mask):
+    """Elements of a tile in fp32; 0 where there are none."""
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _whole_lines(
+    x_ptr,
+    p_ptr,
+    out_ptr,
+    first,
+    line,
+    last_line,
+    length,
+    T: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Lines that fit in a tile: each is read once."""
+    for i in range(line, last_line, BLOCK_I):
+        at, mask = _line_tile(first, i, 0, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
+        if p_ptr is None:
+            x = tl.load(x_ptr + at, mask=mask, other=-float("inf")).to(tl.float32)
+            maximum = tl.max(x, 1)
+            maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
+            weights = tl.exp2((x - maximum[:, None]) * LOG2E)
+            total = tl.sum(weights, 1)
+            out = weights * tl.div_rn(1.0, tl.where(total == 0, 1.0, total))[:, None]
+        else:
+            x = _load_lines(x_ptr, at, mask)
+            p = _load_lines(p_ptr, at, mask)
+            out = p * (x - tl.sum(p * x, 1)[:, None])
+        tl.store(out_ptr + at, out, mask=mask)
+
+
+@triton.jit
+def _long_lines(
+    x_ptr,
+    p_ptr,
+    out_ptr,
+    first,
+    line,
+    last_line,
+    length,
+    T: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Lines of several tiles: statistics first, then results."""
+    for i in range(line, last_line, BLOCK_I):
+        maximum = tl.full([BLOCK_I], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_I], tl.float32)
+        for r in tl.range(0, length, BLOCK_R, num_stages=NUM_STAGES):
+            at, mask = _line_tile(first, i, r, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
+            x = _load_lines(x_ptr, at, mask)
+            if p_ptr is None:
+                _, _, maximum, total = online_softmax_update(
+                    x, 1.0, 0.0, mask, maximum, total, 1, LOG2E
+                )
+            else:
+                total += tl.sum(_load_lines(p_ptr, at, mask) * x, 1)
+        maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
+        inverse = tl.div_rn(1.0, tl.where(total == 0, 1.0, total))
+        for r in tl.range(0, length, BLOCK_R, num_stages=NUM_STAGES):
+            at, mask = _line_tile(first, i, r, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
+            x = _load_lines(x_ptr, at, mask)
+            if p_ptr is None:
+                out = tl.exp2((x - maximum[:, None]) * LOG2E) * inverse[:, None]
+            else:
+                out = _load_lines(p_ptr, at, mask) * (x - total[:, None])
+            tl.store(out_ptr + at, out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _softmax_kernel(
-    x_ptr,  # [N, T], or pairs
-    out_ptr,  # as x
+    x_ptr,  # [N, T], or pairs; backward: the gradient of the output
+    p_ptr,  # None; backward: the output
+    out_ptr,  # as x: the output, or the gradient of the input
     offsets_ptr,  # [B + 1], of rows or of pairs
     y_offsets_ptr,  # [B + 1], for pairs
     num_samples,
@@ -92,66 +193,31 @@ def _softmax_kernel(
     PAIRS: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    SHAPES: tl.constexpr,
     SPAN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    """Softmax of some lines of a sample: statistics first, then weights."""
+    """Softmax of some lines of a sample, or its gradient, ``p · (x - Σ_r p · x)``.
+
+    A tile has the least of SHAPES widths that holds a line: BLOCK_R, or a half of it, and so on.
+    """
     first, line, last_line, length = _find_lines(
         offsets_ptr, y_offsets_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
     )
-    for i_start in range(line, last_line, BLOCK_I):
-        i = i_start + tl.arange(0, BLOCK_I)
-        maximum = tl.full([BLOCK_I], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_I], tl.float32)
-        for start in range(0, length, BLOCK_R):
-            r = start + tl.arange(0, BLOCK_R)
-            at, visible = _line_tile(first, i, r, last_line, length, T, PAIRS)
-            x = tl.load(x_ptr + at, mask=visible, other=0.0).to(tl.float32)
-            _, _, maximum, total = online_softmax_update(
-                x, 1.0, 0.0, visible, maximum, total, 1, LOG2E
-            )
-        maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-        total = tl.where(total == 0, 1.0, total)
-        for start in range(0, length, BLOCK_R):
-            r = start + tl.arange(0, BLOCK_R)
-            at, visible = _line_tile(first, i, r, last_line, length, T, PAIRS)
-            x = tl.load(x_ptr + at, mask=visible, other=0.0).to(tl.float32)
-            weights = tl.exp2((x - maximum[:, None]) * LOG2E)
-            tl.store(out_ptr + at, tl.div_rn(weights, total[:, None]), mask=visible)
-
-
-@triton.jit(do_not_specialize=["num_samples"])
-def _softmax_backward_kernel(
-    grad_out_ptr,  # [N, T], or pairs
-    out_ptr,  # as grad_out
-    grad_x_ptr,  # as grad_out
-    offsets_ptr,  # [B + 1], of rows or of pairs
-    y_offsets_ptr,  # [B + 1], for pairs
-    num_samples,
-    T: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """``out · (grad_out - Σ_r out · grad_out)`` of some lines of a sample."""
-    first, line, last_line, length = _find_lines(
-        offsets_ptr, y_offsets_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
-    )
-    for i_start in range(line, last_line, BLOCK_I):
-        i = i_start + tl.arange(0, BLOCK_I)
-        mean = tl.zeros([BLOCK_I], tl.float32)
-        for start in range(0, length, BLOCK_R):
-            r = start + tl.arange(0, BLOCK_R)
-            at, visible = _line_tile(first, i, r, last_line, length, T, PAIRS)
-            out = tl.load(out_ptr + at, mask=visible, other=0.0).to(tl.float32)
-            grad_out = tl.load(grad_out_ptr + at, mask=visible, other=0.0).to(tl.float32)
-            mean += tl.sum(out * grad_out, 1)
-        for start in range(0, length, BLOCK_R):
-            r = start + tl.arange(0, BLOCK_R)
-            at, visible = _line_tile(first, i, r, last_line, length, T, PAIRS)
-            out = tl.load(out_ptr + at, mask=visible, other=0.0).to(tl.float32)
-            grad_out = tl.load(grad_out_ptr + at, mask=visible, other=0.0).to(tl.float32)
-            tl.store(grad_x_ptr + at, out * (grad_out - mean[:, None]), mask=visible)
+    if length > BLOCK_R:
+        _long_lines(
+            x_ptr, p_ptr, out_ptr, first, line, last_line, length,
+            T, PAIRS, 1 if PAIRS else BLOCK_I, BLOCK_I * BLOCK_R if PAIRS else BLOCK_R, NUM_STAGES,
+        )  # fmt: skip
+    for shape in tl.static_range(SHAPES):
+        fits = length <= BLOCK_R >> shape
+        if shape + 1 < SHAPES:
+            fits &= length > BLOCK_R >> (shape + 1)
+        if fits:
+            _whole_lines(
+                x_ptr, p_ptr, out_ptr, first, line, last_line, length,
+                T, PAIRS, BLOCK_I << shape, BLOCK_R >> shape,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -216,7 +282,6 @@ def _sum_rows_kernel(
 
 
 _softmax = Launcher(_softmax_kernel)
-_softmax_backward = Launcher(_softmax_backward_kernel)
 _elementwise = Launcher(_elementwise_kernel)
 _sum_rows = Launcher(_sum_rows_kernel)
 
@@ -227,46 +292,48 @@ def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
     Or, given y's offsets, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
     ``offsets`` are those of pairs.
     """
-    out = x.new_empty(x.shape)
-    _launch_softmax(_softmax, (x, out), offsets, y_offsets)
-    return out
+    return _launch_softmax(x, None, offsets, y_offsets)
 
 
 def softmax_backward(
     grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
     """Gradient of what :func:`softmax` made ``out`` of."""
-    grad_x = out.new_empty(out.shape)
-    _launch_softmax(_softmax_backward, (grad_out, out, grad_x), offsets, y_offsets)
-    return grad_x
+    return _launch_softmax(grad_out, out, offsets, y_offsets)
 
 
 def _launch_softmax(
-    kernel: Launcher, tensors: tuple[Tensor, ...], offsets: Tensor, y_offsets: Tensor | None
-) -> None:
-    """Launch one of the two kernels on ``tensors``, all of one shape."""
-    if tensors[0].numel() == 0:
-        return
+    x: Tensor, p: Tensor | None, offsets: Tensor, y_offsets: Tensor | None
+) -> Tensor:
+    """Softmax of ``x``, or its gradient where ``x`` is that of ``p``."""
+    out = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return out
     num_samples = offsets.numel() - 1
     if y_offsets is None:
-        width = tensors[0].shape[1]
-        block_i = min(64, triton.next_power_of_2(width))
-        num_programs = num_samples * triton.cdiv(width, block_i)
+        width = x.shape[1]
+        tiles = _column_tiles(width)
+        num_programs = num_samples * -(-width // tiles["BLOCK_I"])
     else:
-        width, block_i = 0, 8
-        num_programs = JaggedLayout(offsets, tensors[0].shape[0]).num_tiles(2 * TILE)
+        width = 0
+        num_programs = JaggedLayout(offsets, x.shape[0]).num_tiles(SPAN)
         y_offsets = y_offsets.contiguous()
-    kernel(
+        tiles = PAIR_TILES
+    p = None if p is None else p.contiguous()
+    _softmax(
         (num_programs,),
-        (*(x.contiguous() for x in tensors), offsets.contiguous(), y_offsets, num_samples),
-        {
-            "T": width,
-            "PAIRS": y_offsets is not None,
-            "BLOCK_I": block_i,
-            "BLOCK_R": 128 if width == 0 else min(512, TILE // block_i),
-            "SPAN": 2 * TILE,
-        },
+        (x.contiguous(), p, out, offsets.contiguous(), y_offsets, num_samples),
+        {"T": width, "PAIRS": y_offsets is not None, "SPAN": SPAN} | tiles,
     )
+    return out
+
+
+@functools.cache
+def _column_tiles(width: int) -> dict:
+    """Tiles of softmax over the rows of ``width`` columns."""
+    block_i = min(16, triton.next_power_of_2(width))
+    block_r = max(256, TILE // block_i)
+    return {"BLOCK_I": block_i, "BLOCK_R": block_r, "SHAPES": 1, "NUM_STAGES": 3, "num_warps": 4}
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
@@ -276,7 +343,7 @@ def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor
         tiles = _row_tiles(x.shape[1], TILE)
         num_tiles = JaggedLayout(offsets, x.shape[0]).num_tiles(tiles["BLOCK_N"])
         _elementwise(
-            (num_tiles, triton.cdiv(x.shape[1], tiles["BLOCK_D"])),
+            (num_tiles, -(-x.shape[1] // tiles["BLOCK_D"])),
             (x.contiguous(), y.contiguous(), out, offsets.contiguous(), offsets.numel() - 1),
             {"D": x.shape[1], "MULTIPLY": multiply} | tiles,
         )
@@ -294,7 +361,7 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
         offsets = offsets.contiguous()
         y = None if y is None else y.contiguous()
         _sum_rows(
-            (num_slots + num_samples, triton.cdiv(width, tiles["BLOCK_D"])),
+            (num_slots + num_samples, -(-width // tiles["BLOCK_D"])),
             (x.contiguous(), y, out, sums, offsets, num_samples, num_slots),
             {"D": width, "CHUNK": chunk} | tiles,
         )
@@ -302,6 +369,7 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     return out
 
 
+@functools.cache
 def _row_tiles(width: int, size: int) -> dict:
     """Tiles of at least 16 rows of ``width``, of about ``size`` elements.
 

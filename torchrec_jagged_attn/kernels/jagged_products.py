@@ -13,10 +13,13 @@ offsets of their own.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from torchrec_jagged_attn.kernels.common import (
     dot_precision,
@@ -35,6 +38,7 @@ __all__ = [
     "jagged_dense_bmm",
     "jagged_jagged_bmm",
     "pair_bmm",
+    "pair_offsets",
 ]
 
 
@@ -51,46 +55,87 @@ def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(ptr, first, i, j, num_i, num_j, TRANSPOSED: tl.constexpr):
-    """``[i, j]`` of the ``[num_i, num_j]`` at ``first``, or of ``[num_j, num_i]``, TRANSPOSED."""
+def _tile(
+    i_begin,
+    j_begin,
+    num_i,
+    num_j,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """A tile of ``[num_i, num_j]``, or of what is its transpose where that is TRANSPOSED.
+
+    Returns where it begins, its elements from there in the integers that INDEX names, and which of
+    them there are.
+    """
+    i = tl.arange(0, BLOCK_I)
+    j = tl.arange(0, BLOCK_J)
+    mask = (i < num_i - i_begin)[:, None] & (j < num_j - j_begin)[None, :]
     if TRANSPOSED:
-        at = i[:, None] + j.to(tl.int64)[None, :] * num_i
+        origin = tl.cast(j_begin, tl.int64) * num_i + i_begin
+        at = i[:, None] + j.to(INDEX)[None, :] * num_i
     else:
-        at = i.to(tl.int64)[:, None] * num_j + j[None, :]
-    return tl.load(ptr + first + at, mask=(i < num_i)[:, None] & (j < num_j)[None, :], other=0.0)
+        origin = tl.cast(i_begin, tl.int64) * num_j + j_begin
+        at = i.to(INDEX)[:, None] * num_j + j[None, :]
+    return origin, at, mask
 
 
 @triton.jit
-def _store_tile(ptr, value, first, i, j, num_i, num_j):
-    """Store ``value`` where :func:`_load_tile` would load it."""
-    at = i.to(tl.int64)[:, None] * num_j + j[None, :]
-    tl.store(ptr + first + at, value, mask=(i < num_i)[:, None] & (j < num_j)[None, :])
+def _load_tile(
+    ptr,
+    i_begin,
+    j_begin,
+    num_i,
+    num_j,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """The elements of a :func:`_tile`; 0 where there are none."""
+    origin, at, mask = _tile(i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX)
+    return tl.load(ptr + origin + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _multiply(
     a_ptr,
-    a_first,
     b_ptr,
-    b_first,
-    m,
-    n,
+    m_begin,
+    n_begin,
     num_m,
     num_n,
     num_k,
     TRANS_A: tl.constexpr,
     TRANS_B: tl.constexpr,
     PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    INDEX: tl.constexpr,
 ):
-    """``[m, n]`` of a sample's product, in fp32."""
-    acc = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
-    for start in tl.range(0, num_k, BLOCK_K, num_stages=NUM_STAGES):
-        k = start + tl.arange(0, BLOCK_K)
-        a = _load_tile(a_ptr, a_first, m, k, num_m, num_k, TRANS_A)
-        b = _load_tile(b_ptr, b_first, k, n, num_k, num_n, TRANS_B)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    """A tile of a sample's product, in fp32.
+
+    Products of fp32 begin at zero for each BLOCK_K, so that their sums stay as exact as they are.
+    AHEAD loads a's next tile before the product of the last.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if AHEAD:
+        ahead = _load_tile(a_ptr, m_begin, 0, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
+    for k in tl.range(0, num_k, BLOCK_K, num_stages=NUM_STAGES):
+        next_k = k + BLOCK_K if AHEAD else k
+        a = _load_tile(a_ptr, m_begin, next_k, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
+        if AHEAD:
+            a, ahead = ahead, a
+        b = _load_tile(b_ptr, k, n_begin, num_k, num_n, BLOCK_K, BLOCK_N, TRANS_B, INDEX)
+        if a.dtype == tl.float32:
+            acc += tl.dot(a, b, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a, b, acc)
     return acc
 
 
@@ -114,6 +159,9 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     TILES_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    INDEX: tl.constexpr,
 ):
     """One tile of M by every TILES_N-th of N, where M is jagged."""
     program = tl.program_id(0).to(tl.int64)
@@ -133,15 +181,15 @@ def _rows_kernel(
     if n_offsets_ptr is not None:
         out_first = tl.load(pair_offsets_ptr + sample)
 
-    m = start.to(tl.int32) + tl.arange(0, BLOCK_M)
+    m_tile = start.to(tl.int32)
     n_tile = (program % TILES_N).to(tl.int32)
-    for n_start in range(n_tile * BLOCK_N, num_n, TILES_N * BLOCK_N):
-        n = n_start + tl.arange(0, BLOCK_N)
+    for n_start in tl.range(n_tile * BLOCK_N, num_n, TILES_N * BLOCK_N, flatten=FLATTEN):
         out = _multiply(
-            a_ptr, a_first, b_ptr, b_first, m, n, num_m, num_n, num_k,
-            TRANS_A, TRANS_B, PRECISION, BLOCK_K, NUM_STAGES,
+            a_ptr + a_first, b_ptr + b_first, m_tile, n_start, num_m, num_n, num_k,
+            TRANS_A, TRANS_B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, AHEAD, INDEX,
         )  # fmt: skip
-        _store_tile(out_ptr, out, out_first, m, n, num_m, num_n)
+        origin, at, mask = _tile(m_tile, n_start, num_m, num_n, BLOCK_M, BLOCK_N, False, INDEX)
+        tl.store(out_ptr + out_first + origin + at, out, mask=mask)
 
 
 @triton.jit
@@ -196,16 +244,17 @@ def _sums_kernel(
     if not busy:
         return
     tile = (program % TILES).to(tl.int32)
-    m = tile // TILES_N * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_begin = tile // TILES_N * BLOCK_M
+    n_begin = tile % TILES_N * BLOCK_N
     acc = _multiply(
-        a_ptr, begin * M, b_ptr, begin * N, m, n, M, N, (end - begin).to(tl.int32),
-        True, False, PRECISION, BLOCK_K, NUM_STAGES,
+        a_ptr + begin * M, b_ptr + begin * N, m_begin, n_begin, M, N, (end - begin).to(tl.int32),
+        True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, False, tl.int32,
     )  # fmt: skip
+    origin, at, mask = _tile(m_begin, n_begin, M, N, BLOCK_M, BLOCK_N, False, tl.int32)
     if slot >= 0:
-        _store_tile(sums_ptr, acc, slot * (M * N), m, n, M, N)
+        tl.store(sums_ptr + slot * (M * N) + origin + at, acc, mask=mask)
     else:
-        _store_tile(out_ptr, acc, sample * (M * N), m, n, M, N)
+        tl.store(out_ptr + sample * (M * N) + origin + at, acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -232,6 +281,30 @@ def _add_chunks_kernel(
     tl.store(out_ptr + sample * W + w, acc, mask=w < W)
 
 
+@triton.jit(do_not_specialize=["num_samples"])
+def _pair_offsets_kernel(
+    x_offsets_ptr,  # [B + 1]
+    y_offsets_ptr,  # [B + 1]
+    out_ptr,  # [B + 1] int64
+    num_samples,
+    BLOCK: tl.constexpr,
+):
+    """Sums of the samples' pairs, by one program."""
+    tl.store(out_ptr, tl.zeros([], tl.int64))
+    total = tl.zeros([], tl.int64)
+    for start in range(0, num_samples, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        mask = b < num_samples
+        x_begin = tl.load(x_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
+        x_end = tl.load(x_offsets_ptr + b + 1, mask=mask, other=0).to(tl.int64)
+        y_begin = tl.load(y_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
+        y_end = tl.load(y_offsets_ptr + b + 1, mask=mask, other=0).to(tl.int64)
+        pairs = (x_end - x_begin) * (y_end - y_begin)
+        tl.store(out_ptr + b + 1, total + tl.cumsum(pairs, 0), mask=mask)
+        total += tl.sum(pairs, 0)
+
+
+_pair_offsets = Launcher(_pair_offsets_kernel)
 _rows = Launcher(_rows_kernel)
 _sums = Launcher(_sums_kernel)
 _add_chunks = Launcher(_add_chunks_kernel)
@@ -243,6 +316,18 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     transposed = not y.is_contiguous() and y.mT.is_contiguous()
     y = y.mT if transposed else y.contiguous()
     _launch_rows(x, y, out, offsets, width=out.shape[1], depth=x.shape[1], trans_b=transposed)
+    return out
+
+
+def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """``[B + 1]`` int64: where each sample's pairs begin."""
+    out = torch.empty_like(x_offsets, dtype=torch.int64, memory_format=torch.contiguous_format)
+    num_samples = out.numel() - 1
+    _pair_offsets(
+        (1,),
+        (x_offsets.contiguous(), y_offsets.contiguous(), out, num_samples),
+        {"BLOCK": min(4096, padded_width(num_samples)), "num_warps": 8},
+    )
     return out
 
 
@@ -292,10 +377,12 @@ def _launch_rows(
     """Multiply into ``out``; ``width`` is N and ``depth`` K, where they are not jagged."""
     if out.numel() == 0:
         return
-    tiles = _tiles(a.dtype, n=width, k=depth)
-    tiles_n = 1 if n_offsets is not None else triton.cdiv(width, tiles["BLOCK_N"])
+    tiles = _row_tiles(a.dtype, n=width, k=depth)
+    tiles_n = -(-width // tiles["BLOCK_N"]) or 1
     num_rows = (a if n_offsets is not None else out).shape[0]
     num_tiles = JaggedLayout(m_offsets, num_rows).num_tiles(tiles["BLOCK_M"])
+    # Of no sample does a tile span more elements than this.
+    span = 64 * max(a.shape[0], b.shape[0], num_rows)
     offsets = [
         None if x is None else x.contiguous()
         for x in (m_offsets, n_offsets, k_offsets, pair_offsets)
@@ -308,8 +395,9 @@ def _launch_rows(
             "K": depth,
             "TRANS_A": trans_a,
             "TRANS_B": trans_b,
+            "PRECISION": _precision(a.dtype, transposed=k_offsets is not None),
             "TILES_N": tiles_n,
-            "num_warps": 4 if pair_offsets is None else 8,  # addresses of pairs take registers
+            "INDEX": tl.int32 if span < 2**31 else tl.int64,
         }
         | tiles,
     )
@@ -321,17 +409,16 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, m, n)
     if out.numel() == 0:
         return out
-    tiles = _tiles(x.dtype, m=m, n=n)
-    # So long that sums of chunks take at most a quarter of the memory of 16-bit inputs.
-    chunk = max(256, triton.next_power_of_2(8 * m * n // (m + n)))
+    tiles = _sum_tiles(m, n)
+    chunk = _chunk(m, n)
     num_slots = num_rows // chunk
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
     offsets = offsets.contiguous()
-    num_tiles = triton.cdiv(m, tiles["BLOCK_M"]) * triton.cdiv(n, tiles["BLOCK_N"])
+    num_tiles = -(-m // tiles["BLOCK_M"]) * -(-n // tiles["BLOCK_N"])
     _sums(
         ((num_slots + num_samples) * num_tiles,),
         (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples, num_slots),
-        {"M": m, "N": n, "CHUNK": chunk} | tiles,
+        {"M": m, "N": n, "PRECISION": _precision(x.dtype, transposed=True), "CHUNK": chunk} | tiles,
     )
     add_chunks(sums, out, offsets, chunk)
     return out
@@ -342,21 +429,64 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
     if sums.numel():
         width = sums[0].numel()
         _add_chunks(
-            (sums.shape[0], triton.cdiv(width, 512)),
+            (sums.shape[0], -(-width // 512)),
             (sums, out, offsets, offsets.numel() - 1),
             {"W": width, "CHUNK": chunk, "BLOCK": 512},
         )
 
 
-def _tiles(dtype: torch.dtype, *, m: int = 0, n: int = 0, k: int = 0) -> dict:
-    """How the work is cut up, with 0 for what is jagged; by nothing that a batch may change."""
-    precision = dot_precision(dtype)
-    # Exact fp32 products hold a tile's operands in registers.
-    most_k = 16 if precision == "ieee" else 128 // dtype.itemsize
+def _precision(dtype: torch.dtype, transposed: bool) -> str:
+    """How products of fp32 are taken on tensor cores.
+
+    As those of bf16 parts: of three, which hold fp32 whole; or of two instead of TF32, where that
+    would have to be ``transposed`` first. Triton's interpreter knows no parts.
+    """
+    if knobs.runtime.interpret:
+        return "ieee"
+    if dot_precision(dtype) == "ieee":
+        return "bf16x6"
+    return "bf16x3" if transposed else "tf32"
+
+
+@functools.cache
+def _chunk(m: int, n: int) -> int:
+    """Rows after which a sum is cut.
+
+    So many that sums of chunks take at most a quarter of the memory of 16-bit inputs.
+    """
+    return max(256, triton.next_power_of_2(8 * m * n // (m + n)))
+
+
+@functools.cache
+def _row_tiles(dtype: torch.dtype, *, n: int, k: int) -> dict:
+    """How ``_rows_kernel`` cuts up its work, with 0 for an N or K that is jagged.
+
+    Nothing that a batch may change has a say in it.
+    """
+    size = dtype.itemsize
+    tiles = {
+        "BLOCK_M": 64,
+        "BLOCK_N": min(128, padded_width(n)),
+        "BLOCK_K": 128 // size,
+        "NUM_STAGES": 3,
+        "FLATTEN": False,
+        "AHEAD": False,
+    }
+    if n == 0:  # pairs are made: the next tile is loaded before the last is stored
+        return tiles | {"BLOCK_N": 64, "FLATTEN": True, "maxnreg": 168}
+    if k == 0:  # pairs are read, by elements: those of two bytes cannot be copied in the background
+        return tiles | {"BLOCK_K": 32} | ({"AHEAD": True, "maxnreg": 128} if size == 2 else {})
+    if k <= tiles["BLOCK_K"]:  # one step
+        return tiles | {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
+    return tiles
+
+
+@functools.cache
+def _sum_tiles(m: int, n: int) -> dict:
+    """How ``_sums_kernel`` cuts up its work, likewise."""
     return {
-        "PRECISION": precision,
-        "BLOCK_M": min(64, padded_width(m)) if m else 64,
-        "BLOCK_N": min(64, padded_width(n)) if n else 64,
-        "BLOCK_K": min(most_k, padded_width(k)) if k else most_k,
+        "BLOCK_M": min(64, padded_width(m)),
+        "BLOCK_N": min(64, padded_width(n)),
+        "BLOCK_K": 32,
         "NUM_STAGES": 3,
     }

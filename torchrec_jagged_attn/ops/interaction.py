@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import check_offsets_metadata, should_validate
@@ -324,8 +323,7 @@ def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
 
 
 def _pair_offsets(x: Tensor, name: str, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """``[B + 1]`` int64: where each sample's pairs begin, made on the device, without waiting."""
+    """``[B + 1]`` int64: where each sample's pairs begin."""
     check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
     check_same(x, name, dtype=False, x_offsets=x_offsets, y_offsets=y_offsets)
-    pairs = x_offsets.diff().long() * y_offsets.diff()
-    return torch.nn.functional.pad(pairs.cumsum(0), (1, 0))
+    return registered.pair_offsets(x_offsets, y_offsets)

@@ -35,6 +35,7 @@ __all__ = [
     "jagged_jagged_bmm",
     "jagged_sum",
     "pair_bmm",
+    "pair_offsets",
     "softmax",
     "softmax_backward",
 ]
@@ -100,6 +101,21 @@ jagged_jagged_bmm = register_op_of_ops(
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
     save=_save_tensors,
     backward=_jagged_backward,
+)
+
+
+def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """``[B + 1]`` int64: where each sample's pairs begin, made without waiting for the device."""
+    with torch.cuda.device_of(x_offsets):
+        return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
+
+
+pair_offsets = register_op_of_ops(
+    "jagged_pair_offsets",
+    forward=_offsets_forward,
+    fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
+    save=lambda ctx, inputs, out: None,
+    backward=lambda ctx, grad_out: (None, None),
 )
 
 

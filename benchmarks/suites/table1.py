@@ -1,0 +1,396 @@
+"""The feature interactions of the paper's Table 1: native PyTorch with padding, FBGEMM, and ours.
+
+    python benchmarks/run.py table1 --graph --csv table1.csv
+    python benchmarks/run.py table1 --graph --csv table1.csv --tf32 --cases '*-paper'
+
+prints the table in the paper's form in the end, with the paper's ratios beside ours. "paper" is
+its shape, which its FLOP and memory columns give away. Every sample has as many rows of y as of x.
+
+``padded`` has padded operands from the start, and leaves its result padded, which is the best case
+of a model that pads; ``jagged-padded-jagged`` pads and unpads in every call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from rich.table import Table
+from torch import Tensor
+
+import torchrec_jagged_attn
+from suites import Cost, Inputs, Relaid, Suite, UnavailableError
+from torchrec_jagged_attn.testing import Case, jagged_lengths, offsets_of
+
+SIZES = {  # of each shape: B, L, D, T and dtype
+    "paper": (1024, 200, 256, 8, torch.float32),
+    "bf16": (1024, 200, 128, 16, torch.bfloat16),
+    "large": (4096, 400, 128, 16, torch.bfloat16),  # past the L2 cache
+    "cpu": (64, 100, 32, 8, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Op:
+    """A row of the table.
+
+    Args:
+        layout: of each operand and of the result, in letters: ``N`` rows, ``P`` pairs of them,
+            ``B`` samples, ``D`` and ``T`` widths.
+        ours: the name of the op.
+        padded: the same on padded operands. A second argument is where rows or pairs are real.
+        fbgemm: the same by FBGEMM's CUDA op, if there is one; and by its SLL Triton op.
+        sll: likewise.
+        flops: of products, from ``(N, P, D, T)``.
+        time_ratio: native over jagged latency in the paper.
+        memory_ratio: native over jagged memory in the paper.
+    """
+
+    layout: dict[str, str]
+    ours: str
+    padded: Callable[[dict[str, Tensor], Tensor], Tensor]
+    fbgemm: Callable[["Jagged"], Tensor] | None
+    sll: Callable[["Jagged"], Tensor]
+    flops: Callable[[int, int, int, int], int]
+    time_ratio: float
+    memory_ratio: float
+
+
+class Jagged:
+    """A case's operands, and what a model knows of its batch."""
+
+    def __init__(self, x: Inputs) -> None:
+        self.op = op_of(x.case)
+        self.leaves = x.leaves
+        self.offsets = x.offsets
+        self.lengths = x.offsets.diff()
+        self.pair_lengths = self.lengths**2
+        self.pair_offsets = torch.nn.functional.pad(self.pair_lengths.cumsum(0), (1, 0))
+        self.num_pairs = int(self.pair_offsets[-1])
+        self.max_length = x.max_length
+        self.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+
+    @property
+    def operands(self) -> list[Tensor]:
+        return list(self.leaves.values())
+
+    def of_pairs(self) -> list:
+        """Arguments of SLL's ops of pairs after the operands: lengths and offsets of each."""
+        rows = [self.lengths, self.offsets]
+        of = {"N": rows, "P": [self.pair_lengths, self.pair_offsets]}
+        tensors = [t for letters in self.op.layout.values() for t in of[letters[0]]]
+        return [*tensors, self.max_length, self.allow_tf32]
+
+
+def op_of(case: Case) -> Op:
+    return OPS[case.name.rpartition("-")[0]]
+
+
+def masked_softmax(x: Tensor, real: Tensor) -> Tensor:
+    return x.masked_fill(~real, -torch.inf).softmax(1)
+
+
+def masked_softmax_of_pairs(p: Tensor, real: Tensor) -> Tensor:
+    """Only columns are masked: a row with nothing to see would be NaN."""
+    return p.masked_fill(~real[:, :1], -torch.inf).softmax(2)
+
+
+OPS = {
+    "jagged_dense_bmm": Op(
+        {"x": "ND", "y": "BDT", "out": "NT"},
+        "jagged_dense_bmm",
+        lambda v, _: v["x"] @ v["y"],
+        lambda j: torch.ops.fbgemm.jagged_dense_bmm(
+            j.leaves["x"], j.offsets, j.leaves["y"], j.max_length
+        )[0],
+        lambda j: torch.ops.fbgemm.sll_jagged_dense_bmm(
+            *j.operands, j.offsets, j.max_length, j.allow_tf32, use_fbgemm_kernel=False
+        ),
+        lambda n, p, d, t: 2 * n * d * t,
+        1.67,
+        2.83,
+    ),
+    "jagged_jagged_bmm": Op(
+        {"x": "ND", "y": "NT", "out": "BDT"},
+        "jagged_jagged_bmm",
+        lambda v, _: v["x"].mT @ v["y"],
+        lambda j: torch.ops.fbgemm.jagged_jagged_bmm(*j.operands, j.offsets, j.max_length),
+        lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm(
+            *j.operands, j.offsets, j.max_length, j.allow_tf32, use_fbgemm_kernel=False
+        ),
+        lambda n, p, d, t: 2 * n * d * t,
+        2.52,
+        1.98,
+    ),
+    "jagged_softmax": Op(
+        {"x": "NT", "out": "NT"},
+        "jagged_softmax",
+        lambda v, real: masked_softmax(v["x"], real),
+        lambda j: torch.ops.fbgemm.jagged_softmax(*j.operands, j.offsets, j.max_length)[0],
+        lambda j: torch.ops.fbgemm.sll_jagged_softmax(
+            *j.operands, j.offsets, j.max_length, use_fbgemm_kernel=False
+        ),
+        lambda n, p, d, t: 5 * n * t,
+        1.38,
+        1.98,
+    ),
+    "jagged_jagged_bmm_jagged_out": Op(
+        {"x": "ND", "y": "ND", "out": "P"},
+        "jagged_jagged_bmm_jagged_out",
+        lambda v, _: v["x"] @ v["y"].mT,
+        None,
+        lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
+        lambda n, p, d, t: 2 * p * d,
+        2.29,
+        3.11,
+    ),
+    "array_jagged_bmm_jagged_out": Op(
+        {"p": "P", "y": "ND", "out": "ND"},
+        "array_jagged_bmm_jagged_out",
+        lambda v, _: v["p"] @ v["y"],
+        None,
+        lambda j: torch.ops.fbgemm.sll_array_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
+        lambda n, p, d, t: 2 * p * d,
+        1.29,
+        2.18,
+    ),
+    "jagged2_softmax": Op(
+        {"p": "P", "out": "P"},
+        "jagged2_softmax",
+        lambda v, real: masked_softmax_of_pairs(v["p"], real),
+        None,
+        lambda j: torch.ops.fbgemm.sll_jagged2_softmax(
+            *j.operands, j.offsets, j.pair_offsets, j.max_length, transpose=False
+        ),
+        lambda n, p, d, t: 5 * p,
+        3.06,
+        2.94,
+    ),
+}
+
+
+def cases() -> dict[str, Case]:
+    """Every op in every shape."""
+    found = {}
+    for shape, (batch_size, max_length, width, targets, dtype) in SIZES.items():
+        for op in OPS:
+            name = f"{op}-{shape}"
+            found[name] = Case(
+                name, batch_size, max_length, 1, width, targets, "uniform", dtype,
+                large=shape != "cpu",
+            )  # fmt: skip
+    return found
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """The operands, and the offsets of the rows of both."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    sizes = {
+        "N": int(lengths.sum()),
+        "P": int((lengths**2).sum()),
+        "B": case.batch_size,
+        "D": case.width,
+        "T": case.num_targets,
+    }
+    leaves = {
+        name: torch.randn([sizes[letter] for letter in letters], generator=generator)
+        .to(device, case.dtype)
+        .requires_grad_()
+        for name, letters in op_of(case).layout.items()
+        if name != "out"
+    }
+    return Inputs.even(case, leaves, offsets_of(lengths, case.index_dtype, device))
+
+
+class Padding:
+    """From jagged tensors to padded ones and back, by their letters; a sample's own stay."""
+
+    def __init__(self, x: Inputs) -> None:
+        steps = torch.arange(x.max_length, device=x.offsets.device)
+        rows = steps < x.offsets.diff()[:, None]
+        self.real = {"N": rows, "P": rows[:, :, None] & rows[:, None]}
+        self.places = {
+            letter: real.flatten().nonzero().squeeze(1) for letter, real in self.real.items()
+        }
+
+    def pad(self, values: Tensor, letters: str) -> Tensor:
+        real = self.real.get(letters[0])
+        if real is None:
+            return values
+        flat = values.new_zeros(real.numel(), *values.shape[1:])
+        return flat.index_copy_(0, self.places[letters[0]], values).unflatten(0, real.shape)
+
+    def unpad(self, padded: Tensor, letters: str) -> Tensor:
+        real = self.real.get(letters[0])
+        if real is None:
+            return padded
+        return padded.flatten(0, real.dim() - 1).index_select(0, self.places[letters[0]])
+
+    def real_of(self, letters: str) -> Tensor:
+        """Where a padded result is real, of a shape that goes with it."""
+        real = self.real.get(letters[0], self.real["N"])
+        return real if letters[0] == "P" else real.unsqueeze(2)
+
+
+def padded(x: Inputs) -> Relaid:
+    """Operands are padded before, and results stay so."""
+    op, padding = op_of(x.case), Padding(x)
+    layout = op.layout
+    leaves = {
+        name: padding.pad(leaf.detach(), layout[name]).requires_grad_()
+        for name, leaf in x.leaves.items()
+    }
+    real = padding.real_of(layout["out"])
+    return Relaid(
+        call=lambda: op.padded(leaves, real),
+        leaves=leaves,
+        lay=lambda name, values: padding.pad(values, layout[name]),
+        restore=lambda name, values: padding.unpad(values, layout[name]),
+    )
+
+
+def through_padding(x: Inputs) -> Callable[[], Tensor]:
+    """Operands are padded, and the result is made jagged again."""
+    op, padding = op_of(x.case), Padding(x)
+    layout = op.layout
+    real = padding.real_of(layout["out"])
+
+    def call() -> Tensor:
+        values = {name: padding.pad(leaf, layout[name]) for name, leaf in x.leaves.items()}
+        return padding.unpad(op.padded(values, real), layout["out"])
+
+    return call
+
+
+def formula(x: Inputs) -> Tensor:
+    return through_padding(x)()
+
+
+def fbgemm_cuda(x: Inputs) -> Callable[[], Tensor]:
+    """FBGEMM's ops in C++ and CUDA."""
+    jagged = Jagged(x)
+    fbgemm = jagged.op.fbgemm
+    if fbgemm is None:
+        raise UnavailableError("FBGEMM has it in Triton alone")
+    import fbgemm_gpu  # noqa: F401  (registers the ops)
+
+    return lambda: fbgemm(jagged)
+
+
+def fbgemm_sll(x: Inputs) -> Callable[[], Tensor]:
+    """FBGEMM's ops in Triton."""
+    if x.offsets.device.type != "cuda":
+        raise UnavailableError("needs CUDA")
+    import fbgemm_gpu.sll  # noqa: F401  (registers the ops)
+
+    jagged = Jagged(x)
+    return lambda: jagged.op.sll(jagged)
+
+
+def ours(x: Inputs) -> Callable[[], Tensor]:
+    """The op. A model that made pairs before knows how many there are."""
+    jagged = Jagged(x)
+    op = getattr(torchrec_jagged_attn, jagged.op.ours)
+    size = {"total": jagged.num_pairs} if jagged.op.layout["out"] == "P" else {}
+    if jagged.op.ours == "jagged2_softmax":
+        size = {}
+    return lambda: op(*jagged.operands, jagged.offsets, **size)
+
+
+def cost(x: Inputs) -> dict[str, Cost]:
+    """Each operand read once and each result written once; of a softmax, the result is kept."""
+    jagged = Jagged(x)
+    sizes = {name: leaf.numel() for name, leaf in x.leaves.items()}
+    letter_sizes = {
+        "N": int(x.offsets[-1]),
+        "P": jagged.num_pairs,
+        "B": x.case.batch_size,
+        "D": x.case.width,
+        "T": x.case.num_targets,
+    }
+    out = 1
+    for letter in jagged.op.layout["out"]:
+        out *= letter_sizes[letter]
+    flops = jagged.op.flops(*(letter_sizes[letter] for letter in "NPDT"))
+    operands = sum(sizes.values())
+    size = x.case.dtype.itemsize
+    kept = out if "softmax" in jagged.op.ours else operands
+    return {
+        "forward": Cost(size * (operands + out), flops),
+        "backward": Cost(size * (kept + out + operands), len(sizes) * flops),
+    }
+
+
+def summary(frame: pd.DataFrame) -> Table:
+    """The table in the paper's form, of all shapes that ran.
+
+    Latencies are those of CUDA graphs where these were timed. Memory is that of the operands and
+    of what a call takes on top. FLOPs are those of products and softmaxes, without other ones.
+    """
+    metric = "graph_time" if "graph_time" in set(frame["metric"]) else "time"
+    table = Table(
+        "shape", "mode", "op", box=None, pad_edge=False,
+        title=f"Table 1: {'CUDA graphs' if metric == 'graph_time' else 'eager'}",
+    )  # fmt: skip
+    for column in (
+        "padded µs", "FBGEMM µs", "SLL µs", "ours µs", "padded/ours", "paper's", "best FBGEMM/ours",
+        "of floor", "padded MiB", "ours MiB", "padded/ours", "paper's", "GFLOP padded", "GFLOP ours",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for case in cases():
+        rows = frame[frame["case"].isin([case, f"{case}-quick"])]
+        name, _, shape = case.rpartition("-")
+        op = OPS[name]
+        for mode in dict.fromkeys(rows["mode"]):
+            of_mode = rows[rows["mode"] == mode]
+            figures = of_mode.set_index(["provider", "metric"])["median"]
+            batch_size, length, width, targets, flops = of_mode[["B", "L", "D", "T", "flops"]].iloc[
+                0
+            ]
+            of_padding = op.flops(batch_size * length, batch_size * length**2, width, targets)
+
+            def us(provider: str, figures=figures) -> float:
+                return figures.get((provider, metric), float("nan")) * 1e3
+
+            def mib(provider: str, figures=figures) -> float:
+                kinds = ("operands", "peak_memory")
+                return sum(figures.get((provider, kind), float("nan")) for kind in kinds)
+
+            fbgemm = pd.Series([us("fbgemm-cuda"), us("fbgemm-sll")]).min()
+            factor = {"forward": 1, "backward": len(op.layout) - 1, "both": len(op.layout)}[mode]
+            floor = figures["floor", "time"] * 1e3
+            forward = mode == "forward"
+            cells = [
+                *(f"{us(name):.4g}" for name in ("padded", "fbgemm-cuda", "fbgemm-sll", "ours")),
+                f"{us('padded') / us('ours'):.2f}",
+                f"{op.time_ratio}" if forward else "–",
+                f"{fbgemm / us('ours'):.2f}",
+                f"{floor / us('ours'):.0%}",
+                f"{mib('padded'):.4g}",
+                f"{mib('ours'):.4g}",
+                f"{mib('padded') / mib('ours'):.2f}",
+                f"{op.memory_ratio}" if forward else "–",
+                f"{of_padding * factor / 1e9:.3g}",
+                f"{flops / 1e9:.3g}",
+            ]
+            table.add_row(shape, mode, name, *("–" if "nan" in cell else cell for cell in cells))
+    return table
+
+
+SUITE = Suite(
+    name="table1",
+    cases=cases(),
+    inputs=make_inputs,
+    oracle=formula,
+    plain=formula,
+    cost=cost,
+    providers={
+        "ours": ours,
+        "padded": padded,
+        "jagged-padded-jagged": through_padding,
+        "fbgemm-cuda": fbgemm_cuda,
+        "fbgemm-sll": fbgemm_sll,
+    },
+    summary=summary,
+)
