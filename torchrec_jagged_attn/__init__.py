@@ -18,6 +18,7 @@ from torchrec_jagged_attn.ops import (
 
 if TYPE_CHECKING:
     from torchrec_jagged_attn.modules import (
+        JaggedFeatureInteraction,
         JaggedTargetAttention,
         TargetAttentionConfig,
         TargetAttentionEmbeddingBagCollection,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "JaggedFeatureInteraction",
     "JaggedLayout",
     "JaggedTargetAttention",
     "TargetAttentionConfig",

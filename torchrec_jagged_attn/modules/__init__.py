@@ -5,9 +5,11 @@ from torchrec_jagged_attn.modules.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
+from torchrec_jagged_attn.modules.feature_interaction import JaggedFeatureInteraction
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
 __all__ = [
+    "JaggedFeatureInteraction",
     "JaggedTargetAttention",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",

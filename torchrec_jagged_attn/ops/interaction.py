@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import check_offsets_metadata, should_validate

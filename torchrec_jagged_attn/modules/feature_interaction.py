@@ -1,0 +1,167 @@
+"""``JaggedFeatureInteraction``: each sample's features interact with targets, and are pooled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch  # noqa: F401  (for the examples)
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.ops import (
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_softmax,
+    jagged_target_attention,
+)
+from torchrec_jagged_attn.ops.checks import check_float, check_same, check_shape
+
+__all__ = ["JaggedFeatureInteraction"]
+
+
+class JaggedFeatureInteraction(nn.Module):
+    r"""Pool each sample's features by how they interact with its targets.
+
+    For target :math:`q` of a sample with features :math:`x_1 \ldots x_L`,
+
+    .. math:: out = \sum_n w_n x_n, \qquad w = activation(scale \cdot (q \cdot x_1, \ldots,
+              q \cdot x_L))
+
+    where ``"softmax"`` is over the sample's features, and ``"silu"`` and ``None``, the identity,
+    take each score by itself. It has no parameters, and no padding; a sample without features has
+    zeros.
+
+    As many targets for each sample take ``jagged_dense_bmm``, the activation and
+    ``jagged_jagged_bmm``, jagged targets take ``jagged_jagged_bmm_jagged_out``, the activation and
+    ``array_jagged_bmm_jagged_out``. With softmax, each is the same function as
+    ``jagged_target_attention``, which keeps no score in memory.
+
+    Args:
+        activation: ``"softmax"``, ``"silu"`` or ``None``.
+        scale: factor of the scores; ``1/√D`` by default.
+        fused: whether to take ``jagged_target_attention``; by default where the activation is
+            softmax. Results differ by rounding. Unfused, jagged targets wait for the device once in
+            each call, for the number of pairs.
+
+    Raises:
+        ValueError: an unknown ``activation``, or ``fused`` without softmax.
+
+    Example:
+        >>> interaction = JaggedFeatureInteraction(activation=None, scale=1.0)
+        >>> features = JaggedTensor(
+        ...     torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]), lengths=torch.tensor([2, 1])
+        ... )
+        >>> interaction(torch.tensor([[1.0, 1.0], [0.5, 0.0]]), features)
+        tensor([[1.0000, 4.0000],
+                [4.5000, 0.0000]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Figure 1 and Table 1.
+    """
+
+    def __init__(
+        self,
+        activation: Literal["softmax", "silu"] | None = "softmax",
+        *,
+        scale: float | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ("softmax", "silu", None):
+            raise ValueError(f"activation must be 'softmax', 'silu' or None, got {activation!r}")
+        if fused and activation != "softmax":
+            raise ValueError(f"fused must go with activation='softmax', got {activation!r}")
+        self.activation = activation
+        self.scale = scale
+        self.fused = activation == "softmax" if fused is None else fused
+
+    def forward(self, targets: Tensor | JaggedTensor, features: JaggedTensor) -> Tensor:
+        """Pool ``features`` for each target.
+
+        Args:
+            targets: ``[B, D]``; ``[B, T, D]`` for ``T`` targets per sample; or a JaggedTensor with
+                values ``[ΣT, D]`` for any number of targets per sample. fp32, bf16 or fp16 (on CPU
+                also fp64).
+            features: values ``[N, D]`` of ``B`` samples, dtype of ``targets``. Its weights are not
+                read.
+
+        Returns:
+            One row per target: ``[B, D]``, ``[B, T, D]`` or ``[ΣT, D]``, in the dtype of
+            ``targets``.
+
+        Raises:
+            TypeError: ``features`` is no JaggedTensor, or a dtype does not fit.
+            ValueError: a shape or a device does not fit.
+            NotImplementedError: fused, and ``D`` is over 512.
+        """
+        target_offsets = None
+        if isinstance(targets, JaggedTensor):
+            targets, target_offsets = targets.values(), targets.offsets()
+        if not isinstance(features, JaggedTensor):
+            raise TypeError(f"features must be a JaggedTensor, got a {type(features).__name__}")
+        rows, offsets = features.values(), features.offsets()
+        _check(targets, target_offsets, rows, offsets)
+        scale = rows.shape[1] ** -0.5 if self.scale is None else self.scale
+        if target_offsets is not None:
+            return self._of_jagged_targets(targets, target_offsets, rows, offsets, scale)
+        targets_BTD = targets if targets.dim() == 3 else targets.unsqueeze(1)
+        if self.fused:  # targets are to it what heads are: all share one pass over the features
+            out_BTD = jagged_target_attention(targets_BTD, rows, offsets, scale=scale)
+        else:
+            scores_NT = jagged_dense_bmm(rows, (targets_BTD * scale).mT, offsets)
+            weights_NT = scores_NT
+            if self.activation == "softmax":
+                weights_NT = jagged_softmax(scores_NT, offsets)
+            elif self.activation == "silu":
+                weights_NT = F.silu(scores_NT)
+            out_BTD = jagged_jagged_bmm(weights_NT, rows, offsets)
+        return out_BTD if targets.dim() == 3 else out_BTD.squeeze(1)
+
+    def _of_jagged_targets(
+        self,
+        targets: Tensor,
+        target_offsets: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """``[ΣT, D]``: every pair of a target and a feature of its sample interacts."""
+        if self.fused:
+            query = targets.unsqueeze(1)
+            return jagged_target_attention(
+                query, rows, offsets, query_offsets=target_offsets, scale=scale
+            ).squeeze(1)
+        layout = (target_offsets, offsets)
+        scores = jagged_jagged_bmm_jagged_out(targets * scale, rows, *layout)
+        weights = scores
+        if self.activation == "softmax":
+            weights = jagged2_softmax(scores, *layout)
+        elif self.activation == "silu":
+            weights = F.silu(scores)
+        return array_jagged_bmm_jagged_out(weights, rows, *layout, num_rows=targets.shape[0])
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, scale={self.scale}, fused={self.fused}"
+
+
+def _check(targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets: Tensor) -> None:
+    """What the ops would check under names of their own."""
+    check_float(rows, "features")
+    check_shape(rows, "features.values()", "[N, D]", (None, None))
+    check_offsets_metadata(offsets, "features.offsets()")
+    num_samples, width = offsets.numel() - 1, rows.shape[1]
+    if target_offsets is not None:
+        check_shape(targets, "targets.values()", "[ΣT, D]", (None, width))
+        check_offsets_metadata(target_offsets, "targets.offsets()")
+        check_shape(target_offsets, "targets.offsets()", "[B + 1]", (num_samples + 1,))
+    elif targets.dim() == 3:
+        check_shape(targets, "targets", "[B, T, D]", (num_samples, None, width))
+    else:
+        check_shape(targets, "targets", "[B, D]", (num_samples, width))
+    check_same(rows, "features", dtype=True, targets=targets)
+    check_same(rows, "features", dtype=False, offsets=offsets, target_offsets=target_offsets)
