@@ -28,10 +28,13 @@ class Checkpoints:
     Args:
         directory: where to; of this run alone.
         options: what a checkpoint must have been made with to be loaded.
+        features: what else one must know of the data to serve the model, as JSON.
     """
 
-    def __init__(self, directory: Path, options: dict[str, str]) -> None:
-        self._directory, self._options = directory, options
+    def __init__(
+        self, directory: Path, options: dict[str, str], features: dict | None = None
+    ) -> None:
+        self._directory, self._options, self._features = directory, options, features
 
     def clear(self) -> None:
         """Deletes what an earlier run left."""
@@ -47,9 +50,13 @@ class Checkpoints:
         dist.barrier()
         dcp.save(_state(model, optimizer), checkpoint_id=partial)
         if dist.get_rank() == 0:
-            description = {"options": self._options, "progress": progress}
+            description = {
+                "options": self._options,
+                "progress": progress,
+                "features": self._features,
+            }
             (partial / "run.json").write_text(json.dumps(description))
-            previous = self._newest()
+            previous = newest_checkpoint(self._directory)
             partial.rename(self._directory / f"step-{step}")
             if previous is not None:
                 shutil.rmtree(previous)
@@ -61,10 +68,10 @@ class Checkpoints:
         Raises:
             CheckpointError: it was made with other options.
         """
-        newest = self._newest()
+        newest = newest_checkpoint(self._directory)
         if newest is None:
             return None
-        description = json.loads((newest / "run.json").read_text())
+        description = describe_checkpoint(newest)
         for name, value in self._options.items():
             if description["options"].get(name) != value:
                 raise CheckpointError(
@@ -77,9 +84,16 @@ class Checkpoints:
         optimizer.load_state_dict(state["optimizer"])
         return description["progress"]
 
-    def _newest(self) -> Path | None:
-        steps = self._directory.glob("step-*")
-        return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest `directory/step-N`, None without one."""
+    steps = directory.glob("step-*")
+    return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def describe_checkpoint(checkpoint: Path) -> dict:
+    """The options it was made with, the progress so far, and the features of its data."""
+    return json.loads((checkpoint / "run.json").read_text())
 
 
 def _state(model: nn.Module, optimizer: KeyedOptimizer) -> dict:

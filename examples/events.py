@@ -108,6 +108,14 @@ class Events:
         train = self._dense(self.train_rows, log.item[self.train_rows])
         self._dense_mean, self._dense_std = train.mean(0), train.std(0) + 1e-6
 
+    def features(self) -> dict:
+        """What a served model must know of them, as JSON: ids per feature, and dense statistics."""
+        return {
+            "cardinalities": self.log.cardinalities(),
+            "dense_mean": self._dense_mean.tolist(),
+            "dense_std": self._dense_std.tolist(),
+        }
+
     def training(self, epoch: int, half_life: float | None = None) -> Examples:
         """All training rows, with new negatives in each epoch; `half_life` as in `Examples`."""
         rng = np.random.default_rng((self._seed, epoch))

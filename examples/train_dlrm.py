@@ -29,6 +29,7 @@ from typing import NoReturn
 logging.disable(logging.WARNING)
 warnings.simplefilter("ignore", FutureWarning)
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from checkpoint import CheckpointError, Checkpoints, StopSignal, ignore_stop_signals
@@ -165,7 +166,7 @@ def build_model(pooling: str, cardinalities: dict[str, int], args: argparse.Name
 
 
 def shard(
-    model: DLRMTrain, args: argparse.Namespace, device: torch.device
+    model: DLRMTrain, args: argparse.Namespace, device: torch.device, mean_history: float
 ) -> tuple[DistributedModelParallel, KeyedOptimizer]:
     """Spreads the tables over the ranks, and replicates the dense layers.
 
@@ -178,8 +179,17 @@ def shard(
     sharders = get_default_sharders()
     planner = EmbeddingShardingPlanner(
         batch_size=args.batch_size // dist.get_world_size(),
-        # The kernel that learns in backward, on CPU too.
-        constraints={t.name: ParameterConstraints(compute_kernels=["fused"]) for t in tables},
+        constraints={
+            table.name: ParameterConstraints(
+                compute_kernels=["fused"],  # the one that learns in backward, on CPU too
+                # Ids per sample, so that the planner knows what a history costs.
+                pooling_factors=[
+                    mean_history if feature.endswith("_history") else 1.0
+                    for feature in table.feature_names
+                ],
+            )
+            for table in tables
+        },
         debug=False,
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
@@ -201,7 +211,8 @@ class Training:
     ) -> None:
         torch.manual_seed(args.seed)
         model = build_model(pooling, events.log.cardinalities(), args)
-        self.model, self.optimizer = shard(model, args, device)
+        mean_history = float(np.mean(events.history_end - events.history_start))
+        self.model, self.optimizer = shard(model, args, device, mean_history)
         self.pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device)
         self.events, self.args, self.device = events, args, device
         self.half_life = args.half_life if pooling == "recency" else None
@@ -209,7 +220,7 @@ class Training:
 
         not_of_model = ("pooling", "epochs", "workers", "out", "resume", "download")
         options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
-        self.checkpoints = Checkpoints(args.out / pooling, options)
+        self.checkpoints = Checkpoints(args.out / pooling, options, events.features())
         self.progress = Progress(pooling)
         if not args.resume:
             self.checkpoints.clear()

@@ -1,0 +1,301 @@
+"""Serves what train_dlrm.py has trained: scores one user's candidates, and says how fast.
+
+    python examples/train_dlrm.py --pooling attention     # leaves a checkpoint
+    python examples/serve_dlrm.py                         # scores examples/request.json
+
+From the checkpoint to the scores: the tables are quantized to int8, the model is exported for any
+number of candidates and history rows, and compiled ahead of time into one file. A user's history is
+looked up and read once for all candidates; training looks it up for each of them.
+
+A request names the user's features, the history from the oldest event to the newest, and the
+candidates, with counts as they are:
+
+    {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
+     "history": [{"item": 7, "category": 0}, ...],
+     "candidates": [{"item": 12, "category": 0, "events": 210}, ...]}
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+# TorchRec and FBGEMM have much to say about themselves when imported.
+logging.disable(logging.WARNING)
+warnings.simplefilter("ignore", FutureWarning)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint import describe_checkpoint, newest_checkpoint
+from events import NUM_DENSE_FEATURES
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torchrec.inference.modules import quantize_inference_model
+from torchrec.models.dlrm import DLRM
+from torchrec.pt2.utils import register_fake_classes
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from train_dlrm import build_model, positive
+
+TARGETS = ["item", "category"]
+HISTORIES = ["item_history", "category_history"]
+PERCENTILES = (50, 90, 99)
+
+
+class RequestError(Exception):
+    """The request or the checkpoint cannot be used; the message says where and why."""
+
+
+class Scorer(nn.Module):
+    """A trained DLRM that scores all candidates of one user.
+
+    Args:
+        dlrm: with a TargetAttentionEmbeddingBagCollection whose one attention is that of
+            train_dlrm.py.
+    """
+
+    def __init__(self, dlrm: DLRM) -> None:
+        super().__init__()
+        self.dlrm = dlrm
+        self.user_keys = [
+            name
+            for table in dlrm.sparse_arch.embedding_bag_collection.embedding_bag_configs()
+            for name in table.feature_names
+            if name not in TARGETS + HISTORIES
+        ]
+
+    def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor, user: Tensor) -> Tensor:
+        """Probabilities `[C]` that the user takes each of `C` candidates.
+
+        Args:
+            dense: `[C, NUM_DENSE_FEATURES]`.
+            ids: `[2·C + 2·L]`, items and categories of the candidates, then of `L` history rows.
+            lengths: `[4]`, the parts of `ids`: `C, C, L, L`.
+            user: one id for each of `user_keys`.
+        """
+        collection = self.dlrm.sparse_arch.embedding_bag_collection
+        count = dense.shape[0]
+        features = KeyedJaggedTensor(keys=TARGETS + HISTORIES, values=ids, lengths=lengths)
+        rows = collection.embedding_collection(features)
+        columns = {name: rows[name].values() for name in TARGETS}
+        for column in columns.values():
+            torch._check(column.shape[0] == count)
+        item_history, category_history = (rows[name].values() for name in HISTORIES)
+        torch._check(item_history.shape[0] == category_history.shape[0])
+        attended = collection.pooling.attentions[0](
+            JaggedTensor(torch.cat(list(columns.values()), dim=1), lengths=lengths[:1]),
+            JaggedTensor(torch.cat([item_history, category_history], dim=1), lengths=lengths[2:3]),
+        )
+        columns |= zip(HISTORIES, attended.chunk(2, dim=1), strict=True)
+        users = KeyedJaggedTensor(
+            keys=self.user_keys, values=user, lengths=torch.ones_like(user), stride=1
+        )
+        for name, row in collection.embedding_bag_collection(users).to_dict().items():
+            columns[name] = row.expand(count, -1)
+
+        names = self.dlrm.sparse_arch.sparse_feature_names
+        interacted = self.dlrm.inter_arch(
+            dense_features=self.dlrm.dense_arch(dense),
+            sparse_features=torch.stack([columns[name] for name in names], dim=1),
+        )
+        return self.dlrm.over_arch(interacted).squeeze(1).sigmoid()
+
+
+class Requests:
+    """Turns requests into tensors, and refuses what the model does not know.
+
+    Args:
+        features: of the checkpoint: ids per feature, and mean and deviation of dense features.
+        device: of the tensors.
+    """
+
+    def __init__(self, features: dict, user_keys: list[str], device: torch.device) -> None:
+        self._cardinalities: dict[str, int] = features["cardinalities"]
+        self._mean, self._std = (np.array(features[f"dense_{name}"]) for name in ("mean", "std"))
+        self._user_keys, self._device = user_keys, device
+
+    def tensors(self, request: dict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of `Scorer.forward`; a lone candidate is in them twice.
+
+        Raises:
+            RequestError: something is missing, out of range, or there is no candidate.
+        """
+        user = _get(request, "user", dict, "the request")
+        history = _get(request, "history", list, "the request")
+        candidates = _get(request, "candidates", list, "the request")
+        if not candidates:
+            raise RequestError("candidates must hold at least one, got none")
+        if len(candidates) == 1:
+            candidates = candidates * 2  # the compiled model takes two or more
+        counts = [
+            [
+                _count(user, "events", "user"),
+                _count(user, "seconds_since_last", "user"),
+                _count(candidate, "events", f"candidates[{index}]"),
+            ]
+            for index, candidate in enumerate(candidates)
+        ]
+        dense = (np.log1p(counts) - self._mean) / self._std
+        ids = [
+            self._id(row, name, f"{where}[{index}]")
+            for where, some in (("candidates", candidates), ("history", history))
+            for name in TARGETS
+            for index, row in enumerate(some)
+        ]
+        lengths = [len(candidates)] * len(TARGETS) + [len(history)] * len(HISTORIES)
+        user_ids = [self._id(user, name, "user") for name in self._user_keys]
+        return (
+            torch.tensor(dense, dtype=torch.float32, device=self._device),
+            *(torch.tensor(some, device=self._device) for some in (ids, lengths, user_ids)),
+        )
+
+    def _id(self, row: dict, name: str, where: str) -> int:
+        value = _count(row, name, where)
+        if value >= self._cardinalities[name]:
+            raise RequestError(
+                f"{name} of {where} must be under {self._cardinalities[name]}, got {value}"
+            )
+        return value
+
+
+def _get(row: dict, name: str, kind: type, where: str) -> dict | list:
+    if not isinstance(row, dict) or not isinstance(row.get(name), kind):
+        raise RequestError(f"{where} must have a {kind.__name__} called {name!r}")
+    return row[name]
+
+
+def _count(row: dict, name: str, where: str) -> int:
+    value = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(value, int) or value < 0:
+        raise RequestError(f"{name} of {where} must be an integer from 0 on, got {value!r}")
+    return value
+
+
+def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
+    """The model of a run's newest checkpoint, and the features of its data."""
+    checkpoint = newest_checkpoint(run)
+    if checkpoint is None:
+        raise RequestError(f"{run} holds no checkpoint; make one with train_dlrm.py")
+    description = describe_checkpoint(checkpoint)
+    options, features = description["options"], description["features"]
+    if (pooling := description["progress"]["pooling"]) != "attention":
+        raise RequestError(f"{checkpoint} must pool by attention, got {pooling}")
+    shape = argparse.Namespace(width=int(options["width"]), heads=int(options["heads"]))
+    model = build_model("attention", features["cardinalities"], shape)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
+    return Scorer(model.model).to(device).eval(), features
+
+
+def compile_scorer(scorer: Scorer, package: Path, device: torch.device) -> Callable[..., Tensor]:
+    """`scorer` as one compiled file, for any number of candidates from two on."""
+    example = (
+        torch.zeros(3, NUM_DENSE_FEATURES, device=device),
+        torch.zeros(10, dtype=torch.int64, device=device),
+        torch.tensor([3, 3, 2, 2], device=device),
+        torch.zeros(len(scorer.user_keys), dtype=torch.int64, device=device),
+    )
+    with torch.no_grad():
+        scorer(*example)  # quantized lookups note the order of keys when they are first called
+        dynamic = {0: torch.export.Dim.DYNAMIC}
+        program = torch.export.export(
+            scorer,
+            example,
+            dynamic_shapes={"dense": dynamic, "ids": dynamic, "lengths": None, "user": None},
+            strict=False,
+        )
+    package.parent.mkdir(parents=True, exist_ok=True)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+    return torch._inductor.aoti_load_package(str(package))
+
+
+@torch.no_grad()
+def score(
+    scorer: Callable[..., Tensor], requests: Requests, request: dict
+) -> tuple[np.ndarray, float]:
+    """The candidates' probabilities, and the milliseconds from the parsed request to these."""
+    start = time.perf_counter()
+    scores = scorer(*requests.tensors(request)).cpu().numpy()[: len(request["candidates"])]
+    return scores, 1000 * (time.perf_counter() - start)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # fmt: off
+    parser.add_argument("--run", type=Path, default=Path("runs/train_dlrm/attention"),
+                        help="folder of the checkpoints of one run (default: %(default)s)")
+    parser.add_argument("--request", type=Path, default=Path(__file__).parent / "request.json",
+                        help="JSON file, see above (default: %(default)s)")
+    parser.add_argument("--tables", choices=["int8", "fp32"], default="int8",
+                        help="what the tables are served in (default: %(default)s)")
+    parser.add_argument("--package", type=Path, default=Path("runs/serve_dlrm/scorer.pt2"),
+                        help="the compiled model (default: %(default)s)")
+    parser.add_argument("--times", type=positive, default=200,
+                        help="how often to score the request (default: %(default)s)")
+    parser.add_argument("--top", type=positive, default=5,
+                        help="candidates to show (default: %(default)s)")
+    # fmt: on
+    return parser.parse_args()
+
+
+def read_request(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from error
+
+
+def serve(args: argparse.Namespace, device: torch.device) -> None:
+    request = read_request(args.request)
+    trained, features = load_scorer(args.run, device)
+    requests = Requests(features, trained.user_keys, device)
+    exact, _ = score(trained, requests, request)
+
+    served = trained
+    if args.tables == "int8":
+        served, _ = load_scorer(args.run, device)
+        register_fake_classes()  # of FBGEMM, for the exporter
+        quantize_inference_model(served)
+    compiled = compile_scorer(served, args.package, device)
+    scores, _ = score(compiled, requests, request)
+
+    console = Console()
+    best = Table("candidate", title=f"The best {min(args.top, len(scores))} of {len(scores)}")
+    best.add_column(f"compiled, {args.tables}", justify="right")
+    best.add_column("as trained", justify="right")
+    for index in np.argsort(-scores, kind="stable")[: args.top]:
+        item = request["candidates"][index]["item"]
+        best.add_row(f"item {item}", f"{scores[index]:.4f}", f"{exact[index]:.4f}")
+    console.print(best)
+    console.print(f"largest difference of all scores: {np.abs(scores - exact).max():.2g}")
+
+    latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
+    for percentile in PERCENTILES:
+        latency.add_column(f"p{percentile}", justify="right")
+    for name, scorer in (("as trained", trained), (f"compiled, {args.tables}", compiled)):
+        times = [score(scorer, requests, request)[1] for _ in range(args.times)]
+        latency.add_row(name, *(f"{ms:.2f}" for ms in np.percentile(times, PERCENTILES)))
+    console.print(latency)
+    print(f"the compiled model: {args.package}")
+
+
+def main() -> None:
+    args = parse_args()
+    try:
+        serve(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except RequestError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
