@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
-from rich.table import Table
+from rich.console import RenderableType
 from torch import Tensor
 
 from torchrec_jagged_attn.testing import Case
@@ -103,7 +103,7 @@ class Suite:
         modes: what is timed. Without a backward, gradients are neither computed nor checked.
         default: cases that run when none is named; all by default.
         sweep: the figures' column that the cases go through, if they are one shape but for that.
-        summary: a table of all figures of the suite, printed in the end.
+        summary: what to print in the end, from all figures of the suite.
     """
 
     name: str
@@ -116,4 +116,4 @@ class Suite:
     modes: tuple[str, ...] = MODES
     default: tuple[str, ...] = ()
     sweep: str | None = None
-    summary: Callable[[pd.DataFrame], Table] | None = None
+    summary: Callable[[pd.DataFrame], RenderableType] | None = None

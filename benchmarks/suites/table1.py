@@ -10,16 +10,19 @@ its shape, which its FLOP and memory columns give away. Every sample has as many
 of a model that pads; ``jagged-padded-jagged`` pads and unpads in every call.
 """
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
 import torchrec_jagged_attn
-from suites import Cost, Inputs, Relaid, Suite, UnavailableError
+from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 from torchrec_jagged_attn.testing import Case, jagged_lengths, offsets_of
 
 SIZES = {  # of each shape: B, L, D, T and dtype
@@ -182,6 +185,9 @@ def cases() -> dict[str, Case]:
     return found
 
 
+CASES = cases()
+
+
 def make_inputs(case: Case, device: str) -> Inputs:
     """The operands, and the offsets of the rows of both."""
     generator = torch.Generator().manual_seed(0)
@@ -322,65 +328,75 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-def summary(frame: pd.DataFrame) -> Table:
-    """The table in the paper's form, of all shapes that ran.
+def summary(frame: pd.DataFrame) -> Group:
+    """Tables in the paper's form, one for each shape and mode that ran.
 
-    Latencies are those of CUDA graphs where these were timed. Memory is that of the operands and
-    of what a call takes on top. FLOPs are those of products and softmaxes, without other ones.
+    Latencies are those of CUDA graphs where these were timed; ``FBGEMM/ours`` takes the faster
+    of its two. Memory is that of the operands and of what a call takes on top.
+    FLOPs are those of products and softmaxes.
     """
     metric = "graph_time" if "graph_time" in set(frame["metric"]) else "time"
-    table = Table(
-        "shape", "mode", "op", box=None, pad_edge=False,
-        title=f"Table 1: {'CUDA graphs' if metric == 'graph_time' else 'eager'}",
-    )  # fmt: skip
-    for column in (
-        "padded µs", "FBGEMM µs", "SLL µs", "ours µs", "padded/ours", "paper's", "best FBGEMM/ours",
-        "of floor", "padded MiB", "ours MiB", "padded/ours", "paper's", "GFLOP padded", "GFLOP ours",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for case in cases():
-        rows = frame[frame["case"].isin([case, f"{case}-quick"])]
-        name, _, shape = case.rpartition("-")
-        op = OPS[name]
-        for mode in dict.fromkeys(rows["mode"]):
-            of_mode = rows[rows["mode"] == mode]
-            figures = of_mode.set_index(["provider", "metric"])["median"]
-            batch_size, length, width, targets, flops = of_mode[["B", "L", "D", "T", "flops"]].iloc[
-                0
-            ]
-            of_padding = op.flops(batch_size * length, batch_size * length**2, width, targets)
+    timed_as = "CUDA graphs" if metric == "graph_time" else "eager"
+    tables = []
+    for shape, mode in itertools.product(SIZES, MODES):
+        chosen = frame[frame["mode"] == mode]
+        table = Table(box=None, title=f"Table 1, {shape}, {mode}, {timed_as}")
+        table.add_column("op", no_wrap=True)
+        table.add_column("")
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for name in OPS:
+            case = f"{name}-{shape}"
+            rows = chosen[chosen["case"].isin([case, f"{case}-quick"])]
+            if not rows.empty:
+                for line in _lines(OPS[name], mode, metric, rows):
+                    table.add_row(name, *line)
+                    name = ""
+        if table.row_count:
+            tables.append(table)
+    return Group(*tables)
 
-            def us(provider: str, figures=figures) -> float:
-                return figures.get((provider, metric), float("nan")) * 1e3
 
-            def mib(provider: str, figures=figures) -> float:
-                kinds = ("operands", "peak_memory")
-                return sum(figures.get((provider, kind), float("nan")) for kind in kinds)
+PEERS = ("padded", "fbgemm-cuda", "fbgemm-sll")
+COLUMNS = ("padded", "FBGEMM", "SLL", "ours", "padded/ours", "paper's", "FBGEMM/ours", "of floor")
 
-            fbgemm = pd.Series([us("fbgemm-cuda"), us("fbgemm-sll")]).min()
-            factor = {"forward": 1, "backward": len(op.layout) - 1, "both": len(op.layout)}[mode]
-            floor = figures["floor", "time"] * 1e3
-            forward = mode == "forward"
-            cells = [
-                *(f"{us(name):.4g}" for name in ("padded", "fbgemm-cuda", "fbgemm-sll", "ours")),
-                f"{us('padded') / us('ours'):.2f}",
-                f"{op.time_ratio}" if forward else "–",
-                f"{fbgemm / us('ours'):.2f}",
-                f"{floor / us('ours'):.0%}",
-                f"{mib('padded'):.4g}",
-                f"{mib('ours'):.4g}",
-                f"{mib('padded') / mib('ours'):.2f}",
-                f"{op.memory_ratio}" if forward else "–",
-                f"{of_padding * factor / 1e9:.3g}",
-                f"{flops / 1e9:.3g}",
-            ]
-            table.add_row(shape, mode, name, *("–" if "nan" in cell else cell for cell in cells))
-    return table
+
+def _lines(op: Op, mode: str, metric: str, rows: pd.DataFrame) -> Iterator[list[str]]:
+    """Latency, memory and FLOPs of an op; a dash where there is no figure."""
+    figures = rows.set_index(["provider", "metric"])["median"]
+    batch_size, length, width, targets, flops = rows[["B", "L", "D", "T", "flops"]].iloc[0]
+    calls = {"forward": 1, "backward": len(op.layout) - 1, "both": len(op.layout)}[mode]
+    padded_flops = calls * op.flops(batch_size * length, batch_size * length**2, width, targets)
+
+    def figures_of(*metrics: str) -> list[float]:
+        """Sums of the metrics, for every peer and ours."""
+        return [
+            sum(figures.get((provider, of), math.nan) for of in metrics)
+            for provider in (*PEERS, "ours")
+        ]
+
+    def cells(values: Iterable[float], form: str) -> list[str]:
+        return [form.format(value) if math.isfinite(value) else "–" for value in values]
+
+    times = [1e3 * ms for ms in figures_of(metric)]
+    memory = figures_of("operands", "peak_memory")
+    paper = (op.time_ratio, op.memory_ratio) if mode == "forward" else (math.nan, math.nan)
+    fastest = min((time for time in times[1:3] if math.isfinite(time)), default=math.nan)
+    yield [
+        "µs",
+        *cells(times, "{:.1f}"),
+        *cells([times[0] / times[-1], paper[0], fastest / times[-1]], "{:.2f}"),
+        *cells([1e3 * figures["floor", "time"] / times[-1]], "{:.0%}"),
+    ]
+    ratios = cells([memory[0] / memory[-1], paper[1]], "{:.2f}")
+    yield ["MiB", *cells(memory, "{:.1f}"), *ratios]
+    flops_of_all = [padded_flops, math.nan, math.nan, flops]
+    yield ["GFLOP", *cells([x / 1e9 for x in flops_of_all], "{:.3g}")]
 
 
 SUITE = Suite(
     name="table1",
-    cases=cases(),
+    cases=CASES,
     inputs=make_inputs,
     oracle=formula,
     plain=formula,
@@ -392,5 +408,6 @@ SUITE = Suite(
         "fbgemm-cuda": fbgemm_cuda,
         "fbgemm-sll": fbgemm_sll,
     },
+    default=tuple(name for name, case in CASES.items() if case.large),
     summary=summary,
 )

@@ -245,7 +245,7 @@ def _elementwise_kernel(
     tl.store(out_ptr + at, out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+@triton.jit(do_not_specialize=["num_samples"])
 def _sum_rows_kernel(
     x_ptr,  # [N, D]
     y_ptr,  # [N, D], to sum x · y, or None, to sum x
@@ -253,7 +253,6 @@ def _sum_rows_kernel(
     sums_ptr,  # [slots, D] fp32
     offsets_ptr,  # [B + 1]
     num_samples,
-    num_slots,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -261,7 +260,7 @@ def _sum_rows_kernel(
 ):
     """Sum of one chunk of a sample's rows."""
     work = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, slot = find_chunk(offsets_ptr, num_samples, work, num_slots, CHUNK)
+    busy, sample, begin, end, slot = find_chunk(offsets_ptr, num_samples, work, CHUNK)
     if not busy:
         return
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -362,7 +361,7 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
         y = None if y is None else y.contiguous()
         _sum_rows(
             (num_slots + num_samples, -(-width // tiles["BLOCK_D"])),
-            (x.contiguous(), y, out, sums, offsets, num_samples, num_slots),
+            (x.contiguous(), y, out, sums, offsets, num_samples),
             {"D": width, "CHUNK": chunk} | tiles,
         )
         add_chunks(sums, out, offsets, chunk)

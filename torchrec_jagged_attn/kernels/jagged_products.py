@@ -193,30 +193,31 @@ def _rows_kernel(
 
 
 @triton.jit
-def find_chunk(offsets_ptr, num_samples, work, num_slots, CHUNK: tl.constexpr):
+def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
     """The chunk of a sample's rows that is the ``work`` of a program.
 
-    The first ``num_slots`` (``N // CHUNK``) take later chunks, each its slot's, the others the
-    first chunk of every sample. See ``count_chunks`` for slots.
+    The first ``num_samples`` take the first chunk of every sample, the others (``N // CHUNK``) the
+    later chunks, each its slot's. See ``count_chunks`` for slots.
 
     Returns whether there is anything to do, the sample, begin and end of the chunk, and its slot,
     -1 where the chunk is the whole sample.
     """
-    sample = work - num_slots
-    if work < num_slots:
-        sample = find_sample(offsets_ptr, num_samples, work, 1, CHUNK, 0)
+    sample = work
+    of_slot = work - num_samples
+    if of_slot >= 0:
+        sample = find_sample(offsets_ptr, num_samples, of_slot, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
     chunks = count_chunks(length, 1, CHUNK)
     first_slot = begin // CHUNK
-    chunk = tl.where(work < num_slots, work - first_slot, 0)
-    busy = (chunk < chunks) & ((chunk > 0) | (work >= num_slots))
+    chunk = tl.where(of_slot >= 0, of_slot - first_slot, 0)
+    busy = (chunk < chunks) & ((chunk > 0) | (of_slot < 0))
     slot = tl.where(chunks > 1, first_slot + chunk, -1)
     end = begin + length * (chunk + 1) // chunks
     return busy, sample, begin + length * chunk // chunks, end, slot
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+@triton.jit(do_not_specialize=["num_samples"])
 def _sums_kernel(
     a_ptr,  # [ΣK, M]
     b_ptr,  # [ΣK, N]
@@ -224,7 +225,6 @@ def _sums_kernel(
     sums_ptr,  # [slots, M, N] fp32
     k_offsets_ptr,  # [B + 1]
     num_samples,
-    num_slots,
     M: tl.constexpr,
     N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -238,9 +238,7 @@ def _sums_kernel(
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
     program = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, slot = find_chunk(
-        k_offsets_ptr, num_samples, program // TILES, num_slots, CHUNK
-    )
+    busy, sample, begin, end, slot = find_chunk(k_offsets_ptr, num_samples, program // TILES, CHUNK)
     if not busy:
         return
     tile = (program % TILES).to(tl.int32)
@@ -417,7 +415,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     num_tiles = -(-m // tiles["BLOCK_M"]) * -(-n // tiles["BLOCK_N"])
     _sums(
         ((num_slots + num_samples) * num_tiles,),
-        (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples, num_slots),
+        (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
         {"M": m, "N": n, "PRECISION": _precision(x.dtype, transposed=True), "CHUNK": chunk} | tiles,
     )
     add_chunks(sums, out, offsets, chunk)
@@ -429,9 +427,9 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
     if sums.numel():
         width = sums[0].numel()
         _add_chunks(
-            (sums.shape[0], -(-width // 512)),
+            (sums.shape[0], -(-width // 2048)),
             (sums, out, offsets, offsets.numel() - 1),
-            {"W": width, "CHUNK": chunk, "BLOCK": 512},
+            {"W": width, "CHUNK": chunk, "BLOCK": min(2048, padded_width(width))},
         )
 
 
