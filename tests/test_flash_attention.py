@@ -1,6 +1,7 @@
 """``jagged_flash_attention`` against PyTorch's SDPA on each sample, on every device and path."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -148,6 +149,75 @@ def test_more_programs_than_a_grid_dimension_holds(device):
     torch.testing.assert_close(out[first_row:].double(), flash_attention_oracle(**tail))
 
 
+def with_relative_bias(q, k, v, q_offsets, kv_offsets=None, relative_bias=None, causal=False):
+    """Each sample by itself, through a mask that PyTorch adds to the scores."""
+    bounds = [x.tolist() for x in (q_offsets, q_offsets if kv_offsets is None else kv_offsets)]
+    outs = [v.new_zeros(0, q.shape[1], v.shape[2])]
+    for (begin, end), (kv_begin, kv_end) in zip(*map(pairwise, bounds), strict=True):
+        rows, keys = end - begin, kv_end - kv_begin
+        distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+        quarters = [(1 + abs(d)) ** 4 for d in distance.flatten().tolist()]
+        bucket = torch.tensor([d.bit_length() - 1 for d in quarters], dtype=torch.int64)
+        bucket = bucket.clamp(max=len(relative_bias) - 1).view(rows, keys).to(q.device)
+        mask = relative_bias[bucket].permute(2, 0, 1).to(q.dtype)
+        hidden = (distance < 0).to(q.device) & causal
+        some = ~hidden.all(1, keepdim=True)
+        mask = mask.masked_fill(hidden & some, -torch.inf)
+        k_sample, v_sample = (
+            x[kv_begin:kv_end].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
+            for x in (k, v)
+        )
+        scores = q[begin:end].transpose(0, 1) @ k_sample.mT * q.shape[2] ** -0.5 + mask
+        weights = torch.softmax(scores, -1) * some if keys else scores
+        outs.append((weights @ v_sample).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias(causal, dtype, device):
+    skip_unless_supported(Case("relative", 5, 150, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([9, 2, 70, 0, 64, 1, 5], [150, 0, 3, 5, 64, 1, 5], device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=causal),
+        *[partial(with_relative_bias, causal=causal)] * 2,
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
+    inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype)
+    whole, lse = jagged_flash_attention(**inputs, return_lse=True)
+    assert lse.shape == whole.shape[:2]
+    assert lse.dtype == torch.float32
+    assert torch.all(lse[113:] == -torch.inf)
+    lengths = inputs["kv_offsets"].diff()
+    newest = lengths // 3
+    is_new = torch.cat([torch.arange(n) >= n - m for n, m in zip(lengths, newest, strict=True)])
+    outs, lses = [], []
+    for rows, part in ((is_new, newest), (~is_new, lengths - newest)):
+        of_part = {name: inputs[name][rows.to(device)] for name in "kv"}
+        of_part["kv_offsets"] = offsets_of(part, torch.int64, device)
+        out, lse_of_part = jagged_flash_attention(**inputs | of_part, return_lse=True)
+        outs.append(out)
+        lses.append(lse_of_part)
+    merged_lse = torch.logaddexp(*lses)
+    torch.testing.assert_close(merged_lse, lse)
+    weights = [torch.exp(part - merged_lse).nan_to_num().unsqueeze(-1) for part in lses]
+    merged = sum(out * weight for out, weight in zip(outs, weights, strict=True))
+    torch.testing.assert_close(merged.to(dtype), whole, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0], ids=str)
+def test_any_scale(scale, device):
+    inputs = inputs_of([3, 70, 5], [5, 90, 5], device)
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
+
+
 def test_row_without_keys_gives_zeros(device):
     inputs = inputs_of([3, 4], [0, 2], device)
     results = outputs_and_gradients(
@@ -278,9 +348,10 @@ def test_opcheck(device):
     arguments += [inputs["q_offsets"], inputs["kv_offsets"]]
     biases = [torch.randn(size, 2, device=device, requires_grad=True) for size in (12, 3, 5)]
     timestamps = torch.arange(12, device=device)
+    relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    torch.library.opcheck(op, (*arguments, *biases, timestamps, True, 0.25))
-    torch.library.opcheck(op, (*arguments, None, None, None, None, False, 0.25))
+    torch.library.opcheck(op, (*arguments, *biases, timestamps, relative_bias, True, 0.25))
+    torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25))
 
 
 @pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
@@ -288,13 +359,13 @@ def test_opcheck(device):
 def test_gradcheck_of_the_reference(causal):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
-    leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5)]
+    leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
     offsets = inputs["q_offsets"], inputs["kv_offsets"]
 
-    def attend(q, k, v, bias, position_bias, age_bias):
+    def attend(q, k, v, bias, position_bias, age_bias, relative_bias):
         return jagged_flash_attention(
             q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
-            timestamps=torch.arange(12), causal=causal,
+            timestamps=torch.arange(12), relative_bias=relative_bias, causal=causal,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(attend, leaves)
@@ -344,6 +415,8 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits():
         ({"v": torch.zeros(6, 2, 8)}, ValueError, r"v must have shape .* = \[7, 2, any\], got \[6"),
         ({"v": torch.zeros(7, 2, 513)}, NotImplementedError, "v must have a width of 1 to 512"),
         ({"bias": torch.zeros(7, 1)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
+        ({"relative_bias": torch.zeros(7, 1)}, ValueError, r"relative_bias must have shape \[R, H"),
+        ({"relative_bias": torch.zeros(0, 2)}, ValueError, "relative_bias must have at least one"),
         ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
         ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
         ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),

@@ -8,6 +8,7 @@ sample: its targets' heads, one target after the other.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -276,23 +277,27 @@ def flash_attention(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    relative_bias: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, one sample after the other.
 
-    Returns the output ``[ΣLq, H, Dv]``, and zeros for the statistics that the kernels keep.
+    Returns the output ``[ΣLq, H, Dv]``, and the statistics ``[2, ΣLq, H]`` that the kernels keep:
+    the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen.
     """
     out = q.new_zeros(*q.shape[:2], v.shape[2])
+    stats = q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
     for rows, keys in _flash_samples(q_offsets, kv_offsets):
         q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
         bias_KH = None if bias_NH is None else bias_NH[keys]
-        p_HLK = _flash_weights(q_HLD, k_HLD, bias_KH, causal, scale)
+        p_HLK, stats_2HL = _flash_weights(q_HLD, k_HLD, bias_KH, relative_bias, causal, scale)
         out[rows] = (p_HLK @ v_HLD).transpose(0, 1)
-    return out, q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
+        stats[:, rows] = stats_2HL.transpose(1, 2).float()
+    return out, stats
 
 
 def flash_attention_backward(
@@ -306,12 +311,13 @@ def flash_attention_backward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    relative_bias: Tensor | None,
     grad_k: Tensor,
     grad_v: Tensor,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``q``, ``bias``, ``position_bias`` and ``age_bias``.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
 
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``.
     """
@@ -320,15 +326,21 @@ def flash_attention_backward(
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
     grad_bias_NH = None if bias_NH is None else torch.zeros_like(bias_NH)
+    grad_relative = None
+    if relative_bias is not None:
+        grad_relative = torch.zeros_like(relative_bias, dtype=torch.float64)
     for rows, keys in _flash_samples(q_offsets, kv_offsets):
         q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
         grad_out_HLD = _heads(grad_out[rows], q)
         bias_KH = None if bias_NH is None else bias_NH[keys]
-        p_HLK = _flash_weights(q_HLD, k_HLD, bias_KH, causal, scale)
+        p_HLK, _ = _flash_weights(q_HLD, k_HLD, bias_KH, relative_bias, causal, scale)
         dp_HLK = grad_out_HLD @ v_HLD.mT
         ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True))
         if grad_bias_NH is not None:
             grad_bias_NH[keys] = ds_HLK.sum(1).T
+        if grad_relative is not None:
+            bucket = _relative_buckets(*ds_HLK.shape[1:], len(grad_relative))
+            grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
         ds_HLK *= scale
         grad_q[rows] = (ds_HLK @ k_HLD).transpose(0, 1)
         for grad, grad_HKD in (
@@ -340,7 +352,9 @@ def flash_attention_backward(
         _bias_gradient(grad_bias_NH, bucket, x)
         for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
     )
-    return grad_q, grad_bias, grad_position, grad_age
+    if relative_bias is not None and grad_relative is not None:
+        grad_relative = grad_relative.to(relative_bias.dtype)
+    return grad_q, grad_bias, grad_position, grad_age, grad_relative
 
 
 def _all_keys(k: Tensor, kv_offsets: Tensor) -> _Slab:
@@ -376,18 +390,35 @@ def _heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // len(x), 0)
 
 
+def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
+    """``[Lq, Lk]`` buckets of the distance between queries and keys that end together."""
+    rows, keys = torch.arange(num_keys - num_rows, num_keys), torch.arange(num_keys)
+    return recency_buckets((rows.unsqueeze(1) - keys).abs(), num_buckets)
+
+
 def _flash_weights(
-    q_HLD: Tensor, k_HKD: Tensor, bias_KH: Tensor | None, causal: bool, scale: float
-) -> Tensor:
-    """``[H, Lq, Lk]`` softmax over the keys; zero where none is visible."""
+    q_HLD: Tensor,
+    k_HKD: Tensor,
+    bias_KH: Tensor | None,
+    relative_bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """``[H, Lq, Lk]`` softmax over the keys, zero where none is visible; ``[2, H, Lq]`` stats."""
     scores_HLK = q_HLD @ k_HKD.mT * scale
+    num_rows, num_keys = scores_HLK.shape[1:]
     if bias_KH is not None:
         scores_HLK += bias_KH.T.unsqueeze(1)
+    if relative_bias is not None:
+        bucket = _relative_buckets(num_rows, num_keys, len(relative_bias))
+        scores_HLK += relative_bias.T.to(scores_HLK.dtype)[:, bucket]
     if causal:
-        num_rows, num_keys = scores_HLK.shape[1:]
         hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
         scores_HLK.masked_fill_(hidden, -torch.inf)
     largest_HL = scores_HLK.amax(-1, keepdim=True)
-    largest_HL.clamp_(min=torch.finfo(scores_HLK.dtype).min)
+    seen_HL = largest_HL > -torch.inf
+    largest_HL.masked_fill_(~seen_HL, 0)
     p_HLK = scores_HLK.sub_(largest_HL).exp_()
-    return p_HLK.div_(p_HLK.sum(-1, keepdim=True).clamp_(min=1))
+    total_HL = p_HLK.sum(-1, keepdim=True).clamp_(min=1)
+    stats = torch.stack([largest_HL / math.log(2), seen_HL / total_HL])
+    return p_HLK.div_(total_HL), stats.squeeze(-1)

@@ -205,9 +205,11 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Multi-head attention within each sample of a jagged batch, self or cross.
 
     For row :math:`i` of a sample's queries and head :math:`h`, over the rows :math:`j` of its keys
@@ -215,11 +217,14 @@ def jagged_flash_attention(
 
     .. math:: out_i = \sum_j p_{ij} v_j, \qquad
               p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j + bias_{jh}
-              + P_{\beta(position_j), h} + A_{\beta(age_j), h})
+              + P_{\beta(position_j), h} + A_{\beta(age_j), h}
+              + R_{\beta(|distance_{ij}|), h})
 
     A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
-    biases are those of :func:`jagged_target_attention`: they belong to a key row and a head, and
-    positions and ages are counted from the last key of the sample.
+    first three biases are those of :func:`jagged_target_attention`: they belong to a key row and a
+    head, and positions and ages are counted from the last key of the sample. The last belongs to
+    the distance between query and key in rows, where both sides end together:
+    :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512.
@@ -235,12 +240,17 @@ def jagged_flash_attention(
         position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
         timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64.
+        relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         scale: factor of the dot products; ``1/√D`` by default.
+        return_lse: whether to return log-sum-exps, too, by which attention over parts of the keys
+            is merged. They have no gradient.
 
     Returns:
-        ``[ΣLq, H, Dv]``, in the dtype of ``q``.
+        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
+        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` of a row that sees
+        nothing.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -272,16 +282,29 @@ def jagged_flash_attention(
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
     check_biases(q, "q", k.shape[0], bias, position_bias, age_bias, timestamps)
+    if relative_bias is not None:
+        check_float(relative_bias, "relative_bias")
+        check_same(q, "q", dtype=False, relative_bias=relative_bias)
+        check_shape(relative_bias, "relative_bias", "[R, H]", (None, q.shape[1]))
+        if relative_bias.shape[0] == 0:
+            raise ValueError(
+                f"relative_bias must have at least one bucket, got {list(relative_bias.shape)}"
+            )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
-    out, _ = _flash_attention(
-        q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps, causal, scale
-    )
-    return out
+    out, stats = _flash_attention(
+        q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
+        relative_bias, causal, scale,
+    )  # fmt: skip
+    if not return_lse:
+        return out
+    maximum, inverse = stats
+    lse = (maximum - torch.log2(inverse)) * math.log(2)
+    return out, lse.masked_fill_(inverse == 0, -torch.inf)
 
 
 def flash_attention_forward(
@@ -294,13 +317,14 @@ def flash_attention_forward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    relative_bias: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``."""
     check_offsets_values(q_offsets, q.shape[0], "q_offsets")
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
-    biases = (bias, position_bias, age_bias, timestamps)
+    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
     with torch.cuda.device_of(q):
@@ -325,18 +349,22 @@ def _flash_attention_backward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    relative_bias: Tensor | None,
     causal: bool,
     scale: float,
     out: Tensor,
     stats: Tensor,
 ) -> list[Tensor]:
-    """Gradients of those of q, k, v and the three biases that need one."""
+    """Gradients of those of q, k, v and the four biases that need one."""
     grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
     grad_q, *grads_of_biases = flash_attention_backward(
         grad_out, q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
-        causal, scale, out, stats, grad_k, grad_v,
+        relative_bias, causal, scale, out, stats, grad_k, grad_v,
     )  # fmt: skip
-    grads = (grad_q, grad_k, grad_v, None, None, *grads_of_biases, None, None, None)
+    *grads_of_keys, grad_relative_bias = grads_of_biases
+    grads = (
+        grad_q, grad_k, grad_v, None, None, *grads_of_keys, None, grad_relative_bias, None, None
+    )  # fmt: skip
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
 
@@ -351,18 +379,19 @@ def flash_attention_backward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    relative_bias: Tensor | None,
     causal: bool,
     scale: float,
     out: Tensor,
     stats: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q and the three biases; those of k and v are written into the last two.
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q and the four biases; those of k and v are written into the last two.
 
     The rows of ``grad_k`` and ``grad_v`` may be apart, as in two halves of one tensor.
     """
-    biases = (bias, position_bias, age_bias, timestamps)
+    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale

@@ -116,7 +116,7 @@ def _forward(
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
             q.to(history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
-            *biases, False, scale,
+            *biases, None, False, scale,
         )  # fmt: skip
         values = values.to(dtype).view(-1, target.shape[-1])
         stats = stats.view(2, *shape[:-1])
@@ -208,9 +208,9 @@ def _backward(
         k, v, w_kv = _keys_and_values(history, weights, in_bias, num_heads)
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
         grad_k, grad_v = _by_head(grad_kv, num_heads)
-        grad_q_by_head, _, *grads_of_tables = flash_attention_backward(
+        grad_q_by_head, _, *grads_of_tables, _ = flash_attention_backward(
             grad_values_by_head.to(history.dtype), q.to(history.dtype), k, v,
-            _row_offsets(target, offsets, query_offsets), offsets, *biases, False, scale,
+            _row_offsets(target, offsets, query_offsets), offsets, *biases, None, False, scale,
             values.to(history.dtype).view(q.shape), stats.view(2, *q.shape[:2]), grad_k, grad_v,
         )  # fmt: skip
         grad_q_by_head = grad_q_by_head.to(dtype)

@@ -1,0 +1,402 @@
+"""Backward kernels of jagged flash attention: tiles of queries, then tiles of keys; no atomics.
+
+A tile of queries leaves ``delta``, which the tiles of keys read. Gradients of tables are summed by
+tile, and then over the tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common import LOG2E, load_stats, mean_grad
+from torchrec_jagged_attn.kernels.flash_schedule import locate_tile
+from torchrec_jagged_attn.kernels.flash_tiles import (
+    add_relative_grad,
+    distance_bias,
+    key_bias,
+    load_rows,
+    softmax_of_stats,
+    store_rows,
+)
+from torchrec_jagged_attn.kernels.score_bias import load_bias, row_buckets
+
+__all__ = ["grad_kv_kernel", "grad_q_kernel"]
+
+
+@triton.jit
+def _load_stats(stats_ptr, num_stats, rows, mask, EXACT: tl.constexpr):
+    """What :func:`softmax_of_stats` needs of ``rows``; where masked, their weights are zero."""
+    maximum, inverse = load_stats(stats_ptr, num_stats, rows, mask)
+    if EXACT:
+        maximum = tl.where(mask, maximum, float("inf"))
+    else:
+        maximum -= tl.log2(tl.where(inverse > 0, inverse, 1.0))
+    return maximum, inverse
+
+
+@triton.jit
+def _grad_of_queries(
+    acc,
+    residual,
+    grad_relative,
+    delta,
+    q,
+    grad_out,
+    maximum,
+    inverse,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    relative_bias_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    first,
+    last,
+    count,
+    num_keys,
+    high,
+    diagonal,
+    factor,
+    scale,
+    head,
+    kv_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``."""
+    for start in range(first, last, BLOCK_N):
+        row, rest = base + start, num_keys - start
+        k = load_rows(k_ptr, row, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
+        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, MASKED)
+        j = start + tl.arange(0, BLOCK_N)[None, :]
+        bias, visible = key_bias(
+            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
+            kv_offsets_ptr, sample, base, j, num_keys, high, diagonal, head, H, P, A, R, BIASED,
+        )  # fmt: skip
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        p = softmax_of_stats(
+            products, factor, bias, visible, maximum[:, None], inverse[:, None],
+            BIASED, MASKED, EXACT,
+        )  # fmt: skip
+        dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+        if MASKED:
+            delta = mean_grad(p, dp, visible, delta, last <= BLOCK_N, 1)
+        ds = p * (dp - delta[:, None])
+        # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
+        acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
+        if BIASED:
+            residual += tl.sum(ds, 1)
+        if R > 0:
+            own = visible & (tl.arange(0, BLOCK_M) < count)[:, None]
+            grad_relative = add_relative_grad(
+                grad_relative, ds, diagonal[:, None] - j, own, R, BLOCK_R
+            )
+    return acc, residual, grad_relative, delta
+
+
+@triton.jit(do_not_specialize=["num_stats"])
+def grad_q_kernel(
+    grad_out_ptr,  # [ΣLq, H, Dv]
+    q_ptr,  # [ΣLq, H, D]
+    k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
+    v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
+    bias_ptr,  # [ΣLk, H]
+    position_bias_ptr,  # [P, H]
+    age_bias_ptr,  # [A, H]
+    timestamps_ptr,  # [ΣLk]
+    relative_bias_ptr,  # [R, H]
+    out_ptr,  # [ΣLq, H, Dv]
+    stats_ptr,  # [2, ΣLq, H] fp32
+    grad_q_ptr,  # [ΣLq, H, D]
+    delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
+    grad_relative_ptr,  # [tiles, H, R] fp32
+    q_offsets_ptr,  # [B + 1]
+    kv_offsets_ptr,  # [B + 1]
+    tiles_ptr,  # [1 + capacity, 2] int32, see flash_schedule.list_tiles
+    num_stats,
+    factor,  # |scale| · log2(e), rounded once
+    scale,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Gradient of one tile of query rows of one head, over all keys of its sample."""
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    tile, head = tl.program_id(0) // H, tl.program_id(0) % H
+    kv_head = head // (H // HK)
+    if tile >= tl.load(tiles_ptr):
+        return
+    sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
+        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, CAUSAL, False, BLOCK_M
+    )
+    i = tl.arange(0, BLOCK_M)
+    stat = (row + i) * H + head
+    q = load_rows(q_ptr, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D, True)
+    q = -q if NEGATIVE else q
+    grad_out = load_rows(grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
+    out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
+    maximum, inverse = _load_stats(stats_ptr, num_stats, stat, i < count, EXACT)
+    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+
+    seen_by_all, seen_by_any = num_keys, num_keys
+    if CAUSAL:
+        seen_by_all = tl.maximum(tl.minimum(num_keys, num_keys - count + 1), 0)
+        seen_by_any = tl.minimum(num_keys, num_keys - count + BLOCK_M)
+        high = high[:, None]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    residual = tl.zeros([BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
+    grad_relative = tl.zeros([BLOCK_R], tl.float32)
+    full = num_keys * 0
+    if not BIASED:
+        full = seen_by_all // BLOCK_N * BLOCK_N
+        acc, residual, grad_relative, delta = _grad_of_queries(
+            acc, residual, grad_relative, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
+            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
+            kv_offsets_ptr, sample, base, 0, full, count, num_keys, high, diagonal, factor,
+            scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BLOCK_R, MASKED=False, EXACT=EXACT,
+        )  # fmt: skip
+    acc, residual, grad_relative, delta = _grad_of_queries(
+        acc, residual, grad_relative, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
+        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
+        kv_offsets_ptr, sample, base, full, seen_by_any, count, num_keys, high, diagonal, factor,
+        scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BLOCK_R, MASKED=True, EXACT=EXACT,
+    )  # fmt: skip
+    # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
+    tl.store(delta_ptr + stat, delta + residual, mask=i < count)
+    store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+    if R > 0:
+        r = tl.arange(0, BLOCK_R)
+        ptrs = grad_relative_ptr + tl.program_id(0).to(tl.int64) * R + r
+        tl.store(ptrs, grad_relative, mask=r < R)
+
+
+@triton.jit
+def _grad_of_keys(
+    acc_k,
+    acc_v,
+    grad_bias,
+    k,
+    v,
+    bias,
+    low,
+    diagonal,
+    grad_out_ptr,
+    q_ptr,
+    relative_bias_ptr,
+    stats_ptr,
+    delta_ptr,
+    num_stats,
+    base,
+    first,
+    last,
+    num_rows,
+    factor,
+    head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``.
+
+    ``bias`` (``[BLOCK_N]``) is that of the keys alone.
+    """
+    for start in range(first, last, BLOCK_M):
+        i = start + tl.arange(0, BLOCK_M)
+        row, rest = base + start, num_rows - start
+        q = load_rows(q_ptr, row, rest, H * D, head * D, D, BLOCK_M, BLOCK_D, MASKED)
+        grad_out = load_rows(
+            grad_out_ptr, row, rest, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, MASKED
+        )
+        stat, own = (base + i) * H + head, i < num_rows
+        maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, EXACT)
+        delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
+        visible = own[None, :]
+        if CAUSAL:
+            visible = visible & (i[None, :] >= low[:, None])
+        scores_bias = 0.0
+        if BIASED:
+            scores_bias = bias[:, None]
+            if R > 0:
+                distance = i[None, :] - diagonal[:, None]
+                scores_bias += distance_bias(relative_bias_ptr, distance, head, H, R)
+            visible = visible & (scores_bias > -float("inf"))
+        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
+        products = -products if NEGATIVE else products
+        p = softmax_of_stats(
+            products, factor, scores_bias * LOG2E, visible, maximum[None, :], inverse[None, :],
+            BIASED, MASKED, EXACT,
+        )  # fmt: skip
+        acc_v = tl.dot(p.to(grad_out.dtype), grad_out, acc_v, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        acc_k = tl.dot(ds.to(q.dtype), q, acc_k, input_precision=PRECISION)
+        if BIASED:
+            grad_bias += tl.sum(ds, 1)
+    return acc_k, acc_v, grad_bias
+
+
+@triton.jit
+def _store_bucket_sums(ptr, values, buckets, head, H: tl.constexpr, NUM_BUCKETS: tl.constexpr):
+    """Store the sum of each bucket's ``values`` in a head's column of ``[NUM_BUCKETS, H]``."""
+    for first in range(0, NUM_BUCKETS, 16):
+        b = first + tl.arange(0, 16)
+        of_bucket = tl.where(b[:, None] == buckets[None, :], values[None, :], 0.0)
+        tl.store(ptr + b * H + head, tl.sum(of_bucket, 1), mask=b < NUM_BUCKETS)
+
+
+@triton.jit(do_not_specialize=["num_stats"])
+def grad_kv_kernel(
+    grad_out_ptr,  # [ΣLq, H, Dv]
+    q_ptr,  # [ΣLq, H, D]
+    k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
+    v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
+    bias_ptr,  # [ΣLk, H]
+    position_bias_ptr,  # [P, H]
+    age_bias_ptr,  # [A, H]
+    timestamps_ptr,  # [ΣLk]
+    relative_bias_ptr,  # [R, H]
+    stats_ptr,  # [2, ΣLq, H] fp32
+    delta_ptr,  # [ΣLq, H] fp32
+    grad_k_ptr,  # [ΣLk, Hk, D], rows GRAD_K_STRIDE apart
+    grad_v_ptr,  # [ΣLk, Hk, Dv], rows GRAD_V_STRIDE apart
+    grad_bias_ptr,  # [ΣLk, H]
+    grad_tables_ptr,  # [tiles, P + A, H] fp32
+    q_offsets_ptr,  # [B + 1]
+    kv_offsets_ptr,  # [B + 1]
+    tiles_ptr,  # [1 + capacity, 2] int32, see flash_schedule.list_tiles
+    num_stats,
+    factor,  # |scale| · log2(e), rounded once
+    scale,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    GRAD_K_STRIDE: tl.constexpr,
+    GRAD_V_STRIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Gradients of one tile of key rows of one head, over all query rows that see them."""
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    tile, kv_head = tl.program_id(0) // HK, tl.program_id(0) % HK
+    if tile >= tl.load(tiles_ptr):
+        return
+    sample, row, count, base, num_rows, low, _, diagonal = locate_tile(
+        tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, CAUSAL, True, BLOCK_N
+    )
+    j = row + tl.arange(0, BLOCK_N)
+    own = tl.arange(0, BLOCK_N) < count
+    k = load_rows(k_ptr, row, count, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, True)
+    v = load_rows(v_ptr, row, count, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+
+    first, seeing_all = num_rows * 0, num_rows * 0
+    if CAUSAL:
+        first = tl.maximum(num_rows - count, 0) // BLOCK_M * BLOCK_M
+        seeing_all = tl.maximum(num_rows - count + BLOCK_N - 1, 0)
+        seeing_all = tl.minimum(tl.cdiv(seeing_all, BLOCK_M) * BLOCK_M, num_rows)
+    full = tl.maximum(num_rows // BLOCK_M * BLOCK_M, seeing_all)
+    acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for member in range(H // HK):
+        head = kv_head * (H // HK) + member
+        bias = tl.zeros([BLOCK_N], tl.float32)
+        if BIASED:
+            bias += load_bias(
+                bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
+                j, own, head, H, H, P, A,
+            )  # fmt: skip
+        grad_bias = tl.zeros([BLOCK_N], tl.float32)
+        rest = first
+        if not BIASED:
+            if CAUSAL:
+                acc_k, acc_v, grad_bias = _grad_of_keys(
+                    acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
+                    relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, first, seeing_all,
+                    num_rows, factor, head, H, D, DV, R, BIASED, CAUSAL, NEGATIVE, PRECISION,
+                    BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
+                )  # fmt: skip
+            acc_k, acc_v, grad_bias = _grad_of_keys(
+                acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
+                relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, seeing_all, full,
+                num_rows, factor, head, H, D, DV, R, BIASED, CAUSAL, NEGATIVE, PRECISION,
+                BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
+            )  # fmt: skip
+            rest = full
+        acc_k, acc_v, grad_bias = _grad_of_keys(
+            acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
+            relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, rest, num_rows,
+            num_rows, factor, head, H, D, DV, R, BIASED, CAUSAL, NEGATIVE, PRECISION,
+            BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
+        )  # fmt: skip
+        if grad_bias_ptr is not None:
+            tl.store(grad_bias_ptr + j * H + head, grad_bias, mask=own)
+        if P > 0 or A > 0:
+            of_position, of_age = row_buckets(j, own, kv_offsets_ptr, timestamps_ptr, sample, P, A)
+            grad_bias = tl.where(own, grad_bias, 0.0)
+            table_ptr = grad_tables_ptr + tile.to(tl.int64) * ((P + A) * H)
+            if P > 0:
+                _store_bucket_sums(table_ptr, grad_bias, of_position, head, H, P)
+            if A > 0:
+                _store_bucket_sums(table_ptr + P * H, grad_bias, of_age, head, H, A)
+    store_rows(
+        grad_k_ptr, acc_k * scale, row, count, GRAD_K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D
+    )
+    store_rows(grad_v_ptr, acc_v, row, count, GRAD_V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV)

@@ -1,0 +1,189 @@
+"""What the kernels of jagged flash attention share: rows of a tile, biases, the softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common import LOG2E, recency_bucket
+from torchrec_jagged_attn.kernels.score_bias import load_bias
+
+__all__ = [
+    "add_relative_grad",
+    "distance_bias",
+    "key_bias",
+    "load_rows",
+    "online_softmax",
+    "softmax_of_stats",
+    "store_rows",
+]
+
+
+@triton.jit
+def load_rows(
+    ptr,
+    row,
+    count,
+    STRIDE: tl.constexpr,
+    column,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``[BLOCK, BLOCK_D]``: rows from ``row`` on, ``D`` wide from ``column`` on, else zeros.
+
+    Where ``MASKED``, there are ``count`` rows; else as many as the tile has.
+    """
+    r = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    ptrs = ptr + (row * STRIDE + column) + (r.to(tl.int64) * STRIDE + d)
+    if MASKED and D < BLOCK_D:
+        x = tl.load(ptrs, mask=(r < count) & (d < D), other=0.0)
+    elif MASKED:
+        x = tl.load(ptrs, mask=r < count, other=0.0)
+    elif D < BLOCK_D:
+        x = tl.load(ptrs, mask=d < D, other=0.0)
+    else:
+        x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def store_rows(
+    ptr,
+    value,
+    row,
+    count,
+    STRIDE: tl.constexpr,
+    column,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store ``value`` where :func:`load_rows` would load it."""
+    r = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    ptrs = ptr + (row * STRIDE + column) + (r.to(tl.int64) * STRIDE + d)
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=(r < count) & (d < D))
+
+
+@triton.jit
+def key_bias(
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    relative_bias_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    j,
+    num_keys,
+    high,
+    diagonal,
+    head,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Biases of the keys ``j`` (``[1, BLOCK_N]``) for a tile of queries, and which these see.
+
+    Of a head, and times log2(e), as the scores are. ``high`` is a scalar or ``[BLOCK_M, 1]``. A
+    bias of ``-inf`` hides its key.
+    """
+    visible = j < high
+    bias = 0.0
+    if BIASED:
+        bias = load_bias(
+            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
+            base + j, j < num_keys, head, H, H, P, A,
+        )  # fmt: skip
+        if R > 0:
+            bias += distance_bias(relative_bias_ptr, diagonal[:, None] - j, head, H, R)
+        visible = visible & (bias > -float("inf"))
+    return bias * LOG2E, visible
+
+
+@triton.jit
+def distance_bias(relative_bias_ptr, distance, head, H: tl.constexpr, R: tl.constexpr):
+    """Bias of a head by the bucket of ``distance``, in rows, either way."""
+    bucket = recency_bucket(tl.abs(distance), R)
+    return tl.load(relative_bias_ptr + bucket * H + head).to(tl.float32)
+
+
+@triton.jit
+def online_softmax(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    total,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax over axis 1, of ``products · factor + bias``.
+
+    As :func:`common.online_softmax_update`, where ``factor`` is not negative and all that is not
+    ``visible`` is said to be so by ``MASKED``: the maximum is then that of the products.
+    """
+    tops = products * factor + bias if BIASED else products
+    if MASKED:
+        tops = tl.where(visible, tops, -float("inf"))
+    top = tl.max(tops, 1)
+    if not BIASED:
+        top = tl.where(top == -float("inf"), top, top * factor)
+    new_maximum = tl.maximum(maximum, top)
+    shift = new_maximum
+    if MASKED:
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    if BIASED:
+        weights = tl.exp2(products * factor + (bias - shift[:, None]))
+    else:
+        weights = tl.exp2(products * factor - shift[:, None])
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    rescale = tl.exp2(maximum - shift)
+    return weights, rescale, new_maximum, total * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def softmax_of_stats(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    inverse,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Weights of the softmax of the same scores, from their statistics, shaped to go with them.
+
+    Unless ``EXACT``, ``maximum`` is the log-sum-exp, and ``inverse`` is not read.
+    """
+    if BIASED:
+        weights = tl.exp2(products * factor + (bias - maximum))
+    else:
+        weights = tl.exp2(products * factor - maximum)
+    if EXACT:
+        weights *= inverse
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    return weights
+
+
+@triton.jit
+def add_relative_grad(grads, ds, distance, visible, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """``grads`` (``[BLOCK_R]``) plus the sum of ``ds`` over the distances of each bucket."""
+    bucket = recency_bucket(tl.abs(distance), R)
+    first = tl.min(tl.min(tl.where(visible, bucket, R), 1), 0)
+    last = tl.max(tl.max(tl.where(visible, bucket, -1), 1), 0)
+    for r in range(first, last + 1):
+        of_bucket = tl.sum(tl.sum(tl.where(bucket == r, ds, 0.0), 1), 0)
+        grads += tl.where(tl.arange(0, BLOCK_R) == r, of_bucket, 0.0)
+    return grads
