@@ -36,12 +36,7 @@ SHAPES = {  # candidates and history rows
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short training on the CPU."""
     out = tmp_path_factory.mktemp("run")
-    script = [
-        sys.executable,
-        str(EXAMPLES / "train_dlrm.py"),
-        "--pooling=attention",
-        f"--out={out}",
-    ]
+    command = [sys.executable, str(EXAMPLES / "train_dlrm.py"), f"--out={out}"]
     paths = [str(EXAMPLES.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     subprocess.run(
         [*command, "--pooling=attention", "--users=60", "--batch-size=256", "--epochs=1"],
