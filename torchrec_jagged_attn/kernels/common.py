@@ -30,13 +30,13 @@ def find_sample(
 ):
     """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``slot``.
 
-    In each step, all lanes of a warp look, each at the beginning of a 32nd of what is left.
+    In each step, all lanes of a warp look, each at the beginnings of four 128ths of what is left.
     """
     low = slot * 0
     high = low + num_samples
     while low + 1 < high:
-        step = tl.cdiv(high - low, 32)
-        at = low + step * tl.arange(0, 32)
+        step = tl.cdiv(high - low, 128)
+        at = low + step * tl.arange(0, 128)
         offset = tl.load(offsets_ptr + at, mask=at < high, other=0).to(tl.int64)
         begun = (at < high) & (offset * SCALE // BLOCK + STEP * at <= slot)
         low += step * (tl.sum(begun.to(tl.int32)) - 1)

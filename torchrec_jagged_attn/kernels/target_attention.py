@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from torchrec_jagged_attn.kernels.block_forward import forward_kernel as block_forward_kernel
 from torchrec_jagged_attn.kernels.common import dot_precision, padded_width
 from torchrec_jagged_attn.kernels.launch import Launcher
 from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
@@ -27,6 +28,7 @@ from torchrec_jagged_attn.kernels.target_backward import grad_history_kernel, gr
 from torchrec_jagged_attn.kernels.target_combine import (
     combine_gradients_kernel,
     combine_outputs_kernel,
+    sum_tables_kernel,
 )
 from torchrec_jagged_attn.kernels.target_forward import forward_kernel
 from torchrec_jagged_attn.kernels.target_schedule import DENSE, JAGGED, SHARED
@@ -41,8 +43,10 @@ _combine_outputs = Launcher(combine_outputs_kernel)
 _grad_query = Launcher(grad_query_kernel)
 _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
+_sum_tables = Launcher(sum_tables_kernel)
 _warp_forward = Launcher(warp_forward_kernel)
 _warp_backward = Launcher(warp_backward_kernel)
+_block_forward = Launcher(block_forward_kernel)
 
 
 def forward(
@@ -75,8 +79,8 @@ def forward(
     sums = stats.new_empty([num_slots, room, call.width])
     sums_stats = stats.new_empty([num_slots, 2, room])
     outputs = (out, rest_or_none, stats, sums, sums_stats)
-    if call.by_warps:
-        _warp_forward(
+    if call.one_warp or call.few_warps:
+        (_warp_forward if call.one_warp else _block_forward)(
             (num_slots + call.num_samples,),
             (*call.inputs, *outputs, call.offsets[0], *call.sizes, num_slots, scale),
             call.warp_constants(tiles),
@@ -91,10 +95,11 @@ def forward(
             call.constants | tiles,
         )  # fmt: skip
     if num_slots:
+        constants = call.combine_constants(tiles)
         _combine_outputs(
-            call.combine_grid(num_slots),
+            call.combine_grid(num_slots, constants),
             (sums, sums_stats, out, rest_or_none, stats, *call.offsets, *call.sizes),
-            call.combine_constants(tiles),
+            constants,
         )
     return out, rest, stats
 
@@ -125,10 +130,10 @@ def backward(
     num_slots = call.num_rows // tiles["CHUNK"]
     num_programs = num_slots + call.num_samples
     buckets = call.constants["P"] + call.constants["A"]
+    targets = call.num_targets if call.one_warp else 1
     grad_tables = None
     if buckets:
-        columns = call.rows if call.by_warps else call.num_heads
-        grad_tables = stats.new_zeros([num_programs, buckets, columns])
+        grad_tables = stats.new_zeros([num_programs, buckets, targets, call.num_heads])
     sums = stats.new_empty([num_slots, call.rows_of_slot(tiles["BLOCK_R"]), call.width])
     grad_out = grad_out.contiguous()
     sizes = (*call.sizes, num_slots, call.history_stride, scale)
@@ -150,7 +155,7 @@ def backward(
                 constants | call.head_constants(tiles) | {"ONE_BLOCK": one_block},
             )  # fmt: skip
 
-    if call.by_warps:
+    if call.one_warp:
         _warp_backward(
             (num_programs,),
             (
@@ -171,13 +176,14 @@ def backward(
             constants,
         )  # fmt: skip
     if num_slots and out.numel():
+        of_combine = call.combine_constants(tiles)
         _combine_gradients(
-            call.combine_grid(num_slots),
+            call.combine_grid(num_slots, of_combine),
             (
                 sums, residuals, out, grad_query, delta, *call.offsets,
                 call.num_samples, call.num_targets, scale,
             ),
-            call.combine_constants(tiles),
+            of_combine,
         )  # fmt: skip
     if more_blocks:
         launch_grad_history(one_block=False)
@@ -185,7 +191,12 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        grad_table = grad_tables.sum(0).view(buckets, -1, call.num_heads).sum(1)
+        grad_table = stats.new_empty([buckets, call.num_heads])
+        _sum_tables(
+            (triton.cdiv(grad_table.numel(), 8),),
+            (grad_tables, grad_table, num_programs, targets, grad_table.numel()),
+            {"H": call.num_heads, "BLOCK": 1024, "COLUMNS": 8, "num_warps": 16},
+        )
         of_position, of_age = grad_table.split([call.constants["P"], call.constants["A"]])
         if position_bias is not None:
             grad_position_bias = of_position.to(position_bias.dtype)
@@ -223,23 +234,22 @@ class _Call:
             self.total_rows = self.num_samples * self.rows
         self.row_bytes = padded_width(self.width) * history.element_size()
         self.precision = dot_precision(history.dtype)
-        self._combine_width = min(64, padded_width(self.width))
-
         history = _unit_stride(history)
         self.history_stride = history.stride(0)
         biases = (bias, position_bias, age_bias, timestamps)
         self.inputs = (query.contiguous(), history, *(_contiguous(tensor) for tensor in biases))
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
-        self.by_warps = (
+        self.one_warp = self.few_warps = False
+        if (
             self.layout != JAGGED
-            and self.rows <= WARP_ROWS.value
             and history.element_size() == 2
-            and self.width <= 256
             and (self.width | self.history_stride) % 8 == 0
             and history.data_ptr() % 16 == 0
             and (bias is None or self.num_targets == 1)
             and _has_warp_kernels(history.device)
-        )
+        ):
+            self.one_warp = self.rows <= WARP_ROWS.value and self.width <= 256
+            self.few_warps = WARP_ROWS.value < self.rows <= 64 and self.width <= 128
         self.sizes = (self.num_samples, self.num_targets, self.total_rows)
         self.constants = {
             "LAYOUT": self.layout.value,
@@ -266,14 +276,24 @@ class _Call:
         Found by trying, on an H200.
         """
         width = columns = padded_width(self.width)
-        if self.by_warps:
+        if self.one_warp:
             return {
                 "BLOCK_R": WARP_ROWS.value,
-                "BLOCK_N": 16,
+                "BLOCK_N": 16 if backward else 32,
                 "BLOCK_D": width,
                 "CHUNK": 256,
-                "NUM_STAGES": 4,
+                "NUM_STAGES": 4 if backward else 3,
                 "num_warps": 1,
+            }
+        if self.few_warps and not backward:
+            block_r = padded_width(self.rows)
+            return {
+                "BLOCK_R": block_r,
+                "BLOCK_N": 64,
+                "BLOCK_D": width,
+                "CHUNK": 512,
+                "NUM_STAGES": 3,
+                "num_warps": block_r // 16,
             }
         if self.precision == "ieee":
             # Registers hold query rows, three of each backward, and as many sums over rows. Forward
@@ -301,24 +321,26 @@ class _Call:
             "num_warps": warps,
         }
 
-    def combine_grid(self, num_slots: int) -> tuple[int, int]:
+    def combine_grid(self, num_slots: int, constants: dict) -> tuple[int, int]:
         """Programs that bring chunks together: one for each slot and block of columns."""
-        return num_slots, triton.cdiv(self.width, self._combine_width)
+        return num_slots, triton.cdiv(self.width, constants["BLOCK_D"])
 
     def combine_constants(self, tiles: dict) -> dict:
-        """Compile-time arguments of the kernels that bring chunks together."""
-        names = ("LAYOUT", "H", "D")
-        of_tiles = {name: tiles[name] for name in ("BLOCK_R", "CHUNK")}
-        return (
-            {name: self.constants[name] for name in names}
-            | of_tiles
-            | {"BLOCK_D": self._combine_width}
-        )
+        """Compile-time arguments of the kernels that bring chunks together, a warp for each."""
+        block_r = triton.next_power_of_2(self.rows_of_slot(tiles["BLOCK_R"]))
+        return {
+            **{name: self.constants[name] for name in ("LAYOUT", "H", "D")},
+            "BLOCK_R": block_r,
+            "BLOCK_D": min(padded_width(self.width), max(16, 1024 // block_r)),
+            "CHUNK": tiles["CHUNK"],
+            "num_warps": 1,
+        }
 
     def warp_constants(self, tiles: dict) -> dict:
         """Compile-time arguments of the kernels of single warps."""
         names = ("H", "D", "P", "A")
-        of_tiles = {name: value for name, value in tiles.items() if name != "BLOCK_R"}
+        fixed = {"BLOCK_R"} if self.one_warp else set()
+        of_tiles = {name: value for name, value in tiles.items() if name not in fixed}
         return (
             {name: self.constants[name] for name in names}
             | of_tiles

@@ -1,4 +1,4 @@
-"""Bringing the sums of a sample's chunks together, in their order."""
+"""Bringing sums of chunks together, in their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrec_jagged_attn.kernels.target_schedule import (
     store_queries,
 )
 
-__all__ = ["combine_gradients_kernel", "combine_outputs_kernel"]
+__all__ = ["combine_gradients_kernel", "combine_outputs_kernel", "sum_tables_kernel"]
 
 
 @triton.jit
@@ -90,7 +90,11 @@ def combine_outputs_kernel(
         total = total * rescale + chunk_total * chunk_rescale
         maximum = new_maximum
     r = block * BLOCK_R + local
-    out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
+    total_or_one = tl.where(total > 0, total, 1.0)[:, None]
+    if rest_ptr is None:
+        out = tl.div_rn(acc, total_or_one)
+    else:
+        out = acc * (1.0 / total_or_one)
     store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
     store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
 
@@ -138,3 +142,28 @@ def combine_gradients_kernel(
                 delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
                 tl.store(delta_ptr + first + r, delta + residual, mask=r < count)
     store_queries(grad_query_ptr, acc * scale, first, r, count, d, D)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_targets"])
+def sum_tables_kernel(
+    tables_ptr,  # [tables, buckets, targets, H] fp32
+    out_ptr,  # [buckets, H] fp32
+    num_tables,
+    num_targets,
+    size,  # buckets · H
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sums over tables and targets, of COLUMNS elements; BLOCK tables at a time."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tables = tl.arange(0, BLOCK).to(tl.int64)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for target in range(num_targets):
+        at = (column // H * num_targets + target) * H + column % H
+        ptrs = tables_ptr + tables[:, None] * (size * num_targets) + at[None, :]
+        for first in range(0, num_tables, BLOCK):
+            mask = (tables < num_tables - first)[:, None] & (column < size)[None, :]
+            total += tl.load(ptrs, mask=mask, other=0.0)
+            ptrs += BLOCK * size.to(tl.int64) * num_targets
+    tl.store(out_ptr + column, tl.sum(total, 0), mask=column < size)

@@ -115,6 +115,10 @@ def forward_kernel(
         tl.store(sums_stats_ptr + slot * 2 * room + local, maximum, mask=local < room)
         tl.store(sums_stats_ptr + (slot * 2 + 1) * room + local, total, mask=local < room)
     else:
-        out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
+        total_or_one = tl.where(total > 0, total, 1.0)[:, None]
+        if rest_ptr is None:
+            out = tl.div_rn(acc, total_or_one)
+        else:
+            out = acc * (1.0 / total_or_one)
         store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
         store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)

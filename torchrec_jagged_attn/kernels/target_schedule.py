@@ -48,7 +48,8 @@ def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
     cut at all. Those numbered from ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s
     slots.
     """
-    return tl.maximum(length // (CHUNK * tl.maximum(num_blocks, 1)), 1)
+    rows = CHUNK * tl.maximum(num_blocks, 1)
+    return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)
 
 
 @triton.jit
@@ -85,8 +86,8 @@ def find_work(
         sample, _, _, start = find_tile(query_offsets_ptr, num_samples, first, H, BLOCK_R)
         block = start // BLOCK_R
     else:
-        blocks = tl.cdiv(num_targets.to(tl.int64) * H, BLOCK_R)
-        sample = first // blocks
+        blocks = tl.cdiv(num_targets * H, BLOCK_R)
+        sample = (first.to(tl.int32) // blocks).to(tl.int64)
         block = first - sample * blocks
     _, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
     num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, BLOCK_R)
@@ -95,8 +96,9 @@ def find_work(
     chunks = count_chunks(length, num_blocks, CHUNK)
     chunk = program * 0
     if later:
-        chunk = (program - begin // CHUNK) // tl.maximum(num_blocks, 1)
-        block = (program - begin // CHUNK) - chunk * num_blocks
+        after = (program - begin // CHUNK).to(tl.int32)
+        chunk = (after // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
+        block = after - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
     slot = tl.where(chunks > 1, begin // CHUNK + chunk * num_blocks + block, -1)
     rows = CHUNK * tl.maximum(num_blocks, 1)

@@ -20,11 +20,11 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     copy_tile,
     find_chunk,
     load_bias,
-    load_operand,
+    load_columns,
     ring_layout,
     row_buckets,
     row_layout,
-    store_queries,
+    store_rows,
     tile_ring,
 )
 
@@ -119,21 +119,23 @@ def backward_kernel(
             table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
     if busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
+        history_ptr += first * STRIDE
+        grad_history_ptr += first * D
+        if bias_ptr is not None:
+            bias_ptr += first * H
+            grad_bias_ptr += first * H
         ring = tile_ring(dtype, NUM_STAGES, BLOCK_N, D, BLOCK_D)
         for stage in gl.static_range(NUM_STAGES - 1):
-            copy_tile(
-                ring.index(stage), history_ptr + first * STRIDE, begin + stage * BLOCK_N, end,
-                D, STRIDE,
-            )  # fmt: skip
+            copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         row = sample.to(gl.int64) * count
         query_row = row * 0 if SHARED else row
-        grad_out = load_operand(grad_out_ptr, row, count, D, BLOCK_D)
-        q = load_operand(query_ptr, query_row, count, D, BLOCK_D)
+        grad_out = load_columns(grad_out_ptr, row, count, D, BLOCK_D)
+        q = load_columns(query_ptr, query_row, count, D, BLOCK_D)
         both = gl.allocate_shared_memory(dtype, [2 * BLOCK_R, BLOCK_D], ring_layout(BLOCK_D))
         both.slice(0, BLOCK_R).permute((1, 0)).store(grad_out)
         both.slice(BLOCK_R, BLOCK_R).permute((1, 0)).store(q)
-        out = load_operand(out_ptr, row, count, D, BLOCK_D).to(gl.float32)
-        out += load_operand(rest_ptr, row, count, D, BLOCK_D).to(gl.float32)
+        out = load_columns(out_ptr, row, count, D, BLOCK_D).to(gl.float32)
+        out += load_columns(rest_ptr, row, count, D, BLOCK_D).to(gl.float32)
         delta = gl.sum(grad_out.to(gl.float32) * out, 0)
         by_query: gl.constexpr = gl.SliceLayout(0, MMA)
         delta = gl.convert_layout(delta, by_query)[None, :]
@@ -158,9 +160,10 @@ def backward_kernel(
             dp = mma_v2(x, grad_out, zeros)
             n = start + index
             visible = (n < end)[:, None]
+            of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
             bias = load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, first, length,
-                n, r, count, H, P, A,
+                bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
+                n[:, None], r[None, :], visible, count, H, P, A,
             )  # fmt: skip
             p = gl.exp2((dots * scale + (bias - maximum)) * LOG2E) * inverse
             p = gl.where(visible, p, 0.0)
@@ -173,17 +176,16 @@ def backward_kernel(
                 mask = (i < end - start)[:, None]
                 if D < BLOCK_D:
                     mask = mask & (column + d < D)[None, :]
-                ptrs = grad_history_ptr + (first + start) * D + column
+                ptrs = grad_history_ptr + start.to(gl.int64) * D + column
                 gl.store(ptrs + (i[:, None] * D + d[None, :]), grad_x, mask=mask)
             rounded = ds.to(dtype)
             weights = gl.convert_layout(rounded, RIGHT)
             acc = mma_v2(tile.permute((1, 0)).load(LEFT), weights, acc)
             if grad_bias_ptr is not None:
                 mask = visible & (r < H)[None, :]
-                gl.store(grad_bias_ptr + (first * H + n[:, None] * H + r[None, :]), ds, mask=mask)
+                gl.store(grad_bias_ptr + (n[:, None] * H + r[None, :]), ds, mask=mask)
             if P + A > 0:
                 left = gl.convert_layout((ds - rounded.to(gl.float32)).to(dtype), RIGHT)
-                of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
                 of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
                 shown = start + gl.arange(0, BLOCK_N, of_row) < end
                 if P > 0:
@@ -194,16 +196,14 @@ def backward_kernel(
                     _add_to_table(table, buckets, shown, weights, left, BLOCKS_P)
             ahead: gl.constexpr = NUM_STAGES - 1
             to = gl.where(stage == 0, ahead, stage - 1)
-            copy_tile(
-                ring.index(to), history_ptr + first * STRIDE, start + ahead * BLOCK_N, end,
-                D, STRIDE,
-            )  # fmt: skip
+            copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
             stage = gl.where(stage == ahead, 0, stage + 1)
 
+        grad_query = gl.permute(acc, (1, 0))
         if slot >= 0:
-            store_queries(sums_ptr, acc, slot.to(gl.int64) * count, count, D, BLOCK_D)
+            store_rows(sums_ptr, grad_query, slot.to(gl.int64) * count, count, D)
         else:
-            store_queries(grad_query_ptr, acc * scale, row, count, D, BLOCK_D)
+            store_rows(grad_query_ptr, grad_query * scale, row, count, D)
     if P + A > 0:
         ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * (P + A) * count
         _store_table(table, ptr, count, P, 0, BLOCKS_P)

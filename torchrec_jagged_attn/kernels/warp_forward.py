@@ -15,8 +15,9 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     copy_tile,
     find_chunk,
     load_bias,
-    load_operand,
-    store_queries,
+    load_columns,
+    row_buckets,
+    store_rows,
     tile_ring,
 )
 
@@ -59,12 +60,14 @@ def forward_kernel(
     )
     if busy:
         history_ptr += first * STRIDE
+        if bias_ptr is not None:
+            bias_ptr += first * H
         ring = tile_ring(history_ptr.dtype.element_ty, NUM_STAGES, BLOCK_N, D, BLOCK_D)
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         count = num_targets * H
         row = sample.to(gl.int64) * count
-        q = load_operand(query_ptr, row * 0 if SHARED else row, count, D, BLOCK_D)
+        q = load_columns(query_ptr, row * 0 if SHARED else row, count, D, BLOCK_D)
 
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
@@ -78,9 +81,10 @@ def forward_kernel(
             dots = mma_v2(tile.load(LEFT), q, gl.zeros([BLOCK_N, BLOCK_R], gl.float32, MMA))
             n = start + index
             visible = (n < end)[:, None]
+            of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
             bias = load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, first, length,
-                n, r, count, H, P, A,
+                bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
+                n[:, None], r[None, :], visible, count, H, P, A,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 0))
@@ -98,17 +102,17 @@ def forward_kernel(
 
         total = gl.sum(total, 0)
         if slot >= 0:
-            store_queries(sums_ptr, acc, slot.to(gl.int64) * count, count, D, BLOCK_D)
+            store_rows(sums_ptr, gl.permute(acc, (1, 0)), slot.to(gl.int64) * count, count, D)
             ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
             gl.store(ptrs, maximum, mask=r < count)
             gl.store(ptrs + count, total, mask=r < count)
         else:
             inverse = gl.where(total > 0, 1.0 / gl.where(total > 0, total, 1.0), 0.0)
-            out = acc * inverse[None, :]
-            store_queries(out_ptr, out, row, count, D, BLOCK_D)
+            out = gl.permute(acc * inverse[None, :], (1, 0))
+            store_rows(out_ptr, out, row, count, D)
             if rest_ptr is not None:
                 rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
-                store_queries(rest_ptr, rest, row, count, D, BLOCK_D)
+                store_rows(rest_ptr, rest, row, count, D)
             ptrs = stats_ptr + row + r
             gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
             gl.store(ptrs + num_rows, inverse, mask=r < count)

@@ -1,9 +1,13 @@
-"""What the kernels of target attention by single warps share.
+"""What the kernels of target attention share that are written for warps, in Gluon.
 
-Where a sample has at most eight query rows of a half-precision width that copies of 16 bytes
-divide, one warp takes a chunk of its history, ``BLOCK_N`` rows at a time: rows fill the M side of
-the tensor cores' smallest product, queries its N side of eight. Tiles arrive in shared memory by
-asynchronous copies while earlier ones are at work; nothing waits for another warp. In Gluon, since
+They serve samples of up to 64 query rows in half precision, of widths that copies of 16 bytes
+divide. Tiles of history rows arrive in shared memory by asynchronous copies while earlier ones are
+at work. Warps need nothing of each other but these: the tensor cores' products by warps (``m16n8``)
+have
+
+    up to 8 query rows     rows of history on their M side, queries on their N side, in one warp
+    up to 64               16 query rows to a warp on their M side, rows of history on their N side
+
 Triton neither keeps a tile for products along both of its sides in one place nor takes a narrow N.
 """
 
@@ -23,14 +27,25 @@ __all__ = [
     "copy_tile",
     "find_chunk",
     "load_bias",
-    "load_operand",
+    "load_columns",
+    "load_rows",
+    "products_by_warp",
+    "ring_layout",
     "row_buckets",
-    "store_queries",
+    "row_layout",
+    "store_rows",
     "tile_ring",
 ]
 
-BLOCK_R = gl.constexpr(8)
-MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
+
+@gluon.constexpr_function
+def products_by_warp(warps):
+    """The tensor cores' products of single warps, ``warps`` of them along M."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+
+
+BLOCK_R = gl.constexpr(8)  # query rows of a single warp's kernels
+MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
@@ -38,15 +53,17 @@ recency_bucket = gluon.jit(common.recency_bucket.fn)
 
 
 @gluon.constexpr_function
-def row_layout(width):
-    """A warp's lanes along rows of ``width`` elements of two bytes, 16 bytes each."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [1, 1], [1, 0])
+def probe_layout(warps):
+    """128 numbers over the lanes of a warp, the same in all."""
+    lanes = [[1], [2], [4], [8], [16]]
+    same = [[0]] * (warps.bit_length() - 1)
+    return gl.DistributedLinearLayout([[32], [64]], lanes, same, [], [128])
 
 
 @gluon.constexpr_function
-def column_layout(width):
-    """As :func:`row_layout`, transposed."""
-    return gl.BlockedLayout([8, 1], [width // 8, 256 // width], [1, 1], [0, 1])
+def row_layout(width, warps=1):
+    """Lanes along rows of ``width`` elements of two bytes, 16 bytes each."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -59,36 +76,40 @@ def ring_layout(width):
 def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
     """What this program does, as ``target_schedule.find_work`` says, for samples of one block.
 
+    Programs that take later chunks, most of them idle, lie evenly among those that take first ones.
+
     Returns whether there is anything to do, the sample, its first history row, its length, begin
     and end of the chunk within it, and its slot, -1 where the chunk is the whole sample.
     """
     program = gl.program_id(0)
-    later = program < num_slots
-    sample = program - num_slots
+    period = gl.num_programs(0) // gl.maximum(num_slots, 1)
+    turn = program // period
+    later = (program == turn * period) & (turn < num_slots)
+    sample = program - gl.minimum(turn + 1, num_slots)
     if later:
-        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        lanes = gl.arange(0, 128, probe_layout(gl.num_warps()))
         sample = program * 0
         high = num_samples
         while sample + 1 < high:
-            step = gl.cdiv(high - sample, 32)
+            step = gl.cdiv(high - sample, 128)
             at = sample + step * lanes
             offset = gl.load(offsets_ptr + at, mask=at < high, other=0)
-            begun = (at < high) & (offset // CHUNK <= program)
+            begun = (at < high) & (offset // CHUNK <= turn)
             sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
             high = gl.minimum(high, sample + step)
     first = gl.load(offsets_ptr + sample).to(gl.int64)
     length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
     chunks = gl.maximum(length // CHUNK, 1)
     slot = (first // CHUNK).to(gl.int32)
-    chunk = gl.where(later, program - slot, 0)
-    busy = (chunk < chunks) & ((chunk > 0) | (program >= num_slots))
+    chunk = gl.where(later, turn - slot, 0)
+    busy = (chunk < chunks) & ((chunk > 0) | (not later))
     end = gl.where(chunk + 1 == chunks, length, (chunk + 1) * CHUNK)
     return busy, sample, first, length, chunk * CHUNK, end, gl.where(chunks > 1, slot + chunk, -1)
 
 
 @gluon.jit
-def load_operand(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """``[BLOCK_D, 8]``: rows ``first`` to ``first + count``, transposed, as right operand."""
+def load_columns(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp."""
     d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, RIGHT))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
     mask = (d < D)[:, None] & (r < count)[None, :]
@@ -96,14 +117,23 @@ def load_operand(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def store_queries(ptr, value, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Store ``value`` (``[BLOCK_D, 8]``) as rows ``first`` to ``first + count``."""
-    layout: gl.constexpr = column_layout(BLOCK_D)
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, layout))
-    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, layout))
-    mask = (d < D)[:, None] & (r < count)[None, :]
+def load_rows(ptr, first, count, shape: gl.constexpr, layout: gl.constexpr, D: gl.constexpr):
+    """Rows ``first`` to ``first + count`` of width ``D``, with zeros around them."""
+    r = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
+    d = gl.arange(0, shape[1], gl.SliceLayout(0, layout))
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    return gl.load(ptr + first * D + (r[:, None] * D + d[None, :]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_rows(ptr, value, first, count, D: gl.constexpr):
+    """Store ``value`` as rows ``first`` to ``first + count`` of width ``D``."""
+    layout: gl.constexpr = row_layout(value.shape[1], gl.num_warps())
+    r = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    mask = (r < count)[:, None] & (d < D)[None, :]
     value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
-    gl.store(ptr + first * D + (r[None, :] * D + d[:, None]), value, mask=mask)
+    gl.store(ptr + first * D + (r[:, None] * D + d[None, :]), value, mask=mask)
 
 
 @gluon.jit
@@ -117,8 +147,9 @@ def tile_ring(
     """Shared memory for STAGES tiles; columns that no row has are zero."""
     ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring_layout(BLOCK_D))
     if D < BLOCK_D:
+        layout: gl.constexpr = row_layout(BLOCK_D, gl.num_warps())
         for stage in gl.static_range(STAGES):
-            ring.index(stage).store(gl.zeros([BLOCK_N, BLOCK_D], dtype, row_layout(BLOCK_D)))
+            ring.index(stage).store(gl.zeros([BLOCK_N, BLOCK_D], dtype, layout))
     return ring
 
 
@@ -127,7 +158,7 @@ def copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constex
     """Begin to copy the rows from ``start`` on to ``tile``, zeros from ``end`` on: one group."""
     BLOCK_N: gl.constexpr = tile.shape[0]
     BLOCK_D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = row_layout(BLOCK_D)
+    layout: gl.constexpr = row_layout(BLOCK_D, gl.num_warps())
     if start < end:
         if start + BLOCK_N > end:
             tile.store(gl.zeros([BLOCK_N, BLOCK_D], tile.dtype, layout))
@@ -157,35 +188,32 @@ def row_buckets(n, first, length, timestamps_ptr, P: gl.constexpr, A: gl.constex
 
 @gluon.jit
 def load_bias(
-    bias_ptr,
+    bias_ptr,  # of the sample's first row
     position_bias_ptr,
     age_bias_ptr,
-    timestamps_ptr,
-    first,
-    length,
+    of_position,
+    of_age,
     n,
     r,
+    visible,
     count,
     H: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
 ):
-    """All biases of the rows ``n`` of a sample for its query rows ``r``, shaped to be added.
+    """All biases of the rows ``n`` for the query rows ``r``; what is of either, shaped as scores.
 
     Zero for the query rows from ``count`` on.
     """
     head = r % H
-    mask = (n < length)[:, None] & (r < count)[None, :]
-    bias = gl.zeros([n.shape[0], BLOCK_R], gl.float32, MMA)
+    mask = visible & (r < count)
+    bias = 0.0
     if bias_ptr is not None:
-        ptrs = bias_ptr + first * H + (n[:, None] * H + head[None, :])
+        bias += gl.load(bias_ptr + (n * H + head), mask=mask, other=0.0).to(gl.float32)
+    if P > 0:
+        ptrs = position_bias_ptr + (of_position * H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
-    if P > 0 or A > 0:
-        of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
-        if P > 0:
-            ptrs = position_bias_ptr + (of_position[:, None] * H + head[None, :])
-            bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
-        if A > 0:
-            ptrs = age_bias_ptr + (of_age[:, None] * H + head[None, :])
-            bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    if A > 0:
+        ptrs = age_bias_ptr + (of_age * H + head)
+        bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     return bias
