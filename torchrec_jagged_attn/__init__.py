@@ -18,7 +18,9 @@ from torchrec_jagged_attn.ops import (
 
 if TYPE_CHECKING:
     from torchrec_jagged_attn.modules import (
+        HistoryEncoderLayer,
         JaggedFeatureInteraction,
+        JaggedSelfAttention,
         JaggedTargetAttention,
         TargetAttentionConfig,
         TargetAttentionEmbeddingBagCollection,
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",
+    "JaggedSelfAttention",
     "JaggedTargetAttention",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",

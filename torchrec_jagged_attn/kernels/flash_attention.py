@@ -171,7 +171,7 @@ class _Call:
         scale: float,
     ) -> None:
         self.num_samples = q_offsets.numel() - 1
-        self.inputs = (q.contiguous(), _rows(k), _rows(v))
+        self.inputs = (_rows(q), _rows(k), _rows(v))
         self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
         biases = (bias, position_bias, age_bias, timestamps, relative_bias)
         self.biases = tuple(None if x is None else x.contiguous() for x in biases)
@@ -185,6 +185,7 @@ class _Call:
             "HK": k.shape[1],
             "D": q.shape[2],
             "DV": v.shape[2],
+            "Q_STRIDE": self.inputs[0].stride(0),
             "K_STRIDE": self.inputs[1].stride(0),
             "V_STRIDE": self.inputs[2].stride(0),
             "CAUSAL": causal,
@@ -246,7 +247,7 @@ class _Call:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[L, Hk, D]`` as it is, if the elements of a row are next to each other, else a copy."""
+    """``[L, H, D]`` as it is, if the elements of a row are next to each other, else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 

@@ -117,7 +117,7 @@ def _grad_of_queries(
 @triton.jit(do_not_specialize=["num_stats"])
 def grad_q_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
-    q_ptr,  # [ΣLq, H, D]
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
     bias_ptr,  # [ΣLk, H]
@@ -144,6 +144,7 @@ def grad_q_kernel(
     A: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -166,7 +167,7 @@ def grad_q_kernel(
     )
     i = tl.arange(0, BLOCK_M)
     stat = (row + i) * H + head
-    q = load_rows(q_ptr, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D, True)
+    q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
     q = -q if NEGATIVE else q
     grad_out = load_rows(grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
     out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
@@ -234,6 +235,7 @@ def _grad_of_keys(
     DV: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr,
     NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -250,7 +252,7 @@ def _grad_of_keys(
     for start in range(first, last, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
         row, rest = base + start, num_rows - start
-        q = load_rows(q_ptr, row, rest, H * D, head * D, D, BLOCK_M, BLOCK_D, MASKED)
+        q = load_rows(q_ptr, row, rest, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, MASKED)
         grad_out = load_rows(
             grad_out_ptr, row, rest, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, MASKED
         )
@@ -294,7 +296,7 @@ def _store_bucket_sums(ptr, values, buckets, head, H: tl.constexpr, NUM_BUCKETS:
 @triton.jit(do_not_specialize=["num_stats"])
 def grad_kv_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
-    q_ptr,  # [ΣLq, H, D]
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
     bias_ptr,  # [ΣLk, H]
@@ -322,6 +324,7 @@ def grad_kv_kernel(
     A: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     GRAD_K_STRIDE: tl.constexpr,
@@ -370,20 +373,20 @@ def grad_kv_kernel(
                 acc_k, acc_v, grad_bias = _grad_of_keys(
                     acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
                     relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, first, seeing_all,
-                    num_rows, factor, head, H, D, DV, R, BIASED, CAUSAL, NEGATIVE, PRECISION,
+                    num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
                     BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
                 )  # fmt: skip
             acc_k, acc_v, grad_bias = _grad_of_keys(
                 acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
                 relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, seeing_all, full,
-                num_rows, factor, head, H, D, DV, R, BIASED, CAUSAL, NEGATIVE, PRECISION,
+                num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
                 BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
             )  # fmt: skip
             rest = full
         acc_k, acc_v, grad_bias = _grad_of_keys(
             acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
             relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, rest, num_rows,
-            num_rows, factor, head, H, D, DV, R, BIASED, CAUSAL, NEGATIVE, PRECISION,
+            num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
             BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
         )  # fmt: skip
         if grad_bias_ptr is not None:

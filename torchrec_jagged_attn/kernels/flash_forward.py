@@ -124,7 +124,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_stats"])
 def forward_kernel(
-    q_ptr,  # [ΣLq, H, D]
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
     bias_ptr,  # [ΣLk, H]
@@ -147,6 +147,7 @@ def forward_kernel(
     A: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -165,7 +166,7 @@ def forward_kernel(
     sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
         tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, CAUSAL, False, BLOCK_M
     )
-    q = load_rows(q_ptr, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D, True)
+    q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
     q = -q if NEGATIVE else q
 
     seen_by_all, seen_by_any = num_keys, num_keys

@@ -37,7 +37,7 @@ def _locate_sample(
 
 @triton.jit(do_not_specialize=["num_stats"])
 def forward_short_kernel(
-    q_ptr,  # [ΣLq, H, D]
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
     out_ptr,  # [ΣLq, H, Dv]
@@ -50,6 +50,7 @@ def forward_short_kernel(
     HK: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -66,7 +67,7 @@ def forward_short_kernel(
     )
     if (num_rows > BLOCK) | (num_keys > BLOCK) | (num_rows == 0):
         return
-    q = load_rows(q_ptr, q_row, num_rows, H * D, head * D, D, BLOCK, BLOCK_D, True)
+    q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
     k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
     v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
     products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
@@ -83,7 +84,7 @@ def forward_short_kernel(
 @triton.jit
 def backward_short_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
-    q_ptr,  # [ΣLq, H, D]
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
     grad_q_ptr,  # [ΣLq, H, D]
@@ -97,6 +98,7 @@ def backward_short_kernel(
     HK: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     GRAD_K_STRIDE: tl.constexpr,
@@ -120,7 +122,7 @@ def backward_short_kernel(
     acc_v = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
     for member in range(H // HK):
         head = kv_head * (H // HK) + member
-        q = load_rows(q_ptr, q_row, num_rows, H * D, head * D, D, BLOCK, BLOCK_D, True)
+        q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
         grad_out = load_rows(
             grad_out_ptr, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
         )

@@ -6,10 +6,13 @@ from torchrec_jagged_attn.modules.embedding_bag_collection import (
     embedding_parameters,
 )
 from torchrec_jagged_attn.modules.feature_interaction import JaggedFeatureInteraction
+from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer, JaggedSelfAttention
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
 __all__ = [
+    "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
+    "JaggedSelfAttention",
     "JaggedTargetAttention",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -192,6 +193,44 @@ _target_attention = register_op(
     fake=target_attention_fake,
     backward=target_attention_backward,
 )
+
+
+@overload
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def jagged_flash_attention(

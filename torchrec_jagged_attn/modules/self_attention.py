@@ -1,0 +1,246 @@
+"""``JaggedSelfAttention`` and ``HistoryEncoderLayer``: rows of a history attend to each other."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.modules.target_attention import RecencyBias
+from torchrec_jagged_attn.ops.attention import jagged_flash_attention
+from torchrec_jagged_attn.ops.checks import (
+    check_float,
+    check_offsets_values,
+    check_same,
+    check_shape,
+    check_width,
+)
+
+__all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
+
+
+class JaggedSelfAttention(nn.Module):
+    r"""Multi-head attention of each history's rows to one another, without padding.
+
+    The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads)`` on each sample for
+    itself, with the same parameter names and shapes; plus, unless ``recency_bias=False``, a learned
+    score per head for how many rows lie between query and key, which starts as ALiBi's slopes (see
+    :class:`RecencyBias`, whose positions are those distances here, in either direction).
+
+    Args:
+        embed_dim: ``E``, width of the rows.
+        num_heads: ``H``, a divisor of ``embed_dim``.
+        causal: whether a row sees itself and older rows only.
+        bias: whether the projections have biases.
+        recency_bias: whether to add the learned score of the distance.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``embed_dim``.
+        NotImplementedError: the width ``E / H`` of a head is over 512.
+
+    Example:
+        >>> attention = JaggedSelfAttention(embed_dim=8, num_heads=2)
+        >>> history = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
+        >>> attention(history).values().shape
+        torch.Size([5, 8])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        causal: bool = False,
+        bias: bool = True,
+        recency_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
+            raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
+        check_width(embed_dim // num_heads, "embed_dim / num_heads")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.causal = causal
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        # Names and shapes are those of torch.nn.MultiheadAttention.
+        self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
+        self.in_proj_bias = parameter(3 * embed_dim) if bias else None
+        # As there: its weight is read, so it must not be replaced by a quantized one.
+        self.out_proj = NonDynamicallyQuantizableLinear(
+            embed_dim, embed_dim, bias=bias, device=device, dtype=dtype
+        )
+        self.recency_bias = (
+            RecencyBias(num_heads, device=device, dtype=dtype) if recency_bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start projections as ``torch.nn.MultiheadAttention`` does, and the bias as ALiBi."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        if self.recency_bias is not None:
+            self.recency_bias.reset_parameters()
+
+    def forward(self, history: JaggedTensor) -> JaggedTensor:
+        """Attend each row of ``history`` over the rows of its sample.
+
+        Args:
+            history: values ``[N, E]`` of ``B`` samples, each from its oldest row to its newest. Its
+                weights are not read.
+
+        Returns:
+            Values ``[N, E]`` with the offsets of ``history``, in the dtype of the module's
+            parameters, or of autocast.
+
+        Raises:
+            TypeError: ``history`` is no JaggedTensor, or holds ids, not embeddings.
+            ValueError: a shape or a device does not fit.
+        """
+        return _attend(
+            history,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            None if self.recency_bias is None else self.recency_bias.position_weight,
+            self.num_heads,
+            self.causal,
+        )
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}"
+
+
+@torch.fx.wrap  # what checks the batch is a leaf for FX
+def _attend(
+    history: JaggedTensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    relative_bias: Tensor | None,
+    num_heads: int,
+    causal: bool,
+) -> JaggedTensor:
+    """``JaggedSelfAttention.forward`` with all it reads as arguments."""
+    rows, offsets = _rows_and_offsets(history, in_weight)
+    width = in_weight.shape[1] // num_heads
+    qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
+    q, k, v = qkv.unbind(1)
+    out = jagged_flash_attention(q, k, v, offsets, relative_bias=relative_bias, causal=causal)
+    return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
+
+
+def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows, in the dtype of ``weight`` (``[·, E]``), and the offsets of a checked history."""
+    if not isinstance(history, JaggedTensor):
+        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+    rows, offsets = history.values(), history.offsets()
+    if not rows.is_floating_point():
+        raise TypeError(
+            f"history must hold floating-point embeddings, got {rows.dtype}: look the ids up in an "
+            "EmbeddingCollection first"
+        )
+    check_float(rows, "history")
+    check_shape(rows, "history.values()", "[N, E]", (None, weight.shape[1]))
+    check_offsets_metadata(offsets, "history.offsets()")
+    check_same(rows, "history", dtype=False, offsets=offsets)
+    check_offsets_values(offsets, rows.shape[0], "history.offsets()")
+    return rows.to(weight.dtype), offsets
+
+
+class HistoryEncoderLayer(nn.Module):
+    r"""A transformer layer over histories: self-attention, then a feed-forward network on each row.
+
+    .. math:: y = x + attention(norm_1(x)), \qquad z = y + W_2\, gelu(W_1\, norm_2(y))
+
+    The same function as ``torch.nn.TransformerEncoderLayer(embed_dim, num_heads, feedforward_dim,
+    activation="gelu", norm_first=True)`` on each sample for itself, with the same parameter names
+    and shapes; plus the recency bias of :class:`JaggedSelfAttention`. Layers stack before the
+    target attention.
+
+    Args:
+        embed_dim: ``E``, width of the rows.
+        num_heads: ``H``, a divisor of ``embed_dim``.
+        feedforward_dim: width between ``W_1`` and ``W_2``; ``4 · E`` by default.
+        dropout: of the attention's output and of both sides of ``W_2``, while training.
+        causal: see :class:`JaggedSelfAttention`.
+        recency_bias: see there.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: ``num_heads`` does not divide ``embed_dim``.
+        NotImplementedError: the width ``E / H`` of a head is over 512.
+
+    Example:
+        >>> layers = nn.Sequential(HistoryEncoderLayer(8, 2), HistoryEncoderLayer(8, 2))
+        >>> history = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
+        >>> layers(history).values().shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        feedforward_dim: int | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        recency_bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        feedforward_dim = 4 * embed_dim if feedforward_dim is None else feedforward_dim
+        # Names and shapes are those of torch.nn.TransformerEncoderLayer.
+        self.self_attn = JaggedSelfAttention(
+            embed_dim,
+            num_heads,
+            causal=causal,
+            recency_bias=recency_bias,
+            device=device,
+            dtype=dtype,
+        )
+        self.linear1 = nn.Linear(embed_dim, feedforward_dim, device=device, dtype=dtype)
+        self.linear2 = nn.Linear(feedforward_dim, embed_dim, device=device, dtype=dtype)
+        self.norm1 = nn.LayerNorm(embed_dim, device=device, dtype=dtype)
+        self.norm2 = nn.LayerNorm(embed_dim, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, history: JaggedTensor) -> JaggedTensor:
+        """``history``, values ``[N, E]``, to as many rows with the same offsets.
+
+        Raises:
+            TypeError: ``history`` is no JaggedTensor, or holds ids, not embeddings.
+            ValueError: a shape or a device does not fit.
+        """
+        rows, offsets = _checked(history, self.norm1.weight)
+        normed = JaggedTensor(self.norm1(rows), offsets=offsets)
+        rows = rows + self.dropout(self.self_attn(normed).values())
+        hidden = self.dropout(F.gelu(self.linear1(self.norm2(rows))))
+        rows = rows + self.dropout(self.linear2(hidden))
+        return JaggedTensor(rows, offsets=offsets)
+
+
+@torch.fx.wrap
+def _checked(history: JaggedTensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows and the offsets of ``history``, whose rows are as wide as ``norm_weight``."""
+    return _rows_and_offsets(history, norm_weight.unsqueeze(0))
