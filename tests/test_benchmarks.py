@@ -36,7 +36,8 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 def test_every_suite_file_is_found():
     others = ["giant", "serving", "serving_kernel", "skew", "table1", "targets"]
-    assert list(SUITES) == sorted([*TRAINING, *others])
+    self_attention = ["figure2", "figure2_skewed", "self_attention"]
+    assert list(SUITES) == sorted([*TRAINING, *others, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
@@ -46,6 +47,14 @@ def test_list_prints_all_names(capsys):
     for suite in SUITES.values():
         for name in (suite.name, *suite.cases, *suite.providers):
             assert name in printed
+
+
+def test_suites_of_self_attention_are_right(tmp_path):
+    argv = ["self_attention", "figure2*", "--cases", "self-256,length-64,skewed-64"]
+    status, frame = run_quickly(tmp_path, *argv, "--modes", "both")
+    assert status == 0
+    of_figure = frame[frame["suite"] == "figure2"]
+    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", "dense-flash", "dense"}
 
 
 def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):

@@ -1,0 +1,197 @@
+"""Peers of multi-head self-attention over jagged rows, each as it likes its operands to lie.
+
+A maker takes the inputs, whose leaves ``q``, ``k`` and ``v`` are ``[N, H, D]``, and returns the
+call to time, to ``[N, H, D]``, or a ``Relaid`` one. The scale is ``1/√D``. What a training loop
+makes once per batch for all layers is made outside the call: lengths on the host, masks, padding.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchrec_jagged_attn
+from suites import Inputs, Relaid, UnavailableError
+from suites._attention import Attend, _Padding, _visible, flash_attention_3, torch_varlen
+from torchrec_jagged_attn import JaggedLayout
+
+Call = Callable[[], Tensor]
+
+
+def ours(x: Inputs) -> Call:
+    """The op."""
+    q, k, v = x.leaves.values()
+    return lambda: torchrec_jagged_attn.jagged_flash_attention(q, k, v, x.offsets)
+
+
+def varlen(make: Callable[[Inputs], Attend], x: Inputs) -> Call:
+    """A FlashAttention that takes jagged rows as they are."""
+    attend = make(x)
+    return lambda: attend(*x.leaves.values())
+
+
+def _by_head(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
+    """Operands and result lie ``[H, N, D]``."""
+    leaves = {
+        name: leaf.detach().transpose(0, 1).contiguous().requires_grad_()
+        for name, leaf in x.leaves.items()
+    }
+    return Relaid(
+        call=lambda: call(*leaves.values()),
+        leaves=leaves,
+        lay=lambda name, values: values.transpose(0, 1).contiguous(),
+        restore=lambda name, values: values.transpose(0, 1),
+    )
+
+
+def _need_cuda(x: Inputs) -> None:
+    if x.offsets.device.type != "cuda":
+        raise UnavailableError("needs CUDA")
+
+
+def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
+    """FBGEMM's ``sll_multi_head_jagged_flash_attention``, whose result is divided by ``L``."""
+    _need_cuda(x)
+    import fbgemm_gpu.sll  # noqa: F401  (registers the op)
+
+    scale = x.case.width**-0.5
+    op = torch.ops.fbgemm.sll_multi_head_jagged_flash_attention
+    return _by_head(
+        x, lambda q, k, v: op(q * scale, k, v, x.offsets, x.max_length, True) * x.max_length
+    )
+
+
+def fbgemm_sll_basic(x: Inputs) -> Relaid:
+    """FBGEMM's ``sll_jagged_flash_attention_basic``, a call per head, likewise."""
+    _need_cuda(x)
+    import fbgemm_gpu.sll  # noqa: F401  (registers the op)
+
+    scale = x.case.width**-0.5
+    op = torch.ops.fbgemm.sll_jagged_flash_attention_basic
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = [
+            op(*operands, x.offsets, x.max_length, False, True)
+            for operands in zip(q * scale, k, v, strict=True)
+        ]
+        return torch.stack(heads) * x.max_length
+
+    return _by_head(x, call)
+
+
+def flex_attention(x: Inputs) -> Relaid:
+    """FlexAttention, compiled, on all rows as one sequence that a block mask cuts into samples."""
+    _need_cuda(x)
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    num_rows = x.leaves["q"].shape[0]
+    samples = JaggedLayout(x.offsets, num_rows).sample_ids()
+
+    def same_sample(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return samples[i] == samples[j]
+
+    device = str(x.offsets.device)
+    mask = torch.compile(create_block_mask)(same_sample, None, None, num_rows, num_rows, device)
+    compiled = torch.compile(flex, dynamic=False)
+    return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), block_mask=mask)[0])
+
+
+def nested_tensor(x: Inputs) -> Call:
+    """``F.scaled_dot_product_attention`` of nested tensors."""
+    _need_cuda(x)
+    lengths = {"min_seqlen": int(x.offsets.diff().min()), "max_seqlen": x.max_length}
+
+    def call() -> Tensor:
+        nested = (
+            torch.nested.nested_tensor_from_jagged(leaf, x.offsets, **lengths).transpose(1, 2)
+            for leaf in x.leaves.values()
+        )
+        return F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
+
+    return call
+
+
+def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
+    """Operands are padded before, and results stay so: ``[B, H, L, D]``."""
+    padding = _Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
+
+    def lay(name: str, rows: Tensor) -> Tensor:
+        return padding.pad(rows).transpose(1, 2).contiguous()
+
+    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
+    return Relaid(
+        call=lambda: call(*leaves.values()),
+        leaves=leaves,
+        lay=lay,
+        restore=lambda name, values: padding.unpad(values.transpose(1, 2)),
+    )
+
+
+def dense(x: Inputs) -> Relaid:
+    """The textbook formula on padded operands: every product and the softmax by itself."""
+    hidden = ~_visible(x)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * x.case.width**-0.5).masked_fill(hidden, -torch.inf)
+        return torch.softmax(scores, -1) @ v
+
+    return _padded(x, call)
+
+
+def dense_flash(x: Inputs) -> Relaid:
+    """Flash attention on padded operands, whichever kernel PyTorch takes.
+
+    It is told of the padding by a key column that each query reads, since no mask goes with the
+    fastest kernels. That column is not timed.
+    """
+    hidden = ~_visible(x)[:, 0, 0]  # [B, L]
+    padding = _Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
+    width = x.case.width
+    low = torch.finfo(x.case.dtype).min / 2 if x.case.dtype == torch.float32 else -30000.0
+
+    def lay(name: str, rows: Tensor) -> Tensor:
+        padded = padding.pad(F.pad(rows, (0, 8))).transpose(1, 2).contiguous()  # [B, H, L, D + 8]
+        if name == "q":
+            padded[..., width] = 1
+        elif name == "k":
+            padded[..., width] = hidden.unsqueeze(1) * low
+        return padded
+
+    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
+    return Relaid(
+        call=lambda: F.scaled_dot_product_attention(*leaves.values(), scale=width**-0.5),
+        leaves=leaves,
+        lay=lay,
+        restore=lambda name, values: padding.unpad(values.transpose(1, 2))[..., :width],
+    )
+
+
+def jagged_unfused(x: Inputs) -> Relaid:
+    """The package's ops of the paper's Table 1, one after the other, a head at a time."""
+    offsets = x.offsets
+    scale = x.case.width**-0.5
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for q_ND, k_ND, v_ND in zip(q * scale, k, v, strict=True):
+            scores = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(q_ND, k_ND, offsets)
+            weights = torchrec_jagged_attn.jagged2_softmax(scores, offsets)
+            outs.append(torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, v_ND, offsets))
+        return torch.stack(outs)
+
+    return _by_head(x, call)
+
+
+PEERS = {
+    "flash-attention-3": functools.partial(varlen, flash_attention_3),
+    "torch-varlen": functools.partial(varlen, torch_varlen),
+    "fbgemm-sll": fbgemm_sll_multi_head,
+    "fbgemm-sll-basic": fbgemm_sll_basic,
+    "flex-attention": flex_attention,
+    "nested-tensor": nested_tensor,
+    "dense-flash": dense_flash,
+    "dense": dense,
+}

@@ -1,0 +1,33 @@
+"""The paper's Figure 2: dense and jagged attention, unfused and flash, over the longest length.
+
+Lengths are spread evenly from one to that, so that padding is half of a batch.
+
+Source:
+    Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Figure 2.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from suites import self_attention as base
+from suites._self_attention import PEERS, jagged_unfused, ours
+from torchrec_jagged_attn.testing import Case
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+SUITE = replace(
+    base.SUITE,
+    name="figure2",
+    cases={
+        name: Case(name, 256, length, 2, 64, 1, 0.5, torch.bfloat16, large=True)
+        for length in LENGTHS
+        for name in [f"length-{length}"]
+    },
+    providers={
+        "ours": ours,
+        "ours-unfused": jagged_unfused,
+        **{name: PEERS[name] for name in ("dense-flash", "dense")},
+    },
+    modes=("forward", "both"),
+    sweep="L",
+)

@@ -1,0 +1,15 @@
+"""Figure 2 with lengths as of real users: log-normal, so that padding is most of a batch."""
+
+from dataclasses import replace
+
+from suites import figure2
+
+SUITE = replace(
+    figure2.SUITE,
+    name="figure2_skewed",
+    cases={
+        name: replace(case, name=name, lengths="log-normal")
+        for length, case in zip(figure2.LENGTHS, figure2.SUITE.cases.values(), strict=True)
+        for name in [f"skewed-{length}"]
+    },
+)

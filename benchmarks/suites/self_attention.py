@@ -1,0 +1,83 @@
+"""``jagged_flash_attention`` of histories to themselves, without projections."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from suites import Cost, Inputs, Suite
+from suites._self_attention import PEERS, ours
+from torchrec_jagged_attn.testing import (
+    Case,
+    flash_attention_oracle,
+    flash_attention_plain,
+    make_flash_inputs,
+)
+
+BF16 = torch.bfloat16
+CASES = {
+    case.name: case
+    for case in (
+        Case("self-256", 512, 256, 4, 64, 1, "uniform", BF16, large=True),
+        Case("self-512", 1024, 512, 1, 64, 1, "uniform", BF16, large=True),
+        Case("self-1k", 512, 1024, 4, 64, 1, "uniform", BF16, large=True),
+        Case("self-2k", 256, 2048, 4, 128, 1, "uniform", BF16, large=True),
+        Case("self-4k", 256, 4096, 2, 128, 1, "log-normal", BF16, large=True),
+        Case("self-32", 8192, 32, 4, 64, 1, "uniform", BF16, large=True),
+        Case("cpu-self-200", 64, 200, 4, 64, lengths="uniform"),
+        Case("cpu-self-1k", 16, 1024, 4, 64, lengths="log-normal"),
+    )
+}
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """``q``, ``k`` and ``v`` ``[N, H, D]``."""
+    drawn = make_flash_inputs(case, device)
+    offsets = drawn.pop("q_offsets")
+    leaves = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
+    max_length = int(offsets.diff().max())
+    return Inputs(case, leaves, offsets, offsets, max_length, max_length)
+
+
+def by_samples(
+    x: Inputs, attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], group: int
+) -> Tensor:
+    """``attention(q, k, v, offsets)`` of ``group`` samples at a time, all scores forgotten."""
+    num_samples = x.offsets.numel() - 1
+    cuts = [*range(0, num_samples, group), num_samples]
+    rows = x.offsets[cuts].tolist()
+    outs = []
+    for begin, end, first, last in zip(cuts, cuts[1:], rows, rows[1:], strict=False):
+        own = x.offsets[begin : end + 1] - first
+        qkv = (leaf[first:last] for leaf in x.leaves.values())
+        outs.append(checkpoint(attention, *qkv, own, use_reentrant=False))
+    return torch.cat(outs)
+
+
+def oracle(x: Inputs) -> Tensor:
+    """PyTorch's SDPA on each sample."""
+    return by_samples(x, flash_attention_oracle, group=64)
+
+
+def plain(x: Inputs) -> Tensor:
+    """The padded formula on 32 samples at a time: one long history does not pad them all."""
+    return by_samples(x, flash_attention_plain, group=32)
+
+
+def cost(x: Inputs) -> dict[str, Cost]:
+    """Each operand and result moved once; two products of all pairs forward, five backward."""
+    moved = sum(leaf.nbytes for leaf in x.leaves.values()) / 3
+    product = 2 * x.num_pairs() * x.case.num_heads * x.case.width
+    return {"forward": Cost(4 * moved, 2 * product), "backward": Cost(8 * moved, 5 * product)}
+
+
+SUITE = Suite(
+    name="self_attention",
+    cases=CASES,
+    inputs=make_inputs,
+    oracle=oracle,
+    plain=plain,
+    cost=cost,
+    providers={"ours": ours, **PEERS},
+)
