@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -56,14 +57,13 @@ def with_pipeline(
 
 
 def with_stages(model: DistributedModelParallel, device: torch.device) -> Losses:
+    def copy(batch: Batch) -> Batch:
+        return batch.to(device, non_blocking=True)
+
     lookups = SparseDataDistUtil(model, torch.cuda.Stream())
     pipeline = StagedTrainPipeline(
         [
-            PipelineStage(
-                "copy",
-                lambda batch, context: batch.to(device, non_blocking=True),
-                torch.cuda.Stream(),
-            ),
+            PipelineStage("copy", copy, torch.cuda.Stream()),
             PipelineStage(
                 "exchange",
                 lookups.start_sparse_data_dist,

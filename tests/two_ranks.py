@@ -219,27 +219,31 @@ def shard(
     kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
     sharders: list[ModuleSharder] | None = None,
 ) -> DistributedModelParallel:
-    """Shard the tables of targets and histories as told, and the others by table.
+    """Shard all tables as told, or as near to it as TorchRec can.
 
-    TorchRec shards an EmbeddingBagCollection by rows on CUDA only.
+    It shards an EmbeddingCollection neither by both tables and rows nor in a grid, so then by rows,
+    and an EmbeddingBagCollection on CPU by table only.
     """
+    sharders = get_default_sharders() if sharders is None else sharders
     if sharding == ShardingType.DATA_PARALLEL:
         kernel = EmbeddingComputeKernel.DENSE
-    sharders = get_default_sharders() if sharders is None else sharders
-    told = ParameterConstraints(
-        sharding_types=[sharding.value], compute_kernels=[kernel.value], min_partition=4
-    )
-    by_table = ParameterConstraints(
-        sharding_types=[ShardingType.TABLE_WISE.value],
-        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-    )
+    two_ways = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
+    sequences = ShardingType.ROW_WISE if sharding in two_ways else sharding
+    bags = ShardingType.TABLE_WISE if device.type == "cpu" else sharding
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
             local_world_size=dist.get_world_size(),
             compute_device=device.type,
         ),
-        constraints={name: told if name in ATTENDED_TABLES else by_table for name in FEATURES},
+        constraints={
+            name: ParameterConstraints(
+                sharding_types=[(sequences if name in ATTENDED_TABLES else bags).value],
+                compute_kernels=[kernel.value],
+                min_partition=4,
+            )
+            for name in FEATURES
+        },
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
@@ -252,13 +256,11 @@ def make_sharded_model(
     data_type: DataType = DataType.FP32,
     **options: Any,
 ) -> DistributedModelParallel:
-    """``make_model()``, sharded; a replicated table is left to the optimizer of dense layers."""
+    """``make_model()``, sharded; replicated tables are left to the optimizer of dense layers."""
     model = make_model(data_type=data_type)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    learning = model
-    if sharding == ShardingType.DATA_PARALLEL:
-        learning = collection_of(model).embedding_bag_collection
-    optimize_tables(learning, optimizer)
+    if sharding != ShardingType.DATA_PARALLEL:
+        optimize_tables(model, optimizer)
     model = shard(model, device, sharding, **options)
     model.load_state_dict(state)  # sharding draws the tables of bags anew
     return model
