@@ -54,7 +54,7 @@ def test_suites_of_self_attention_are_right(tmp_path):
     status, frame = run_quickly(tmp_path, *argv, "--modes", "both")
     assert status == 0
     of_figure = frame[frame["suite"] == "figure2"]
-    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", "dense-flash", "dense"}
+    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", "padded-flash", "padded"}
 
 
 def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
@@ -242,10 +242,10 @@ def test_tf32_is_said_in_the_figures(tf32, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no-suite"], "no suite is called 'no-suite'; there are: giant"),
-        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: giant"),
-        (["--providers", "ours,oars"], "no provider is called 'oars'; there are: ours-kernel"),
-        (["--modes", "sideways"], "no mode is called 'sideways'; there are: forward, backward"),
+        (["no-suite"], "no suite is called 'no-suite'; there are: figure2"),
+        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: length-64"),
+        (["--providers", "ours,oars"], "no provider is called 'oars'; there are: ours"),
+        (["--modes", "sideways"], "no mode is called 'sideways'; there are: forward, both"),
     ],
 )
 def test_an_unknown_name_lists_the_known_ones(argv, message):
@@ -262,6 +262,8 @@ def test_large_cases_are_refused_on_cpu(argv, capsys):
 
 def test_small_cases_are_the_default_on_cpu():
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
+        "cpu-self-200",
+        "cpu-self-1k",
         "cpu-half-full",
         "cpu-skewed",
         "cpu-movielens",

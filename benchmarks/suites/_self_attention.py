@@ -192,6 +192,6 @@ PEERS = {
     "fbgemm-sll-basic": fbgemm_sll_basic,
     "flex-attention": flex_attention,
     "nested-tensor": nested_tensor,
-    "dense-flash": dense_flash,
-    "dense": dense,
+    "padded-flash": dense_flash,
+    "padded": dense,
 }

@@ -26,7 +26,7 @@ SUITE = replace(
     providers={
         "ours": ours,
         "ours-unfused": jagged_unfused,
-        **{name: PEERS[name] for name in ("dense-flash", "dense")},
+        **{name: PEERS[name] for name in ("padded-flash", "padded")},
     },
     modes=("forward", "both"),
     sweep="L",
