@@ -357,6 +357,7 @@ def test_opcheck(device):
 
     offsets = (x_offsets, y_offsets, pair_offsets)
     for op, arguments in (
+        (ops.jagged_pair_offsets, (x_offsets, y_offsets)),
         (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 4, 2), x_offsets)),
         (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 2, 4).mT, x_offsets)),
         (ops.jagged_jagged_bmm, (draw(5, 4), draw(5, 2), x_offsets)),
@@ -460,7 +461,7 @@ def test_waits_once_where_a_size_is_not_told(name, size, recwarn):
         function_of(name)(**inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len([w for w in recwarn if "synchronizing" in str(w.message)]) == 1
+    assert len([w for w in recwarn if "called a synchronizing" in str(w.message)]) == 1
 
 
 @pytest.mark.gpu

@@ -88,7 +88,8 @@ def _line_tile(
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A tile of the lines up to ``last_line``: its elements, and which of them there are.
+    """A tile of the lines up to ``last_line``: where it begins, its elements from there, and which
+    of them there are.
 
     BLOCK_I times the length of a line is less than 2^31.
     """
@@ -101,7 +102,7 @@ def _line_tile(
     else:
         origin = first + tl.cast(r_begin, tl.int64) * T + i_begin
         at = i[:, None] + r[None, :] * T
-    return origin + at, mask
+    return origin, at, mask
 
 
 @triton.jit
@@ -126,19 +127,19 @@ def _whole_lines(
 ):
     """Lines that fit in a tile: each is read once."""
     for i in range(line, last_line, BLOCK_I):
-        at, mask = _line_tile(first, i, 0, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
+        origin, at, mask = _line_tile(first, i, 0, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
         if p_ptr is None:
-            x = tl.load(x_ptr + at, mask=mask, other=-float("inf")).to(tl.float32)
+            x = tl.load(x_ptr + origin + at, mask=mask, other=-float("inf")).to(tl.float32)
             maximum = tl.max(x, 1)
             maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
             weights = tl.exp2((x - maximum[:, None]) * LOG2E)
             total = tl.sum(weights, 1)
             out = weights * tl.div_rn(1.0, tl.where(total == 0, 1.0, total))[:, None]
         else:
-            x = _load_lines(x_ptr, at, mask)
-            p = _load_lines(p_ptr, at, mask)
+            x = _load_lines(x_ptr + origin, at, mask)
+            p = _load_lines(p_ptr + origin, at, mask)
             out = p * (x - tl.sum(p * x, 1)[:, None])
-        tl.store(out_ptr + at, out, mask=mask)
+        tl.store(out_ptr + origin + at, out, mask=mask)
 
 
 @triton.jit
@@ -161,24 +162,28 @@ def _long_lines(
         maximum = tl.full([BLOCK_I], -float("inf"), tl.float32)
         total = tl.zeros([BLOCK_I], tl.float32)
         for r in tl.range(0, length, BLOCK_R, num_stages=NUM_STAGES):
-            at, mask = _line_tile(first, i, r, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
-            x = _load_lines(x_ptr, at, mask)
+            origin, at, mask = _line_tile(
+                first, i, r, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R
+            )
+            x = _load_lines(x_ptr + origin, at, mask)
             if p_ptr is None:
                 _, _, maximum, total = online_softmax_update(
                     x, 1.0, 0.0, mask, maximum, total, 1, LOG2E
                 )
             else:
-                total += tl.sum(_load_lines(p_ptr, at, mask) * x, 1)
+                total += tl.sum(_load_lines(p_ptr + origin, at, mask) * x, 1)
         maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
         inverse = tl.div_rn(1.0, tl.where(total == 0, 1.0, total))
         for r in tl.range(0, length, BLOCK_R, num_stages=NUM_STAGES):
-            at, mask = _line_tile(first, i, r, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
-            x = _load_lines(x_ptr, at, mask)
+            origin, at, mask = _line_tile(
+                first, i, r, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R
+            )
+            x = _load_lines(x_ptr + origin, at, mask)
             if p_ptr is None:
                 out = tl.exp2((x - maximum[:, None]) * LOG2E) * inverse[:, None]
             else:
-                out = _load_lines(p_ptr, at, mask) * (x - total[:, None])
-            tl.store(out_ptr + at, out, mask=mask)
+                out = _load_lines(p_ptr + origin, at, mask) * (x - total[:, None])
+            tl.store(out_ptr + origin + at, out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_samples"])

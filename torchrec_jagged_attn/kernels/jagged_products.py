@@ -375,7 +375,7 @@ def _launch_rows(
     """Multiply into ``out``; ``width`` is N and ``depth`` K, where they are not jagged."""
     if out.numel() == 0:
         return
-    tiles = _row_tiles(a.dtype, n=width, k=depth)
+    tiles = _row_tiles(a.dtype, _precision(a.dtype), n=width, k=depth)
     tiles_n = -(-width // tiles["BLOCK_N"]) or 1
     num_rows = (a if n_offsets is not None else out).shape[0]
     num_tiles = JaggedLayout(m_offsets, num_rows).num_tiles(tiles["BLOCK_M"])
@@ -393,7 +393,6 @@ def _launch_rows(
             "K": depth,
             "TRANS_A": trans_a,
             "TRANS_B": trans_b,
-            "PRECISION": _precision(a.dtype, transposed=k_offsets is not None),
             "TILES_N": tiles_n,
             "INDEX": tl.int32 if span < 2**31 else tl.int64,
         }
@@ -407,7 +406,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, m, n)
     if out.numel() == 0:
         return out
-    tiles = _sum_tiles(m, n)
+    tiles = _sum_tiles(_precision(x.dtype), m, n)
     chunk = _chunk(m, n)
     num_slots = num_rows // chunk
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
@@ -416,7 +415,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     _sums(
         ((num_slots + num_samples) * num_tiles,),
         (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
-        {"M": m, "N": n, "PRECISION": _precision(x.dtype, transposed=True), "CHUNK": chunk} | tiles,
+        {"M": m, "N": n, "CHUNK": chunk} | tiles,
     )
     add_chunks(sums, out, offsets, chunk)
     return out
@@ -433,58 +432,64 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
         )
 
 
-def _precision(dtype: torch.dtype, transposed: bool) -> str:
-    """How products of fp32 are taken on tensor cores.
+def _precision(dtype: torch.dtype) -> str:
+    """How products of fp32 are taken: exact ones as those of three bf16 parts, on tensor cores.
 
-    As those of bf16 parts: of three, which hold fp32 whole; or of two instead of TF32, where that
-    would have to be ``transposed`` first. Triton's interpreter knows no parts.
+    The parts hold fp32 whole. Triton's interpreter does not know them, and is exact.
     """
-    if knobs.runtime.interpret:
-        return "ieee"
-    if dot_precision(dtype) == "ieee":
-        return "bf16x6"
-    return "bf16x3" if transposed else "tf32"
+    precision = dot_precision(dtype)
+    return "bf16x6" if precision == "ieee" and not knobs.runtime.interpret else precision
 
 
 @functools.cache
 def _chunk(m: int, n: int) -> int:
     """Rows after which a sum is cut.
 
-    So many that sums of chunks take at most a quarter of the memory of 16-bit inputs.
+    So many that sums of chunks take at most a quarter of the memory of 16-bit inputs, and that most
+    samples are not cut.
     """
-    return max(256, triton.next_power_of_2(8 * m * n // (m + n)))
+    return max(1024, triton.next_power_of_2(8 * m * n // (m + n)))
 
 
 @functools.cache
-def _row_tiles(dtype: torch.dtype, *, n: int, k: int) -> dict:
+def _row_tiles(dtype: torch.dtype, precision: str, *, n: int, k: int) -> dict:
     """How ``_rows_kernel`` cuts up its work, with 0 for an N or K that is jagged.
 
     Nothing that a batch may change has a say in it.
     """
     size = dtype.itemsize
     tiles = {
+        "PRECISION": precision,
         "BLOCK_M": 64,
         "BLOCK_N": min(128, padded_width(n)),
         "BLOCK_K": 128 // size,
         "NUM_STAGES": 3,
         "FLATTEN": False,
         "AHEAD": False,
+        "num_warps": 4,
     }
     if n == 0:  # pairs are made: the next tile is loaded before the last is stored
         return tiles | {"BLOCK_N": 64, "FLATTEN": True, "maxnreg": 168}
-    if k == 0:  # pairs are read, by elements: those of two bytes cannot be copied in the background
-        return tiles | {"BLOCK_K": 32} | ({"AHEAD": True, "maxnreg": 128} if size == 2 else {})
+    if k == 0:  # pairs are read
+        tiles["BLOCK_K"] = 32
+        if size == 2:  # by two bytes, which cannot be copied in the background
+            return tiles | {"AHEAD": True, "maxnreg": 128}
+        # Four warps would multiply together, and transpose TF32 for that; two do not.
+        return tiles | ({"BLOCK_M": 32, "num_warps": 2} if precision == "tf32" else {})
     if k <= tiles["BLOCK_K"]:  # one step
         return tiles | {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
-    return tiles
+    narrow = tiles["BLOCK_N"] <= 32 and precision == "tf32"
+    return tiles | {"num_warps": 2 if narrow else 4}
 
 
 @functools.cache
-def _sum_tiles(m: int, n: int) -> dict:
+def _sum_tiles(precision: str, m: int, n: int) -> dict:
     """How ``_sums_kernel`` cuts up its work, likewise."""
     return {
+        "PRECISION": precision,
         "BLOCK_M": min(64, padded_width(m)),
         "BLOCK_N": min(64, padded_width(n)),
         "BLOCK_K": 32,
         "NUM_STAGES": 3,
+        "num_warps": 2 if precision == "tf32" else 4,
     }
