@@ -195,23 +195,27 @@ def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
     return Scorer(model.model).to(device).eval(), features
 
 
-def compile_scorer(scorer: Scorer, package: Path, device: torch.device) -> Callable[..., Tensor]:
-    """`scorer` as one compiled file, for any number of candidates from two on."""
+def export_scorer(scorer: Scorer, device: torch.device) -> torch.export.ExportedProgram:
+    """For any number of history rows, and of candidates from two on."""
     example = (
         torch.zeros(3, NUM_DENSE_FEATURES, device=device),
         torch.zeros(10, dtype=torch.int64, device=device),
         torch.tensor([3, 3, 2, 2], device=device),
         torch.zeros(len(scorer.user_keys), dtype=torch.int64, device=device),
     )
+    dynamic = {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
         scorer(*example)  # quantized lookups note the order of keys when they are first called
-        dynamic = {0: torch.export.Dim.DYNAMIC}
-        program = torch.export.export(
+        return torch.export.export(
             scorer,
             example,
             dynamic_shapes={"dense": dynamic, "ids": dynamic, "lengths": None, "user": None},
             strict=False,
         )
+
+
+def compile_program(program: torch.export.ExportedProgram, package: Path) -> Callable[..., Tensor]:
+    """`program` compiled into one file, and loaded from it."""
     package.parent.mkdir(parents=True, exist_ok=True)
     torch._inductor.aoti_compile_and_package(program, package_path=str(package))
     return torch._inductor.aoti_load_package(str(package))
@@ -240,6 +244,8 @@ def parse_args() -> argparse.Namespace:
                         help="what the tables are served in (default: %(default)s)")
     parser.add_argument("--package", type=Path, default=Path("runs/serve_dlrm/scorer.pt2"),
                         help="the compiled model (default: %(default)s)")
+    parser.add_argument("--no-compile", dest="compile", action="store_false",
+                        help="run the exported model as it is")
     parser.add_argument("--times", type=positive, default=200,
                         help="how often to score the request (default: %(default)s)")
     parser.add_argument("--top", type=positive, default=5,
@@ -266,12 +272,14 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
         served, _ = load_scorer(args.run, device)
         register_fake_classes()  # of FBGEMM, for the exporter
         quantize_inference_model(served)
-    compiled = compile_scorer(served, args.package, device)
-    scores, _ = score(compiled, requests, request)
+    program = export_scorer(served, device)
+    name = f"{'compiled' if args.compile else 'exported'}, {args.tables}"
+    scorer = compile_program(program, args.package) if args.compile else program.module()
+    scores, _ = score(scorer, requests, request)
 
     console = Console()
     best = Table("candidate", title=f"The best {min(args.top, len(scores))} of {len(scores)}")
-    best.add_column(f"compiled, {args.tables}", justify="right")
+    best.add_column(name, justify="right")
     best.add_column("as trained", justify="right")
     for index in np.argsort(-scores, kind="stable")[: args.top]:
         item = request["candidates"][index]["item"]
@@ -282,11 +290,12 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
     latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")
-    for name, scorer in (("as trained", trained), (f"compiled, {args.tables}", compiled)):
-        times = [score(scorer, requests, request)[1] for _ in range(args.times)]
-        latency.add_row(name, *(f"{ms:.2f}" for ms in np.percentile(times, PERCENTILES)))
+    for label, model in (("as trained", trained), (name, scorer)):
+        times = [score(model, requests, request)[1] for _ in range(args.times)]
+        latency.add_row(label, *(f"{ms:.2f}" for ms in np.percentile(times, PERCENTILES)))
     console.print(latency)
-    print(f"the compiled model: {args.package}")
+    if args.compile:
+        print(f"the compiled model: {args.package}")
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -26,6 +28,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def backend(request: pytest.FixtureRequest) -> str:
     """How ranks talk: on two CPU processes, or on as many GPUs as there are, up to two."""
     return request.param
+
+
+@pytest.fixture
+def fake_classes() -> Iterator[None]:
+    """``torch.export`` has to know the two classes that lookups of quantized tables hold."""
+    from torchrec.pt2.utils import deregister_fake_classes, register_fake_classes
+
+    register_fake_classes()
+    yield
+    deregister_fake_classes()
 
 
 @pytest.fixture

@@ -125,8 +125,8 @@ def train_with_reordered_keys(device: torch.device) -> list[list[Tensor]]:
 
 def test_keys_come_in_any_order(tmp_path: Path, backend: str):
     for first, *others in run_ranks(train_with_reordered_keys, tmp_path, backend):
-        for other in others:
-            assert torch.equal(other, first)
+        for other in others:  # by row, bags are added up in another order
+            torch.testing.assert_close(other, first)
 
 
 def train_from_meta(device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import serve_dlrm  # noqa: E402
-from serve_dlrm import HISTORIES, TARGETS, RequestError, Requests, load_scorer, score  # noqa: E402
+from serve_dlrm import (  # noqa: E402
+    HISTORIES,
+    TARGETS,
+    RequestError,
+    Requests,
+    export_scorer,
+    load_scorer,
+    score,
+)
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -88,6 +96,26 @@ def test_a_history_looked_up_once_scores_as_in_training(run: Path, shape: str):
     np.testing.assert_allclose(scores, logits.squeeze(1).sigmoid().numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("tables", ["fp32", "int8"])
+def test_the_exported_model_takes_any_candidates_and_history(
+    run: Path, tables: str, device: torch.device, fake_classes: None
+):
+    scorer, features = load_scorer(run, device)
+    requests = Requests(features, scorer.user_keys, device)
+    if tables == "int8":
+        quantize_inference_model(scorer)
+    exported = export_scorer(scorer, device).module()
+    for shape in SHAPES.values():
+        expected, _ = score(scorer, requests, request_of(*shape))
+        scores, _ = score(exported, requests, request_of(*shape))
+        np.testing.assert_array_equal(scores, expected)
+
+
+packages_load = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
+)
+
+
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The compiled model, and what the script prints."""
@@ -105,6 +133,7 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
     return package, process.stdout
 
 
+@packages_load
 def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tuple[Path, str]):
     scorer, features = load_scorer(run, CPU)
     scores, _ = score(scorer, Requests(features, scorer.user_keys, CPU), REQUEST)
@@ -117,6 +146,7 @@ def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tupl
         assert percentile in printed
 
 
+@packages_load
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_compiled_model_takes_any_candidates_and_history(
     run: Path, served: tuple[Path, str], shape: str

@@ -28,6 +28,7 @@ from two_ranks import (
     NUM_STEPS,
     collection_of,
     dense_optimizer,
+    load,
     make_batch,
     make_model,
     make_sharded_model,
@@ -82,7 +83,7 @@ def changed(change: Callable[[nn.Module], None]) -> Callable[[torch.device], Los
         change(collection_of(model))
         optimize_tables(model)
         model = shard(model, device, ShardingType.TABLE_WISE)
-        model.load_state_dict(state)
+        load(model, state)
         return losses_of(model, device)
 
     return run
@@ -112,7 +113,7 @@ def planned_freely(device: torch.device) -> Losses:
         "t_user",
     ]
     model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-    model.load_state_dict(state)
+    load(model, state)
     return losses_of(model, device)[:1]  # the plan says which tables learn, and how
 
 

@@ -262,8 +262,20 @@ def make_sharded_model(
     if sharding != ShardingType.DATA_PARALLEL:
         optimize_tables(model, optimizer)
     model = shard(model, device, sharding, **options)
-    model.load_state_dict(state)  # sharding draws the tables of bags anew
+    load(model, state)  # sharding draws the tables of bags anew
     return model
+
+
+@torch.no_grad()
+def load(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy whole parameters into those of a sharded model, part by part."""
+    for name, value in model.state_dict().items():
+        parts = value.local_shards() if isinstance(value, ShardedTensor) else []
+        for part in parts:
+            (row, column), (rows, columns) = part.metadata.shard_offsets, part.metadata.shard_sizes
+            part.tensor.copy_(state[name][row : row + rows, column : column + columns])
+        if not isinstance(value, ShardedTensor):
+            value.copy_(state[name])
 
 
 def train(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor]]:
