@@ -34,11 +34,9 @@ SHARDINGS = {
         ShardingType.ROW_WISE,
         ShardingType.COLUMN_WISE,
         ShardingType.TABLE_ROW_WISE,
-        ShardingType.GRID_SHARD,
         ShardingType.DATA_PARALLEL,
     ],
 }
-SHARDED_BY_COLUMNS = (ShardingType.COLUMN_WISE, ShardingType.GRID_SHARD)
 
 
 def combinations(backend: str) -> list[tuple[ShardingType, str]]:
@@ -50,7 +48,7 @@ def combinations(backend: str) -> list[tuple[ShardingType, str]]:
         # FBGEMM has no fused Adam for CPU.
         if not (optimizer == "Adam" and backend == "gloo")
         # Each shard of columns has a mean of its own.
-        if not (optimizer == "RowWiseAdagrad" and sharding in SHARDED_BY_COLUMNS)
+        if not (optimizer == "RowWiseAdagrad" and sharding == ShardingType.COLUMN_WISE)
         # A replicated table is left to the optimizer of dense layers, here SGD.
         if not (optimizer != "SGD" and sharding == ShardingType.DATA_PARALLEL)
     ]

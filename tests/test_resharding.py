@@ -84,7 +84,8 @@ def load_and_save(
     optimizer: str,
     ranks: int,
 ) -> dict[str, Any]:
-    model = make_sharded_model(device, sharding, optimizer)
+    # Bags by table, whose sums are then added up in one order.
+    model = make_sharded_model(device, sharding, optimizer, bags=ShardingType.TABLE_WISE)
     state = state_of(model)
     dcp.load(state, checkpoint_id=checkpoint)
     model.load_state_dict(state["model"])

@@ -216,20 +216,23 @@ def shard(
     model: nn.Module,
     device: torch.device,
     sharding: ShardingType,
+    bags: ShardingType | None = None,
     kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
     sharders: list[ModuleSharder] | None = None,
 ) -> DistributedModelParallel:
     """Shard all tables as told, or as near to it as TorchRec can.
 
-    It shards an EmbeddingCollection neither by both tables and rows nor in a grid, so then by rows,
-    and an EmbeddingBagCollection on CPU by table only.
+    It shards an EmbeddingCollection not by tables and rows at once, so then by rows, and an
+    EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
     """
     sharders = get_default_sharders() if sharders is None else sharders
     if sharding == ShardingType.DATA_PARALLEL:
         kernel = EmbeddingComputeKernel.DENSE
-    two_ways = (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)
-    sequences = ShardingType.ROW_WISE if sharding in two_ways else sharding
-    bags = ShardingType.TABLE_WISE if device.type == "cpu" else sharding
+    sequences = sharding
+    if sharding == ShardingType.TABLE_ROW_WISE:
+        sequences = ShardingType.ROW_WISE
+    if bags is None:
+        bags = ShardingType.TABLE_WISE if device.type == "cpu" else sharding
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
