@@ -19,7 +19,7 @@ def make_table(rows: list[dict]) -> Table:
     A ratio over 1 is faster than the best peer; the best peer's own is 1.
     """
     figures = {(r["mode"], r["provider"], r["metric"]): r["median"] for r in rows}
-    heads = {"time": "eager ms", "graph_time": "graph ms"}
+    heads = {"time": "eager ms", "graph_time": "graph ms", "kernel_time": "kernels ms"}
     metrics = [m for m in heads if any(metric == m for _, _, metric in figures)]
     table = Table("mode", "provider", box=None, pad_edge=False)
     for column in [c for m in metrics for c in (heads[m], "× peer", "of floor")] + ["MiB"]:

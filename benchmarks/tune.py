@@ -18,19 +18,16 @@ from unittest import mock
 
 import pandas as pd
 import torch
-import triton.testing
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from run import capture, copy_bandwidth
+from run import capture, copy_bandwidth, time_ms
 from suites import target_attention_kernel
 
 from torchrec_jagged_attn.kernels import target_attention as kernels
-from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
 from torchrec_jagged_attn.testing import CASES, Case
 
 DIRECTIONS = ("forward", "backward")
-FORMS = {"wide": WIDE.value, "sliced": SLICED.value, "scalar": SCALAR.value}
 
 
 def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
@@ -47,32 +44,19 @@ def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
     return lambda: kernels.backward(grad_out, *arguments, out, rest, stats, scale)
 
 
-def candidates(case: Case, direction: str, forms: list[str], chunks: list[int]) -> Iterator[dict]:
-    """Tiles worth a try, in the words of the kernels' own choice."""
+def candidates(case: Case, direction: str, chunks: list[int]) -> Iterator[dict]:
+    """Tiles worth a try, in the words of the kernels' own choice, which comes first."""
     x = target_attention_kernel.SUITE.inputs(replace(case, batch_size=1, max_length=8), "cuda")
     call = kernels._Call(
         x.leaves["query"], x.leaves["history"], x.offsets, None, None, None, None, None
     )
     chosen = call.tiles(backward=direction == "backward")
     yield chosen
-    for form, chunk, stages in itertools.product(forms, chunks, (1, 2, 3, 4)):
-        if (form == "scalar") != (call.precision == "ieee"):
-            continue
-        if form == "scalar":
-            for columns, warps, twice in itertools.product((32, 64, 128), (2, 4, 8), (1, 2)):
-                slices = twice * warps * 128 // columns
-                shape = {"SLICES": slices, "BLOCK_N": slices, "num_warps": warps}
-                shape |= {"COLUMNS": min(columns, chosen["BLOCK_D"])}
-                yield chosen | shape | {"CHUNK": chunk, "NUM_STAGES": stages}
-        elif form == "sliced":
-            for warps, rows, registers in itertools.product((1, 2, 4), (16, 32), (128, 168)):
-                shape = {"SLICES": warps, "BLOCK_N": warps * rows, "num_warps": warps}
-                shape |= {"FORM": FORMS[form], "CHUNK": chunk, "NUM_STAGES": stages}
-                yield chosen | shape | {"maxnreg": registers}
-        else:
-            for block_n, warps in itertools.product((32, 64, 128), (4, 8)):
-                shape = {"SLICES": 1, "BLOCK_N": block_n, "num_warps": warps}
-                yield chosen | shape | {"FORM": FORMS[form], "CHUNK": chunk, "NUM_STAGES": stages}
+    warps = [chosen["num_warps"]] if call.one_warp or call.few_warps else [4, 8]
+    shapes = itertools.product((16, 32, 64, 128), chunks, (2, 3, 4), warps)
+    for block_n, chunk, stages, num_warps in shapes:
+        shape = {"BLOCK_N": block_n, "CHUNK": chunk, "NUM_STAGES": stages, "num_warps": num_warps}
+        yield chosen | shape
 
 
 def with_tiles(tiles: dict):
@@ -93,14 +77,14 @@ def compile_tiles(job: tuple[Case, str, int, dict]) -> str | None:
     return None
 
 
-def time_ms(case: Case, direction: str, buckets: int, all_tiles: list[dict]) -> list[float]:
+def time_tiles(case: Case, direction: str, buckets: int, all_tiles: list[dict]) -> list[float]:
     """Milliseconds of each."""
     call = make_call(case, direction, buckets)
     times = []
     for tiles in track(all_tiles, f"{case.name} {direction}"):
         with with_tiles(tiles):
             graph = capture(call)
-        times.append(triton.testing.do_bench(graph.replay, warmup=2, rep=10, return_mode="median"))
+        times.append(time_ms(graph.replay, "cuda", quick=True)[0])
     return times
 
 
@@ -114,7 +98,6 @@ def main() -> None:
     add = parser.add_argument
     add("--cases", type=names, default=["rank-1k"], metavar="A,B")
     add("--directions", type=names, default=list(DIRECTIONS), metavar="A,B")
-    add("--forms", type=names, default=list(FORMS), metavar="A,B", help=f"of {', '.join(FORMS)}")
     add("--chunks", type=lambda s: [int(c) for c in s.split(",")], default=[128, 256, 512])
     add("--buckets", type=int, default=0, help="of the recency bias by position; 0: none")
     add("--jobs", type=int, default=multiprocessing.cpu_count(), help="to compile side by side")
@@ -130,21 +113,19 @@ def main() -> None:
     ):
         bandwidth = copy_bandwidth("cuda", quick=False)
         for case, direction in itertools.product((CASES[n] for n in args.cases), args.directions):
-            tried = list(candidates(case, direction, args.forms, args.chunks))
+            tried = list(candidates(case, direction, args.chunks))
             jobs = [(case, direction, args.buckets, tiles) for tiles in tried]
             reasons = pool.map(compile_tiles, jobs, chunksize=1)
             good = [t for t, reason in zip(tried, reasons, strict=True) if reason is None]
             cost = target_attention_kernel.SUITE.cost(
                 target_attention_kernel.SUITE.inputs(case, "cuda")
             )[direction]
-            times = time_ms(case, direction, args.buckets, good)
-            names_of = {form: name for name, form in FORMS.items()}
+            times = time_tiles(case, direction, args.buckets, good)
             for at, (tiles, ms) in enumerate(zip(good, times, strict=True)):
                 rows.append(
                     {"case": case.name, "direction": direction, "chosen": at == 0, "ms": ms}
                     | {"of floor": cost.bytes / bandwidth * 1e3 / ms}
                     | tiles
-                    | {"FORM": names_of[tiles["FORM"]]}
                 )
             frame = pd.DataFrame(rows)
             of_case = frame[(frame["case"] == case.name) & (frame["direction"] == direction)]

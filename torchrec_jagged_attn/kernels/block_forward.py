@@ -72,9 +72,7 @@ def forward_kernel(
         q = load_rows(query_ptr, q_row, count, [BLOCK_R, BLOCK_D], left, D)
 
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
-        by_row: gl.constexpr = gl.SliceLayout(0, mma)
-        index = gl.arange(0, BLOCK_N, by_row)
-        lanes = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
         r = gl.arange(0, BLOCK_R, by_query)
         acc = gl.zeros([BLOCK_R, BLOCK_D], gl.float32, mma)
         total = gl.zeros([BLOCK_R], gl.float32, by_query)
@@ -87,9 +85,7 @@ def forward_kernel(
             dots = mma_v2(q, x, gl.zeros([BLOCK_R, BLOCK_N], gl.float32, mma))
             n = start + index
             visible = (n < end)[None, :]
-            buckets = row_buckets(start + lanes, first, length, timestamps_ptr, P, A)
-            of_position = gl.convert_layout(buckets[0], by_row)
-            of_age = gl.convert_layout(buckets[1], by_row)
+            of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
             bias = load_bias(
                 bias_ptr, position_bias_ptr, age_bias_ptr, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, H, P, A,

@@ -15,6 +15,7 @@ __all__ = [
     "mean_grad",
     "online_softmax_update",
     "padded_width",
+    "product_precision",
     "recency_bucket",
     "softmax_weights",
     "store_stats",
@@ -30,13 +31,13 @@ def find_sample(
 ):
     """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``slot``.
 
-    In each step, all lanes of a warp look, each at the beginnings of four 128ths of what is left.
+    In each step, all lanes of a warp look, each at the beginning of a 32nd of what is left.
     """
     low = slot * 0
     high = low + num_samples
     while low + 1 < high:
-        step = tl.cdiv(high - low, 128)
-        at = low + step * tl.arange(0, 128)
+        step = tl.cdiv(high - low, 32)
+        at = low + step * tl.arange(0, 32)
         offset = tl.load(offsets_ptr + at, mask=at < high, other=0).to(tl.int64)
         begun = (at < high) & (offset * SCALE // BLOCK + STEP * at <= slot)
         low += step * (tl.sum(begun.to(tl.int32)) - 1)
@@ -158,6 +159,16 @@ def dot_precision(dtype: torch.dtype) -> str:
     """Precision of matrix products; of fp32, as ``torch.get_float32_matmul_precision()`` asks."""
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return "ieee" if exact else "tf32"
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """As :func:`dot_precision`, but exact products of fp32 are those of three bf16 parts.
+
+    The parts hold fp32 whole, and tensor cores multiply them. Triton's interpreter does not know
+    them, and is exact.
+    """
+    precision = dot_precision(dtype)
+    return "bf16x6" if precision == "ieee" and not triton.knobs.runtime.interpret else precision
 
 
 def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:

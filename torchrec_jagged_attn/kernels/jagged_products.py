@@ -19,13 +19,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from torchrec_jagged_attn.kernels.common import (
-    dot_precision,
     find_sample,
     find_tile,
     padded_width,
+    product_precision,
 )
 from torchrec_jagged_attn.kernels.launch import Launcher
 from torchrec_jagged_attn.kernels.target_schedule import count_chunks
@@ -375,7 +374,7 @@ def _launch_rows(
     """Multiply into ``out``; ``width`` is N and ``depth`` K, where they are not jagged."""
     if out.numel() == 0:
         return
-    tiles = _row_tiles(a.dtype, _precision(a.dtype), n=width, k=depth)
+    tiles = _row_tiles(a.dtype, product_precision(a.dtype), n=width, k=depth)
     tiles_n = -(-width // tiles["BLOCK_N"]) or 1
     num_rows = (a if n_offsets is not None else out).shape[0]
     num_tiles = JaggedLayout(m_offsets, num_rows).num_tiles(tiles["BLOCK_M"])
@@ -406,7 +405,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, m, n)
     if out.numel() == 0:
         return out
-    tiles = _sum_tiles(_precision(x.dtype), m, n)
+    tiles = _sum_tiles(product_precision(x.dtype), m, n)
     chunk = _chunk(m, n)
     num_slots = num_rows // chunk
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
@@ -430,15 +429,6 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
             (sums, out, offsets, offsets.numel() - 1),
             {"W": width, "CHUNK": chunk, "BLOCK": min(2048, padded_width(width))},
         )
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """How products of fp32 are taken: exact ones as those of three bf16 parts, on tensor cores.
-
-    The parts hold fp32 whole. Triton's interpreter does not know them, and is exact.
-    """
-    precision = dot_precision(dtype)
-    return "bf16x6" if precision == "ieee" and not knobs.runtime.interpret else precision
 
 
 @functools.cache

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common import recency_bucket
-from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
 
 __all__ = ["add_heads", "add_to_table", "load_bias", "row_buckets"]
 
@@ -94,40 +93,22 @@ def _dot_choice(choice, values, acc, dtype, CHOICE_FIRST: tl.constexpr):
 
 
 @triton.jit
-def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, FORM: tl.constexpr, ONE_TARGET: tl.constexpr):
-    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``; as in scores.
+def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, ONE_TARGET: tl.constexpr):
+    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``: ``[rows, heads]``.
 
     ``dtype`` is the history's.
     """
     if ONE_TARGET:
-        acc += ds
-    elif FORM == WIDE:
-        of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
-        acc = _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=False)
-    elif FORM == SLICED:
-        of_head = (h[:, None] == (r % H)[None, :]).to(tl.float32)[None, :, :]
-        shape: tl.constexpr = [ds.shape[0], h.shape[0], r.shape[0]]
-        of_head = tl.broadcast_to(of_head, shape)
-        acc = _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=True)
-    else:  # not by a product, which Triton could give to tensor cores, in tf32
-        of_head = ((r % H)[:, None] == h[None, :])[None, :, :]
-        acc += tl.expand_dims(tl.sum(tl.where(of_head, ds, 0.0), 1), 2)
-    return acc
+        return acc + ds
+    of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
+    return _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=False)
 
 
 @triton.jit
-def add_to_table(table, buckets, heads, dtype, FORM: tl.constexpr, BLOCK_B: tl.constexpr):
+def add_to_table(table, buckets, heads, dtype, BLOCK_B: tl.constexpr):
     """``table`` (``[BLOCK_B, BLOCK_H]``) plus the ``heads`` of rows in their ``buckets``.
 
-    ``heads`` are shaped as scores, ``buckets`` are those of the rows in a line; ``dtype`` is the
-    history's.
+    ``dtype`` is the history's.
     """
-    rows = heads
-    if FORM != WIDE:
-        rows = tl.permute(heads, (0, 2, 1)).reshape(buckets.shape[0], heads.shape[1])
-    of_bucket = tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]
-    if FORM == SCALAR:  # not by a product, either
-        table += tl.sum(tl.where(of_bucket[:, :, None], rows[None, :, :], 0.0), 1)
-    else:
-        table = _dot_choice(of_bucket.to(tl.float32), rows, table, dtype, CHOICE_FIRST=True)
-    return table
+    of_bucket = (tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]).to(tl.float32)
+    return _dot_choice(of_bucket, heads, table, dtype, CHOICE_FIRST=True)

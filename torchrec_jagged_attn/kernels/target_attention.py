@@ -20,10 +20,10 @@ import torch
 import triton
 from torch import Tensor
 
+from torchrec_jagged_attn.kernels.block_backward import backward_kernel as block_backward_kernel
 from torchrec_jagged_attn.kernels.block_forward import forward_kernel as block_forward_kernel
-from torchrec_jagged_attn.kernels.common import dot_precision, padded_width
+from torchrec_jagged_attn.kernels.common import padded_width, product_precision
 from torchrec_jagged_attn.kernels.launch import Launcher
-from torchrec_jagged_attn.kernels.query_tiles import SCALAR, SLICED, WIDE
 from torchrec_jagged_attn.kernels.target_backward import grad_history_kernel, grad_query_kernel
 from torchrec_jagged_attn.kernels.target_combine import (
     combine_gradients_kernel,
@@ -47,6 +47,7 @@ _sum_tables = Launcher(sum_tables_kernel)
 _warp_forward = Launcher(warp_forward_kernel)
 _warp_backward = Launcher(warp_backward_kernel)
 _block_forward = Launcher(block_forward_kernel)
+_block_backward = Launcher(block_backward_kernel)
 
 
 def forward(
@@ -133,14 +134,17 @@ def backward(
     targets = call.num_targets if call.one_warp else 1
     grad_tables = None
     if buckets:
-        grad_tables = stats.new_zeros([num_programs, buckets, targets, call.num_heads])
+        fill = stats.new_empty if call.one_warp or call.few_warps else stats.new_zeros
+        grad_tables = fill([num_programs, buckets, targets, call.num_heads])
     sums = stats.new_empty([num_slots, call.rows_of_slot(tiles["BLOCK_R"]), call.width])
     grad_out = grad_out.contiguous()
     sizes = (*call.sizes, num_slots, call.history_stride, scale)
     constants = call.constants | tiles
 
-    one_block = call.layout == JAGGED or call.rows <= tiles["BLOCK_R"]
-    more_blocks = call.layout == JAGGED or call.rows > tiles["BLOCK_R"]
+    # One pass takes the mean gradient from outputs: not as exact as fp32 is.
+    single_pass = query.element_size() == 2
+    one_block = single_pass and (call.layout == JAGGED or call.rows <= tiles["BLOCK_R"])
+    more_blocks = call.layout == JAGGED or not one_block
     delta = torch.empty_like(stats[0]) if more_blocks else None
     residuals = sums.new_empty(sums.shape[:2]) if more_blocks else None
 
@@ -152,11 +156,13 @@ def backward(
                     grad_out, *call.inputs, out, rest_or_none, stats, grad_query, delta,
                     grad_history, grad_bias, grad_tables, sums, *call.offsets, *sizes,
                 ),
-                constants | call.head_constants(tiles) | {"ONE_BLOCK": one_block},
+                constants
+                | call.head_constants(tiles)
+                | {"SINGLE_PASS": single_pass, "ONE_BLOCK": one_block},
             )  # fmt: skip
 
-    if call.one_warp:
-        _warp_backward(
+    if call.num_samples and (call.one_warp or (call.few_warps and buckets)):
+        (_warp_backward if call.one_warp else _block_backward)(
             (num_programs,),
             (
                 grad_out, *call.inputs, out, rest, stats, grad_query, grad_history, grad_bias,
@@ -173,7 +179,7 @@ def backward(
                 grad_out, *call.inputs, out, rest_or_none, stats, grad_query, delta,
                 sums, residuals, *call.offsets, *sizes,
             ),
-            constants,
+            constants | {"SINGLE_PASS": single_pass},
         )  # fmt: skip
     if num_slots and out.numel():
         of_combine = call.combine_constants(tiles)
@@ -183,7 +189,7 @@ def backward(
                 sums, residuals, out, grad_query, delta, *call.offsets,
                 call.num_samples, call.num_targets, scale,
             ),
-            of_combine,
+            of_combine | {"SINGLE_PASS": single_pass},
         )  # fmt: skip
     if more_blocks:
         launch_grad_history(one_block=False)
@@ -233,7 +239,7 @@ class _Call:
             self.rows = self.num_targets * self.num_heads
             self.total_rows = self.num_samples * self.rows
         self.row_bytes = padded_width(self.width) * history.element_size()
-        self.precision = dot_precision(history.dtype)
+        self.precision = product_precision(history.dtype)
         history = _unit_stride(history)
         self.history_stride = history.stride(0)
         biases = (bias, position_bias, age_bias, timestamps)
@@ -275,7 +281,7 @@ class _Call:
 
         Found by trying, on an H200.
         """
-        width = columns = padded_width(self.width)
+        width = padded_width(self.width)
         if self.one_warp:
             return {
                 "BLOCK_R": WARP_ROWS.value,
@@ -285,40 +291,26 @@ class _Call:
                 "NUM_STAGES": 4 if backward else 3,
                 "num_warps": 1,
             }
-        if self.few_warps and not backward:
+        if self.few_warps and not (backward and self.constants["P"] + self.constants["A"] == 0):
             block_r = padded_width(self.rows)
             return {
                 "BLOCK_R": block_r,
-                "BLOCK_N": 64,
+                "BLOCK_N": max(32, block_r) if backward else 64,
                 "BLOCK_D": width,
                 "CHUNK": 512,
                 "NUM_STAGES": 3,
                 "num_warps": block_r // 16,
             }
-        if self.precision == "ieee":
-            # Registers hold query rows, three of each backward, and as many sums over rows. Forward
-            # must add products up in the same order: a softmax so recomputed sums to one.
-            form, warps, stages = SCALAR, 4, 3
-            block_r = min(8, triton.next_power_of_2(max(self.rows, 1)), max(1, 1024 // width))
-            columns = min(width, 128, max(32, block_r * width // 8))
-            slices = block_n = warps * 128 // columns
-        elif self.rows <= 16 and self.row_bytes <= (128 if backward else 256):
-            form, block_r, block_n, slices, warps, stages = SLICED, 16, 64, 4, 4, 3
-        else:
-            form, slices, warps = WIDE, 1, 4 if self.row_bytes < 1024 else 8
-            block_r = min(padded_width(self.rows), 64, 32768 // self.row_bytes)
-            block_n = max(16, min(64, (16384 if backward else 32768) // self.row_bytes))
-            stages = 3 if self.row_bytes < 512 else 2
+        block_r = min(padded_width(self.rows), 64, 32768 // self.row_bytes)
+        exact = self.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
+        bytes_of_tile = 16384 if backward or exact else 32768
         return {
-            "FORM": form.value,
-            "SLICES": slices,
             "BLOCK_R": block_r,
-            "BLOCK_N": block_n,
+            "BLOCK_N": max(16, min(64, bytes_of_tile // self.row_bytes)),
             "BLOCK_D": width,
-            "COLUMNS": columns,
             "CHUNK": max(128, 16 * self.rows_of_slot(block_r)),
-            "NUM_STAGES": stages,
-            "num_warps": warps,
+            "NUM_STAGES": 3 if self.row_bytes < 512 else 2,
+            "num_warps": 4 if self.row_bytes < 1024 else 8,
         }
 
     def combine_grid(self, num_slots: int, constants: dict) -> tuple[int, int]:

@@ -91,10 +91,7 @@ def combine_outputs_kernel(
         maximum = new_maximum
     r = block * BLOCK_R + local
     total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-    if rest_ptr is None:
-        out = tl.div_rn(acc, total_or_one)
-    else:
-        out = acc * (1.0 / total_or_one)
+    out = tl.div_rn(acc, total_or_one) if rest_ptr is None else acc * (1.0 / total_or_one)
     store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
     store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
 
@@ -117,6 +114,7 @@ def combine_gradients_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINGLE_PASS: tl.constexpr,
 ):
     """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
     busy, first, count, block, begin, end, step = _find_chunks(
@@ -132,10 +130,11 @@ def combine_gradients_kernel(
     for slot in tl.range(begin, end, step, num_stages=4):
         acc += load_queries(sums_ptr, slot * room, local, room, d, D)
     if residuals_ptr is not None:
-        if count > BLOCK_R:
+        if count > BLOCK_R or not SINGLE_PASS:
             residual = tl.zeros([BLOCK_R], tl.float32)
             for slot in range(begin, end, step):
-                residual += tl.load(residuals_ptr + slot * room + local)
+                ptrs = residuals_ptr + slot * room + local
+                residual += tl.load(ptrs, mask=local < room, other=0.0)
             out = load_queries(out_ptr, first, r, count, d, D)
             acc -= residual[:, None] * out.to(tl.float32)
             if tl.program_id(1) == 0:

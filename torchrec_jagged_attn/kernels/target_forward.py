@@ -10,19 +10,6 @@ from torchrec_jagged_attn.kernels.common import (
     online_softmax_update,
     store_stats,
 )
-from torchrec_jagged_attn.kernels.query_tiles import (
-    WIDE,
-    add_over_rows,
-    merge_slices,
-    products,
-    query_index,
-    row_columns,
-    row_index,
-    spread,
-    tile_index,
-    zeros_by_query,
-    zeros_over_rows,
-)
 from torchrec_jagged_attn.kernels.score_bias import load_bias
 from torchrec_jagged_attn.kernels.target_schedule import (
     SHARED,
@@ -64,12 +51,9 @@ def forward_kernel(
     P: tl.constexpr,
     A: tl.constexpr,
     PRECISION: tl.constexpr,
-    FORM: tl.constexpr,
-    SLICES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -84,30 +68,28 @@ def forward_kernel(
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_D)
     q = load_queries(query_ptr, 0 if LAYOUT == SHARED else first, r, count, d, D)
-    q = spread(q, COLUMNS, FORM)
 
-    AXIS: tl.constexpr = 0 if FORM == WIDE else 2
-    index = tile_index(FORM, SLICES, BLOCK_N)
-    columns = row_columns(BLOCK_D, COLUMNS, FORM)
-    queries = query_index(r, FORM)
-    acc = zeros_over_rows(BLOCK_R, BLOCK_D, SLICES, COLUMNS, FORM)
-    total = zeros_by_query(BLOCK_R, SLICES, FORM)
+    index = tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)  # so that history fills the M side of products
+    total = tl.zeros([BLOCK_R], tl.float32)
     maximum = total - float("inf")
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
-        n = start + index
-        visible = index < (end - start).to(tl.int32)
-        x_ptrs = history_ptr + row_index(n, FORM) * history_stride + columns
-        x = tl.load(x_ptrs, mask=row_index(visible, FORM) & (columns < D), other=0.0)
+        n = (start + index)[:, None]
+        visible = (index < (end - start).to(tl.int32))[:, None]
+        x_ptrs = history_ptr + n * history_stride + d[None, :]
+        x = tl.load(x_ptrs, mask=visible & (d < D)[None, :], other=0.0)
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, queries, count, H, P, A,
+            n, visible, r[None, :], count, H, P, A,
         )  # fmt: skip
         p, rescale, maximum, total = online_softmax_update(
-            products(q, x, FORM, PRECISION), scale, bias, visible, maximum, total, AXIS, LOG2E
-        )
-        acc = add_over_rows(acc * tl.expand_dims(rescale, AXIS), p, x, FORM, PRECISION)
+            tl.dot(x, tl.trans(q), input_precision=PRECISION),
+            scale, bias, visible, maximum, total, 0, LOG2E,
+        )  # fmt: skip
+        acc *= rescale[None, :]
+        acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=PRECISION)
 
-    acc, maximum, total = merge_slices(acc, maximum, total, FORM)
+    acc = tl.trans(acc)
     if slot >= 0:
         room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
         local = tl.arange(0, BLOCK_R)
@@ -116,9 +98,6 @@ def forward_kernel(
         tl.store(sums_stats_ptr + (slot * 2 + 1) * room + local, total, mask=local < room)
     else:
         total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-        if rest_ptr is None:
-            out = tl.div_rn(acc, total_or_one)
-        else:
-            out = acc * (1.0 / total_or_one)
+        out = tl.div_rn(acc, total_or_one) if rest_ptr is None else acc * (1.0 / total_or_one)
         store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
         store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)

@@ -54,10 +54,9 @@ recency_bucket = gluon.jit(common.recency_bucket.fn)
 
 @gluon.constexpr_function
 def probe_layout(warps):
-    """128 numbers over the lanes of a warp, the same in all."""
+    """32 numbers over the lanes of a warp, the same in all."""
     lanes = [[1], [2], [4], [8], [16]]
-    same = [[0]] * (warps.bit_length() - 1)
-    return gl.DistributedLinearLayout([[32], [64]], lanes, same, [], [128])
+    return gl.DistributedLinearLayout([], lanes, [[0]] * (warps.bit_length() - 1), [], [32])
 
 
 @gluon.constexpr_function
@@ -87,11 +86,11 @@ def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
     later = (program == turn * period) & (turn < num_slots)
     sample = program - gl.minimum(turn + 1, num_slots)
     if later:
-        lanes = gl.arange(0, 128, probe_layout(gl.num_warps()))
+        lanes = gl.arange(0, 32, probe_layout(gl.num_warps()))
         sample = program * 0
         high = num_samples
         while sample + 1 < high:
-            step = gl.cdiv(high - sample, 128)
+            step = gl.cdiv(high - sample, 32)
             at = sample + step * lanes
             offset = gl.load(offsets_ptr + at, mask=at < high, other=0)
             begun = (at < high) & (offset // CHUNK <= turn)
