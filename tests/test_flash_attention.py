@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     CASES,
@@ -110,6 +111,32 @@ def test_recency(causal, times, dtype, device):
     assert_right(inputs, causal, timestamps)
 
 
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("short", [0, 32], ids=str)
+def test_tiles_are_listed_the_longest_first(short, is_self, device):
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    generator = torch.Generator().manual_seed(0)
+    own, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
+    own[7], other[300] = 700, 3000
+    other = own if is_self else other
+    offsets = [offsets_of(lengths, torch.int64, device) for lengths in (own, other)]
+    rows = int(own.sum()), 0 if is_self else int(other.sum())
+    capacity = most_tiles(*rows, 600, short, 64)
+    tiles = list_tiles(*offsets, capacity, short, 64).cpu()
+    begins = [x[:-1].tolist() for x in offsets]
+    expected = {
+        (b, begins[0][b] + start, n - start, begins[1][b], m)
+        for b, (n, m) in enumerate(zip(own.tolist(), other.tolist(), strict=True))
+        for start in range(0, n if max(n, m) > short else 0, 64)
+    }
+    listed = tiles[1 : 1 + int(tiles[0, 0])].tolist()
+    assert int(tiles[0, 0]) == len(expected) <= capacity
+    assert set(map(tuple, listed)) == expected
+    octaves = [max(tile[-1].bit_length(), 1) for tile in listed]
+    assert octaves == sorted(octaves, reverse=True)
+
+
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(
@@ -194,7 +221,7 @@ def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
     assert lse.shape == whole.shape[:2]
     assert lse.dtype == torch.float32
     assert torch.all(lse[113:] == -torch.inf)
-    lengths = inputs["kv_offsets"].diff()
+    lengths = inputs["kv_offsets"].diff().cpu()
     newest = lengths // 3
     is_new = torch.cat([torch.arange(n) >= n - m for n, m in zip(lengths, newest, strict=True)])
     outs, lses = [], []

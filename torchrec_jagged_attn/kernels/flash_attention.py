@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
-from torchrec_jagged_attn.kernels.flash_schedule import list_tiles
+from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash_short import backward_short_kernel, forward_short_kernel
 from torchrec_jagged_attn.kernels.launch import Launcher
 
@@ -55,19 +55,18 @@ def forward(
     stats = q.new_empty([2, *q.shape[:2]], dtype=torch.float32)
     if out.numel() == 0:
         return out, stats
-    tail = (out, stats, *call.offsets)
     sizes = (stats[0].numel(), call.factor)
     if call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
-            (*call.inputs, *tail, *sizes),
+            (*call.inputs, out, stats, *call.offsets, *sizes),
             call.shape | call.short_tile(),
         )
     tile = call.forward_tile()
-    tiles = call.list_queries(tile["BLOCK_M"])
+    tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     _forward(
         ((tiles.shape[0] - 1) * q.shape[1],),
-        (*call.inputs, *call.biases, *tail, tiles, *sizes),
+        (*call.inputs, *call.biases, out, stats, call.offsets[1], tiles, *sizes),
         call.shape | call.tables | tile,
     )
     return out, stats
@@ -112,7 +111,7 @@ def backward(
         )
     if q.shape[0]:
         tile = call.grad_q_tile()
-        tiles = call.list_queries(tile["BLOCK_M"])
+        tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
         num_programs = (tiles.shape[0] - 1) * q.shape[1]
         if relative_bias is not None:
             grad_relative = delta.new_zeros(num_programs, relative_bias.shape[0])
@@ -120,13 +119,13 @@ def backward(
             (num_programs,),
             (
                 grad_out, *call.inputs, *call.biases, out, stats, grad_q, delta, grad_relative,
-                *call.offsets, tiles, *sizes,
+                call.offsets[1], tiles, *sizes,
             ),
             call.shape | call.tables | tile,
         )  # fmt: skip
     if k.shape[0]:
         tile = call.grad_kv_tile()
-        tiles = call.list_keys(tile["BLOCK_N"])
+        tiles = call.list_tiles(tile["BLOCK_N"], of_keys=True)
         num_tiles = tiles.shape[0] - 1
         num_buckets = call.tables["P"], call.tables["A"]
         if any(num_buckets):
@@ -135,7 +134,7 @@ def backward(
             (num_tiles * k.shape[1],),
             (
                 grad_out, *call.inputs, *call.biases, stats, delta, grad_k, grad_v,
-                grad_bias, grad_tables, *call.offsets, tiles, *sizes,
+                grad_bias, grad_tables, call.offsets[1], tiles, *sizes,
             ),
             call.shape | call.tables | strides | tile,
         )  # fmt: skip
@@ -173,6 +172,8 @@ class _Call:
         self.num_samples = q_offsets.numel() - 1
         self.inputs = (_rows(q), _rows(k), _rows(v))
         self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
+        self.is_self = q_offsets.data_ptr() == kv_offsets.data_ptr()
+        self.lists: dict[tuple[int, int], Tensor] = {}
         biases = (bias, position_bias, age_bias, timestamps, relative_bias)
         self.biases = tuple(None if x is None else x.contiguous() for x in biases)
         self.factor = abs(scale) * LOG2E.value
@@ -208,24 +209,26 @@ class _Call:
         """Tile of the forward kernel."""
         if self.row_bytes > 256 or self.precision == "ieee":
             return self._small_tile()
-        if self.inputs[0].element_size() == 4 or self.tables["BIASED"]:
-            return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+        stages = 2 if self.tables["BIASED"] or self.inputs[0].element_size() == 4 else 3
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
 
     def grad_q_tile(self) -> dict:
         """Tile of the gradient of queries."""
         bucket_block = {"BLOCK_R": padded_width(self.tables["R"])}
         if self.row_bytes > 256 or self.precision == "ieee":
             return self._small_tile() | bucket_block
-        if self.row_bytes == 256:
-            return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3} | bucket_block
-        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3} | bucket_block
+        stages = 4 if self.row_bytes <= 128 else 3
+        tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
+        return tile | bucket_block
 
     def grad_kv_tile(self) -> dict:
         """Tile of the gradients of keys and values."""
         if self.row_bytes > 256 or self.precision == "ieee":
             return self._small_tile()
-        return {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+        tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
+        if self.row_bytes <= 128 and not self.tables["BIASED"]:
+            return tile | {"num_stages": 2, "maxnreg": 128}
+        return tile | {"num_stages": 3}
 
     def _small_tile(self) -> dict:
         """Tile of exact fp32, or of wide rows, whose operands fill shared memory."""
@@ -235,15 +238,17 @@ class _Call:
         warps = 4 if self.row_bytes < 512 else 8
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
 
-    def list_queries(self, block: int) -> Tensor:
-        """The tiles of queries."""
-        q, k, _ = self.inputs
-        return list_tiles(q, k, *self.offsets, self.short, block)
-
-    def list_keys(self, block: int) -> Tensor:
-        """The tiles of keys."""
-        q, k, _ = self.inputs
-        return list_tiles(k, q, *reversed(self.offsets), self.short, block)
+    def list_tiles(self, block: int, of_keys: bool) -> Tensor:
+        """The tiles of queries, or of keys; each list is made once."""
+        own, other = (1, 0) if of_keys and not self.is_self else (0, 1)
+        if (block, own) not in self.lists:
+            num_own, num_other = self.inputs[own].shape[0], self.inputs[other].shape[0]
+            num_other = 0 if self.is_self else num_other
+            capacity = most_tiles(num_own, num_other, self.num_samples, self.short, block)
+            self.lists[block, own] = list_tiles(
+                self.offsets[own], self.offsets[other], capacity, self.short, block
+            )
+        return self.lists[block, own]
 
 
 def _rows(x: Tensor) -> Tensor:

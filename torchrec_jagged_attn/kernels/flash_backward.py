@@ -130,9 +130,8 @@ def grad_q_kernel(
     grad_q_ptr,  # [ΣLq, H, D]
     delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
     grad_relative_ptr,  # [tiles, H, R] fp32
-    q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, 2] int32, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
     factor,  # |scale| · log2(e), rounded once
     scale,
@@ -160,11 +159,11 @@ def grad_q_kernel(
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     tile, head = tl.program_id(0) // H, tl.program_id(0) % H
     kv_head = head // (H // HK)
-    if tile >= tl.load(tiles_ptr):
-        return
-    sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
-        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, CAUSAL, False, BLOCK_M
+    listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
+        tiles_ptr, tile, CAUSAL, False, BLOCK_M
     )
+    if not listed:
+        return
     i = tl.arange(0, BLOCK_M)
     stat = (row + i) * H + head
     q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
@@ -310,9 +309,8 @@ def grad_kv_kernel(
     grad_v_ptr,  # [ΣLk, Hk, Dv], rows GRAD_V_STRIDE apart
     grad_bias_ptr,  # [ΣLk, H]
     grad_tables_ptr,  # [tiles, P + A, H] fp32
-    q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, 2] int32, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
     factor,  # |scale| · log2(e), rounded once
     scale,
@@ -340,11 +338,11 @@ def grad_kv_kernel(
     """Gradients of one tile of key rows of one head, over all query rows that see them."""
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     tile, kv_head = tl.program_id(0) // HK, tl.program_id(0) % HK
-    if tile >= tl.load(tiles_ptr):
-        return
-    sample, row, count, base, num_rows, low, _, diagonal = locate_tile(
-        tiles_ptr, kv_offsets_ptr, q_offsets_ptr, tile, CAUSAL, True, BLOCK_N
+    listed, sample, row, count, base, num_rows, low, _, diagonal = locate_tile(
+        tiles_ptr, tile, CAUSAL, True, BLOCK_N
     )
+    if not listed:
+        return
     j = row + tl.arange(0, BLOCK_N)
     own = tl.arange(0, BLOCK_N) < count
     k = load_rows(k_ptr, row, count, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, True)
@@ -373,8 +371,8 @@ def grad_kv_kernel(
                 acc_k, acc_v, grad_bias = _grad_of_keys(
                     acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
                     relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, first, seeing_all,
-                    num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
-                    BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
+                    num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE,
+                    PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
                 )  # fmt: skip
             acc_k, acc_v, grad_bias = _grad_of_keys(
                 acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,

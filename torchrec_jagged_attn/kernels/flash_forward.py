@@ -134,9 +134,8 @@ def forward_kernel(
     relative_bias_ptr,  # [R, H]
     out_ptr,  # [ΣLq, H, Dv]
     stats_ptr,  # [2, ΣLq, H] fp32
-    q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, 2] int32, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
     factor,  # |scale| · log2(e), rounded once
     H: tl.constexpr,
@@ -161,11 +160,11 @@ def forward_kernel(
     """One tile of query rows of one head, over all keys of its sample."""
     tile, head = tl.program_id(0) // H, tl.program_id(0) % H
     kv_head = head // (H // HK)
-    if tile >= tl.load(tiles_ptr):
-        return
-    sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
-        tiles_ptr, q_offsets_ptr, kv_offsets_ptr, tile, CAUSAL, False, BLOCK_M
+    listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
+        tiles_ptr, tile, CAUSAL, False, BLOCK_M
     )
+    if not listed:
+        return
     q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
     q = -q if NEGATIVE else q
 

@@ -17,40 +17,45 @@ from torch import Tensor
 
 from torchrec_jagged_attn.kernels.launch import Launcher
 
-__all__ = ["list_tiles", "locate_tile"]
+__all__ = ["list_tiles", "locate_tile", "most_tiles"]
 
 CLASSES = 16  # octaves of lengths
+CHUNK = 256  # samples of a program that lists tiles
+SCAN = 2048  # samples that it counts at a time
+
+
+FIELDS = tl.constexpr(5)  # of a tile: sample, row, count, base, num_other, see locate_tile
 
 
 @triton.jit
 def _count_tiles(
     own_offsets_ptr,
     other_offsets_ptr,
-    first,
+    b,
     num_samples,
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_CLASSES: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """``[CHUNK]``: how many tiles the samples from ``first`` on have, and the class of each.
+    """How many tiles each of the samples ``b`` has, its class, and its rows.
 
-    A class is an octave of the length of the other side, which is the work of a tile.
+    A class is an octave of the length of the other side, which is the work of a tile. All are
+    shaped as ``b``; rows are first one and number, of either side.
     """
-    b = first + tl.arange(0, CHUNK)
     mask = b < num_samples
-    own = tl.load(own_offsets_ptr + b + 1, mask=mask, other=0)
-    own = (own - tl.load(own_offsets_ptr + b, mask=mask, other=0)).to(tl.int32)
-    other = tl.load(other_offsets_ptr + b + 1, mask=mask, other=0)
-    other = (other - tl.load(other_offsets_ptr + b, mask=mask, other=0)).to(tl.int32)
-    count = tl.where(tl.maximum(own, other) > SHORT, tl.cdiv(own, BLOCK), 0)
+    own_row = tl.load(own_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
+    own = tl.load(own_offsets_ptr + b + 1, mask=mask, other=0).to(tl.int64) - own_row
+    other_row = tl.load(other_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
+    other = tl.load(other_offsets_ptr + b + 1, mask=mask, other=0).to(tl.int64) - other_row
+    num_tiles = tl.where(tl.maximum(own, other) > SHORT, tl.cdiv(own, BLOCK), 0).to(tl.int32)
     octave = (other.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    return count, tl.minimum(tl.maximum(octave, 0), NUM_CLASSES - 1)
+    of_class = tl.minimum(tl.maximum(octave, 0), NUM_CLASSES - 1)
+    return num_tiles, of_class, own_row, own, other_row, other
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _list_tiles_kernel(
-    tiles_ptr,  # [1 + capacity, 2] int32
+    tiles_ptr,  # [1 + capacity, FIELDS] int64
     own_offsets_ptr,  # [B + 1]
     other_offsets_ptr,  # [B + 1]
     num_samples,
@@ -58,83 +63,105 @@ def _list_tiles_kernel(
     BLOCK: tl.constexpr,
     NUM_CLASSES: tl.constexpr,
     CHUNK: tl.constexpr,
+    SCAN: tl.constexpr,
 ):
-    """List the tiles of the samples of one class, after those of all classes of longer ones."""
-    own_class = NUM_CLASSES - 1 - tl.program_id(0)
-    listed = tl.program_id(0) * 0
-    for first in range(0, num_samples, CHUNK):
-        count, of_class = _count_tiles(
-            own_offsets_ptr, other_offsets_ptr, first, num_samples, SHORT, BLOCK, NUM_CLASSES, CHUNK
+    """List the tiles of a chunk's samples of one class.
+
+    They come after those of all longer classes, and of the same class in earlier chunks.
+    """
+    own_class = NUM_CLASSES - 1 - tl.program_id(0) % NUM_CLASSES
+    own_first = tl.program_id(0) // NUM_CLASSES * CHUNK
+    listed = own_first * 0
+    for first in range(0, num_samples, SCAN):
+        b = first + tl.arange(0, SCAN)
+        num_tiles, of_class, _, _, _, _ = _count_tiles(
+            own_offsets_ptr, other_offsets_ptr, b, num_samples, SHORT, BLOCK, NUM_CLASSES
         )
-        listed += tl.sum(tl.where(of_class > own_class, count, 0))
-    for first in range(0, num_samples, CHUNK):
-        count, of_class = _count_tiles(
-            own_offsets_ptr, other_offsets_ptr, first, num_samples, SHORT, BLOCK, NUM_CLASSES, CHUNK
-        )
-        count = tl.where(of_class == own_class, count, 0)
-        at = tiles_ptr + 2 * (1 + listed + tl.cumsum(count, 0) - count)
-        for tile in range(tl.max(count)):
-            tl.store(at + 2 * tile, first + tl.arange(0, CHUNK), mask=tile < count)
-            tl.store(at + 2 * tile + 1, tile, mask=tile < count)
-        listed += tl.sum(count)
-    if own_class == 0:
-        tl.store(tiles_ptr, listed)
+        before = (of_class > own_class) | ((of_class == own_class) & (b < own_first))
+        listed += tl.sum(tl.where(before, num_tiles, 0))
+
+    b = own_first + tl.arange(0, CHUNK)
+    num_tiles, of_class, own_row, own, other_row, other = _count_tiles(
+        own_offsets_ptr, other_offsets_ptr, b, num_samples, SHORT, BLOCK, NUM_CLASSES
+    )
+    num_tiles = tl.where(of_class == own_class, num_tiles, 0)
+    ptrs = tiles_ptr + (1 + listed + tl.cumsum(num_tiles, 0) - num_tiles) * FIELDS
+    for tile in range(tl.max(num_tiles)):
+        mask, start = tile < num_tiles, tile * BLOCK
+        tl.store(ptrs, b, mask=mask)
+        tl.store(ptrs + 1, own_row + start, mask=mask)
+        tl.store(ptrs + 2, own - start, mask=mask)
+        tl.store(ptrs + 3, other_row, mask=mask)
+        tl.store(ptrs + 4, other, mask=mask)
+        ptrs += FIELDS
+    if (own_class == 0) & (own_first + CHUNK >= num_samples):
+        tl.store(tiles_ptr, listed + tl.sum(num_tiles))
 
 
 _launch = Launcher(_list_tiles_kernel)
 
 
 def list_tiles(
-    own: Tensor, other: Tensor, own_offsets: Tensor, other_offsets: Tensor, short: int, block: int
+    own_offsets: Tensor, other_offsets: Tensor, capacity: int, short: int, block: int
 ) -> Tensor:
-    """List the tiles of ``block`` rows of ``own``, those that meet most rows of ``other`` first.
+    """List the tiles of ``block`` rows of one side, those that meet most of the other side first.
 
-    Samples of at most ``short`` rows on both sides are left out.
+    Samples of at most ``short`` rows on both sides are left out. There may be no more tiles than
+    ``capacity``, see :func:`most_tiles`.
 
     Returns:
-        ``[1 + capacity, 2]`` int32: how many tiles there are; then the sample of each, and its
-        number among that sample's.
+        ``[1 + capacity, FIELDS]`` int64: how many tiles there are, and then where each lies.
     """
+    tiles = own_offsets.new_empty(1 + capacity, FIELDS.value, dtype=torch.int64)
     num_samples = own_offsets.numel() - 1
-    num_long = min(num_samples, (own.shape[0] + other.shape[0]) // (short + 1))
-    tiles = own_offsets.new_empty(1 + own.shape[0] // block + num_long, 2, dtype=torch.int32)
     _launch(
-        (CLASSES,),
+        (CLASSES * triton.cdiv(num_samples, CHUNK),),
         (tiles, own_offsets, other_offsets, num_samples),
-        {"SHORT": short, "BLOCK": block, "NUM_CLASSES": CLASSES, "CHUNK": 2048, "num_warps": 8},
+        {
+            "SHORT": short,
+            "BLOCK": block,
+            "NUM_CLASSES": CLASSES,
+            "CHUNK": CHUNK,
+            "SCAN": SCAN,
+            "num_warps": CHUNK // 32,
+        },
     )
     return tiles
 
 
+def most_tiles(num_own: int, num_other: int, num_samples: int, short: int, block: int) -> int:
+    """How many tiles of ``block`` rows any samples of so many rows have, short ones left out.
+
+    ``num_other`` is zero where the other side's rows are as many in every sample. A sample has at
+    most one tile more than it fills; and, where it takes more than ``short`` rows to have any and a
+    tile holds twice that, at most one for each ``short`` rows.
+    """
+    at_most = num_own // block + num_samples
+    if 0 < 2 * short <= block:
+        at_most = min(at_most, (num_own + num_other) // short)
+    return at_most
+
+
 @triton.jit
-def locate_tile(
-    tiles_ptr,
-    own_offsets_ptr,
-    other_offsets_ptr,
-    index,
-    CAUSAL: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def locate_tile(tiles_ptr, index, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
     """Where the tile ``index`` of the list lies, and what its rows see of the other side.
 
     Returns:
-        ``(sample, row, count, base, num_other, low, high, diagonal)``: its sample; its first row,
-        and how many its sample has from there on; the first of the ``num_other`` rows of the
-        sample's other side; and, counted from that one, which each row of the tile sees (``low`` to
-        ``high - 1``) and which is as far from its side's end as the row is (``[BLOCK]`` int32).
-        ``low`` or ``high`` is a scalar where it is one for all.
+        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``: whether there is
+        such a tile; its sample; its first row, and how many its sample has from there on; the first
+        of the ``num_other`` rows of the sample's other side; and, counted from that one, which each
+        row of the tile sees (``low`` to ``high - 1``) and which is as far from its side's end as
+        the row is (``[BLOCK]`` int32). ``low`` or ``high`` is a scalar where it is one for all.
     """
-    sample = tl.load(tiles_ptr + 2 + 2 * index)
-    start = tl.load(tiles_ptr + 3 + 2 * index) * BLOCK
-    row = tl.load(own_offsets_ptr + sample).to(tl.int64) + start
-    count = (tl.load(own_offsets_ptr + sample + 1).to(tl.int64) - row).to(tl.int32)
-    base = tl.load(other_offsets_ptr + sample).to(tl.int64)
-    num_other = (tl.load(other_offsets_ptr + sample + 1).to(tl.int64) - base).to(tl.int32)
+    listed = index < tl.load(tiles_ptr)
+    tile_ptr = tiles_ptr + (1 + index) * FIELDS
+    sample, row = tl.load(tile_ptr), tl.load(tile_ptr + 1)
+    count = tl.load(tile_ptr + 2).to(tl.int32)
+    base, num_other = tl.load(tile_ptr + 3), tl.load(tile_ptr + 4).to(tl.int32)
     low, high = num_other * 0, num_other
     diagonal = tl.arange(0, BLOCK) + (num_other - count)
     if CAUSAL and OF_KEYS:
         low = tl.maximum(low, diagonal)
     elif CAUSAL:
         high = tl.minimum(high, diagonal + 1)
-    return sample, row, count, base, num_other, low, high, diagonal
+    return listed, sample, row, count, base, num_other, low, high, diagonal
