@@ -22,8 +22,10 @@ from torchrec.inference.modules import (
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from two_ranks import FEATURES, NUM_IDS, NUM_STEPS, make_batch, make_model
+
+from torchrec_jagged_attn import JaggedTargetAttention
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 KEYS = make_batch(0, 0).sparse_features.keys()
@@ -139,6 +141,36 @@ def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
     assert_equal(scripted, scorer, device)
     torch.jit.save(scripted, tmp_path / "scorer.pt")
     assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
+
+
+class OfJagged(nn.Module):
+    """An attention of jagged targets."""
+
+    def __init__(self, attention: JaggedTargetAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, target: JaggedTensor, history: JaggedTensor) -> Tensor:
+        return self.attention(target, history)
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 0, 3]], ids=["one target", "jagged targets"])
+def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device):
+    attention = JaggedTargetAttention(16, 2).to(device)
+    history = JaggedTensor(
+        torch.randn(5, 16, device=device), lengths=torch.tensor([2, 0, 3], device=device)
+    )
+    target, module = torch.randn(3, 16, device=device), attention
+    if lengths is not None:
+        target = JaggedTensor(
+            torch.randn(4, 16, device=device), lengths=torch.tensor(lengths, device=device)
+        )
+        module = OfJagged(attention)
+    expected = attention(target, history)
+    traced = trace(module)
+    assert torch.equal(traced(target, history), expected)
+    for scripted in (torch.jit.script(traced), torch.jit.script(module)):
+        assert torch.equal(scripted(target, history), expected)
 
 
 @quantized_tables
