@@ -99,7 +99,7 @@ TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_recency(causal, times, dtype, device):
     skip_unless_supported(Case("recency", 5, 300, 2, 16, dtype=dtype), device)
-    inputs = inputs_of([9, 2, 70, 0, 64, 1], [300, 0, 3, 5, 64, 1], device, dtype)
+    inputs = inputs_of([4, 9, 2, 70, 0, 64, 1], [0, 300, 0, 3, 5, 64, 1], device, dtype)
     if causal:
         inputs |= inputs_of([300, 0, 3, 5, 64, 1], [300, 0, 3, 5, 64, 1], device, dtype)
     generator = torch.Generator().manual_seed(1)
@@ -405,6 +405,20 @@ def test_compiles_once_for_all_batches(device):
         inputs = inputs_of(q_lengths, kv_lengths, device)
         torch.testing.assert_close(compiled(**inputs), jagged_flash_attention(**inputs))
     assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_hundred_repeats_are_equal(causal):
+    case = Case("repeats", 256, 512, 4, 64, lengths="log-normal", dtype=torch.bfloat16)
+    inputs = make_flash_inputs(case, "cuda", kv_heads=2)
+    inputs["relative_bias"] = torch.randn(40, 4, device="cuda")
+    grad_out = torch.randn_like(inputs["q"])
+    attend = partial(jagged_flash_attention, causal=causal)
+    first = outputs_and_gradients(attend, inputs, grad_out)
+    for _ in range(100):
+        again = outputs_and_gradients(attend, inputs, grad_out)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
 @pytest.mark.gpu

@@ -165,6 +165,15 @@ def forward_kernel(
     )
     if not listed:
         return
+    i = tl.arange(0, BLOCK_M)
+    stat = (row + i) * H + head
+    maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if num_keys == 0:
+        store_rows(out_ptr, acc, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
+        store_stats(stats_ptr, num_stats, stat, i < count, maximum, total)
+        return
     q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
     q = -q if NEGATIVE else q
 
@@ -173,9 +182,6 @@ def forward_kernel(
         seen_by_all = tl.maximum(tl.minimum(num_keys, num_keys - count + 1), 0)
         seen_by_any = tl.minimum(num_keys, num_keys - count + BLOCK_M)
         high = high[:, None]
-    maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # From the last tile of keys to the first: those that not all rows see come first.
     start = tl.maximum(tl.cdiv(seen_by_any, BLOCK_N) - 1, 0) * BLOCK_N
     products, bias, visible = _scores(
@@ -208,5 +214,4 @@ def forward_kernel(
 
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
-    i = tl.arange(0, BLOCK_M)
-    store_stats(stats_ptr, num_stats, (row + i) * H + head, i < count, maximum, total)
+    store_stats(stats_ptr, num_stats, stat, i < count, maximum, total)
