@@ -183,4 +183,4 @@ def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> in
 
 def padded_width(width: int) -> int:
     """The power of two, at least 16, that a tile needs to hold ``width`` columns."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())

@@ -20,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
+from torchrec_jagged_attn.kernels import target_schedule
 from torchrec_jagged_attn.kernels.block_backward import backward_kernel as block_backward_kernel
 from torchrec_jagged_attn.kernels.block_forward import forward_kernel as block_forward_kernel
 from torchrec_jagged_attn.kernels.common import padded_width, product_precision
@@ -31,12 +32,18 @@ from torchrec_jagged_attn.kernels.target_combine import (
     sum_tables_kernel,
 )
 from torchrec_jagged_attn.kernels.target_forward import forward_kernel
-from torchrec_jagged_attn.kernels.target_schedule import DENSE, JAGGED, SHARED
 from torchrec_jagged_attn.kernels.warp_backward import backward_kernel as warp_backward_kernel
 from torchrec_jagged_attn.kernels.warp_forward import forward_kernel as warp_forward_kernel
-from torchrec_jagged_attn.kernels.warp_tiles import BLOCK_R as WARP_ROWS
+from torchrec_jagged_attn.kernels.warp_tiles import BLOCK_R
 
 __all__ = ["backward", "forward"]
+
+# As plain numbers: comparing those of Triton takes host time.
+DENSE, SHARED, JAGGED = (
+    layout.value
+    for layout in (target_schedule.DENSE, target_schedule.SHARED, target_schedule.JAGGED)
+)
+WARP_ROWS = BLOCK_R.value
 
 _forward = Launcher(forward_kernel)
 _combine_outputs = Launcher(combine_outputs_kernel)
@@ -80,7 +87,7 @@ def forward(
     sums = stats.new_empty([num_slots, room, call.width])
     sums_stats = stats.new_empty([num_slots, 2, room])
     outputs = (out, rest_or_none, stats, sums, sums_stats)
-    if call.one_warp or call.few_warps:
+    if call.by_warps(backward=False):
         (_warp_forward if call.one_warp else _block_forward)(
             (num_slots + call.num_samples,),
             (*call.inputs, *outputs, call.offsets[0], *call.sizes, num_slots, scale),
@@ -123,6 +130,7 @@ def backward(
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
     call = _Call(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps)
     tiles = call.tiles(backward=True)
+    by_warps = call.by_warps(backward=True)
     shared = call.layout == SHARED
     rest_or_none = rest if rest.numel() else None
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
@@ -134,7 +142,7 @@ def backward(
     targets = call.num_targets if call.one_warp else 1
     grad_tables = None
     if buckets:
-        fill = stats.new_empty if call.one_warp or call.few_warps else stats.new_zeros
+        fill = stats.new_empty if by_warps else stats.new_zeros
         grad_tables = fill([num_programs, buckets, targets, call.num_heads])
     sums = stats.new_empty([num_slots, call.rows_of_slot(tiles["BLOCK_R"]), call.width])
     grad_out = grad_out.contiguous()
@@ -161,7 +169,7 @@ def backward(
                 | {"SINGLE_PASS": single_pass, "ONE_BLOCK": one_block},
             )  # fmt: skip
 
-    if call.num_samples and (call.one_warp or (call.few_warps and buckets)):
+    if by_warps and call.num_samples:
         (_warp_backward if call.one_warp else _block_backward)(
             (num_programs,),
             (
@@ -199,7 +207,7 @@ def backward(
     if grad_tables is not None:
         grad_table = stats.new_empty([buckets, call.num_heads])
         _sum_tables(
-            (triton.cdiv(grad_table.numel(), 8),),
+            (-(-grad_table.numel() // 8),),
             (grad_tables, grad_table, num_programs, targets, grad_table.numel()),
             {"H": call.num_heads, "BLOCK": 1024, "COLUMNS": 8, "num_warps": 16},
         )
@@ -245,6 +253,15 @@ class _Call:
         biases = (bias, position_bias, age_bias, timestamps)
         self.inputs = (query.contiguous(), history, *(_contiguous(tensor) for tensor in biases))
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
+        self.sizes = (self.num_samples, self.num_targets, self.total_rows)
+        self.constants = {
+            "LAYOUT": self.layout,
+            "H": self.num_heads,
+            "D": self.width,
+            "P": 0 if position_bias is None else position_bias.shape[0],
+            "A": 0 if age_bias is None else age_bias.shape[0],
+            "PRECISION": self.precision,
+        }
         self.one_warp = self.few_warps = False
         if (
             self.layout != JAGGED
@@ -252,25 +269,25 @@ class _Call:
             and (self.width | self.history_stride) % 8 == 0
             and history.data_ptr() % 16 == 0
             and (bias is None or self.num_targets == 1)
-            and _has_warp_kernels(history.device)
+            and self.constants["P"] + self.constants["A"] <= 256  # a table lies in shared memory
         ):
-            self.one_warp = self.rows <= WARP_ROWS.value and self.width <= 256
-            self.few_warps = WARP_ROWS.value < self.rows <= 64 and self.width <= 128
-        self.sizes = (self.num_samples, self.num_targets, self.total_rows)
-        self.constants = {
-            "LAYOUT": self.layout.value,
-            "H": self.num_heads,
-            "D": self.width,
-            "P": 0 if position_bias is None else position_bias.shape[0],
-            "A": 0 if age_bias is None else age_bias.shape[0],
-            "PRECISION": self.precision,
-        }
+            room = _room_for_warps(history.device)
+            self.one_warp = self.rows <= WARP_ROWS and self.width <= 256 and room > 0
+            self.few_warps = WARP_ROWS < self.rows <= 64 and self.width <= 128 and room > 200_000
+
+    def by_warps(self, backward: bool) -> bool:
+        """Whether the kernels of ``warp_tiles.py`` take this direction.
+
+        A few warps are slower backward than ``target_backward.py``, but where there are tables.
+        """
+        tables = self.constants["P"] + self.constants["A"] > 0
+        return self.one_warp or (self.few_warps and (tables or not backward))
 
     def num_blocks(self, block_rows: int) -> int:
         """How many blocks of query rows there are at most."""
         if self.layout == JAGGED:
             return self.total_rows // block_rows + self.num_samples
-        return self.num_samples * triton.cdiv(self.rows, block_rows)
+        return self.num_samples * -(-self.rows // block_rows)
 
     def rows_of_slot(self, block_rows: int) -> int:
         """How many query rows the sums of a chunk have."""
@@ -284,14 +301,14 @@ class _Call:
         width = padded_width(self.width)
         if self.one_warp:
             return {
-                "BLOCK_R": WARP_ROWS.value,
+                "BLOCK_R": WARP_ROWS,
                 "BLOCK_N": 16 if backward else 32,
                 "BLOCK_D": width,
                 "CHUNK": 256,
                 "NUM_STAGES": 4 if backward else 3,
                 "num_warps": 1,
             }
-        if self.few_warps and not (backward and self.constants["P"] + self.constants["A"] == 0):
+        if self.by_warps(backward):
             block_r = padded_width(self.rows)
             return {
                 "BLOCK_R": block_r,
@@ -315,11 +332,11 @@ class _Call:
 
     def combine_grid(self, num_slots: int, constants: dict) -> tuple[int, int]:
         """Programs that bring chunks together: one for each slot and block of columns."""
-        return num_slots, triton.cdiv(self.width, constants["BLOCK_D"])
+        return num_slots, -(-self.width // constants["BLOCK_D"])
 
     def combine_constants(self, tiles: dict) -> dict:
         """Compile-time arguments of the kernels that bring chunks together, a warp for each."""
-        block_r = triton.next_power_of_2(self.rows_of_slot(tiles["BLOCK_R"]))
+        block_r = 1 << (self.rows_of_slot(tiles["BLOCK_R"]) - 1).bit_length()
         return {
             **{name: self.constants[name] for name in ("LAYOUT", "H", "D")},
             "BLOCK_R": block_r,
@@ -351,9 +368,14 @@ class _Call:
 
 
 @functools.cache
-def _has_warp_kernels(device: torch.device) -> bool:
-    """Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one."""
-    return not triton.knobs.runtime.interpret and torch.cuda.get_device_capability(device) >= (8, 0)
+def _room_for_warps(device: torch.device) -> int:
+    """Bytes of shared memory for a program of ``warp_tiles.py``, or 0 where they do not run.
+
+    Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one.
+    """
+    if triton.knobs.runtime.interpret or torch.cuda.get_device_capability(device) < (8, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

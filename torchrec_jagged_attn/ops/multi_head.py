@@ -255,16 +255,17 @@ def _backward(
             for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
             if need
         ]
+    ones = grad_q.new_ones(grad_q.shape[0])  # sums of many rows are fast as products
     if in_bias is not None and needs_bias:
         grad_bias = grad_q.new_zeros(in_bias.shape)
         grad_b_q, _, grad_b_v = grad_bias.chunk(3)
-        torch.sum(grad_q, 0, out=grad_b_q)
+        torch.mv(grad_q.T, ones, out=grad_b_q)
         torch.mv(grad_values.T, filled, out=grad_b_v)
         grads.append(grad_bias.to(in_bias.dtype))
     if needs_out_weight:
         grads.append((grad_out.T @ values).to(out_weight.dtype))
     if out_bias is not None and needs_out_bias:
-        grads.append(grad_out.sum(0).to(out_bias.dtype))
+        grads.append(torch.mv(grad_out.T, ones).to(out_bias.dtype))
     return grads + grads_of_tables
 
 
