@@ -376,7 +376,7 @@ def test_reads_jagged_tensors_that_are_views():
 
 
 def test_no_sample_at_all():
-    """TorchRec's unsharded lookups do not take a batch of none, what follows them does."""
+    """TorchRec's lookups do not take a batch of none, what follows them does."""
     scenario = SCENARIOS["pooled-neighbours"]
     collection = make_collection(scenario)
     none = torch.zeros(0, dtype=torch.int64)
@@ -386,6 +386,8 @@ def test_no_sample_at_all():
         for config in collection.embedding_collection.embedding_configs()
         for name in config.feature_names
     }
+    with pytest.raises(ValueError, match="features must have at least one sample, got none"):
+        collection(features)
     bags = KeyedTensor(["tags"], [8], torch.zeros(0, 8))
     assert collection.pooling(features, empty, bags).values().shape == (0, 6 * 8)
 

@@ -176,7 +176,6 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "torch.compile of the attention": changed(compile_attention),
     "index dedup": deduplicated,
     "plan without constraints": planned_freely,
-    "variable batch sizes": variable_batch_sizes,
     "variable batch sizes, evaluated": lambda device: evaluated(
         make_sharded_model(device), device, once=True
     ),
@@ -201,6 +200,7 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "bf16 tables": lambda device: losses_of(
         make_sharded_model(device, data_type=DataType.BF16), device
     ),
+    "variable batch sizes": variable_batch_sizes,
 }
 
 

@@ -188,8 +188,8 @@ def make_batch(step: int, rank: int) -> Batch:
         dense_features=torch.randn(len(lengths), 3, generator=generator),
         sparse_features=KeyedJaggedTensor(
             keys=list(bags),
-            values=torch.tensor([i for rows in bags.values() for ids in rows for i in ids]),
-            lengths=torch.tensor([len(ids) for rows in bags.values() for ids in rows]),
+            values=torch.tensor([i for rows in bags.values() for ids in rows for i in ids]).long(),
+            lengths=torch.tensor([len(ids) for rows in bags.values() for ids in rows]).long(),
         ),
         labels=torch.arange(len(lengths)) % 2,
     )

@@ -165,8 +165,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             ValueError: a target without exactly one id in each sample, or histories (and
                 timestamps) of one attention with different lengths. Counts of rows are always
                 checked; the lengths of each sample on CPU, and on CUDA with
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. Weights, missing timestamps, or batch sizes
-                that vary by feature without ``inverse_indices``.
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. No sample, weights, missing timestamps, or
+                batch sizes that vary by feature without ``inverse_indices``.
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
                 or on CPU with gradients.
         """
@@ -322,6 +322,8 @@ def _check_features(features: KeyedJaggedTensor, sharded: bool) -> None:
     if not is_scripting():
         if features.weights_or_none() is not None:
             raise ValueError("features must have no weights, got a weighted KeyedJaggedTensor")
+        if features.stride() == 0:  # which lookups fail on, each in another way
+            raise ValueError("features must have at least one sample, got none")
         if features.variable_stride_per_key():
             if not sharded:
                 raise NotImplementedError(
