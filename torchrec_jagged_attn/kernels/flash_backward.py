@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import LOG2E, load_stats, mean_grad
+from torchrec_jagged_attn.kernels.common import LOG2E, mean_grad
 from torchrec_jagged_attn.kernels.flash_schedule import locate_tile
 from torchrec_jagged_attn.kernels.flash_tiles import (
     add_relative_grad,
@@ -25,13 +25,20 @@ __all__ = ["grad_kv_kernel", "grad_q_kernel"]
 
 
 @triton.jit
-def _load_stats(stats_ptr, num_stats, rows, mask, EXACT: tl.constexpr):
-    """What :func:`softmax_of_stats` needs of ``rows``; where masked, their weights are zero."""
-    maximum, inverse = load_stats(stats_ptr, num_stats, rows, mask)
-    if EXACT:
-        maximum = tl.where(mask, maximum, float("inf"))
+def _load_stats(stats_ptr, num_stats, rows, mask, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """What :func:`softmax_of_stats` needs of ``rows``: ``(maximum, inverse)``.
+
+    Their weights do not overflow where masked, and the second is read only if ``EXACT``.
+    """
+    if MASKED:
+        maximum = tl.load(stats_ptr + rows, mask=mask, other=float("inf"))
     else:
-        maximum -= tl.log2(tl.where(inverse > 0, inverse, 1.0))
+        maximum = tl.load(stats_ptr + rows)
+    inverse = maximum
+    if EXACT and MASKED:
+        inverse = tl.load(stats_ptr + num_stats + rows, mask=mask, other=0.0)
+    elif EXACT:
+        inverse = tl.load(stats_ptr + num_stats + rows)
     return maximum, inverse
 
 
@@ -170,7 +177,7 @@ def grad_q_kernel(
     q = -q if NEGATIVE else q
     grad_out = load_rows(grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
     out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
-    maximum, inverse = _load_stats(stats_ptr, num_stats, stat, i < count, EXACT)
+    maximum, inverse = _load_stats(stats_ptr, num_stats, stat, i < count, True, EXACT)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
 
     seen_by_all, seen_by_any = num_keys, num_keys
@@ -256,8 +263,11 @@ def _grad_of_keys(
             grad_out_ptr, row, rest, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, MASKED
         )
         stat, own = (base + i) * H + head, i < num_rows
-        maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, EXACT)
-        delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
+        maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, MASKED, EXACT)
+        if MASKED:
+            delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
+        else:
+            delta = tl.load(delta_ptr + stat)
         visible = own[None, :]
         if CAUSAL:
             visible = visible & (i[None, :] >= low[:, None])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import store_stats
 from torchrec_jagged_attn.kernels.flash_schedule import locate_tile
 from torchrec_jagged_attn.kernels.flash_tiles import (
     key_bias,
     load_rows,
     online_softmax,
     store_rows,
+    store_softmax_stats,
 )
 
 __all__ = ["forward_kernel"]
@@ -158,6 +158,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One tile of query rows of one head, over all keys of its sample."""
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     tile, head = tl.program_id(0) // H, tl.program_id(0) % H
     kv_head = head // (H // HK)
     listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
@@ -172,7 +173,7 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if num_keys == 0:
         store_rows(out_ptr, acc, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
-        store_stats(stats_ptr, num_stats, stat, i < count, maximum, total)
+        store_softmax_stats(stats_ptr, num_stats, stat, i < count, maximum, total, EXACT)
         return
     q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
     q = -q if NEGATIVE else q
@@ -214,4 +215,4 @@ def forward_kernel(
 
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
-    store_stats(stats_ptr, num_stats, stat, i < count, maximum, total)
+    store_softmax_stats(stats_ptr, num_stats, stat, i < count, maximum, total, EXACT)

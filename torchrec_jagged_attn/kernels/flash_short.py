@@ -10,8 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import mean_grad, store_stats
-from torchrec_jagged_attn.kernels.flash_tiles import load_rows, online_softmax, store_rows
+from torchrec_jagged_attn.kernels.common import mean_grad
+from torchrec_jagged_attn.kernels.flash_tiles import (
+    load_rows,
+    online_softmax,
+    store_rows,
+    store_softmax_stats,
+)
 
 __all__ = ["backward_short_kernel", "forward_short_kernel"]
 
@@ -78,7 +83,8 @@ def forward_short_kernel(
     out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
     store_rows(out_ptr, out, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV)
     i = tl.arange(0, BLOCK)
-    store_stats(stats_ptr, num_stats, (q_row + i) * H + head, i < num_rows, maximum, total)
+    stat = (q_row + i) * H + head
+    store_softmax_stats(stats_ptr, num_stats, stat, i < num_rows, maximum, total, False)
 
 
 @triton.jit

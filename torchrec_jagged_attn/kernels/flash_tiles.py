@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import LOG2E, recency_bucket
+from torchrec_jagged_attn.kernels.common import LOG2E, recency_bucket, store_stats
 from torchrec_jagged_attn.kernels.score_bias import load_bias
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "online_softmax",
     "softmax_of_stats",
     "store_rows",
+    "store_softmax_stats",
 ]
 
 
@@ -151,6 +152,19 @@ def online_softmax(
 
 
 @triton.jit
+def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT: tl.constexpr):
+    """:func:`common.store_stats`; unless ``EXACT``, of the log-sum-exp and a total of one.
+
+    The logarithm is rounded by more than the sum is, but saves backward a product for each weight.
+    """
+    if not EXACT:
+        seen = total > 0
+        maximum = tl.where(seen, maximum + tl.log2(tl.where(seen, total, 1.0)), maximum)
+        total = tl.where(seen, 1.0, 0.0)
+    store_stats(stats_ptr, num_stats, rows, mask, maximum, total)
+
+
+@triton.jit
 def softmax_of_stats(
     products,
     factor,
@@ -164,7 +178,7 @@ def softmax_of_stats(
 ):
     """Weights of the softmax of the same scores, from their statistics, shaped to go with them.
 
-    Unless ``EXACT``, ``maximum`` is the log-sum-exp, and ``inverse`` is not read.
+    Unless ``EXACT``, ``inverse`` is not read, since it is one where anything is visible.
     """
     if BIASED:
         weights = tl.exp2(products * factor + (bias - maximum))
