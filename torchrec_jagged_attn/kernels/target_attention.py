@@ -205,12 +205,7 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        grad_table = stats.new_empty([buckets, call.num_heads])
-        _sum_tables(
-            (-(-grad_table.numel() // 8),),
-            (grad_tables, grad_table, num_programs, targets, grad_table.numel()),
-            {"H": call.num_heads, "BLOCK": 1024, "COLUMNS": 8, "num_warps": 16},
-        )
+        grad_table = _sum_of_tables(grad_tables)
         of_position, of_age = grad_table.split([call.constants["P"], call.constants["A"]])
         if position_bias is not None:
             grad_position_bias = of_position.to(position_bias.dtype)
@@ -376,6 +371,19 @@ def _room_for_warps(device: torch.device) -> int:
     if triton.knobs.runtime.interpret or torch.cuda.get_device_capability(device) < (8, 0):
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _sum_of_tables(tables: Tensor) -> Tensor:
+    """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
+    num_tables, buckets, targets, num_heads = tables.shape
+    size = buckets * num_heads
+    constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8}
+    groups = tables.new_empty([32, buckets, num_heads])
+    programs = -(-size // 8)
+    _sum_tables((programs, 32), (tables, groups, num_tables, targets, size), constants)
+    out = tables.new_empty([buckets, num_heads])
+    _sum_tables((programs, 1), (groups, out, 32, 1, size), constants)
+    return out
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -146,7 +146,7 @@ def combine_gradients_kernel(
 @triton.jit(do_not_specialize=["num_tables", "num_targets"])
 def sum_tables_kernel(
     tables_ptr,  # [tables, buckets, targets, H] fp32
-    out_ptr,  # [buckets, H] fp32
+    out_ptr,  # [groups, buckets, H] fp32
     num_tables,
     num_targets,
     size,  # buckets · H
@@ -154,15 +154,18 @@ def sum_tables_kernel(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums over tables and targets, of COLUMNS elements; BLOCK tables at a time."""
+    """Sums over targets and a group of tables, BLOCK of them at a time, of COLUMNS elements."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    tables = tl.arange(0, BLOCK).to(tl.int64)
+    group = tl.program_id(1)
+    of_group = tl.cdiv(num_tables, tl.num_programs(1))
+    begin = group * of_group
+    end = tl.minimum(begin + of_group, num_tables)
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for target in range(num_targets):
         at = (column // H * num_targets + target) * H + column % H
-        ptrs = tables_ptr + tables[:, None] * (size * num_targets) + at[None, :]
-        for first in range(0, num_tables, BLOCK):
-            mask = (tables < num_tables - first)[:, None] & (column < size)[None, :]
+        for first in range(begin, end, BLOCK):
+            table = (first + tl.arange(0, BLOCK)).to(tl.int64)
+            mask = (table < end)[:, None] & (column < size)[None, :]
+            ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
             total += tl.load(ptrs, mask=mask, other=0.0)
-            ptrs += BLOCK * size.to(tl.int64) * num_targets
-    tl.store(out_ptr + column, tl.sum(total, 0), mask=column < size)
+    tl.store(out_ptr + group * size + column, tl.sum(total, 0), mask=column < size)
