@@ -38,7 +38,7 @@ from torch.utils.benchmark import Timer
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
 
 import suites
-from report import make_table, plot, plot_roofline
+from figures import make_table, plot, plot_roofline
 from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
 import torchrec_jagged_attn
