@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -300,6 +301,8 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     args = parse_args()
+    # Threads cost such small layers more than they bring.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     try:
         serve(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except RequestError as error:
