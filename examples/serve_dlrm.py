@@ -92,9 +92,12 @@ class Scorer(nn.Module):
             torch._check(column.shape[0] == count)
         item_history, category_history = (rows[name].values() for name in HISTORIES)
         torch._check(item_history.shape[0] == category_history.shape[0])
+        history = JaggedTensor(
+            torch.cat([item_history, category_history], dim=1), lengths=lengths[2:3]
+        )
         attended = collection.pooling.attentions[0](
             JaggedTensor(torch.cat(list(columns.values()), dim=1), lengths=lengths[:1]),
-            JaggedTensor(torch.cat([item_history, category_history], dim=1), lengths=lengths[2:3]),
+            collection.pooling.encoders[0](history),
         )
         columns |= zip(HISTORIES, attended.chunk(2, dim=1), strict=True)
         users = KeyedJaggedTensor(
@@ -190,7 +193,8 @@ def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
     options, features = description["options"], description["features"]
     if (pooling := description["progress"]["pooling"]) != "attention":
         raise RequestError(f"{checkpoint} must pool by attention, got {pooling}")
-    shape = argparse.Namespace(width=int(options["width"]), heads=int(options["heads"]))
+    names = ("width", "heads", "encoder_layers")
+    shape = argparse.Namespace(**{name: int(options[name]) for name in names})
     model = build_model("attention", features["cardinalities"], shape)
     dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
     return Scorer(model.model).to(device).eval(), features

@@ -100,6 +100,8 @@ def parse_args() -> argparse.Namespace:
                        help="of the histories; several are trained one after the other")
     model.add_argument("--width", type=positive, default=16, help="columns of all tables")
     model.add_argument("--heads", type=positive, default=4, help="of the attention")
+    model.add_argument("--encoder-layers", type=int, default=0,
+                       help="in which a history attends to itself, before the attention")
     model.add_argument("--half-life", type=float, default=3,
                        help="events over which the weight halves in recency pooling; the best on "
                             "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
@@ -126,6 +128,8 @@ def parse_args() -> argparse.Namespace:
             f"--width must be a multiple of 4, and --heads divide twice the width: got --width "
             f"{args.width} and --heads {args.heads}"
         )
+    if args.encoder_layers < 0:
+        parser.error(f"--encoder-layers must be at least 0, got {args.encoder_layers}")
     if not args.half_life > 0:
         parser.error(f"--half-life must be positive, got {args.half_life}")
     args.epochs = args.epochs or (12 if args.data else 2)
@@ -150,6 +154,7 @@ def build_model(pooling: str, cardinalities: dict[str, int], args: argparse.Name
             target=["item", "category"],
             history=["item_history", "category_history"],
             num_heads=args.heads,
+            encoder_layers=args.encoder_layers,
         )
         collection = TargetAttentionEmbeddingBagCollection(tables, [attention])
     else:

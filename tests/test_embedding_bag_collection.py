@@ -548,6 +548,11 @@ REFUSED = {
         [TargetAttentionConfig("item", "hist", num_heads=3)],
         "num_heads must divide the 8 columns of history 'hist', got 3",
     ),
+    "less-than-no-encoder": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", encoder_layers=-1)],
+        "encoder_layers must be at least 0, got -1",
+    ),
     "no-heads": ([ITEM], [TargetAttentionConfig("item", "hist", num_heads=0)], "num_heads"),
     "timestamps-in-a-table": (
         [ITEM, table("t_time", "time")],
@@ -667,6 +672,40 @@ def test_missing_feature():
     batch = {key: bags for key, bags in GOOD.items() if key != "hist2"}
     with pytest.raises(KeyError, match="hist2"):
         make_collection(PAIRS)(to_features(batch))
+
+
+def test_rows_of_a_history_attend_to_each_other_first(device):
+    scenario = Scenario(
+        [table("t_item", "item", "hist")],
+        [TargetAttentionConfig("item", "hist", recency_bias=False, encoder_layers=2)],
+    )
+    collection = make_collection(scenario, device)
+    lengths = [3, 0, 1, 7]
+    batch = make_batch(scenario, lengths)
+    weight = table_weights(collection)["t_item"].detach().double()
+    layers, attention = collection.pooling.encoders[0], collection.pooling.attentions[0]
+    encoders = []
+    for layer in layers:
+        encoder = nn.TransformerEncoderLayer(
+            8, 4, 32, dropout=0.0, activation="gelu", norm_first=True, batch_first=True
+        )
+        encoder.load_state_dict(layer.state_dict())
+        encoders.append(encoder.double().to(device))
+    multi_head = nn.MultiheadAttention(8, 4, batch_first=True)
+    multi_head.load_state_dict(attention.state_dict())
+    multi_head.double().to(device)
+    expected = torch.zeros(len(lengths), 8, dtype=torch.float64, device=device)
+    for sample, ids in enumerate(batch["hist"]):
+        if ids:
+            rows = weight[torch.tensor(ids, device=device)].unsqueeze(0)
+            for encoder in encoders:
+                rows = encoder(rows)
+            target = weight[torch.tensor(batch["item"][sample], device=device)].unsqueeze(0)
+            expected[sample] = multi_head(target, rows, rows, need_weights=False)[0][0, 0]
+        else:
+            expected[sample] = multi_head.out_proj.bias
+    out = collection(to_features(batch, device)).to_dict()["hist"]
+    torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_refused():

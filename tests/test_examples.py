@@ -437,6 +437,12 @@ def test_all_poolings_train_and_are_compared(finished):
     assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_histories_may_attend_to_themselves_first(tmp_path):
+    process = run(tmp_path, "--epochs=1", "--pooling=attention", "--encoder-layers=1")
+    assert process.returncode == 0, process.stderr
+    assert 0.5 < results(tmp_path)["attention"]["auc"] < 1
+
+
 def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_path):
     process = run(tmp_path, "--epochs=1", "--workers=1", ranks=2)
     assert process.returncode == 0, process.stderr

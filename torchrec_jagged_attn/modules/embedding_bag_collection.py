@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.layout import should_validate
+from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
 __all__ = [
@@ -51,6 +52,8 @@ class TargetAttentionConfig:
         recency_bias: whether scores have a learned bias by position in the history, and by age
             where there are ``timestamps``.
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
+        encoder_layers: how many times the rows of a history first attend to each other, each time
+            in a :class:`HistoryEncoderLayer` of ``num_heads``.
 
     Example:
         >>> config = TargetAttentionConfig(target=["item", "tag"], history=["items", "tags"])
@@ -64,6 +67,7 @@ class TargetAttentionConfig:
     timestamps: str | None = None
     recency_bias: bool = True
     init: Literal["recency", "mha"] = "recency"
+    encoder_layers: int = 0
 
     @property
     def targets(self) -> list[str]:
@@ -233,6 +237,20 @@ class _Pooling(nn.Module):
         self._bag_keys = [(name, output_name) for _, name, output_name in keys(bag_tables)]
         self._configs = attentions
         self._width = sequence_tables[0].embedding_dim
+        self.encoders = nn.ModuleList(
+            nn.Sequential(
+                *(
+                    HistoryEncoderLayer(
+                        self._width * len(config.histories),
+                        config.num_heads,
+                        recency_bias=config.recency_bias,
+                        device=device,
+                    )
+                    for _ in range(config.encoder_layers)
+                )
+            )
+            for config in attentions
+        )
         self.attentions = nn.ModuleList(
             JaggedTargetAttention(
                 self._width * len(config.histories),
@@ -254,7 +272,9 @@ class _Pooling(nn.Module):
         columns = {name: _single_rows(sequences[name], name) for name in self._target_keys}
         for name, output_name, mode in self._pooled_keys:
             columns[output_name] = _segment_reduce(sequences[name], mode)
-        for config, attention in zip(self._configs, self.attentions, strict=True):
+        for config, encoder, attention in zip(
+            self._configs, self.encoders, self.attentions, strict=True
+        ):
             history = _side_by_side(
                 [sequences[name] for name in config.histories], config.histories
             )
@@ -262,7 +282,9 @@ class _Pooling(nn.Module):
             if config.timestamps is not None:
                 timestamps = _timestamps(features, config.timestamps, history, config.histories[0])
             attended = attention(
-                torch.cat([columns[name] for name in config.targets], dim=1), history, timestamps
+                torch.cat([columns[name] for name in config.targets], dim=1),
+                encoder(history),
+                timestamps,
             )
             for column, name in enumerate(config.histories):
                 columns[name] = attended.narrow(1, column * self._width, self._width)
@@ -484,6 +506,8 @@ def _check_configs(
                 f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
                 f"got {config.num_heads}"
             )
+        if config.encoder_layers < 0:
+            raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
         if config.timestamps in holders:
             raise ValueError(
                 "timestamps must be a key that no table holds, "
