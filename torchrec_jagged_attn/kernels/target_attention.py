@@ -4,8 +4,9 @@ Keys and values are the same rows ``x``. With R query rows per sample (targets �
 order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
-    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, where one block holds the
-               query rows of a sample; else reads x once more for each block: 14·N·R·D FLOPs
+    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, in half precision where
+               one block holds the query rows of a sample; else reads x once more for each block:
+               14·N·R·D FLOPs
 
 Histories are cut into chunks, so that a long one is spread over the GPU; the sums of a sample's
 chunks are brought together by a kernel of their own, in their order. Nothing is accumulated by
@@ -341,7 +342,7 @@ class _Call:
         }
 
     def warp_constants(self, tiles: dict) -> dict:
-        """Compile-time arguments of the kernels of single warps."""
+        """Compile-time arguments of the kernels of ``warp_tiles.py``."""
         names = ("H", "D", "P", "A")
         fixed = {"BLOCK_R"} if self.one_warp else set()
         of_tiles = {name: value for name, value in tiles.items() if name not in fixed}
