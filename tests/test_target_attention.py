@@ -101,6 +101,34 @@ def test_recency(layout, dtype, times, device):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width"), [(1, 4, 24), (3, 2, 128), (9, 2, 64), (30, 2, 24)]
+)
+def test_recency_over_several_chunks(num_targets, num_heads, width, shared, dtype, device):
+    """Without a bias for each row, so that the kernels of ``warp_tiles.py`` take all of them."""
+    skip_unless_supported(Case("recency", 5, 1300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([1300, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    generator = torch.Generator().manual_seed(1)
+    inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(device, dtype)
+    inputs["age_bias"] = torch.randn(70, num_heads, generator=generator).to(device, dtype)
+    timestamps = torch.exp(14 * torch.rand(1368, generator=generator)).to(device, torch.int64)
+
+    def with_times(function):
+        return functools.partial(function, timestamps=timestamps)
+
+    assert_matches_oracle(
+        with_times(jagged_target_attention),
+        with_times(target_attention_oracle),
+        with_times(target_attention_plain),
+        inputs,
+    )
+
+
 def test_buckets_at_their_edges(device):
     """Ages around the first of every bucket; each sample tells the bucket of its older row."""
     first = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 160)]
@@ -268,9 +296,12 @@ def test_strided_inputs_and_gradients(device):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
-def test_other_samples_never_matter(device, num_targets, dtype):
-    lengths = [3, 0, 130, 17, 700]
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_other_samples_never_matter(device, bias, num_targets, dtype):
+    lengths = [3, 0, 130, 17, 1100]
     inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
+    if not bias:
+        del inputs["bias"]
     grad_out = torch.randn_like(inputs["query"])
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
@@ -287,7 +318,7 @@ def test_other_samples_never_matter(device, num_targets, dtype):
     fewer = {
         "query": inputs["query"][order],
         "history": inputs["history"][rows],
-        "bias": inputs["bias"][rows],
+        **({"bias": inputs["bias"][rows]} if bias else {}),
         "offsets": offsets_of(torch.tensor(lengths)[order], torch.int64, device),
     }
     permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
