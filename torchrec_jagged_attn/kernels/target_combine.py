@@ -99,10 +99,10 @@ def combine_outputs_kernel(
 @triton.jit(do_not_specialize=["num_samples", "num_targets"])
 def combine_gradients_kernel(
     sums_ptr,  # [slots, rows_of_slot, D] fp32
-    residuals_ptr,  # [slots, rows_of_slot] fp32, where a sample may have several blocks
+    residuals_ptr,  # [slots, rows_of_slot] fp32; None where one block and pass serve all samples
     out_ptr,  # [rows, D]
     grad_query_ptr,  # [rows, D]
-    delta_ptr,  # [rows] fp32, in and out, as residuals
+    delta_ptr,  # [rows] fp32, in and out; None where residuals are
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
