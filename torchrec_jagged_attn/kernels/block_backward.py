@@ -21,7 +21,6 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     row_buckets,
     row_layout,
     store_rows,
-    tile_ring,
 )
 
 __all__ = ["backward_kernel"]
@@ -47,6 +46,12 @@ def _add_to_table(table, buckets, visible, rounded, left, FIRST: gl.constexpr):
         rows.store(mma_v2(rounded, choice, sums))
 
 
+@gluon.constexpr_function
+def _column_layout(rows, warps):
+    """A block of a table with each bucket's rows in one lane, the same in all warps."""
+    return gl.BlockedLayout([rows, 1], [1, 32], [1, warps], [0, 1])
+
+
 @gluon.jit
 def _store_table(
     table,
@@ -56,15 +61,19 @@ def _store_table(
     FIRST: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """``[buckets, H]`` of the ``BLOCKS`` blocks from FIRST on, summed over each head's rows."""
-    mma: gl.constexpr = products_by_warp(gl.num_warps())
-    r = gl.arange(0, table.shape[1], gl.SliceLayout(1, mma))
-    b = gl.arange(0, 16, gl.SliceLayout(0, mma))
-    for at in gl.static_range(BLOCKS):
-        rows = table.index(FIRST + at).load(mma)
+    """``[buckets, H]`` of the ``BLOCKS`` blocks from FIRST on, summed over each head's rows.
+
+    A lane knows which of its rows are a head's when it is compiled: sums take no more additions
+    than there are rows, and nothing of other lanes.
+    """
+    layout: gl.constexpr = _column_layout(table.shape[1], gl.num_warps())
+    r = gl.arange(0, table.shape[1], gl.SliceLayout(1, layout))
+    b = gl.arange(0, 16, gl.SliceLayout(0, layout))
+    for at in range(BLOCKS):
+        rows = table.index(FIRST + at).load(layout)
+        bucket = at * 16 + b
         for head in gl.static_range(H):
             of_head = gl.sum(gl.where((r % H == head)[:, None], rows, 0.0), 0)
-            bucket = at * 16 + b
             gl.store(ptr + bucket * H + head, of_head, mask=bucket < buckets)
 
 
@@ -125,7 +134,8 @@ def backward_kernel(
         if bias_ptr is not None:
             bias_ptr += first * H
             grad_bias_ptr += first * H
-        ring = tile_ring(dtype, NUM_STAGES, BLOCK_N, D, BLOCK_D)
+        shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
+        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D))
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         row = sample.to(gl.int64) * count

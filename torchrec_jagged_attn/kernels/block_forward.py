@@ -13,9 +13,9 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     load_bias,
     load_rows,
     products_by_warp,
+    ring_layout,
     row_buckets,
     store_rows,
-    tile_ring,
 )
 
 __all__ = ["forward_kernel"]
@@ -63,7 +63,9 @@ def forward_kernel(
         history_ptr += first * STRIDE
         if bias_ptr is not None:
             bias_ptr += first * H
-        ring = tile_ring(history_ptr.dtype.element_ty, NUM_STAGES, BLOCK_N, D, BLOCK_D)
+        dtype: gl.constexpr = history_ptr.dtype.element_ty
+        shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
+        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D))
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         count = num_targets * H
@@ -113,9 +115,8 @@ def forward_kernel(
             inverse = gl.where(total > 0, 1.0 / gl.where(total > 0, total, 1.0), 0.0)
             out = acc * inverse[:, None]
             store_rows(out_ptr, out, row, count, D)
-            if rest_ptr is not None:
-                rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
-                store_rows(rest_ptr, rest, row, count, D)
+            rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
+            store_rows(rest_ptr, rest, row, count, D)
             ptrs = stats_ptr + row + r
             gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
             gl.store(ptrs + num_rows, inverse, mask=r < count)

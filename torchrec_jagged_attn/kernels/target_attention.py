@@ -367,9 +367,11 @@ class _Call:
 def _room_for_warps(device: torch.device) -> int:
     """Bytes of shared memory for a program of ``warp_tiles.py``, or 0 where they do not run.
 
-    Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one.
+    Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one of NVIDIA.
     """
-    if triton.knobs.runtime.interpret or torch.cuda.get_device_capability(device) < (8, 0):
+    of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
+    capability = torch.cuda.get_device_capability(device)
+    if triton.knobs.runtime.interpret or of_amd or capability < (8, 0):
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 

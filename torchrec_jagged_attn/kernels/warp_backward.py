@@ -25,7 +25,6 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     row_buckets,
     row_layout,
     store_rows,
-    tile_ring,
 )
 
 __all__ = ["backward_kernel"]
@@ -124,7 +123,8 @@ def backward_kernel(
         if bias_ptr is not None:
             bias_ptr += first * H
             grad_bias_ptr += first * H
-        ring = tile_ring(dtype, NUM_STAGES, BLOCK_N, D, BLOCK_D)
+        shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
+        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D))
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         row = sample.to(gl.int64) * count

@@ -34,7 +34,6 @@ __all__ = [
     "row_buckets",
     "row_layout",
     "store_rows",
-    "tile_ring",
 ]
 
 
@@ -136,31 +135,15 @@ def store_rows(ptr, value, first, count, D: gl.constexpr):
 
 
 @gluon.jit
-def tile_ring(
-    dtype: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
-    """Shared memory for STAGES tiles; columns that no row has are zero."""
-    ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring_layout(BLOCK_D))
-    if D < BLOCK_D:
-        layout: gl.constexpr = row_layout(BLOCK_D, gl.num_warps())
-        for stage in gl.static_range(STAGES):
-            ring.index(stage).store(gl.zeros([BLOCK_N, BLOCK_D], dtype, layout))
-    return ring
-
-
-@gluon.jit
 def copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
-    """Begin to copy the rows from ``start`` on to ``tile``, zeros from ``end`` on: one group."""
+    """Begin to copy the rows from ``start`` on to ``tile``: one group.
+
+    Copies that are masked, beyond ``end`` and D, write zeros.
+    """
     BLOCK_N: gl.constexpr = tile.shape[0]
     BLOCK_D: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = row_layout(BLOCK_D, gl.num_warps())
     if start < end:
-        if start + BLOCK_N > end:
-            tile.store(gl.zeros([BLOCK_N, BLOCK_D], tile.dtype, layout))
         i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
         mask = (i < end - start)[:, None]
