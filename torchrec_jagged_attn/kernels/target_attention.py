@@ -370,8 +370,9 @@ def _room_for_warps(device: torch.device) -> int:
     Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one of NVIDIA.
     """
     of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
-    capability = torch.cuda.get_device_capability(device)
-    if triton.knobs.runtime.interpret or of_amd or capability < (8, 0):
+    if triton.knobs.runtime.interpret or of_amd:
+        return 0
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 

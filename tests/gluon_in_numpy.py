@@ -1,0 +1,269 @@
+"""Runs the package's Gluon kernels in numpy: Gluon has no interpreter as Triton has.
+
+The code of a kernel runs as it stands, program by program, in an order that is none of a GPU's.
+What it calls of Gluon is here. Layouts mean nothing; asynchronous copies arrive as late as
+``wait_group`` allows, and fill what their mask leaves out with zeros; fresh shared memory is NaN;
+every access is held against the bounds of its tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import types
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as real
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from torchrec_jagged_attn.kernels import target_attention
+from torchrec_jagged_attn.kernels.launch import Launcher
+
+__all__ = ["gluon_in_numpy"]
+
+HOPPER_SHARED_MEMORY = 232_448
+
+
+class Layout:
+    """Any layout, of anything."""
+
+    def __init__(self, *_: object) -> None:
+        self.parent = self.layout = self
+
+
+class Block:
+    """A tensor of a program."""
+
+    __hash__ = None
+
+    def __init__(self, values: object) -> None:
+        self.values = np.asarray(values)
+        self.shape, self.dtype = list(self.values.shape), self.values.dtype
+        self.type = Layout()
+
+    def to(self, dtype: type, bitcast: bool = False) -> Block:
+        return Block(self.values.view(dtype) if bitcast else self.values.astype(dtype))
+
+    def __getitem__(self, index: tuple) -> Block:
+        return Block(self.values[index])
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def __index__(self) -> int:
+        return int(self.values)
+
+
+def _values(x: object) -> object:
+    return x.values if isinstance(x, Block) else x
+
+
+def _define(name: str, function) -> None:
+    setattr(Block, f"__{name}__", lambda a, b: Block(function(a.values, _values(b))))
+    setattr(Block, f"__r{name}__", lambda a, b: Block(function(_values(b), a.values)))
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "rshift"):
+    _define(_name, getattr(operator, _name))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _define(_name, getattr(operator, _name))
+_define("and", operator.and_)
+_define("or", operator.or_)
+
+
+class Pointer:
+    """Addresses of elements of one tensor."""
+
+    def __init__(self, elements: np.ndarray, offsets: object = 0) -> None:
+        self.elements, self.offsets = elements, np.asarray(offsets, np.int64)
+        self.dtype = types.SimpleNamespace(element_ty=elements.dtype.type)
+
+    def __add__(self, offsets: object) -> Pointer:
+        return Pointer(self.elements, self.offsets + np.asarray(_values(offsets), np.int64))
+
+    def __sub__(self, offsets: object) -> Pointer:
+        return self + -np.asarray(_values(offsets), np.int64)
+
+    def read(self, mask: object, into: np.ndarray) -> None:
+        """Write what ``mask`` lets through ``into`` its place."""
+        at, mask = self._masked(mask, into.shape)
+        into[mask] = self.elements[at]
+
+    def write(self, values: object, mask: object) -> None:
+        at, mask = self._masked(mask, self.offsets.shape)
+        self.elements[at] = np.broadcast_to(_values(values), mask.shape)[mask]
+
+    def _masked(self, mask: object, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        mask = np.broadcast_to(True if mask is None else _values(mask), shape)
+        at = np.broadcast_to(self.offsets, shape)[mask]
+        assert ((at >= 0) & (at < self.elements.size)).all(), "out of bounds"
+        return at, mask
+
+
+class SharedMemory:
+    """A piece of shared memory."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.shape, self.dtype = list(values.shape), values.dtype.type
+
+    def index(self, at: object) -> SharedMemory:
+        assert 0 <= int(at) < self.shape[0], "out of bounds"
+        return SharedMemory(self.values[int(at)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> SharedMemory:
+        assert start + length <= self.shape[dim], "out of bounds"
+        return SharedMemory(self.values.swapaxes(0, dim)[start : start + length].swapaxes(0, dim))
+
+    def permute(self, order: tuple[int, ...]) -> SharedMemory:
+        return SharedMemory(self.values.transpose(order))
+
+    def load(self, layout: object) -> Block:
+        return Block(self.values.copy())
+
+    def store(self, block: Block) -> None:
+        assert (self.shape, self.dtype) == (block.shape, block.dtype)
+        self.values[...] = block.values
+
+
+class AsyncCopies:
+    """Groups of copies that are on their way."""
+
+    def __init__(self) -> None:
+        self.groups, self.group = [], []
+
+    def async_copy_global_to_shared(self, tile: SharedMemory, ptrs: Pointer, mask: Block) -> None:
+        self.group.append((tile, ptrs, mask))
+
+    def commit_group(self) -> None:
+        self.groups.append(self.group)
+        self.group = []
+
+    def wait_group(self, num_outstanding: int) -> None:
+        while len(self.groups) > num_outstanding:
+            for tile, ptrs, mask in self.groups.pop(0):
+                tile.values[...] = 0
+                ptrs.read(mask, tile.values)
+
+
+def _load(ptr: Pointer, mask: object = None, other: float = 0) -> Block:
+    shape = np.broadcast_shapes(ptr.offsets.shape, np.shape(_values(mask)))
+    out = np.full(shape, other, ptr.elements.dtype)
+    ptr.read(mask, out)
+    return Block(out)
+
+
+def _where(condition: object, a: object, b: object) -> Block:
+    a, b = _values(a), _values(b)
+    dtype = np.result_type(a, b)  # which leaves Python's numbers their say only among themselves
+    return Block(np.where(_values(condition), np.asarray(a, dtype), np.asarray(b, dtype)))
+
+
+def _full(shape: list[int], value: float, dtype: type, layout: object = None) -> Block:
+    return Block(np.full(shape, value, dtype))
+
+
+def _multiply(a: Block, b: Block, acc: Block) -> Block:
+    assert a.dtype == b.dtype
+    assert [a.shape[0], b.shape[1]] == acc.shape
+    return Block(acc.values + a.values.astype(np.float32) @ b.values.astype(np.float32))
+
+
+def _of_blocks(function):
+    return lambda *blocks: Block(function(*map(_values, blocks)))
+
+
+def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNamespace:
+    """Gluon's language, as one program sees it."""
+    layouts = {name: Layout for name in dir(real) if name.endswith("Layout")}
+    return types.SimpleNamespace(
+        **layouts,
+        **{name: getattr(np, name) for name in ("float32", "int16", "int32", "int64")},
+        program_id=lambda axis: Block(np.int32(program)),
+        num_programs=lambda axis: Block(np.int32(num_programs)),
+        num_warps=lambda: num_warps,
+        static_range=range,
+        arange=lambda start, end, layout: Block(np.arange(start, end, dtype=np.int32)),
+        full=_full,
+        zeros=lambda shape, dtype, layout: _full(shape, 0, dtype),
+        load=_load,
+        store=lambda ptr, value, mask=None: ptr.write(value, mask),
+        where=_where,
+        maximum=_of_blocks(np.maximum),
+        minimum=_of_blocks(np.minimum),
+        exp2=_of_blocks(np.exp2),
+        cdiv=lambda a, b: (a + (b - 1)) // b,
+        max=lambda block, axis: Block(block.values.max(axis)),
+        min=lambda block, axis: Block(block.values.min(axis)),
+        sum=lambda block, axis: Block(block.values.sum(axis, dtype=block.dtype)),
+        join=lambda a, b: Block(np.stack([a.values, b.values], -1)),
+        permute=lambda block, order: Block(block.values.transpose(order)),
+        reshape=lambda block, shape: Block(block.values.reshape(shape)),
+        convert_layout=lambda block, layout: block,
+        allocate_shared_memory=lambda dtype, shape, layout: SharedMemory(
+            np.full(shape, np.nan, dtype)
+        ),
+    )
+
+
+def _range(*bounds: object) -> Iterator[Block]:
+    return (Block(np.int32(i)) for i in range(*map(int, bounds)))
+
+
+def _in_numpy(kernel: GluonJITFunction, replaced: dict) -> types.FunctionType:
+    """The function of ``kernel``, and of those that it calls, with other globals."""
+    namespace = dict(kernel.fn.__globals__)
+    for name, value in namespace.items():
+        if isinstance(value, GluonJITFunction) and name in kernel.fn.__code__.co_names:
+            namespace[name] = _in_numpy(value, replaced)
+        elif isinstance(value, real.constexpr):
+            namespace[name] = value.value
+    return types.FunctionType(kernel.fn.__code__, namespace | replaced)
+
+
+def _argument(x: object) -> object:
+    if isinstance(x, torch.Tensor):
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        size = last + 1 if x.numel() else 0
+        return Pointer(x.detach().as_strided((size,), (1,)).numpy())
+    if isinstance(x, (int, float)):
+        return Block(np.int32(x) if isinstance(x, int) else np.float32(x))
+    return x
+
+
+def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
+    constants = dict(constants)
+    num_warps = constants.pop("num_warps")
+    names = launcher.kernel.arg_names
+    assert set(names[len(arguments) :]) == constants.keys(), "arguments and constants do not fit"
+    for program in np.random.default_rng(0).permutation(grid[0]):
+        copies, gl = AsyncCopies(), _language(program, grid[0], num_warps)
+        replaced = {"gl": gl, "tl": gl, "async_copy": copies, "mma_v2": _multiply, "range": _range}
+        with np.errstate(all="ignore"):
+            _in_numpy(launcher.kernel, replaced)(*map(_argument, arguments), **constants)
+        assert not any([*copies.groups, copies.group]), "copies are left on their way"
+
+
+@contextlib.contextmanager
+def gluon_in_numpy() -> Iterator[list[str]]:
+    """Gluon kernels run, on CPU, where they would on a Hopper GPU; yields those that did."""
+    launched: list[str] = []
+    launch = Launcher.__call__
+
+    @functools.wraps(launch)
+    def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
+        if isinstance(launcher.kernel, GluonJITFunction):
+            launched.append(f"{launcher.kernel.fn.__module__.split('.')[-1]}")
+            _launch(launcher, grid, arguments, constants)
+        else:
+            launch(launcher, grid, arguments, constants)
+
+    with (
+        mock.patch.object(Launcher, "__call__", launch_any),
+        mock.patch.object(target_attention, "_room_for_warps", return_value=HOPPER_SHARED_MEMORY),
+    ):
+        yield launched

@@ -1,0 +1,112 @@
+"""The Gluon kernels of target attention, in numpy; on a GPU, the other tests run them for real."""
+
+import functools
+
+import pytest
+import torch
+from gluon_in_numpy import gluon_in_numpy
+from test_target_attention import inputs_of
+from triton import knobs
+
+from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.testing import (
+    assert_matches_oracle,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+pytestmark = pytest.mark.skipif(
+    not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, for the kernels around them"
+)
+
+LENGTHS = [560, 0, 3, 1, 33, 0]  # the first one is cut by single warps
+
+
+@pytest.fixture
+def launched():
+    """The kernels that a test has launched."""
+    with gluon_in_numpy() as names:
+        yield names
+
+
+def assert_right(inputs, timestamps=None):
+    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    assert_matches_oracle(
+        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "tables"),
+    [
+        (1, 4, 16, ""),
+        (1, 4, 16, "position"),
+        (2, 3, 48, "position and age"),
+        (1, 1, 256, "age"),
+        (4, 5, 16, "position"),
+        (9, 2, 40, ""),
+        (1, 20, 16, "position"),
+        (8, 4, 128, "position and age"),
+    ],
+)
+def test_right(num_targets, num_heads, width, tables, launched):
+    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads, num_targets, width)
+    del inputs["bias"]
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if "position" in tables:
+        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).half()
+    if "age" in tables:
+        inputs["age_bias"] = torch.randn(70, num_heads, generator=generator).half()
+        timestamps = (14 * torch.rand(sum(LENGTHS), generator=generator)).exp().long()
+    assert_right(inputs, timestamps)
+    if num_targets * num_heads <= 8:
+        assert set(launched) == {"warp_forward", "warp_backward"}
+    else:
+        assert set(launched) == {"block_forward"} | ({"block_backward"} if tables else set())
+
+
+@pytest.mark.parametrize("num_heads", [3, 20])
+def test_bias_of_each_row(num_heads, launched):
+    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads)
+    inputs["position_bias"] = torch.ones(5, num_heads).half()
+    assert_right(inputs)
+    assert "warp_backward" in launched or "block_backward" in launched
+
+
+@pytest.mark.parametrize("num_targets", [2, 7])
+def test_queries_of_all_samples(num_targets, launched):
+    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    inputs["query"] = inputs["query"][:1].contiguous()
+    inputs["position_bias"] = torch.ones(20, 2).half()
+    assert_right(inputs)
+    assert launched
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [16, 0], [31, 1030]], ids=str)
+@pytest.mark.parametrize("num_targets", [0, 1, 9])
+def test_lengths(lengths, num_targets, launched):
+    inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.ones(20, 2).half()
+    assert_right(inputs)
+    assert bool(launched) == bool(lengths)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_other_samples_never_matter(num_targets, launched):
+    inputs = inputs_of([5, 40, 600], torch.device("cpu"), torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.ones(20, 2).half()
+    grad_out = torch.ones_like(inputs["query"])
+    alone = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name in ("query", "history"):
+        inputs[name] = inputs[name].clone()
+    inputs["query"][[0, 2]] = torch.nan
+    inputs["history"][:5] = inputs["history"][45:] = torch.nan
+    among_nan = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name, rows in (("out", slice(1, 2)), ("query", slice(1, 2)), ("history", slice(5, 45))):
+        assert torch.equal(among_nan[name][rows], alone[name][rows])
+    assert launched
