@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton import knobs
 
 from torchrec_jagged_attn.kernels.launch import Launcher
 
@@ -32,16 +33,27 @@ class Kernel:
 
 
 class Compiled:
+    """Stands in for Triton's ``CompiledKernel``."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, calls):
         self.calls = calls
 
+    def run(self, *arguments):
+        self.calls.append(("launched", arguments))
+
     def __getitem__(self, grid):
-        return lambda *arguments: self.calls.append(("launched", grid, arguments))
+        return lambda *arguments: self.calls.append(("launched with hooks", grid, arguments))
 
 
 @pytest.fixture
-def launched():
+def launched(monkeypatch):
     """A launcher that has launched once, its kernel's calls, and the arguments of that launch."""
+    streams = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(
+        "torchrec_jagged_attn.kernels.launch.driver", SimpleNamespace(active=streams)
+    )
     kernel = Kernel()
     launcher = Launcher(kernel)
     arguments = (torch.zeros(64), None, 32, 100, 0.5)
@@ -59,7 +71,21 @@ def test_calls_alike_share_what_was_compiled(launched, change):
     launcher, calls, arguments = launched
     arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
     launcher((5, 2), arguments, CONSTANTS)
-    assert calls == [("launched", (5, 2, 1), (*arguments, 2, 8))]  # constants as in the signature
+    of_triton = ("stream of -1", "function", "metadata", None, None, None)
+    of_kernel = (*arguments, 2, 8)  # constants as in the signature
+    assert calls == [("launched", (5, 2, 1, *of_triton, *of_kernel))]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told(launched, hook):
+    launcher, calls, arguments = launched
+    chain = getattr(knobs.runtime, hook)
+    chain.add(print)
+    try:
+        launcher((5,), arguments, CONSTANTS)
+    finally:
+        chain.remove(print)
+    assert calls == [("launched with hooks", (5, 1, 1), (*arguments, 2, 8))]
 
 
 @pytest.mark.parametrize(

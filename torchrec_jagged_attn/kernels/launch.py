@@ -6,6 +6,8 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
+from triton.knobs import runtime
+from triton.runtime import driver
 
 __all__ = ["Launcher"]
 
@@ -14,8 +16,9 @@ class Launcher:
     """Launches ``kernel`` by the compiled kernel that served the last call like this one.
 
     ``kernel[grid](…)`` inspects and hashes every argument at every launch, in as much detail as any
-    kernel may need. Here a call is like another where its device, its compile-time constants and
-    the traits of its arguments that Triton compiles for are the same.
+    kernel may need, and has a record for hooks, also where there are none. Here a call is like
+    another where its device, its compile-time constants and the traits of its arguments that Triton
+    compiles for are the same.
 
     Args:
         kernel: a function decorated with ``triton.jit``, whose compile-time constants come last and
@@ -24,7 +27,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.compiled: dict[tuple, Any] = {}
+        self.compiled: dict[tuple, tuple[Any, list[Any]]] = {}
         params = getattr(kernel, "params", [])  # the interpreter knows none, and compiles nothing
         self.constants = [param.name for param in params if param.is_constexpr]
         self.specialized = [not param.do_not_specialize for param in params]
@@ -42,26 +45,34 @@ class Launcher:
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
             return
-        key = (
-            arguments[0].device.index,
-            *constants.values(),
-            *map(_trait, arguments, self.specialized),
-        )
-        compiled = self.compiled.get(key)
-        if compiled is None:
-            self.compiled[key] = self.kernel[grid](*arguments, **constants)
+        device = arguments[0].get_device()
+        key = (device, *constants.values(), *self._traits(arguments))
+        found = self.compiled.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*arguments, **constants)
+            self.compiled[key] = compiled, [constants[name] for name in self.constants]
+            return
+        compiled, of_kernel = found
+        grid = (*grid, 1, 1)[:3]
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # of a profiler
+            compiled[grid](*arguments, *of_kernel)
         else:
-            of_kernel = [constants[name] for name in self.constants]
-            compiled[(*grid, 1, 1)[:3]](*arguments, *of_kernel)
+            stream = driver.active.get_current_stream(device)
+            handles = compiled.function, compiled.packed_metadata
+            compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
 
-
-def _trait(argument: Any, specialized: bool) -> Hashable:
-    """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are 1 or
-    divisible by 16 where it specialises for that, and what is ``None``.
-    """
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        wide = argument >= 2**31
-        return (wide, argument == 1, argument % 16 == 0) if specialized else wide
-    return argument is None
+    def _traits(self, arguments: tuple[Any, ...]) -> list[Hashable]:
+        """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are
+        1 or divisible by 16 where it specialises for that, and what is ``None``.
+        """
+        traits: list[Hashable] = []
+        for argument, specialized in zip(arguments, self.specialized, strict=False):
+            if argument is None:
+                traits.append(None)
+            elif isinstance(argument, Tensor):
+                aligned = argument.data_ptr() % 16 == 0
+                traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
+            elif isinstance(argument, int):
+                wide = argument >= 2**31
+                traits.append((wide, argument == 1, argument % 16 == 0) if specialized else wide)
+        return traits
