@@ -19,9 +19,9 @@ def should_validate(tensor: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         return True
-    return tensor.device.type == "cuda" and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"
+    return tensor.is_cuda and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,20 @@ from torch import Tensor
 from torchrec_jagged_attn.kernels.common import LOG2E, find_tile, online_softmax_update
 from torchrec_jagged_attn.kernels.jagged_products import add_chunks, find_chunk
 from torchrec_jagged_attn.kernels.launch import Launcher
-from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["elementwise", "softmax", "softmax_backward", "sum_rows"]
 
 # Elements of a tile.
 TILE = 2048
+# Rows after which a sum is cut.
+CHUNK = 256
 # Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
 # maxima and sums without waiting for others.
 SPAN = 1024
-PAIR_TILES = {
+PAIR_CONSTANTS = {
+    "T": 0,
+    "PAIRS": True,
+    "SPAN": SPAN,
     "BLOCK_I": 1,
     "BLOCK_R": 512,
     "SHAPES": 4,
@@ -315,41 +319,48 @@ def _launch_softmax(
         return out
     num_samples = offsets.numel() - 1
     if y_offsets is None:
-        width = x.shape[1]
-        tiles = _column_tiles(width)
-        num_programs = num_samples * -(-width // tiles["BLOCK_I"])
+        constants = _column_constants(x.shape[1])
+        num_programs = num_samples * -(-x.shape[1] // constants["BLOCK_I"])
     else:
-        width = 0
-        num_programs = JaggedLayout(offsets, x.shape[0]).num_tiles(SPAN)
+        constants = PAIR_CONSTANTS
+        num_programs = x.shape[0] // SPAN + num_samples
         y_offsets = y_offsets.contiguous()
-        tiles = PAIR_TILES
     p = None if p is None else p.contiguous()
     _softmax(
         (num_programs,),
         (x.contiguous(), p, out, offsets.contiguous(), y_offsets, num_samples),
-        {"T": width, "PAIRS": y_offsets is not None, "SPAN": SPAN} | tiles,
+        constants,
     )
     return out
 
 
 @functools.cache
-def _column_tiles(width: int) -> dict:
-    """Tiles of softmax over the rows of ``width`` columns."""
+def _column_constants(width: int) -> dict:
+    """Compile-time arguments of the softmax over the rows of ``width`` columns."""
     block_i = min(16, triton.next_power_of_2(width))
-    block_r = max(256, TILE // block_i)
-    return {"BLOCK_I": block_i, "BLOCK_R": block_r, "SHAPES": 1, "NUM_STAGES": 3, "num_warps": 4}
+    return {
+        "T": width,
+        "PAIRS": False,
+        "SPAN": SPAN,
+        "BLOCK_I": block_i,
+        "BLOCK_R": max(256, TILE // block_i),
+        "SHAPES": 1,
+        "NUM_STAGES": 3,
+        "num_warps": 4,
+    }
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
     """``[N, D]`` plus or times the row of ``[B, D]`` of each row's sample."""
     out = x.new_empty(x.shape)
     if out.numel():
-        tiles = _row_tiles(x.shape[1], TILE)
-        num_tiles = JaggedLayout(offsets, x.shape[0]).num_tiles(tiles["BLOCK_N"])
+        (num_rows, width), num_samples = x.shape, offsets.numel() - 1
+        constants = _row_constants(width, TILE, MULTIPLY=multiply)
+        num_tiles = num_rows // constants["BLOCK_N"] + num_samples
         _elementwise(
-            (num_tiles, -(-x.shape[1] // tiles["BLOCK_D"])),
-            (x.contiguous(), y.contiguous(), out, offsets.contiguous(), offsets.numel() - 1),
-            {"D": x.shape[1], "MULTIPLY": multiply} | tiles,
+            (num_tiles, -(-width // constants["BLOCK_D"])),
+            (x.contiguous(), y.contiguous(), out, offsets.contiguous(), num_samples),
+            constants,
         )
     return out
 
@@ -359,25 +370,25 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     num_samples, (num_rows, width) = offsets.numel() - 1, x.shape
     out = x.new_empty(num_samples, width)
     if out.numel():
-        tiles, chunk = _row_tiles(width, 512), 256
-        num_slots = num_rows // chunk
+        constants = _row_constants(width, 512, CHUNK=CHUNK)
+        num_slots = num_rows // CHUNK
         sums = out.new_empty(num_slots, width, dtype=torch.float32)
         offsets = offsets.contiguous()
         y = None if y is None else y.contiguous()
         _sum_rows(
-            (num_slots + num_samples, -(-width // tiles["BLOCK_D"])),
+            (num_slots + num_samples, -(-width // constants["BLOCK_D"])),
             (x.contiguous(), y, out, sums, offsets, num_samples),
-            {"D": width, "CHUNK": chunk} | tiles,
+            constants,
         )
-        add_chunks(sums, out, offsets, chunk)
+        add_chunks(sums, out, offsets, width, CHUNK)
     return out
 
 
 @functools.cache
-def _row_tiles(width: int, size: int) -> dict:
-    """Tiles of at least 16 rows of ``width``, of about ``size`` elements.
-
-    The fewer rows, the shorter the chains of a sum.
+def _row_constants(width: int, size: int, **others: int) -> dict:
+    """Compile-time arguments, with tiles of at least 16 rows of ``width``, of about ``size``
+    elements. The fewer rows, the shorter the chains of a sum.
     """
     block_d = min(128, triton.next_power_of_2(width))
-    return {"BLOCK_N": max(16, min(128, size // block_d)), "BLOCK_D": block_d}
+    block_n = max(16, min(128, size // block_d))
+    return {"D": width, **others, "BLOCK_N": block_n, "BLOCK_D": block_d}

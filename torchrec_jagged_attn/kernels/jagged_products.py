@@ -28,7 +28,6 @@ from torchrec_jagged_attn.kernels.common import (
 )
 from torchrec_jagged_attn.kernels.launch import Launcher
 from torchrec_jagged_attn.kernels.target_schedule import count_chunks
-from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = [
     "add_chunks",
@@ -374,28 +373,22 @@ def _launch_rows(
     """Multiply into ``out``; ``width`` is N and ``depth`` K, where they are not jagged."""
     if out.numel() == 0:
         return
-    tiles = _row_tiles(a.dtype, product_precision(a.dtype), n=width, k=depth)
-    tiles_n = -(-width // tiles["BLOCK_N"]) or 1
+    num_samples = m_offsets.numel() - 1
     num_rows = (a if n_offsets is not None else out).shape[0]
-    num_tiles = JaggedLayout(m_offsets, num_rows).num_tiles(tiles["BLOCK_M"])
     # Of no sample does a tile span more elements than this.
     span = 64 * max(a.shape[0], b.shape[0], num_rows)
+    constants = _rows_constants(
+        a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, span < 2**31
+    )
+    num_tiles = num_rows // constants["BLOCK_M"] + num_samples
     offsets = [
         None if x is None else x.contiguous()
         for x in (m_offsets, n_offsets, k_offsets, pair_offsets)
     ]
     _rows(
-        (num_tiles * tiles_n,),
-        (a.contiguous(), b.contiguous(), out, *offsets, m_offsets.numel() - 1),
-        {
-            "N": width,
-            "K": depth,
-            "TRANS_A": trans_a,
-            "TRANS_B": trans_b,
-            "TILES_N": tiles_n,
-            "INDEX": tl.int32 if span < 2**31 else tl.int64,
-        }
-        | tiles,
+        (num_tiles * constants["TILES_N"],),
+        (a.contiguous(), b.contiguous(), out, *offsets, num_samples),
+        constants,
     )
 
 
@@ -405,45 +398,59 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, m, n)
     if out.numel() == 0:
         return out
-    tiles = _sum_tiles(product_precision(x.dtype), m, n)
-    chunk = _chunk(m, n)
+    constants = _sums_constants(product_precision(x.dtype), m, n)
+    chunk = constants["CHUNK"]
     num_slots = num_rows // chunk
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
     offsets = offsets.contiguous()
-    num_tiles = -(-m // tiles["BLOCK_M"]) * -(-n // tiles["BLOCK_N"])
+    num_tiles = -(-m // constants["BLOCK_M"]) * -(-n // constants["BLOCK_N"])
     _sums(
         ((num_slots + num_samples) * num_tiles,),
         (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
-        {"M": m, "N": n, "CHUNK": chunk} | tiles,
+        constants,
     )
-    add_chunks(sums, out, offsets, chunk)
+    add_chunks(sums, out, offsets, m * n, chunk)
     return out
 
 
-def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, chunk: int) -> None:
-    """Add ``[slots, …]`` sums of chunks into ``[B, …]``, for the samples that have several."""
-    if sums.numel():
-        width = sums[0].numel()
+def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: int) -> None:
+    """Add ``[slots, …]`` sums of chunks into ``[B, …]``, of ``width`` elements each, for the
+    samples that have several.
+    """
+    num_slots = sums.shape[0]
+    if num_slots:
         _add_chunks(
-            (sums.shape[0], -(-width // 2048)),
+            (num_slots, -(-width // 2048)),
             (sums, out, offsets, offsets.numel() - 1),
             {"W": width, "CHUNK": chunk, "BLOCK": min(2048, padded_width(width))},
         )
 
 
 @functools.cache
-def _chunk(m: int, n: int) -> int:
-    """Rows after which a sum is cut.
+def _rows_constants(
+    dtype: torch.dtype,
+    precision: str,
+    n: int,
+    k: int,
+    trans_a: bool,
+    trans_b: bool,
+    narrow_index: bool,
+) -> dict:
+    """Compile-time arguments of ``_rows_kernel``, with 0 for an N or K that is jagged."""
+    tiles = _row_tiles(dtype, precision, n, k)
+    return {
+        "N": n,
+        "K": k,
+        "TRANS_A": trans_a,
+        "TRANS_B": trans_b,
+        "TILES_N": -(-n // tiles["BLOCK_N"]) or 1,
+        "INDEX": tl.int32 if narrow_index else tl.int64,
+        **tiles,
+    }
 
-    So many that sums of chunks take at most a quarter of the memory of 16-bit inputs, and that most
-    samples are not cut.
-    """
-    return max(1024, triton.next_power_of_2(8 * m * n // (m + n)))
 
-
-@functools.cache
-def _row_tiles(dtype: torch.dtype, precision: str, *, n: int, k: int) -> dict:
-    """How ``_rows_kernel`` cuts up its work, with 0 for an N or K that is jagged.
+def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict:
+    """How ``_rows_kernel`` cuts up its work.
 
     Nothing that a batch may change has a say in it.
     """
@@ -473,9 +480,16 @@ def _row_tiles(dtype: torch.dtype, precision: str, *, n: int, k: int) -> dict:
 
 
 @functools.cache
-def _sum_tiles(precision: str, m: int, n: int) -> dict:
-    """How ``_sums_kernel`` cuts up its work, likewise."""
+def _sums_constants(precision: str, m: int, n: int) -> dict:
+    """Compile-time arguments of ``_sums_kernel``.
+
+    A sum is cut after so many rows that sums of chunks take at most a quarter of the memory of
+    16-bit inputs, and that most samples are not cut.
+    """
     return {
+        "M": m,
+        "N": n,
+        "CHUNK": max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
         "PRECISION": precision,
         "BLOCK_M": min(64, padded_width(m)),
         "BLOCK_N": min(64, padded_width(n)),

@@ -140,8 +140,7 @@ def target_attention_forward(
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         return reference.target_attention(query, history, offsets, query_offsets, *biases, scale)
-    with torch.cuda.device_of(query):
-        return target_kernels.forward(query, history, offsets, query_offsets, *biases, scale)
+    return target_kernels.forward(query, history, offsets, query_offsets, *biases, scale)
 
 
 def target_attention_fake(
@@ -179,10 +178,9 @@ def target_attention_backward(
             grad_out, query, history, offsets, query_offsets, *biases, scale
         )
     else:
-        with torch.cuda.device_of(query):
-            grads = target_kernels.backward(
-                grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale
-            )
+        grads = target_kernels.backward(
+            grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale
+        )
     grads = (*grads[:2], None, None, *grads[2:], None, None)
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
@@ -366,8 +364,7 @@ def flash_attention_forward(
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
-    with torch.cuda.device_of(q):
-        return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
+    return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
 
 
 def _flash_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -435,11 +432,10 @@ def flash_attention_backward(
         return reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale
         )
-    with torch.cuda.device_of(q):
-        return flash_kernels.backward(
-            grad_out, q, k, v, q_offsets, kv_offsets, *biases,
-            out, stats, grad_k, grad_v, causal, scale,
-        )  # fmt: skip
+    return flash_kernels.backward(
+        grad_out, q, k, v, q_offsets, kv_offsets, *biases,
+        out, stats, grad_k, grad_v, causal, scale,
+    )  # fmt: skip
 
 
 _flash_attention = register_op(

@@ -38,9 +38,10 @@ def implementation(device: torch.device) -> tuple[str, str]:
         >>> implementation(torch.device("cuda"))
         ('triton', 'CUDA device')
     """
-    if device.type not in _IMPLEMENTATIONS:
+    found = _IMPLEMENTATIONS.get(device.type)
+    if found is None:
         raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
-    return _IMPLEMENTATIONS[device.type]
+    return found
 
 
 def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:

@@ -59,8 +59,7 @@ def _save_offsets(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
 def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] × [B, D, T] → [N, T]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
-    with torch.cuda.device_of(x):
-        return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
+    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
 
 
 def _dense_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -83,8 +82,7 @@ jagged_dense_bmm = register_op_of_ops(
 def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] × [N, T] → [B, D, T]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
-    with torch.cuda.device_of(x):
-        return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
+    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
 
 
 def _jagged_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -106,8 +104,7 @@ jagged_jagged_bmm = register_op_of_ops(
 
 def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """``[B + 1]`` int64: where each sample's pairs begin, made without waiting for the device."""
-    with torch.cuda.device_of(x_offsets):
-        return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
+    return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
 
 
 pair_offsets = register_op_of_ops(
@@ -123,9 +120,10 @@ def _check_pairs(
     x_offsets: Tensor, num_x: int, y_offsets: Tensor, num_y: int, pair_offsets: Tensor, total: int
 ) -> None:
     """Values of offsets must divide the rows, and make ``total`` pairs; skipped as theirs are."""
-    check_offsets_values(x_offsets, num_x, "x_offsets")
-    check_offsets_values(y_offsets, num_y, "y_offsets")
-    _check_total(pair_offsets, total)
+    if should_validate(pair_offsets):
+        check_offsets_values(x_offsets, num_x, "x_offsets")
+        check_offsets_values(y_offsets, num_y, "y_offsets")
+        _check_total(pair_offsets, total)
 
 
 def _check_total(pair_offsets: Tensor, total: int) -> None:
@@ -138,9 +136,8 @@ def _pair_forward(
 ) -> Tensor:
     """``[Nx, D], [Ny, D] → [Σ Lx·Ly]``."""
     _check_pairs(x_offsets, x.shape[0], y_offsets, y.shape[0], pair_offsets, total)
-    with torch.cuda.device_of(x):
-        pair_bmm = _implementation(x, product_kernels).pair_bmm
-        return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
+    pair_bmm = _implementation(x, product_kernels).pair_bmm
+    return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
 def _pair_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -172,9 +169,8 @@ def _array_forward(
     """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
     num_x, num_y = (y.shape[0], num_rows) if transposed else (num_rows, y.shape[0])
     _check_pairs(x_offsets, num_x, y_offsets, num_y, pair_offsets, p.shape[0])
-    with torch.cuda.device_of(p):
-        array_jagged_bmm = _implementation(p, product_kernels).array_jagged_bmm
-        return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
+    array_jagged_bmm = _implementation(p, product_kernels).array_jagged_bmm
+    return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
 
 
 def _array_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
@@ -211,8 +207,7 @@ def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Te
         check_offsets_values(offsets, x.shape[0], "offsets")
     else:
         _check_total(offsets, x.shape[0])
-    with torch.cuda.device_of(x):
-        return _implementation(x, kernels).softmax(x, offsets, y_offsets)
+    return _implementation(x, kernels).softmax(x, offsets, y_offsets)
 
 
 def _softmax_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
@@ -236,8 +231,7 @@ def _softmax_backward(
     grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
     """Gradient of what gave ``out``."""
-    with torch.cuda.device_of(out):
-        return _implementation(out, kernels).softmax_backward(grad_out, out, offsets, y_offsets)
+    return _implementation(out, kernels).softmax_backward(grad_out, out, offsets, y_offsets)
 
 
 def _refuse(ctx: Any, grad_out: Tensor) -> Grads:
@@ -256,8 +250,7 @@ softmax_backward = register_op_of_ops(
 def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] + [B, D] → [N, D]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
-    with torch.cuda.device_of(x):
-        return _implementation(x, kernels).elementwise(x, y, offsets, multiply=False)
+    return _implementation(x, kernels).elementwise(x, y, offsets, multiply=False)
 
 
 def _add_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -279,8 +272,7 @@ jagged_dense_add = register_op_of_ops(
 def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] ∘ [B, D] → [N, D]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
-    with torch.cuda.device_of(x):
-        return _implementation(x, kernels).elementwise(x, y, offsets, multiply=True)
+    return _implementation(x, kernels).elementwise(x, y, offsets, multiply=True)
 
 
 def _mul_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -302,8 +294,7 @@ jagged_dense_mul = register_op_of_ops(
 
 def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
-    with torch.cuda.device_of(x):
-        return _implementation(x, kernels).sum_rows(x, y, offsets)
+    return _implementation(x, kernels).sum_rows(x, y, offsets)
 
 
 def _sum_backward(ctx: Any, grad_out: Tensor) -> Grads:

@@ -117,7 +117,13 @@ def register_op_of_ops(
         save(ctx, inputs, out)
         return out
 
-    _differentiate(op, library, node_forward, backward)
+    def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return backward(ctx, grad_out)
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward(ctx, grad_out)
+
+    _differentiate(op, library, node_forward, node_backward)
     return op
 
 
@@ -144,10 +150,13 @@ def _differentiate(
 def _define(
     name: str, implementation: Callable[..., Any], fake: Callable[..., Any]
 ) -> tuple[torch._ops.OpOverload, torch.library.Library]:
-    """The op of an implementation and its fake, without a gradient, and its library."""
+    """The op of an implementation and its fake, without a gradient, and its library.
+
+    The first input is a tensor, whose device becomes the current one.
+    """
 
     def run(*arguments: Any) -> Any:
-        with torch._C._DisableAutocast():
+        with torch._C._DisableAutocast(), torch.cuda.device_of(arguments[0]):
             return implementation(*arguments)
 
     if name in _libraries:
