@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import ConstexprFunction
 
 from torchrec_jagged_attn.kernels import target_attention
 from torchrec_jagged_attn.kernels.launch import Launcher
 
 __all__ = ["gluon_in_numpy"]
 
+BFLOAT16 = object()  # of which numpy knows nothing
 HOPPER_SHARED_MEMORY = 232_448
 
 
@@ -46,6 +48,8 @@ class Block:
         self.type = Layout()
 
     def to(self, dtype: type, bitcast: bool = False) -> Block:
+        if dtype is BFLOAT16:  # in the numbers that it has, as fp32
+            return Block(torch.from_numpy(self.values).bfloat16().float().numpy())
         return Block(self.values.view(dtype) if bitcast else self.values.astype(dtype))
 
     def __getitem__(self, index: tuple) -> Block:
@@ -67,6 +71,7 @@ def _define(name: str, function) -> None:
     setattr(Block, f"__r{name}__", lambda a, b: Block(function(_values(b), a.values)))
 
 
+Block.__neg__ = lambda a: Block(-a.values)
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "rshift"):
     _define(_name, getattr(operator, _name))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -173,6 +178,11 @@ def _multiply(a: Block, b: Block, acc: Block) -> Block:
     return Block(acc.values + a.values.astype(np.float32) @ b.values.astype(np.float32))
 
 
+def _multiply_add(a: Block, b: float, c: Block) -> Block:
+    """Rounded once; ``b`` is a number in fp32, too."""
+    return Block((a.values.astype(np.float64) * np.float32(b) + c.values).astype(np.float32))
+
+
 def _of_blocks(function):
     return lambda *blocks: Block(function(*map(_values, blocks)))
 
@@ -195,7 +205,10 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         where=_where,
         maximum=_of_blocks(np.maximum),
         minimum=_of_blocks(np.minimum),
+        bfloat16=BFLOAT16,
         exp2=_of_blocks(np.exp2),
+        div_rn=_of_blocks(np.divide),
+        fma=_multiply_add,
         cdiv=lambda a, b: (a + (b - 1)) // b,
         max=lambda block, axis: Block(block.values.max(axis)),
         min=lambda block, axis: Block(block.values.min(axis)),
@@ -205,7 +218,7 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         reshape=lambda block, shape: Block(block.values.reshape(shape)),
         convert_layout=lambda block, layout: block,
         allocate_shared_memory=lambda dtype, shape, layout: SharedMemory(
-            np.full(shape, np.nan, dtype)
+            np.full(shape, np.nan, np.float32 if dtype is BFLOAT16 else dtype)
         ),
     )
 
@@ -220,9 +233,14 @@ def _in_numpy(kernel: GluonJITFunction, replaced: dict) -> types.FunctionType:
     for name, value in namespace.items():
         if isinstance(value, GluonJITFunction) and name in kernel.fn.__code__.co_names:
             namespace[name] = _in_numpy(value, replaced)
+        elif isinstance(value, ConstexprFunction):
+            namespace[name] = Layout if name.endswith("layout") else value.fn
         elif isinstance(value, real.constexpr):
             namespace[name] = value.value
-    return types.FunctionType(kernel.fn.__code__, namespace | replaced)
+    function = kernel.fn
+    return types.FunctionType(
+        function.__code__, namespace | replaced, argdefs=function.__defaults__
+    )
 
 
 def _argument(x: object) -> object:

@@ -10,16 +10,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torchrec_jagged_attn.kernels.common import LOG2E
 from torchrec_jagged_attn.kernels.warp_tiles import (
+    columns_at_once,
     copy_tile,
+    exp,
     find_chunk,
     load_bias,
+    load_parts,
     load_rows,
+    product,
     products_by_warp,
     ring_layout,
     row_buckets,
     row_layout,
+    split,
+    store_parts,
     store_rows,
 )
 
@@ -27,23 +32,27 @@ __all__ = ["backward_kernel"]
 
 
 @gluon.jit
-def _add_to_table(table, buckets, visible, rounded, left, FIRST: gl.constexpr):
-    """Add gradients of scores (as left operands: rounded, and what that left) to their ``buckets``.
+def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.constexpr):
+    """Add gradients of scores (in PARTS, as left operands) to their ``buckets``.
 
     ``table`` is ``[blocks, BLOCK_R, 16]`` in shared memory; its buckets begin at block FIRST. Of
     the rows of a tile, near in time, few blocks have any.
     """
-    right: gl.constexpr = gl.DotOperandLayout(1, rounded.type.layout.parent, 2)
-    block = buckets // 16
-    lowest = gl.min(gl.where(visible, block, 2**30), 0)
-    highest = gl.max(gl.where(visible, block, -1), 0)
+    mma: gl.constexpr = rows[0].type.layout.parent
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    BLOCK_R: gl.constexpr = table.shape[1]
+    block_of_row = buckets // 16
+    lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
+    highest = gl.max(gl.where(visible, block_of_row, -1), 0)
     b = gl.arange(0, 16, gl.SliceLayout(0, right))
     for at in range(lowest, highest + 1):
         in_bucket = (buckets[:, None] == b[None, :] + at * 16) & visible[:, None]
-        choice = in_bucket.to(gl.int16).to(rounded.dtype)
-        rows = table.index(FIRST + at)
-        sums = mma_v2(left, choice, rows.load(right.parent))
-        rows.store(mma_v2(rounded, choice, sums))
+        choice = in_bucket.to(gl.int16).to(gl.bfloat16)
+        sums = gl.zeros([BLOCK_R, 16], gl.float32, mma)
+        for part in gl.static_range(PARTS):
+            sums = mma_v2(rows[PARTS - 1 - part], choice, sums)
+        block = table.index(FIRST + at)
+        block.store(block.load(mma) + sums)
 
 
 @gluon.constexpr_function
@@ -87,7 +96,7 @@ def backward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_history_ptr,  # [N, D]
@@ -106,6 +115,7 @@ def backward_kernel(
     P: gl.constexpr,
     A: gl.constexpr,
     STRIDE: gl.constexpr,
+    PARTS: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -135,42 +145,68 @@ def backward_kernel(
             bias_ptr += first * H
             grad_bias_ptr += first * H
         shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
-        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D))
+        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         row = sample.to(gl.int64) * count
         q_row = row * 0 if SHARED else row
-        grad_out = load_rows(grad_out_ptr, row, count, [BLOCK_R, BLOCK_D], left, D)
-        both = gl.allocate_shared_memory(dtype, [2 * BLOCK_R, BLOCK_D], ring_layout(BLOCK_D))
-        both.slice(0, BLOCK_R).store(grad_out)
-        both.slice(BLOCK_R, BLOCK_R).store(
-            load_rows(query_ptr, q_row, count, [BLOCK_R, BLOCK_D], left, D)
-        )
-        of_rows = gl.allocate_shared_memory(dtype, [2 * BLOCK_R, BLOCK_N], ring_layout(BLOCK_N))
-        out = load_rows(out_ptr, row, count, [BLOCK_R, BLOCK_D], left, D).to(gl.float32)
-        out += load_rows(rest_ptr, row, count, [BLOCK_R, BLOCK_D], left, D).to(gl.float32)
-        delta = gl.sum(grad_out.to(gl.float32) * out, 1)
+        rows: gl.constexpr = [BLOCK_R, BLOCK_D]
+        grad_out = load_rows(grad_out_ptr, row, count, 0, rows, left, D)
+        q = split(load_rows(query_ptr, q_row, count, 0, rows, left, D), PARTS)
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
-        delta = gl.convert_layout(delta, by_query)[:, None]
         r = gl.arange(0, BLOCK_R, by_query)
+        if PARTS == 1:
+            out = load_rows(out_ptr, row, count, 0, rows, left, D).to(gl.float32)
+            out += load_rows(rest_ptr, row, count, 0, rows, left, D).to(gl.float32)
+            delta = gl.sum(grad_out.to(gl.float32) * out, 1)
+            delta = gl.convert_layout(delta, by_query)[:, None]
+        grad_out = split(grad_out, PARTS)
+        part_type: gl.constexpr = q[0].dtype
+        by_row: gl.constexpr = ring_layout(BLOCK_D, part_type)
+        both = gl.allocate_shared_memory(part_type, [PARTS, 2 * BLOCK_R, BLOCK_D], by_row)
+        store_parts(both, 0, grad_out, False)
+        store_parts(both, BLOCK_R, q, False)
+        COLUMNS: gl.constexpr = columns_at_once(BLOCK_D, BLOCK_N, PARTS)
+        if PARTS > 1:  # by the very products that it is taken off
+            products = gl.zeros([BLOCK_R, BLOCK_R], gl.float32, mma)
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                out = gl.allocate_shared_memory(
+                    dtype, [BLOCK_R, COLUMNS], ring_layout(COLUMNS, dtype)
+                )
+                out.store(load_rows(out_ptr, row, count, column, [BLOCK_R, COLUMNS], left, D))
+                of_out = split(out.permute((1, 0)).load(right), PARTS)
+                of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), left, False)
+                products = product(of_grad, of_out, products, PARTS)
+            row_of_out = gl.arange(0, BLOCK_R, gl.SliceLayout(0, mma))[None, :]
+            delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)[:, None]
+        of_tile: gl.constexpr = [PARTS, 2 * BLOCK_R, BLOCK_N]
+        of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(BLOCK_N, part_type))
         maximum = gl.load(stats_ptr + row + r, mask=r < count, other=0.0)[:, None]
         inverse = gl.load(stats_ptr + num_rows + row + r, mask=r < count, other=0.0)[:, None]
         alone = (end - begin == 1) & (slot < 0)
 
-        COLUMNS: gl.constexpr = min(BLOCK_D, 64)
-        columns: gl.constexpr = row_layout(COLUMNS, gl.num_warps())
-        d = gl.arange(0, COLUMNS, gl.SliceLayout(0, columns))
-        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, columns))
+        STORED: gl.constexpr = min(BLOCK_D, 64 if PARTS == 1 else 32)
+        AT_ONCE: gl.constexpr = 2 * BLOCK_R if PARTS == 1 else BLOCK_R
+        in_memory: gl.constexpr = row_layout(STORED, dtype, gl.num_warps())
+        d = gl.arange(0, STORED, gl.SliceLayout(0, in_memory))
+        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, in_memory))
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-        acc = gl.zeros([BLOCK_R, BLOCK_D], gl.float32, mma)
+        accs = ()
+        for _ in gl.static_range(0, BLOCK_D, COLUMNS):
+            accs += (gl.zeros([BLOCK_R, COLUMNS], gl.float32, mma),)
         zeros = gl.zeros([BLOCK_R, BLOCK_N], gl.float32, mma)
         stage = 0
         for start in range(begin, end, BLOCK_N):
             async_copy.wait_group(NUM_STAGES - 2)
             tile = ring.index(stage)
-            x = tile.permute((1, 0)).load(right)
-            dots = mma_v2(both.slice(BLOCK_R, BLOCK_R).load(left), x, zeros)
-            dp = mma_v2(both.slice(0, BLOCK_R).load(left), x, zeros)
+            dots = zeros
+            dp = zeros
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), PARTS)
+                of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), left, False)
+                dots = product(of_q, x, dots, PARTS)
+                of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), left, False)
+                dp = product(of_grad, x, dp, PARTS)
             n = start + index
             visible = (n < end)[None, :]
             of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
@@ -178,18 +214,24 @@ def backward_kernel(
                 bias_ptr, position_bias_ptr, age_bias_ptr, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, H, P, A,
             )  # fmt: skip
-            p = gl.exp2((dots * scale + (bias - maximum)) * LOG2E) * inverse
+            p = exp(dots * scale + bias - maximum, PARTS) * inverse  # rounded as forward
             p = gl.where(visible, p, 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))
-            of_rows.slice(0, BLOCK_R).store(p.to(dtype))
-            of_rows.slice(BLOCK_R, BLOCK_R).store((ds * scale).to(dtype))
-            rounded = gl.convert_layout(ds.to(dtype), left)
-            acc = mma_v2(rounded, tile.load(right), acc)
-            weights = of_rows.permute((1, 0)).load(left)
+            store_parts(of_rows, 0, split(p.to(dtype), PARTS), False)
+            store_parts(of_rows, BLOCK_R, split((ds * scale).to(dtype), PARTS), False)
+            of_queries = split(gl.convert_layout(ds.to(dtype), left), PARTS)
+            sums = ()
             for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                operand = both.slice(column, COLUMNS, 1).load(right)
-                grad_x = mma_v2(weights, operand, gl.zeros([BLOCK_N, COLUMNS], gl.float32, mma))
-                grad_x = gl.convert_layout(grad_x.to(dtype), columns)
+                x = split(tile.slice(column, COLUMNS, 1).load(right), PARTS)
+                sums += (product(of_queries, x, accs[column // COLUMNS], PARTS),)
+            accs = sums
+            for column in gl.static_range(0, BLOCK_D, STORED):
+                grad_x = gl.zeros([BLOCK_N, STORED], gl.float32, mma)
+                for k in gl.static_range(0, 2 * BLOCK_R, AT_ONCE):
+                    weights = load_parts(of_rows, (k, AT_ONCE), (0, BLOCK_N), left, True)
+                    operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
+                    grad_x = product(weights, operand, grad_x, PARTS)
+                grad_x = gl.convert_layout(grad_x.to(dtype), in_memory)
                 mask = (i < end - start)[:, None]
                 if D < BLOCK_D:
                     mask = mask & (column + d < D)[None, :]
@@ -199,25 +241,27 @@ def backward_kernel(
                 mask = visible & (r < H)[:, None]
                 gl.store(grad_bias_ptr + (n[None, :] * H + r[:, None]), ds, mask=mask)
             if P + A > 0:
-                rest = ds - ds.to(dtype).to(gl.float32)
-                rest = gl.convert_layout(rest.to(dtype), left)
+                TABLE_PARTS: gl.constexpr = max(2, PARTS)
+                of_buckets = split(gl.convert_layout(ds, left), TABLE_PARTS)
                 of_row: gl.constexpr = gl.SliceLayout(1, right)
                 shown = start + gl.arange(0, BLOCK_N, of_row) < end
                 if P > 0:
                     buckets = gl.convert_layout(of_position, of_row)
-                    _add_to_table(table, buckets, shown, rounded, rest, 0)
+                    _add_to_table(table, buckets, shown, of_buckets, 0, TABLE_PARTS)
                 if A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
-                    _add_to_table(table, buckets, shown, rounded, rest, BLOCKS_P)
+                    _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
             ahead: gl.constexpr = NUM_STAGES - 1
             to = gl.where(stage == 0, ahead, stage - 1)
             copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
             stage = gl.where(stage == ahead, 0, stage + 1)
 
-        if slot >= 0:
-            store_rows(sums_ptr, acc, slot.to(gl.int64) * count, count, D)
-        else:
-            store_rows(grad_query_ptr, acc * scale, row, count, D)
+        for column in gl.static_range(0, BLOCK_D, COLUMNS):
+            acc = accs[column // COLUMNS]
+            if slot >= 0:
+                store_rows(sums_ptr, acc, slot.to(gl.int64) * count, count, column, D)
+            else:
+                store_rows(grad_query_ptr, acc * scale, row, count, column, D)
     if P + A > 0:
         ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * ((P + A) * H)
         _store_table(table, ptr, P, H, 0, BLOCKS_P)

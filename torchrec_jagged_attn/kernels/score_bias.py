@@ -73,23 +73,33 @@ def load_bias(
 
 
 @triton.jit
+def _dot(choice, values, acc, CHOICE_FIRST: tl.constexpr):
+    return tl.dot(choice, values, acc) if CHOICE_FIRST else tl.dot(values, choice, acc)
+
+
+@triton.jit
+def _upper_bits(values):
+    """``values`` (fp32) as tensor cores read them in TF32: cut to 11 bits."""
+    return (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _dot_choice(choice, values, acc, dtype, CHOICE_FIRST: tl.constexpr):
     """``acc`` plus the product of ``choice``, of zeros and ones, and ``values`` (fp32).
 
-    On tensor cores, by products of ``dtype`` (tf32 of fp32): values take part rounded, and then
-    what that left.
+    On tensor cores, which read the upper bits of values, and then what these left. In fp32, tiles
+    are summed up on their own: tensor cores would cut their sum with ``acc`` short.
     """
-    if dtype == tl.float32:
-        rounded = (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    else:
-        rounded = values.to(dtype)
-    left = (values - rounded.to(tl.float32)).to(dtype)
     choice = choice.to(dtype)
-    if CHOICE_FIRST:
-        acc = tl.dot(choice, left, tl.dot(choice, rounded, acc))
-    else:
-        acc = tl.dot(left, choice, tl.dot(rounded, choice, acc))
-    return acc
+    if dtype == tl.float32:
+        upper = _upper_bits(values)
+        middle = _upper_bits(values - upper)
+        sums = _dot(choice, values - upper - middle, tl.zeros_like(acc), CHOICE_FIRST)
+        sums = _dot(choice, upper, _dot(choice, middle, sums, CHOICE_FIRST), CHOICE_FIRST)
+        return acc + sums
+    rounded = values.to(dtype)
+    left = (values - rounded.to(tl.float32)).to(dtype)
+    return _dot(choice, rounded, _dot(choice, left, acc, CHOICE_FIRST), CHOICE_FIRST)
 
 
 @triton.jit

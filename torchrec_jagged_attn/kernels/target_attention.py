@@ -80,7 +80,7 @@ def forward(
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
     if out.numel() == 0:
         return out, rest, stats
-    rest_or_none = rest if rest.numel() else None
+    rest_or_none = rest if query.element_size() == 2 else None
     call = _Call(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps)
     tiles = call.tiles(backward=False)
     num_slots = call.num_rows // tiles["CHUNK"]
@@ -133,7 +133,7 @@ def backward(
     tiles = call.tiles(backward=True)
     by_warps = call.by_warps(backward=True)
     shared = call.layout == SHARED
-    rest_or_none = rest if rest.numel() else None
+    rest_or_none = rest if query.element_size() == 2 else None
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
     grad_history = history.new_empty(history.shape)
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
@@ -150,8 +150,8 @@ def backward(
     sizes = (*call.sizes, num_slots, call.history_stride, scale)
     constants = call.constants | tiles
 
-    # One pass takes the mean gradient from outputs: not as exact as fp32 is.
-    single_pass = query.element_size() == 2
+    # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
+    single_pass = by_warps or query.element_size() == 2
     one_block = single_pass and (call.layout == JAGGED or call.rows <= tiles["BLOCK_R"])
     more_blocks = call.layout == JAGGED or not one_block
     delta = torch.empty_like(stats[0]) if more_blocks else None
@@ -174,8 +174,8 @@ def backward(
         (_warp_backward if call.one_warp else _block_backward)(
             (num_programs,),
             (
-                grad_out, *call.inputs, out, rest, stats, grad_query, grad_history, grad_bias,
-                grad_tables, sums, call.offsets[0], *call.sizes, num_slots, scale,
+                grad_out, *call.inputs, out, rest_or_none, stats, grad_query, grad_history,
+                grad_bias, grad_tables, sums, call.offsets[0], *call.sizes, num_slots, scale,
             ),
             call.warp_constants(tiles),
         )  # fmt: skip
@@ -244,6 +244,8 @@ class _Call:
             self.total_rows = self.num_samples * self.rows
         self.row_bytes = padded_width(self.width) * history.element_size()
         self.precision = product_precision(history.dtype)
+        half = history.element_size() == 2
+        self.parts = 1 if half else 2 if self.precision == "tf32" else 3
         history = _unit_stride(history)
         self.history_stride = history.stride(0)
         biases = (bias, position_bias, age_bias, timestamps)
@@ -259,25 +261,26 @@ class _Call:
             "PRECISION": self.precision,
         }
         self.one_warp = self.few_warps = False
+        of_copy = 16 // history.element_size()
         if (
             self.layout != JAGGED
-            and history.element_size() == 2
-            and (self.width | self.history_stride) % 8 == 0
+            and (self.width | self.history_stride) % of_copy == 0
             and history.data_ptr() % 16 == 0
             and (bias is None or self.num_targets == 1)
             and self.constants["P"] + self.constants["A"] <= 256  # a table lies in shared memory
         ):
             room = _room_for_warps(history.device)
             self.one_warp = self.rows <= WARP_ROWS and self.width <= 256 and room > 0
-            self.few_warps = WARP_ROWS < self.rows <= 64 and self.width <= 128 and room > 200_000
+            most = 64 if self.parts == 1 else 32
+            self.few_warps = WARP_ROWS < self.rows <= most and self.width <= 128 and room > 200_000
 
     def by_warps(self, backward: bool) -> bool:
         """Whether the kernels of ``warp_tiles.py`` take this direction.
 
-        A few warps are slower backward than ``target_backward.py``, but where there are tables.
+        A few warps are slower backward than ``target_backward.py``, but in fp32 and for tables.
         """
-        tables = self.constants["P"] + self.constants["A"] > 0
-        return self.one_warp or (self.few_warps and (tables or not backward))
+        slower = self.parts == 1 and self.constants["P"] + self.constants["A"] == 0
+        return self.one_warp or (self.few_warps and not (backward and slower))
 
     def num_blocks(self, block_rows: int) -> int:
         """How many blocks of query rows there are at most."""
@@ -295,23 +298,24 @@ class _Call:
         Found by trying, on an H200.
         """
         width = padded_width(self.width)
+        half = self.parts == 1
         if self.one_warp:
             return {
                 "BLOCK_R": WARP_ROWS,
-                "BLOCK_N": 16 if backward else 32,
+                "BLOCK_N": 32 if half and not backward else 16,
                 "BLOCK_D": width,
                 "CHUNK": 256,
-                "NUM_STAGES": 4 if backward else 3,
+                "NUM_STAGES": 4 if half and backward else 3 if self.row_bytes < 1024 else 2,
                 "num_warps": 1,
             }
         if self.by_warps(backward):
             block_r = padded_width(self.rows)
             return {
                 "BLOCK_R": block_r,
-                "BLOCK_N": max(32, block_r) if backward else 64,
+                "BLOCK_N": max(32, block_r) if backward else 64 if half else 32,
                 "BLOCK_D": width,
                 "CHUNK": 512,
-                "NUM_STAGES": 3,
+                "NUM_STAGES": 3 if half or not backward else 2,
                 "num_warps": block_r // 16,
             }
         block_r = min(padded_width(self.rows), 64, 32768 // self.row_bytes)
@@ -349,7 +353,7 @@ class _Call:
         return (
             {name: self.constants[name] for name in names}
             | of_tiles
-            | {"SHARED": self.layout == SHARED, "STRIDE": self.history_stride}
+            | {"SHARED": self.layout == SHARED, "STRIDE": self.history_stride, "PARTS": self.parts}
         )
 
     def head_constants(self, tiles: dict) -> dict:

@@ -11,19 +11,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torchrec_jagged_attn.kernels.common import LOG2E
 from torchrec_jagged_attn.kernels.warp_tiles import (
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
+    columns_at_once,
     copy_tile,
+    exp,
     find_chunk,
     load_bias,
     load_columns,
+    load_parts,
+    load_rows,
+    product,
     ring_layout,
     row_buckets,
     row_layout,
+    split,
+    store_parts,
     store_rows,
 )
 
@@ -38,22 +44,24 @@ def _side_by_side(a, b):
 
 
 @gluon.jit
-def _add_to_table(table, buckets, visible, rounded, left, FIRST: gl.constexpr):
-    """Add rows (as right operands: rounded, and what that left) to their ``buckets`` of a table.
+def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.constexpr):
+    """Add ``rows`` (in PARTS, as right operands) to their ``buckets`` of a table.
 
     ``table`` is ``[blocks, 16, 8]`` in shared memory; its buckets begin at block FIRST. Of the rows
     of a tile, near in time, few blocks have any.
     """
-    block = buckets // 16
-    lowest = gl.min(gl.where(visible, block, 2**30), 0)
-    highest = gl.max(gl.where(visible, block, -1), 0)
+    block_of_row = buckets // 16
+    lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
+    highest = gl.max(gl.where(visible, block_of_row, -1), 0)
     b = gl.arange(0, 16, gl.SliceLayout(1, LEFT))
     for at in range(lowest, highest + 1):
         in_bucket = (b[:, None] + at * 16 == buckets[None, :]) & visible[None, :]
-        choice = in_bucket.to(gl.int16).to(rounded.dtype)
-        rows = table.index(FIRST + at)
-        sums = mma_v2(choice, left, rows.load(MMA))
-        rows.store(mma_v2(choice, rounded, sums))
+        choice = in_bucket.to(gl.int16).to(gl.bfloat16)
+        sums = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+        for part in gl.static_range(PARTS):
+            sums = mma_v2(choice, rows[PARTS - 1 - part], sums)
+        block = table.index(FIRST + at)
+        block.store(block.load(MMA) + sums)
 
 
 @gluon.jit
@@ -80,7 +88,7 @@ def backward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_history_ptr,  # [N, D]
@@ -99,6 +107,7 @@ def backward_kernel(
     P: gl.constexpr,
     A: gl.constexpr,
     STRIDE: gl.constexpr,
+    PARTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -124,40 +133,65 @@ def backward_kernel(
             bias_ptr += first * H
             grad_bias_ptr += first * H
         shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
-        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D))
+        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         row = sample.to(gl.int64) * count
         query_row = row * 0 if SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, D, BLOCK_D)
-        q = load_columns(query_ptr, query_row, count, D, BLOCK_D)
-        both = gl.allocate_shared_memory(dtype, [2 * BLOCK_R, BLOCK_D], ring_layout(BLOCK_D))
-        both.slice(0, BLOCK_R).permute((1, 0)).store(grad_out)
-        both.slice(BLOCK_R, BLOCK_R).permute((1, 0)).store(q)
-        out = load_columns(out_ptr, row, count, D, BLOCK_D).to(gl.float32)
-        out += load_columns(rest_ptr, row, count, D, BLOCK_D).to(gl.float32)
-        delta = gl.sum(grad_out.to(gl.float32) * out, 0)
+        q = split(load_columns(query_ptr, query_row, count, D, BLOCK_D), PARTS)
         by_query: gl.constexpr = gl.SliceLayout(0, MMA)
-        delta = gl.convert_layout(delta, by_query)[None, :]
+        if PARTS == 1:
+            out = load_columns(out_ptr, row, count, D, BLOCK_D).to(gl.float32)
+            out += load_columns(rest_ptr, row, count, D, BLOCK_D).to(gl.float32)
+            delta = gl.sum(grad_out.to(gl.float32) * out, 0)
+            delta = gl.convert_layout(delta, by_query)[None, :]
+        grad_out = split(grad_out, PARTS)
+        part_type: gl.constexpr = q[0].dtype
+        by_row: gl.constexpr = ring_layout(BLOCK_D, part_type)
+        both = gl.allocate_shared_memory(part_type, [PARTS, 2 * BLOCK_R, BLOCK_D], by_row)
+        store_parts(both, 0, grad_out, True)
+        store_parts(both, BLOCK_R, q, True)
+        COLUMNS: gl.constexpr = columns_at_once(BLOCK_D, BLOCK_N, PARTS)
+        if PARTS > 1:  # by the very products that it is taken off
+            products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                out = split(load_rows(out_ptr, row, count, column, [16, COLUMNS], LEFT, D), PARTS)
+                of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                products = product(out, of_grad, products, PARTS, APART=True)
+            row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+            row_of_grad = gl.arange(0, BLOCK_R, by_query)[None, :]
+            delta = gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)[None, :]
         r = gl.arange(0, BLOCK_R, by_query)
         maximum = gl.load(stats_ptr + row + r, mask=r < count, other=0.0)[None, :]
         inverse = gl.load(stats_ptr + num_rows + row + r, mask=r < count, other=0.0)[None, :]
         alone = (end - begin == 1) & (slot < 0)
 
-        COLUMNS: gl.constexpr = min(BLOCK_D, 64)
-        columns: gl.constexpr = row_layout(COLUMNS)
-        d = gl.arange(0, COLUMNS, gl.SliceLayout(0, columns))
+        STORED: gl.constexpr = min(BLOCK_D, 64)
+        columns: gl.constexpr = row_layout(STORED, dtype)
+        d = gl.arange(0, STORED, gl.SliceLayout(0, columns))
         i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, columns))
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
-        acc = gl.zeros([BLOCK_D, BLOCK_R], gl.float32, MMA)
+        accs = ()
+        for _ in gl.static_range(0, BLOCK_D, COLUMNS):
+            accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
         zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, MMA)
         stage = 0
         for start in range(begin, end, BLOCK_N):
             async_copy.wait_group(NUM_STAGES - 2)
             tile = ring.index(stage)
-            x = tile.load(LEFT)
-            dots = mma_v2(x, q, zeros)
-            dp = mma_v2(x, grad_out, zeros)
+            dots = zeros
+            dp = zeros
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), PARTS)
+                if PARTS > 1:  # they do not fit in registers
+                    of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                    of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                else:
+                    of_grad = grad_out
+                    of_q = q
+                dots = product(x, of_q, dots, PARTS, APART=True)
+                dp = product(x, of_grad, dp, PARTS, APART=True)
             n = start + index
             visible = (n < end)[:, None]
             of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
@@ -165,45 +199,51 @@ def backward_kernel(
                 bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
                 n[:, None], r[None, :], visible, count, H, P, A,
             )  # fmt: skip
-            p = gl.exp2((dots * scale + (bias - maximum)) * LOG2E) * inverse
+            p = exp(dots * scale + bias - maximum, PARTS) * inverse  # rounded as forward
             p = gl.where(visible, p, 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))
-            of_rows = _side_by_side(p.to(dtype), (ds * scale).to(dtype))
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                operand = both.slice(column, COLUMNS, 1).load(RIGHT)
-                grad_x = mma_v2(of_rows, operand, gl.zeros([BLOCK_N, COLUMNS], gl.float32, MMA))
+            of_rows = split(_side_by_side(p.to(dtype), (ds * scale).to(dtype)), PARTS)
+            for column in gl.static_range(0, BLOCK_D, STORED):
+                operand = load_parts(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
+                grad_x = gl.zeros([BLOCK_N, STORED], gl.float32, MMA)
+                grad_x = product(of_rows, operand, grad_x, PARTS)
                 grad_x = gl.convert_layout(grad_x.to(dtype), columns)
                 mask = (i < end - start)[:, None]
                 if D < BLOCK_D:
                     mask = mask & (column + d < D)[None, :]
                 ptrs = grad_history_ptr + start.to(gl.int64) * D + column
                 gl.store(ptrs + (i[:, None] * D + d[None, :]), grad_x, mask=mask)
-            rounded = ds.to(dtype)
-            weights = gl.convert_layout(rounded, RIGHT)
-            acc = mma_v2(tile.permute((1, 0)).load(LEFT), weights, acc)
+            of_queries = split(gl.convert_layout(ds.to(dtype), RIGHT), PARTS)
+            sums = ()
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), PARTS)
+                sums += (product(x, of_queries, accs[column // COLUMNS], PARTS),)
+            accs = sums
             if grad_bias_ptr is not None:
                 mask = visible & (r < H)[None, :]
                 gl.store(grad_bias_ptr + (n[:, None] * H + r[None, :]), ds, mask=mask)
             if P + A > 0:
-                left = gl.convert_layout((ds - rounded.to(gl.float32)).to(dtype), RIGHT)
+                TABLE_PARTS: gl.constexpr = max(2, PARTS)
+                of_buckets = split(gl.convert_layout(ds, RIGHT), TABLE_PARTS)
                 of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
                 shown = start + gl.arange(0, BLOCK_N, of_row) < end
                 if P > 0:
                     buckets = gl.convert_layout(of_position, of_row)
-                    _add_to_table(table, buckets, shown, weights, left, 0)
+                    _add_to_table(table, buckets, shown, of_buckets, 0, TABLE_PARTS)
                 if A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
-                    _add_to_table(table, buckets, shown, weights, left, BLOCKS_P)
+                    _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
             ahead: gl.constexpr = NUM_STAGES - 1
             to = gl.where(stage == 0, ahead, stage - 1)
             copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
             stage = gl.where(stage == ahead, 0, stage + 1)
 
-        grad_query = gl.permute(acc, (1, 0))
-        if slot >= 0:
-            store_rows(sums_ptr, grad_query, slot.to(gl.int64) * count, count, D)
-        else:
-            store_rows(grad_query_ptr, grad_query * scale, row, count, D)
+        for column in gl.static_range(0, BLOCK_D, COLUMNS):
+            grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
+            if slot >= 0:
+                store_rows(sums_ptr, grad_query, slot.to(gl.int64) * count, count, column, D)
+            else:
+                store_rows(grad_query_ptr, grad_query * scale, row, count, column, D)
     if P + A > 0:
         ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * (P + A) * count
         _store_table(table, ptr, count, P, 0, BLOCKS_P)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torchrec_jagged_attn.kernels.common import LOG2E
 from torchrec_jagged_attn.kernels.warp_tiles import (
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
+    columns_at_once,
     copy_tile,
+    exp,
     find_chunk,
     load_bias,
     load_columns,
+    load_parts,
+    product,
     ring_layout,
     row_buckets,
+    split,
+    store_parts,
     store_rows,
 )
 
@@ -33,7 +38,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by
+    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, count, D] fp32
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
@@ -49,6 +54,7 @@ def forward_kernel(
     P: gl.constexpr,
     A: gl.constexpr,
     STRIDE: gl.constexpr,
+    PARTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -64,23 +70,39 @@ def forward_kernel(
             bias_ptr += first * H
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
-        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D))
+        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
         for stage in gl.static_range(NUM_STAGES - 1):
             copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
         count = num_targets * H
         row = sample.to(gl.int64) * count
         q = load_columns(query_ptr, row * 0 if SHARED else row, count, D, BLOCK_D)
+        q = split(q, PARTS)
+        if PARTS > 1:  # they do not fit in registers
+            by_row: gl.constexpr = ring_layout(BLOCK_D, gl.bfloat16)
+            queries = gl.allocate_shared_memory(gl.bfloat16, [PARTS, BLOCK_R, BLOCK_D], by_row)
+            store_parts(queries, 0, q, True)
 
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
-        acc = gl.zeros([BLOCK_D, BLOCK_R], gl.float32, MMA)
-        total = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, MMA)  # each row's own: summed up once
+        zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, MMA)
+        COLUMNS: gl.constexpr = columns_at_once(BLOCK_D, BLOCK_N, PARTS)
+        accs = ()
+        for _ in gl.static_range(0, BLOCK_D, COLUMNS):
+            accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
+        total = zeros  # each row's own: summed up once
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
         for start in range(begin, end, BLOCK_N):
             async_copy.wait_group(NUM_STAGES - 2)
             tile = ring.index(stage)
-            dots = mma_v2(tile.load(LEFT), q, gl.zeros([BLOCK_N, BLOCK_R], gl.float32, MMA))
+            dots = zeros
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), PARTS)
+                if PARTS > 1:
+                    of_q = load_parts(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                else:
+                    of_q = q
+                dots = product(x, of_q, dots, PARTS, APART=True)
             n = start + index
             visible = (n < end)[:, None]
             of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
@@ -91,12 +113,17 @@ def forward_kernel(
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 0))
             shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            p = gl.exp2((scores - shift[None, :]) * LOG2E)
-            rescale = gl.exp2((maximum - shift) * LOG2E)[None, :]
+            p = exp(scores - shift[None, :], PARTS)
+            rescale = exp(maximum - shift, PARTS)[None, :]
             maximum = new_maximum
             total = total * rescale + p
-            weights = gl.convert_layout(p.to(tile.dtype), RIGHT)
-            acc = mma_v2(tile.permute((1, 0)).load(LEFT), weights, acc * rescale)
+            weights = split(gl.convert_layout(p.to(dtype), RIGHT), PARTS)
+            sums = ()
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                columns = tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT)
+                acc = accs[column // COLUMNS] * rescale
+                sums += (product(split(columns, PARTS), weights, acc, PARTS),)
+            accs = sums
             ahead: gl.constexpr = NUM_STAGES - 1
             to = gl.where(stage == 0, ahead, stage - 1)
             copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
@@ -104,16 +131,20 @@ def forward_kernel(
 
         total = gl.sum(total, 0)
         if slot >= 0:
-            store_rows(sums_ptr, gl.permute(acc, (1, 0)), slot.to(gl.int64) * count, count, D)
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                acc = gl.permute(accs[column // COLUMNS], (1, 0))
+                store_rows(sums_ptr, acc, slot.to(gl.int64) * count, count, column, D)
             ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
             gl.store(ptrs, maximum, mask=r < count)
             gl.store(ptrs + count, total, mask=r < count)
         else:
-            inverse = gl.where(total > 0, 1.0 / gl.where(total > 0, total, 1.0), 0.0)
-            out = gl.permute(acc * inverse[None, :], (1, 0))
-            store_rows(out_ptr, out, row, count, D)
-            rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
-            store_rows(rest_ptr, rest, row, count, D)
+            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
+                store_rows(out_ptr, out, row, count, column, D)
+                if rest_ptr is not None:
+                    rest = out - out.to(dtype).to(gl.float32)
+                    store_rows(rest_ptr, rest, row, count, column, D)
             ptrs = stats_ptr + row + r
             gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
             gl.store(ptrs + num_rows, inverse, mask=r < count)

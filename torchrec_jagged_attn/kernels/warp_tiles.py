@@ -1,21 +1,22 @@
 """What the kernels of target attention share that are written for warps, in Gluon.
 
-They serve samples of up to 64 query rows in half precision, of widths that copies of 16 bytes
-divide. Tiles of history rows arrive in shared memory by asynchronous copies while earlier ones are
-at work. Warps need nothing of each other but these: the tensor cores' products by warps (``m16n8``)
-have
+They serve samples of up to 64 query rows, of widths that copies of 16 bytes divide. Tiles of rows
+arrive in shared memory by asynchronous copies while earlier ones are at work. Warps need nothing of
+each other but these: the tensor cores' products by warps (``m16n8``) have
 
     up to 8 query rows     rows of history on their M side, queries on their N side, in one warp
     up to 64               16 query rows to a warp on their M side, rows of history on their N side
 
 Triton neither keeps a tile for products along both of its sides in one place nor takes a narrow N.
+
+Tensor cores multiply fp32 as sums of bf16 (PARTS): three hold it whole, two hold 16 of its bits.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels import common
 
@@ -24,15 +25,21 @@ __all__ = [
     "LEFT",
     "MMA",
     "RIGHT",
+    "columns_at_once",
     "copy_tile",
+    "exp",
     "find_chunk",
     "load_bias",
     "load_columns",
+    "load_parts",
     "load_rows",
+    "product",
     "products_by_warp",
     "ring_layout",
     "row_buckets",
     "row_layout",
+    "split",
+    "store_parts",
     "store_rows",
 ]
 
@@ -48,6 +55,10 @@ MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
+LOG2E = common.LOG2E
+LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
+LN2 = gl.constexpr(0.6931471805599453)
+
 recency_bucket = gluon.jit(common.recency_bucket.fn)
 
 
@@ -59,15 +70,103 @@ def probe_layout(warps):
 
 
 @gluon.constexpr_function
-def row_layout(width, warps=1):
-    """Lanes along rows of ``width`` elements of two bytes, 16 bytes each."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
+def row_layout(width, dtype, warps=1):
+    """Lanes along rows of ``width`` elements, 16 bytes each."""
+    elements = 128 // dtype.primitive_bitwidth
+    lanes = min(32, width // elements)
+    return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def ring_layout(width):
-    """Tiles in shared memory, so that reads along either side meet no bank twice."""
-    return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), [1, 0])
+def ring_layout(width, dtype):
+    """Tiles in shared memory, so that reads along either side meet few banks twice."""
+    rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
+    return gl.SwizzledSharedLayout(8, rows, min(8, width // 8), [1, 0])
+
+
+@gluon.jit
+def split(x, PARTS: gl.constexpr):
+    """``x`` as a sum of PARTS in bf16, the largest first; where it is one, ``x`` as it is."""
+    parts = ()
+    for _ in gl.static_range(PARTS - 1):
+        upper = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+        parts += (upper.to(gl.bfloat16),)
+        x -= upper
+    parts += (x if PARTS == 1 else x.to(gl.bfloat16),)
+    return parts
+
+
+@gluon.constexpr_function
+def columns_at_once(width, rows, parts):
+    """How many columns of a tile's ``rows`` are in registers at a time."""
+    return width if parts == 1 else min(width, 1024 // rows)
+
+
+@gluon.jit
+def store_parts(operands, first: gl.constexpr, parts, TRANSPOSED: gl.constexpr):
+    """Store ``parts`` as rows of ``operands`` (``[PARTS, rows, D]`` in shared memory)."""
+    PARTS: gl.constexpr = operands.shape[0]
+    for part in gl.static_range(PARTS):
+        rows = operands.index(part)
+        if TRANSPOSED:
+            rows.slice(first, parts[part].shape[1]).permute((1, 0)).store(parts[part])
+        else:
+            rows.slice(first, parts[part].shape[0]).store(parts[part])
+
+
+@gluon.jit
+def load_parts(
+    operands,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    layout: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """``rows`` and ``columns``, each begin and count, of what :func:`store_parts` has stored."""
+    PARTS: gl.constexpr = operands.shape[0]
+    parts = ()
+    for part in gl.static_range(PARTS):
+        piece = operands.index(part).slice(rows[0], rows[1]).slice(columns[0], columns[1], 1)
+        if TRANSPOSED:
+            piece = piece.permute((1, 0))
+        parts += (piece.load(layout),)
+    return parts
+
+
+@gluon.jit
+def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
+    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones.
+
+    Tensor cores cut sums short where fp32 is rounded: so those of parts begin anew, the smallest
+    first. Where there are few of them, APART, they do not wait for each other.
+    """
+    if PARTS == 1:
+        acc = mma_v2(a[0], b[0], acc)
+    else:
+        shape: gl.constexpr = acc.shape
+        layout: gl.constexpr = acc.type.layout
+        zeros = gl.zeros(shape, gl.float32, layout)
+        total = zeros
+        for below in gl.static_range(PARTS):
+            for part in gl.static_range(PARTS - below):
+                other = b[PARTS - 1 - below - part]
+                if APART:
+                    total += mma_v2(a[part], other, zeros)
+                else:
+                    total = mma_v2(a[part], other, total)
+        acc += total
+    return acc
+
+
+@gluon.jit
+def exp(x, PARTS: gl.constexpr):
+    """``e^x``; where operands are in PARTS, for which ``x · log2(e)`` is too rounded, exactly."""
+    y = x * LOG2E
+    power = gl.exp2(y)
+    if PARTS > 1:
+        rest = gl.fma(x, LOG2E, -y) + x * LOG2E_REST
+        power = gl.where(power > 0, power + power * (rest * LN2), power)
+    return power
 
 
 @gluon.jit
@@ -115,20 +214,28 @@ def load_columns(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(ptr, first, count, shape: gl.constexpr, layout: gl.constexpr, D: gl.constexpr):
-    """Rows ``first`` to ``first + count`` of width ``D``, with zeros around them."""
+def load_rows(
+    ptr,
+    first,
+    count,
+    column: gl.constexpr,
+    shape: gl.constexpr,
+    layout: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Rows ``first`` to ``first + count`` of width ``D`` from ``column`` on, with zeros around."""
     r = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
-    d = gl.arange(0, shape[1], gl.SliceLayout(0, layout))
+    d = column + gl.arange(0, shape[1], gl.SliceLayout(0, layout))
     mask = (r < count)[:, None] & (d < D)[None, :]
     return gl.load(ptr + first * D + (r[:, None] * D + d[None, :]), mask=mask, other=0.0)
 
 
 @gluon.jit
-def store_rows(ptr, value, first, count, D: gl.constexpr):
-    """Store ``value`` as rows ``first`` to ``first + count`` of width ``D``."""
-    layout: gl.constexpr = row_layout(value.shape[1], gl.num_warps())
+def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
+    """Store ``value`` as rows ``first`` to ``first + count`` of width ``D``, from ``column`` on."""
+    layout: gl.constexpr = row_layout(value.shape[1], ptr.dtype.element_ty, gl.num_warps())
     r = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
-    d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    d = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
     mask = (r < count)[:, None] & (d < D)[None, :]
     value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
     gl.store(ptr + first * D + (r[:, None] * D + d[None, :]), value, mask=mask)
@@ -142,7 +249,7 @@ def copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constex
     """
     BLOCK_N: gl.constexpr = tile.shape[0]
     BLOCK_D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = row_layout(BLOCK_D, gl.num_warps())
+    layout: gl.constexpr = row_layout(BLOCK_D, tile.dtype, gl.num_warps())
     if start < end:
         i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
         d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
