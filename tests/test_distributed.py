@@ -93,6 +93,28 @@ def test_sharded_training_equals_training_in_one_process(tmp_path: Path, backend
                 assert_near(state[name], value, f"{where}, {name}")
 
 
+def train_on_a_grid(device: torch.device) -> dict[str, Any]:
+    model = make_sharded_model(device, ShardingType.GRID_SHARD)
+    steps = train(model, device)
+    return {"steps": steps, "state": full_state_dict(model, device)}
+
+
+@pytest.mark.gpu
+def test_bags_on_a_grid_of_two_hosts(tmp_path: Path):
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, two of them for each host, got {torch.cuda.device_count()}")
+    ranks = run_ranks(train_on_a_grid, tmp_path, "nccl", ranks=4, ranks_of_host=2)
+    model = make_model().to("cuda")
+    expected = train_unsharded(model, "SGD", 4, torch.device("cuda"))
+    for rank, results in enumerate(ranks):
+        for step, (loss, logits) in enumerate(results["steps"]):
+            losses, all_logits = expected[step]
+            assert_near(loss, losses[rank], f"loss of rank {rank} in {step}")
+            assert_near(logits, all_logits[rank], f"logits of {rank} in {step}")
+    for name, value in model.state_dict().items():
+        assert_near(ranks[0]["state"][name], value, name)
+
+
 def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(
         actual.detach().cpu(), expected.detach().cpu(), msg=lambda m: f"{what}: {m}"

@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -42,8 +43,8 @@ FEATURES = {
     "t_cat": ["cat", "hist_cat"],
 }
 ATTENDED_TABLES = ("t_item", "t_cat")
-# The histories of each rank in each step. A rank, or both, may see no row at all, and not all have
-# equally many samples.
+# The histories of each rank (and of the third and fourth) in each step. A rank, or both, may see no
+# row at all, and not all have equally many samples.
 HISTORY_LENGTHS = [
     ([3, 0, 2, 1], [1, 4, 0, 5]),
     ([2, 5, 0, 1], [0, 0, 0, 0]),
@@ -93,14 +94,22 @@ def world_size(backend: str) -> int:
 
 
 def run_ranks(
-    function: Callable[..., Any], tmp_path: Path, backend: str, *args: Any, ranks: int | None = None
+    function: Callable[..., Any],
+    tmp_path: Path,
+    backend: str,
+    *args: Any,
+    ranks: int | None = None,
+    ranks_of_host: int | None = None,
 ) -> list[Any]:
-    """Call ``function(device, *args)`` in one process per rank and return what each returned."""
+    """Call ``function(device, *args)`` in one process per rank and return what each returned.
+
+    With fewer ``ranks_of_host`` than ranks, they believe to be on several hosts.
+    """
     ranks = world_size(backend) if ranks is None else ranks
     directory = Path(tempfile.mkdtemp(dir=tmp_path))
     context = mp.start_processes(
         _run_rank,
-        (function, directory, backend, ranks, args),
+        (function, directory, backend, ranks, ranks_of_host or ranks, args),
         nprocs=ranks,
         join=False,
         start_method="spawn",
@@ -119,12 +128,18 @@ def _run_rank(
     directory: Path,
     backend: str,
     ranks: int,
+    ranks_of_host: int,
     args: tuple,
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_host)
     device = CPU
     if backend == "nccl":
-        device = torch.device("cuda", rank)
+        first = rank // ranks_of_host * ranks_of_host
+        if ranks_of_host < ranks:
+            of_host = range(first, first + ranks_of_host)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, of_host))
+        device = torch.device("cuda", rank - first)
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
@@ -173,7 +188,7 @@ def collection_of(model: nn.Module) -> TargetAttentionEmbeddingBagCollection:
 
 def make_batch(step: int, rank: int) -> Batch:
     rng = random.Random(f"{step} {rank}")
-    lengths = HISTORY_LENGTHS[step][rank]
+    lengths = HISTORY_LENGTHS[step][rank % 2]
     bags = {}
     for name in [*(n for names in FEATURES.values() for n in names), "times"]:
         if name in ("item", "cat"):
@@ -222,21 +237,21 @@ def shard(
 ) -> DistributedModelParallel:
     """Shard all tables as told, or as near to it as TorchRec can.
 
-    It shards an EmbeddingCollection not by tables and rows at once, so then by rows, and an
-    EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
+    It shards an EmbeddingCollection not by tables and rows at once nor by a grid, so then by rows,
+    and an EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
     """
     sharders = get_default_sharders() if sharders is None else sharders
     if sharding == ShardingType.DATA_PARALLEL:
         kernel = EmbeddingComputeKernel.DENSE
     sequences = sharding
-    if sharding == ShardingType.TABLE_ROW_WISE:
+    if sharding in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD):
         sequences = ShardingType.ROW_WISE
     if bags is None:
         bags = ShardingType.TABLE_WISE if device.type == "cpu" else sharding
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
-            local_world_size=dist.get_world_size(),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
             compute_device=device.type,
         ),
         constraints={
