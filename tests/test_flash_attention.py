@@ -35,7 +35,7 @@ def assert_right(inputs, causal=False, timestamps=None):
     )
 
 
-def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False):
+def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False, width=16):
     """Random inputs, two query heads to one key head, for the given lengths."""
     generator = torch.Generator().manual_seed(0)
     q_lengths, kv_lengths = (torch.as_tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
@@ -44,9 +44,9 @@ def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     inputs = {
-        "q": draw(int(q_lengths.sum()), 2, 16),
-        "k": draw(int(kv_lengths.sum()), 1, 16),
-        "v": draw(int(kv_lengths.sum()), 1, 8),
+        "q": draw(int(q_lengths.sum()), 2, width),
+        "k": draw(int(kv_lengths.sum()), 1, width),
+        "v": draw(int(kv_lengths.sum()), 1, width // 2),
         "q_offsets": offsets_of(q_lengths, torch.int64, device),
         "kv_offsets": offsets_of(kv_lengths, torch.int32, device),
     }
@@ -60,6 +60,28 @@ def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False
 def test_self_attention(name, causal, device):
     skip_unless_supported(CASES[name], device)
     assert_right(make_flash_inputs(CASES[name], device), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [40, 64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths_about_tiles(causal, width, dtype):
+    lengths = [1, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 400]
+    assert_right(inputs_of(lengths, lengths, "cuda", dtype, width=width), causal)
+    assert_right(inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width), causal)
+
+
+@pytest.mark.gpu
+def test_heads_packed_with_keys_and_values():
+    packed = torch.randn(600, 3, 2, 64, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 70, 470, 600], device="cuda")
+    expected = jagged_flash_attention(*packed.transpose(0, 1).contiguous(), offsets)
+    assert torch.equal(jagged_flash_attention(*packed.unbind(1), offsets), expected)
+    unaligned = torch.empty(600 * 128 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(600, 2, 64)
+    unaligned.copy_(packed[:, 0])
+    out = jagged_flash_attention(unaligned, *packed.unbind(1)[1:], offsets)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.gpu
@@ -316,44 +338,43 @@ def test_strided_inputs_and_gradients(device):
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("biased", [False, True], ids=["half", "biased"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_other_samples_never_matter(device, causal):
+def test_other_samples_never_matter(device, causal, biased):
     attend = partial(jagged_flash_attention, causal=causal)
     lengths = {"q": [3, 0, 130, 17, 64], "kv": [5, 4, 70, 17, 64]}
-    inputs = inputs_of(lengths["q"], lengths["kv"], device, bias=True)
-    recency = {
-        "position_bias": torch.randn(20, 2, device=device),
-        "age_bias": torch.randn(40, 2, device=device),
-        "timestamps": torch.arange(160, device=device) ** 2,
-    }
-    grad_out = torch.randn(inputs["q"].shape[0], 2, 8, device=device)
+    kind = {"bias": True} if biased else {"dtype": torch.float16, "width": 64}
+    inputs = inputs_of(lengths["q"], lengths["kv"], device, **kind)
+    recency = {}
+    if biased:
+        recency = {
+            "position_bias": torch.randn(20, 2, device=device),
+            "age_bias": torch.randn(40, 2, device=device),
+            "timestamps": torch.arange(160, device=device) ** 2,
+        }
+    grad_out = torch.randn_like(inputs["q"][..., : inputs["v"].shape[2]])
     whole = outputs_and_gradients(attend, inputs | recency, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
     again = outputs_and_gradients(attend, inputs | recency, grad_out)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
     order = [4, 3, 1, 0]  # without sample 2, and in another order
+    of_keys = ("k", "v", "bias") if biased else ("k", "v")
     rows, offsets = {}, {}
     poisoned = {name: value.clone() for name, value in inputs.items()}
     for side, names in (("q", "q"), ("kv", "kv")):
         bounds = inputs[f"{side}_offsets"].tolist()
         rows[side] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
         offsets[side] = offsets_of(torch.tensor(lengths[side])[order], torch.int64, device)
-        for name in names if side == "q" else ("k", "v", "bias"):
+        for name in names if side == "q" else of_keys:
             poisoned[name][bounds[2] : bounds[3]] = torch.nan
-    fewer = {
-        "q": inputs["q"][rows["q"]],
-        "k": inputs["k"][rows["kv"]],
-        "v": inputs["v"][rows["kv"]],
-        "bias": inputs["bias"][rows["kv"]],
-        "q_offsets": offsets["q"],
-        "kv_offsets": offsets["kv"],
-    }
-    times = recency["timestamps"]
+    fewer = {name: inputs[name][rows["q" if name == "q" else "kv"]] for name in ("q", *of_keys)}
+    fewer |= {f"{side}_offsets": of_side for side, of_side in offsets.items()}
     results = outputs_and_gradients(attend, poisoned | recency, grad_out)
-    recency["timestamps"] = times[rows["kv"]]
+    if biased:
+        recency["timestamps"] = recency["timestamps"][rows["kv"]]
     permuted = outputs_and_gradients(attend, fewer | recency, grad_out[rows["q"]])
-    for name in ("out", "q", "k", "v", "bias"):
+    for name in ("out", "q", *of_keys):
         of = rows["q" if name in ("out", "q") else "kv"]
         assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
         assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
@@ -408,11 +429,13 @@ def test_compiles_once_for_all_batches(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_hundred_repeats_are_equal(causal):
+def test_a_hundred_repeats_are_equal(causal, biased):
     case = Case("repeats", 256, 512, 4, 64, lengths="log-normal", dtype=torch.bfloat16)
     inputs = make_flash_inputs(case, "cuda", kv_heads=2)
-    inputs["relative_bias"] = torch.randn(40, 4, device="cuda")
+    if biased:
+        inputs["relative_bias"] = torch.randn(40, 4, device="cuda")
     grad_out = torch.randn_like(inputs["q"])
     attend = partial(jagged_flash_attention, causal=causal)
     first = outputs_and_gradients(attend, inputs, grad_out)
@@ -422,9 +445,10 @@ def test_a_hundred_repeats_are_equal(causal):
 
 
 @pytest.mark.gpu
-def test_cuda_graph_replays_with_other_lengths_and_never_waits():
-    inputs = inputs_of([3, 60, 7, 30], [30, 7, 60, 3], "cuda")
-    grad_out = torch.randn(100, 2, 8, device="cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cuda_graph_replays_with_other_lengths_and_never_waits(dtype):
+    inputs = inputs_of([3, 60, 7, 30], [30, 7, 60, 3], "cuda", dtype, width=64)
+    grad_out = torch.randn(100, 2, 32, device="cuda", dtype=dtype)
     outputs_and_gradients(jagged_flash_attention, inputs, grad_out)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -45,3 +45,11 @@ def test_an_absent_package_is_no_error(monkeypatch):
 
     monkeypatch.setattr(__main__, "find_spec", lambda name: None)
     assert ("torchrec", "not installed") in __main__.versions()
+
+
+def test_says_where_a_kernel_for_hopper_is_taken(monkeypatch):
+    from torchrec_jagged_attn import __main__
+
+    monkeypatch.setattr(__main__.flash_hopper, "multiprocessors", lambda device: 132)
+    of_hopper = {name for name, _, _, why in __main__.paths() if "Hopper" in why}
+    assert of_hopper == {"jagged_flash_attention"}

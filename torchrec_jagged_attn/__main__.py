@@ -12,6 +12,7 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
+from torchrec_jagged_attn.kernels import flash_hopper
 
 
 def versions() -> list[tuple[str, str]]:
@@ -50,10 +51,16 @@ def paths() -> list[tuple[str, str, str, str]]:
     """Op, device, path and reason, for every public op on every device here."""
     names = [name for name in ops.__all__ if name in torchrec_jagged_attn.__all__]
     return [
-        (name, str(device), *ops.implementation(device))
-        for name in names
-        for device, _ in devices()
+        (name, str(device), *path_of(name, device)) for name in names for device, _ in devices()
     ]
+
+
+def path_of(name: str, device: torch.device) -> tuple[str, str]:
+    """Path of an op on a device, and why."""
+    path, why = ops.implementation(device)
+    if name == "jagged_flash_attention" and flash_hopper.multiprocessors(device):
+        why += "; Gluon for Hopper: forward of bf16 and fp16 without biases, widths of 33 to 128"
+    return path, why
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

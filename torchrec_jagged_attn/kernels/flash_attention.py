@@ -7,7 +7,8 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
-are whole in one tile, and go through kernels of their own, where nothing is computed twice.
+are whole in one tile, and go through kernels of their own, where nothing is computed twice. On
+Hopper so does forward of half precision without biases (``flash_hopper.py``).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query. Gradients of tables are summed by tile, then over the tiles.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_jagged_attn.kernels import flash_hopper
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
@@ -62,6 +64,10 @@ def forward(
             (*call.inputs, out, stats, *call.offsets, *sizes),
             call.shape | call.short_tile(),
         )
+    if call.hopper:
+        tiles = call.list_tiles(flash_hopper.BLOCK_M, of_keys=False)
+        flash_hopper.forward(*call.inputs, out, stats, tiles, call.factor, causal, call.width)
+        return out, stats
     tile = call.forward_tile()
     tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     _forward(
@@ -179,8 +185,8 @@ class _Call:
         self.factor = abs(scale) * LOG2E.value
         self.precision = dot_precision(q.dtype)
         # One width for all: values narrower than keys come out wrong of Triton 3.6, on an H200.
-        width = padded_width(max(q.shape[2], v.shape[2]))
-        self.row_bytes = width * q.element_size()
+        self.width = padded_width(max(q.shape[2], v.shape[2]))
+        self.row_bytes = self.width * q.element_size()
         self.shape = {
             "H": q.shape[1],
             "HK": k.shape[1],
@@ -191,8 +197,8 @@ class _Call:
             "V_STRIDE": self.inputs[2].stride(0),
             "CAUSAL": causal,
             "NEGATIVE": scale < 0,
-            "BLOCK_D": width,
-            "BLOCK_DV": width,
+            "BLOCK_D": self.width,
+            "BLOCK_DV": self.width,
         }
         sizes = [0 if x is None else x.shape[0] for x in (position_bias, age_bias, relative_bias)]
         biased = bias is not None or any(sizes)
@@ -200,6 +206,8 @@ class _Call:
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
         half = q.element_size() == 2
         self.short = 32 if half and self.row_bytes <= 256 and not biased else 0
+        plain = not biased and scale >= 0
+        self.hopper = plain and flash_hopper.takes(*self.inputs, self.width)
 
     def short_tile(self) -> dict:
         """Tile of samples taken whole."""

@@ -96,6 +96,7 @@ def _list_tiles_kernel(
         ptrs += FIELDS
     if (own_class == 0) & (own_first + CHUNK >= num_samples):
         tl.store(tiles_ptr, listed + tl.sum(num_tiles))
+        tl.store(tiles_ptr + 1, 0)
 
 
 _launch = Launcher(_list_tiles_kernel)
@@ -110,7 +111,8 @@ def list_tiles(
     ``capacity``, see :func:`most_tiles`.
 
     Returns:
-        ``[1 + capacity, FIELDS]`` int64: how many tiles there are, and then where each lies.
+        ``[1 + capacity, FIELDS]`` int64: how many tiles there are, a zero for programs to count
+        what they have taken, and, from the second row on, where each tile lies.
     """
     tiles = own_offsets.new_empty(1 + capacity, FIELDS.value, dtype=torch.int64)
     num_samples = own_offsets.numel() - 1
