@@ -377,6 +377,7 @@ def forward_kernel(
     )  # fmt: skip
 
 
+_SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=5)
 # A launcher does not ask for the dtype of a descriptor.
 _launch = {dtype: Launcher(forward_kernel) for dtype in (torch.bfloat16, torch.float16)}
 
@@ -443,9 +444,17 @@ def forward(
 
 def _is_addressable(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can address rows of ``[L, H, D]``."""
-    row = x.stride(0)
-    aligned = x.data_ptr() % 16 == 0 and row % 8 == 0 and x.shape[2] % 8 == 0
-    return aligned and row >= x.shape[1] * x.shape[2] and x.shape[0] <= END.value
+    rows, heads, width = x.shape
+    stride = x.stride(0)
+    aligned = x.data_ptr() % 16 == 0 and stride % 8 == 0 and width % 8 == 0
+    return aligned and stride >= heads * width and rows <= END.value
+
+
+class _Descriptor(TensorDescriptor):
+    """One whose fields have been checked by :func:`takes`: checks take longer than all else."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 def _jagged_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -458,10 +467,7 @@ def _jagged_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """
     s = x.stride(0)
     endless = 2**31 - 2**16
-    return TensorDescriptor(
-        x,
-        [endless, endless, END.value, x.shape[1], x.shape[2]],
-        [2**34 - s, s, s, x.shape[2], 1],
-        [1, 1, rows, 1, width],
-        gl.NVMMASharedLayout(128, 16, rank=5),
-    )
+    _, heads, of_head = x.shape
+    shape = [endless, endless, END.value, heads, of_head]
+    strides = [2**34 - s, s, s, of_head, 1]
+    return _Descriptor(x, shape, strides, [1, 1, rows, 1, width], _SWIZZLED)
