@@ -24,6 +24,7 @@ from torchrec_jagged_attn.testing import (
     CASES,
     assert_close,
     assert_matches_oracle,
+    flash_attention_plain,
     jagged_lengths,
     offsets_of,
     outputs_and_gradients,
@@ -144,6 +145,27 @@ def attend_by_sample(
     return out if target_offsets is not None else out.view(target.shape)
 
 
+def attend_by_formula(module, *, target, history, offsets, timestamps=None, **parameters):
+    """The textbook formula, its projections of all rows at once; without a recency bias."""
+    if "in_proj_weight" in parameters:
+        q_weight, k_weight, v_weight = parameters["in_proj_weight"].chunk(3)
+    else:
+        q_weight, k_weight, v_weight = (parameters[f"{name}_proj_weight"] for name in "qkv")
+    biases = parameters["in_proj_bias"].chunk(3) if "in_proj_bias" in parameters else [None] * 3
+    queries = target.view(-1, module.embed_dim)
+    num_targets = len(queries) // max(len(target), 1)
+    q, k, v = (
+        F.linear(rows, weight, bias).unflatten(1, (module.num_heads, -1))
+        for rows, weight, bias in zip(
+            (queries, history, history), (q_weight, k_weight, v_weight), biases, strict=True
+        )
+    )
+    query_offsets = num_targets * torch.arange(len(target) + 1, device=offsets.device)
+    out = flash_attention_plain(q, k, v, query_offsets, offsets).flatten(1)
+    out = F.linear(out, parameters["out_proj.weight"], parameters.get("out_proj.bias"))
+    return out.view(target.shape)
+
+
 def assert_right(module, inputs, plain=attend_by_sample, timestamps=None):
     assert_matches_oracle(
         lambda **inputs: attend(module, timestamps=timestamps, **inputs),
@@ -168,7 +190,7 @@ def test_is_multihead_attention(name, bias, road, device):
     skip_unless_supported(case, device)
     module = module_of_case(case, bias=bias, recency_bias=False, **road)
     targets = None if case.num_targets == 1 else case.num_targets
-    assert_right(module, inputs_of_case(module, case, device, targets))
+    assert_right(module, inputs_of_case(module, case, device, targets), attend_by_formula)
 
 
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])

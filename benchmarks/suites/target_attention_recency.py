@@ -32,8 +32,9 @@ def make_inputs(case: Case, device: str) -> Inputs:
 def biased(x: Inputs, attend: Attend) -> Attend:
     """``attend`` with the bias of each row."""
     layout = JaggedLayout(x.offsets, x.leaves["history"].shape[0])
-    octaves = torch.log2(1 + layout.positions_from_end().double())
-    buckets = (4 * octaves).floor().long().clamp(max=NUM_BUCKETS - 1)
+    edges = 2 ** (torch.arange(NUM_BUCKETS, dtype=torch.float64) / 4)  # whole numbers are exact
+    positions = 1 + layout.positions_from_end().double()
+    buckets = torch.bucketize(positions, edges.to(positions.device), right=True) - 1
     return lambda q, k, v: attend(q, k, v, F.embedding(buckets, x.leaves[base.POSITION_WEIGHT]))
 
 

@@ -15,6 +15,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     copy_tile,
     exp,
     find_chunk,
+    launch_dependents,
     load_bias,
     load_parts,
     load_rows,
@@ -121,11 +122,14 @@ def backward_kernel(
     BLOCK_D: gl.constexpr,
     CHUNK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
     mma: gl.constexpr = products_by_warp(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    if OVERLAP:
+        launch_dependents()
     busy, sample, first, length, begin, end, slot = find_chunk(
         offsets_ptr, num_samples, num_slots, CHUNK
     )

@@ -206,7 +206,7 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        grad_table = _sum_of_tables(grad_tables)
+        grad_table = _sum_of_tables(grad_tables, call.overlap)
         of_position, of_age = grad_table.split([call.constants["P"], call.constants["A"]])
         if position_bias is not None:
             grad_position_bias = of_position.to(position_bias.dtype)
@@ -260,6 +260,7 @@ class _Call:
             "A": 0 if age_bias is None else age_bias.shape[0],
             "PRECISION": self.precision,
         }
+        self.overlap = _knows_dependent_launches(history.device)
         self.one_warp = self.few_warps = False
         of_copy = 16 // history.element_size()
         if (
@@ -304,7 +305,7 @@ class _Call:
                 "BLOCK_R": WARP_ROWS,
                 "BLOCK_N": 32 if half and not backward else 16,
                 "BLOCK_D": width,
-                "CHUNK": 256,
+                "CHUNK": 256 if half else 128,
                 "NUM_STAGES": 4 if half and backward else 3 if self.row_bytes < 1024 else 2,
                 "num_warps": 1,
             }
@@ -312,9 +313,9 @@ class _Call:
             block_r = padded_width(self.rows)
             return {
                 "BLOCK_R": block_r,
-                "BLOCK_N": max(32, block_r) if backward else 64 if half else 32,
+                "BLOCK_N": max(32, block_r) if backward else 64 if half else 16,
                 "BLOCK_D": width,
-                "CHUNK": 512,
+                "CHUNK": 512 if half else 256,
                 "NUM_STAGES": 3 if half or not backward else 2,
                 "num_warps": block_r // 16,
             }
@@ -343,6 +344,7 @@ class _Call:
             "BLOCK_D": min(padded_width(self.width), max(16, 1024 // block_r)),
             "CHUNK": tiles["CHUNK"],
             "num_warps": 1,
+            **_overlap(self.overlap),
         }
 
     def warp_constants(self, tiles: dict) -> dict:
@@ -354,6 +356,7 @@ class _Call:
             {name: self.constants[name] for name in names}
             | of_tiles
             | {"SHARED": self.layout == SHARED, "STRIDE": self.history_stride, "PARTS": self.parts}
+            | {"OVERLAP": self.overlap}
         )
 
     def head_constants(self, tiles: dict) -> dict:
@@ -365,6 +368,19 @@ class _Call:
             "BLOCK_P": padded_width(self.constants["P"]),
             "BLOCK_A": padded_width(self.constants["A"]),
         }
+
+
+@functools.cache
+def _knows_dependent_launches(device: torch.device) -> bool:
+    of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
+    if triton.knobs.runtime.interpret or of_amd or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _overlap(overlap: bool) -> dict:
+    """Compile-time arguments and options of a kernel that may begin before the last one ends."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
 @functools.cache
@@ -381,11 +397,11 @@ def _room_for_warps(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def _sum_of_tables(tables: Tensor) -> Tensor:
+def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
-    constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8}
+    constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **_overlap(overlap)}
     groups = tables.new_empty([32, buckets, num_heads])
     programs = -(-size // 8)
     _sum_tables((programs, 32), (tables, groups, num_tables, targets, size), constants)

@@ -1,9 +1,15 @@
-"""Bringing sums of chunks together, in their order."""
+"""Bringing sums of chunks together, in their order.
+
+Where the GPU knows dependent launches (OVERLAP), these kernels begin while the one before them is
+at its end, and wait for its results. All programs do, also those without work: so the next kernel
+finds everything done.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import LOG2E, find_sample, store_stats
 from torchrec_jagged_attn.kernels.target_schedule import (
@@ -28,6 +34,7 @@ def _find_chunks(
     H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The block of query rows whose first chunk has this program's slot, if there is such a one.
 
@@ -42,6 +49,8 @@ def _find_chunks(
     num_blocks = tl.cdiv(count, BLOCK_R)
     chunks = count_chunks(length, num_blocks, CHUNK)
     block = slot - begin // CHUNK
+    if OVERLAP:
+        cuda.gdc_wait()
     busy = (block < num_blocks) & (chunks > 1)
     return busy, first, count, block, slot, slot + chunks * num_blocks, num_blocks
 
@@ -64,10 +73,11 @@ def combine_outputs_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Outputs and statistics of one block of query rows; a column of programs has BLOCK_D of D."""
     busy, first, count, block, begin, end, step = _find_chunks(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets, LAYOUT, H, BLOCK_R, CHUNK
+        offsets_ptr, query_offsets_ptr, num_samples, num_targets, LAYOUT, H, BLOCK_R, CHUNK, OVERLAP
     )
     if not busy:
         return
@@ -114,11 +124,12 @@ def combine_gradients_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
     SINGLE_PASS: tl.constexpr,
 ):
     """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
     busy, first, count, block, begin, end, step = _find_chunks(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets, LAYOUT, H, BLOCK_R, CHUNK
+        offsets_ptr, query_offsets_ptr, num_samples, num_targets, LAYOUT, H, BLOCK_R, CHUNK, OVERLAP
     )
     if not busy:
         return
@@ -153,8 +164,11 @@ def sum_tables_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Sums over targets and a group of tables, BLOCK of them at a time, of COLUMNS elements."""
+    if OVERLAP:
+        cuda.gdc_wait()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(1)
     of_group = tl.cdiv(num_tables, tl.num_programs(1))

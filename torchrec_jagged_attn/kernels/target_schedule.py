@@ -18,6 +18,7 @@ __all__ = [
     "find_work",
     "load_queries",
     "query_rows",
+    "rows_of_chunk",
     "rows_of_slot",
     "store_outputs",
     "store_queries",
@@ -43,13 +44,19 @@ def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: 
 def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
     """Into how many chunks a history is cut for its blocks of query rows.
 
-    Each has ``CHUNK · num_blocks`` rows, and the last one what is left, less than twice as many: so
-    all samples together have no more than ``N // CHUNK`` pairs of chunk and block, where they are
-    cut at all. Those numbered from ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s
-    slots.
+    None but the last has less than ``CHUNK · num_blocks`` rows, or twice as many: so all samples
+    together have no more than ``N // CHUNK`` pairs of chunk and block, where they are cut at all.
+    Those numbered from ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s slots.
     """
     rows = CHUNK * tl.maximum(num_blocks, 1)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)
+
+
+@triton.jit
+def rows_of_chunk(length, chunks):
+    """How many rows each chunk but the last one has: alike, and whole tiles."""
+    rows = (length.to(tl.int32) + chunks.to(tl.int32) - 1) // chunks.to(tl.int32)
+    return (rows + 15) // 16 * 16
 
 
 @triton.jit
@@ -101,8 +108,8 @@ def find_work(
         block = after - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
     slot = tl.where(chunks > 1, begin // CHUNK + chunk * num_blocks + block, -1)
-    rows = CHUNK * tl.maximum(num_blocks, 1)
-    end = tl.where(chunk + 1 == chunks, length, (chunk + 1) * rows)
+    rows = rows_of_chunk(length, chunks).to(tl.int64)
+    end = tl.minimum((chunk + 1) * rows, length)
     return busy, sample, block, begin + chunk * rows, begin + end, slot
 
 

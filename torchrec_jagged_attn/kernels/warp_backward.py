@@ -20,6 +20,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     copy_tile,
     exp,
     find_chunk,
+    launch_dependents,
     load_bias,
     load_columns,
     load_parts,
@@ -112,8 +113,11 @@ def backward_kernel(
     BLOCK_D: gl.constexpr,
     CHUNK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
+    if OVERLAP:
+        launch_dependents()
     busy, sample, first, length, begin, end, slot = find_chunk(
         offsets_ptr, num_samples, num_slots, CHUNK
     )

@@ -15,6 +15,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     copy_tile,
     exp,
     find_chunk,
+    launch_dependents,
     load_bias,
     load_columns,
     load_parts,
@@ -59,8 +60,11 @@ def forward_kernel(
     BLOCK_D: gl.constexpr,
     CHUNK: gl.constexpr,
     NUM_STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """All query rows of a sample over one chunk of its history."""
+    if OVERLAP:
+        launch_dependents()
     busy, sample, first, length, begin, end, slot = find_chunk(
         offsets_ptr, num_samples, num_slots, CHUNK
     )

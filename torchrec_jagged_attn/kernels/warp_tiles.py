@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torchrec_jagged_attn.kernels import common
+from torchrec_jagged_attn.kernels import common, target_schedule
 
 __all__ = [
     "BLOCK_R",
@@ -29,6 +29,7 @@ __all__ = [
     "copy_tile",
     "exp",
     "find_chunk",
+    "launch_dependents",
     "load_bias",
     "load_columns",
     "load_parts",
@@ -60,6 +61,7 @@ LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than L
 LN2 = gl.constexpr(0.6931471805599453)
 
 recency_bucket = gluon.jit(common.recency_bucket.fn)
+rows_of_chunk = gluon.jit(target_schedule.rows_of_chunk.fn)
 
 
 @gluon.constexpr_function
@@ -170,6 +172,14 @@ def exp(x, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def launch_dependents():
+    """Let the next kernel begin once all programs have: it waits for their results itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
     """What this program does, as ``target_schedule.find_work`` says, for samples of one block.
 
@@ -200,8 +210,9 @@ def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
     slot = (first // CHUNK).to(gl.int32)
     chunk = gl.where(later, turn - slot, 0)
     busy = (chunk < chunks) & ((chunk > 0) | (not later))
-    end = gl.where(chunk + 1 == chunks, length, (chunk + 1) * CHUNK)
-    return busy, sample, first, length, chunk * CHUNK, end, gl.where(chunks > 1, slot + chunk, -1)
+    rows = rows_of_chunk(length, chunks)
+    end = gl.minimum((chunk + 1) * rows, length)
+    return busy, sample, first, length, chunk * rows, end, gl.where(chunks > 1, slot + chunk, -1)
 
 
 @gluon.jit
