@@ -64,7 +64,7 @@ def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 def _dense_backward(ctx: Any, grad_out: Tensor) -> Grads:
     x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, _ = ctx.needs_input_grad
+    needs_x, needs_y, *_ = ctx.needs_input_grad
     grad_x = jagged_dense_bmm(grad_out, y.mT, offsets) if needs_x else None
     grad_y = jagged_jagged_bmm(x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
@@ -87,7 +87,7 @@ def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 def _jagged_backward(ctx: Any, grad_out: Tensor) -> Grads:
     x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, _ = ctx.needs_input_grad
+    needs_x, needs_y, *_ = ctx.needs_input_grad
     grad_x = jagged_dense_bmm(y, grad_out.mT, offsets) if needs_x else None
     grad_y = jagged_dense_bmm(x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
@@ -255,7 +255,7 @@ def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 def _add_backward(ctx: Any, grad_out: Tensor) -> Grads:
     (offsets,) = ctx.saved_tensors
-    needs_x, needs_y, _ = ctx.needs_input_grad
+    needs_x, needs_y, *_ = ctx.needs_input_grad
     grad_y = jagged_sum(grad_out, None, offsets) if needs_y else None
     return grad_out if needs_x else None, grad_y, None
 
@@ -277,7 +277,7 @@ def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 def _mul_backward(ctx: Any, grad_out: Tensor) -> Grads:
     x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, _ = ctx.needs_input_grad
+    needs_x, needs_y, *_ = ctx.needs_input_grad
     grad_x = jagged_dense_mul(grad_out, y, offsets) if needs_x else None
     grad_y = jagged_sum(grad_out, x, offsets) if needs_y else None
     return grad_x, grad_y, None
@@ -299,7 +299,7 @@ def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
 
 def _sum_backward(ctx: Any, grad_out: Tensor) -> Grads:
     x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, _ = ctx.needs_input_grad
+    needs_x, needs_y, *_ = ctx.needs_input_grad
     factor = torch.ones_like(x) if y is None else y
     grad_x = jagged_dense_mul(factor, grad_out, offsets) if needs_x else None
     grad_y = jagged_dense_mul(x, grad_out, offsets) if needs_y else None
