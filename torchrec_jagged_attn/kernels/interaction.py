@@ -314,7 +314,7 @@ def _launch_softmax(
     x: Tensor, p: Tensor | None, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
     """Softmax of ``x``, or its gradient where ``x`` is that of ``p``."""
-    out = x.new_empty(x.shape)
+    out = x.new_empty(*x.shape)
     if x.numel() == 0:
         return out
     num_samples = offsets.numel() - 1
@@ -352,7 +352,7 @@ def _column_constants(width: int) -> dict:
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
     """``[N, D]`` plus or times the row of ``[B, D]`` of each row's sample."""
-    out = x.new_empty(x.shape)
+    out = x.new_empty(*x.shape)
     if out.numel():
         (num_rows, width), num_samples = x.shape, offsets.numel() - 1
         constants = _row_constants(width, TILE, MULTIPLY=multiply)

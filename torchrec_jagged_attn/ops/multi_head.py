@@ -103,38 +103,38 @@ def _forward(
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
     b_q = b_v = None
     if in_bias is not None:
-        b_q, _, b_v = in_bias.to(dtype).chunk(3)
-    q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype), w_q, b_q)
-    q = q.view(-1, num_heads, w_k.shape[1])
-    filled = q.new_empty(0)
-    if b_v is not None:
-        filled = _filled(target, offsets, query_offsets, dtype)
+        b_q, _, b_v = in_bias.to(dtype=dtype).chunk(3)
+    width = target.shape[-1]
+    q = F.linear(target.reshape(-1, width).to(dtype=dtype), w_q, b_q)
+    q = q.view(-1, num_heads, width // num_heads)
+    filled = q.new_empty(0) if b_v is None else _filled(target, offsets, query_offsets, dtype)
     biases = (None, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
     if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
-            q.to(history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
+            q.to(dtype=history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
             *biases, None, False, scale,
         )  # fmt: skip
-        values = values.to(dtype).view(-1, target.shape[-1])
+        values = values.to(dtype=dtype).view(-1, width)
         stats = stats.view(2, *shape[:-1])
         rows = _num_absorbed(keys_and_values, target, history, offsets, query_offsets, num_heads)
         u, pooled = (history.new_empty(rows, *shape[-2:]) for _ in range(2))
         rest = pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
     else:
-        u = _multiply(q, w_k).to(history.dtype)
+        u = _multiply(q, w_k).to(dtype=history.dtype)
         pooled, rest, stats = target_attention_forward(
-            u.view(shape), history, offsets, query_offsets, *biases, scale
+            u.view(*shape), history, offsets, query_offsets, *biases, scale
         )
-        pooled = pooled.view(u.shape)
-        rest = rest.view(u.shape) if u.element_size() == 2 else rest
-        values = _multiply(pooled.to(dtype), w_v.mT).view(-1, target.shape[-1])
+        pooled = pooled.view_as(u)
+        rest = rest.view_as(u) if u.element_size() == 2 else rest
+        values = _multiply(pooled.to(dtype=dtype), w_v.mT).view(-1, width)
         if b_v is not None:
             values.addcmul_(filled.unsqueeze(1), b_v)
-    out = F.linear(values, out_weight.to(dtype), None if out_bias is None else out_bias.to(dtype))
-    return out.view(target.shape), q, u, pooled, rest, stats, values, filled
+    b_out = None if out_bias is None else out_bias.to(dtype=dtype)
+    out = F.linear(values, out_weight.to(dtype=dtype), b_out)
+    return out.view_as(target), q, u, pooled, rest, stats, values, filled
 
 
 def _fake(
@@ -196,12 +196,12 @@ def _backward(
     needs_out_weight, needs_out_bias, needs_position, needs_age = needs_grad[8:12]
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
-    grad_weights = [weight.new_empty(weight.shape, dtype=dtype) for weight in weights]
+    grad_weights = [weight.new_empty(*weight.shape, dtype=dtype) for weight in weights]
     grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, num_heads, dtype)
 
-    grad_out = grad_out.reshape(values.shape)
-    grad_values = grad_out @ out_weight.to(dtype)
-    grad_values_by_head = grad_values.view(q.shape)
+    grad_out = grad_out.reshape_as(values)
+    grad_values = grad_out @ out_weight.to(dtype=dtype)
+    grad_values_by_head = grad_values.view_as(q)
     biases = (None, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
@@ -209,11 +209,11 @@ def _backward(
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
         grad_k, grad_v = _by_head(grad_kv, num_heads)
         grad_q_by_head, _, *grads_of_tables, _ = flash_attention_backward(
-            grad_values_by_head.to(history.dtype), q.to(history.dtype), k, v,
+            grad_values_by_head.to(dtype=history.dtype), q.to(dtype=history.dtype), k, v,
             _row_offsets(target, offsets, query_offsets), offsets, *biases, None, False, scale,
-            values.to(history.dtype).view(q.shape), stats.view(2, *q.shape[:2]), grad_k, grad_v,
+            values.to(dtype=history.dtype).view_as(q), stats.view(2, *q.shape[:2]), grad_k, grad_v,
         )  # fmt: skip
-        grad_q_by_head = grad_q_by_head.to(dtype)
+        grad_q_by_head = grad_q_by_head.to(dtype=dtype)
         grads_of_tables = [
             grad
             for grad, need in zip(grads_of_tables, (needs_position, needs_age), strict=True)
@@ -226,46 +226,45 @@ def _backward(
             grad_w_v.copy_(grad_w_kv[1])
     else:
         shape = _query_shape(target, query_offsets, *u.shape[1:])
-        grad_pooled = _multiply(grad_values_by_head, w_v).to(history.dtype)
+        grad_pooled = _multiply(grad_values_by_head, w_v).to(dtype=history.dtype)
         grad_u, *grads_of_tables = target_attention_backward(
-            grad_pooled.view(shape),
+            grad_pooled.view(*shape),
             (True, needs_history, False, False, False, needs_position, needs_age, False, False),
-            u.view(shape), history, offsets, query_offsets, *biases, scale,
-            pooled.view(shape), rest, stats,
+            u.view(*shape), history, offsets, query_offsets, *biases, scale,
+            pooled.view(*shape), rest, stats,
         )  # fmt: skip
         grad_history = grads_of_tables.pop(0) if needs_history else None
-        grad_u = grad_u.view(u.shape).to(dtype)
+        grad_u = grad_u.view_as(u).to(dtype=dtype)
         grad_q_by_head = _multiply(grad_u, w_k.mT)
         if any(needs_weights):
             torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
-            torch.bmm(
-                grad_values_by_head.permute(1, 2, 0), pooled.to(dtype).transpose(0, 1), out=grad_w_v
-            )
-    grad_q = grad_q_by_head.view(values.shape)
+            pooled = pooled.to(dtype=dtype)
+            torch.bmm(grad_values_by_head.permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
+    grad_q = grad_q_by_head.view_as(values)
 
     grads = []
     if needs_target:
-        grads.append((grad_q @ w_q).view(target.shape).to(target.dtype))
+        grads.append((grad_q @ w_q).view_as(target).to(dtype=target.dtype))
     if grad_history is not None:
         grads.append(grad_history)
     if any(needs_weights):
-        torch.mm(grad_q.T, target.reshape(values.shape).to(dtype), out=grad_w_q)
+        torch.mm(grad_q.T, target.reshape_as(values).to(dtype=dtype), out=grad_w_q)
         grads += [
-            grad.to(weight.dtype)
+            grad.to(dtype=weight.dtype)
             for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
             if need
         ]
     ones = grad_q.new_ones(grad_q.shape[0])  # sums of many rows are fast as products
     if in_bias is not None and needs_bias:
-        grad_bias = grad_q.new_zeros(in_bias.shape)
+        grad_bias = grad_q.new_zeros(*in_bias.shape)
         grad_b_q, _, grad_b_v = grad_bias.chunk(3)
         torch.mv(grad_q.T, ones, out=grad_b_q)
         torch.mv(grad_values.T, filled, out=grad_b_v)
-        grads.append(grad_bias.to(in_bias.dtype))
+        grads.append(grad_bias.to(dtype=in_bias.dtype))
     if needs_out_weight:
-        grads.append((grad_out.T @ values).to(out_weight.dtype))
+        grads.append((grad_out.T @ values).to(dtype=out_weight.dtype))
     if out_bias is not None and needs_out_bias:
-        grads.append(torch.mv(grad_out.T, ones).to(out_bias.dtype))
+        grads.append(torch.mv(grad_out.T, ones).to(dtype=out_bias.dtype))
     return grads + grads_of_tables
 
 
@@ -318,10 +317,11 @@ def _projections(
     weights: list[Tensor], num_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``W_Q`` ``[E, E]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
-    weights = [weight.to(dtype) for weight in weights]
+    weights = [weight.to(dtype=dtype) for weight in weights]
     w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
-    by_head = (num_heads, w_k.shape[0] // num_heads, w_k.shape[1])
-    return w_q, w_k.view(by_head), w_v.view(by_head)
+    embed_dim, history_dim = w_k.shape
+    by_head = num_heads, embed_dim // num_heads, history_dim
+    return w_q, w_k.view(*by_head), w_v.view(*by_head)
 
 
 def _keys_and_values(
@@ -356,7 +356,8 @@ def _row_offsets(target: Tensor, offsets: Tensor, query_offsets: Tensor | None) 
 
 def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
     """``[R, H, V]``: each head of ``x`` ``[R, H, W]`` times its own of ``[H, W, V]`` matrices."""
-    out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
+    rows, heads, _ = x.shape
+    out = x.new_empty(rows, heads, matrices.shape[2])
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
     return out
 
@@ -374,7 +375,7 @@ def _filled(
     target: Tensor, offsets: Tensor, query_offsets: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``[R]``: one for a target whose sample has a history, zero for another."""
-    filled = torch.empty(offsets.numel() - 1, dtype=dtype, device=offsets.device)
+    filled = offsets.new_empty(offsets.numel() - 1, dtype=dtype)
     torch.gt(offsets[1:], offsets[:-1], out=filled)
     if query_offsets is not None:
         rows = torch.arange(target.shape[0], dtype=query_offsets.dtype, device=query_offsets.device)
