@@ -281,4 +281,4 @@ def test_quick_run_on_a_gpu_measures_graphs_and_memory(tmp_path):
     assert run.main([*argv, "--cases", "rank-1k,rank-200-fp32"]) == 0
     frame = pd.read_csv(csv)
     ours = frame[frame["provider"] != "floor"]
-    assert set(ours["metric"]) == {"time", "graph_time", "peak_memory"}
+    assert set(ours["metric"]) == {"time", "graph_time", "peak_memory", "operands"}

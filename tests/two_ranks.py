@@ -135,11 +135,7 @@ def _run_rank(
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_host)
     device = CPU
     if backend == "nccl":
-        first = rank // ranks_of_host * ranks_of_host
-        if ranks_of_host < ranks:
-            of_host = range(first, first + ranks_of_host)
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, of_host))
-        device = torch.device("cuda", rank - first)
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,
@@ -264,6 +260,12 @@ def shard(
         },
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if device.type == "cuda":  # of ranks that only believe to be on several hosts, too
+        for parameters in plan.plan.values():
+            for parameter in parameters.values():
+                for part in parameter.sharding_spec.shards if parameter.sharding_spec else ():
+                    rank = part.placement.rank()
+                    part.placement = torch.distributed._remote_device(f"rank:{rank}/cuda:{rank}")
     return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 
 

@@ -305,7 +305,7 @@ class _Call:
                 "BLOCK_R": WARP_ROWS,
                 "BLOCK_N": 32 if half and not backward else 16,
                 "BLOCK_D": width,
-                "CHUNK": 256 if half else 128,
+                "CHUNK": 256 if half or self.row_bytes < 512 else 128,
                 "NUM_STAGES": 4 if half and backward else 3 if self.row_bytes < 1024 else 2,
                 "num_warps": 1,
             }
