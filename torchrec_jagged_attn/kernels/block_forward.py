@@ -8,13 +8,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torchrec_jagged_attn.kernels.warp_tiles import (
     columns_at_once,
-    copy_tile,
     exp,
     find_chunk,
     launch_dependents,
     load_bias,
     load_parts,
     load_rows,
+    open_ring,
     product,
     products_by_warp,
     ring_layout,
@@ -22,6 +22,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     split,
     store_parts,
     store_rows,
+    turn_ring,
 )
 
 __all__ = ["forward_kernel"]
@@ -74,10 +75,7 @@ def forward_kernel(
         if bias_ptr is not None:
             bias_ptr += first * H
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
-        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
-        for stage in gl.static_range(NUM_STAGES - 1):
-            copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
+        ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         count = num_targets * H
         row = sample.to(gl.int64) * count
         q_row = row * 0 if SHARED else row
@@ -129,10 +127,7 @@ def forward_kernel(
                 acc = accs[column // COLUMNS] * rescale[:, None]
                 sums += (product(weights, x, acc, PARTS),)
             accs = sums
-            ahead: gl.constexpr = NUM_STAGES - 1
-            to = gl.where(stage == 0, ahead, stage - 1)
-            copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
-            stage = gl.where(stage == ahead, 0, stage + 1)
+            stage = turn_ring(ring, stage, history_ptr, start, end, D, STRIDE)
 
         if slot >= 0:
             for column in gl.static_range(0, BLOCK_D, COLUMNS):

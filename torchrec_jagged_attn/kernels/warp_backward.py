@@ -17,7 +17,6 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     MMA,
     RIGHT,
     columns_at_once,
-    copy_tile,
     exp,
     find_chunk,
     launch_dependents,
@@ -25,6 +24,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     load_columns,
     load_parts,
     load_rows,
+    open_ring,
     product,
     ring_layout,
     row_buckets,
@@ -32,6 +32,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     split,
     store_parts,
     store_rows,
+    turn_ring,
 )
 
 __all__ = ["backward_kernel"]
@@ -136,10 +137,7 @@ def backward_kernel(
         if bias_ptr is not None:
             bias_ptr += first * H
             grad_bias_ptr += first * H
-        shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
-        ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
-        for stage in gl.static_range(NUM_STAGES - 1):
-            copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
+        ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         row = sample.to(gl.int64) * count
         query_row = row * 0 if SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, D, BLOCK_D)
@@ -237,10 +235,7 @@ def backward_kernel(
                 if A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
                     _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
-            ahead: gl.constexpr = NUM_STAGES - 1
-            to = gl.where(stage == 0, ahead, stage - 1)
-            copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
-            stage = gl.where(stage == ahead, 0, stage + 1)
+            stage = turn_ring(ring, stage, history_ptr, start, end, D, STRIDE)
 
         for column in gl.static_range(0, BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))

@@ -26,7 +26,6 @@ __all__ = [
     "MMA",
     "RIGHT",
     "columns_at_once",
-    "copy_tile",
     "exp",
     "find_chunk",
     "launch_dependents",
@@ -34,6 +33,7 @@ __all__ = [
     "load_columns",
     "load_parts",
     "load_rows",
+    "open_ring",
     "product",
     "products_by_warp",
     "ring_layout",
@@ -42,6 +42,7 @@ __all__ = [
     "split",
     "store_parts",
     "store_rows",
+    "turn_ring",
 ]
 
 
@@ -253,7 +254,7 @@ def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+def _copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
     """Begin to copy the rows from ``start`` on to ``tile``: one group.
 
     Copies that are masked, beyond ``end`` and D, write zeros.
@@ -270,6 +271,38 @@ def copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constex
         ptrs = history_ptr + start.to(gl.int64) * STRIDE + (i[:, None] * STRIDE + d[None, :])
         async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
     async_copy.commit_group()
+
+
+@gluon.jit
+def open_ring(
+    history_ptr,
+    begin,
+    end,
+    D: gl.constexpr,
+    STRIDE: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Shared memory for NUM_STAGES tiles of rows; all but the last are on their way to it."""
+    dtype: gl.constexpr = history_ptr.dtype.element_ty
+    shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
+    ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
+    for stage in gl.static_range(NUM_STAGES - 1):
+        _copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
+    return ring
+
+
+@gluon.jit
+def turn_ring(ring, stage, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Begin to copy what comes after the tiles on their way, where the last tile was; the tile of
+    ``stage`` begins at row ``start``. Returns the next stage.
+    """
+    ahead: gl.constexpr = ring.shape[0] - 1
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    to = gl.where(stage == 0, ahead, stage - 1)
+    _copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
+    return gl.where(stage == ahead, 0, stage + 1)
 
 
 @gluon.jit
