@@ -9,6 +9,7 @@ bandwidth, measured in the same run, over that of the candidate.
 """
 
 import argparse
+import contextlib
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -47,21 +48,25 @@ def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
 def candidates(case: Case, direction: str, chunks: list[int]) -> Iterator[dict]:
     """Tiles worth a try, in the words of the kernels' own choice, which comes first."""
     x = target_attention_kernel.SUITE.inputs(replace(case, batch_size=1, max_length=8), "cuda")
-    call = kernels._Call(
-        x.leaves["query"], x.leaves["history"], x.offsets, None, None, None, None, None
-    )
-    chosen = call.tiles(backward=direction == "backward")
+    backward, arguments = direction == "backward", (x.leaves["query"], x.leaves["history"])
+    plan = kernels._Call(backward, *arguments, x.offsets, None, None, None, None, None).plan
+    chosen = plan.tiles(backward)
     yield chosen
-    warps = [chosen["num_warps"]] if call.one_warp or call.few_warps else [4, 8]
+    warps = [chosen["num_warps"]] if plan.by_warps else [4, 8]
     shapes = itertools.product((16, 32, 64, 128), chunks, (2, 3, 4), warps)
     for block_n, chunk, stages, num_warps in shapes:
         shape = {"BLOCK_N": block_n, "CHUNK": chunk, "NUM_STAGES": stages, "num_warps": num_warps}
         yield chosen | shape
 
 
-def with_tiles(tiles: dict):
+@contextlib.contextmanager
+def with_tiles(tiles: dict) -> Iterator[None]:
     """A context in which the kernels cut their work up so."""
-    return mock.patch.object(kernels._Call, "tiles", return_value=tiles)
+    with (
+        mock.patch.object(kernels, "_plan", kernels._Plan),  # which remembers none
+        mock.patch.object(kernels._Plan, "tiles", return_value=tiles),
+    ):
+        yield
 
 
 def compile_tiles(job: tuple[Case, str, int, dict]) -> str | None:

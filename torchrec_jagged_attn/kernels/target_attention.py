@@ -80,35 +80,34 @@ def forward(
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
     if out.numel() == 0:
         return out, rest, stats
-    rest_or_none = rest if query.element_size() == 2 else None
-    call = _Call(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps)
-    tiles = call.tiles(backward=False)
-    num_slots = call.num_rows // tiles["CHUNK"]
-    room = call.rows_of_slot(tiles["BLOCK_R"])
-    sums = stats.new_empty([num_slots, room, call.width])
-    sums_stats = stats.new_empty([num_slots, 2, room])
+    call = _Call(
+        False, query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps
+    )
+    plan, num_slots = call.plan, call.num_slots
+    sums = stats.new_empty(num_slots, plan.rows_of_slot, plan.width)
+    sums_stats = stats.new_empty(num_slots, 2, plan.rows_of_slot)
+    rest_or_none = rest if plan.half else None
     outputs = (out, rest_or_none, stats, sums, sums_stats)
-    if call.by_warps(backward=False):
-        (_warp_forward if call.one_warp else _block_forward)(
+    if plan.by_warps:
+        (_warp_forward if plan.one_warp else _block_forward)(
             (num_slots + call.num_samples,),
             (*call.inputs, *outputs, call.offsets[0], *call.sizes, num_slots, scale),
-            call.warp_constants(tiles),
+            plan.kernel,
         )
     else:
         _forward(
-            (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
+            (num_slots + call.num_blocks,),
             (
                 *call.inputs, *outputs, *call.offsets, *call.sizes,
-                num_slots, call.history_stride, scale,
+                num_slots, plan.history_stride, scale,
             ),
-            call.constants | tiles,
+            plan.kernel,
         )  # fmt: skip
     if num_slots:
-        constants = call.combine_constants(tiles)
         _combine_outputs(
-            call.combine_grid(num_slots, constants),
+            (num_slots, plan.column_blocks),
             (sums, sums_stats, out, rest_or_none, stats, *call.offsets, *call.sizes),
-            constants,
+            plan.combine,
         )
     return out, rest, stats
 
@@ -129,97 +128,85 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
-    call = _Call(query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps)
-    tiles = call.tiles(backward=True)
-    by_warps = call.by_warps(backward=True)
-    shared = call.layout == SHARED
-    rest_or_none = rest if query.element_size() == 2 else None
+    call = _Call(
+        True, query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps
+    )
+    plan, num_slots, num_samples = call.plan, call.num_slots, call.num_samples
+    shared = plan.layout == SHARED
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
-    grad_history = history.new_empty(history.shape)
-    grad_bias = None if bias is None else bias.new_empty(bias.shape)
-    num_slots = call.num_rows // tiles["CHUNK"]
-    num_programs = num_slots + call.num_samples
-    buckets = call.constants["P"] + call.constants["A"]
-    targets = call.num_targets if call.one_warp else 1
+    grad_history = history.new_empty(*history.shape)
+    grad_bias = None if bias is None else bias.new_empty(*bias.shape)
     grad_tables = None
-    if buckets:
-        fill = stats.new_empty if by_warps else stats.new_zeros
-        grad_tables = fill([num_programs, buckets, targets, call.num_heads])
-    sums = stats.new_empty([num_slots, call.rows_of_slot(tiles["BLOCK_R"]), call.width])
+    if plan.buckets:
+        fill = stats.new_empty if plan.by_warps else stats.new_zeros
+        targets = plan.num_targets if plan.one_warp else 1
+        grad_tables = fill(num_slots + num_samples, plan.buckets, targets, plan.num_heads)
+    sums = stats.new_empty(num_slots, plan.rows_of_slot, plan.width)
+    delta = torch.empty_like(stats[0]) if plan.more_blocks else None
+    residuals = sums.new_empty(num_slots, plan.rows_of_slot) if plan.more_blocks else None
     grad_out = grad_out.contiguous()
-    sizes = (*call.sizes, num_slots, call.history_stride, scale)
-    constants = call.constants | tiles
-
-    # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
-    single_pass = by_warps or query.element_size() == 2
-    one_block = single_pass and (call.layout == JAGGED or call.rows <= tiles["BLOCK_R"])
-    more_blocks = call.layout == JAGGED or not one_block
-    delta = torch.empty_like(stats[0]) if more_blocks else None
-    residuals = sums.new_empty(sums.shape[:2]) if more_blocks else None
+    rest_or_none = rest if plan.half else None
+    outputs = (out, rest_or_none, stats, grad_query)
+    sizes = (*call.sizes, num_slots, plan.history_stride, scale)
 
     def launch_grad_history(one_block: bool) -> None:
-        if call.num_samples:
-            _grad_history(
-                (num_programs,),
-                (
-                    grad_out, *call.inputs, out, rest_or_none, stats, grad_query, delta,
-                    grad_history, grad_bias, grad_tables, sums, *call.offsets, *sizes,
-                ),
-                constants
-                | call.head_constants(tiles)
-                | {"SINGLE_PASS": single_pass, "ONE_BLOCK": one_block},
-            )  # fmt: skip
-
-    if by_warps and call.num_samples:
-        (_warp_backward if call.one_warp else _block_backward)(
-            (num_programs,),
+        _grad_history(
+            (num_slots + num_samples,),
             (
-                grad_out, *call.inputs, out, rest_or_none, stats, grad_query, grad_history,
-                grad_bias, grad_tables, sums, call.offsets[0], *call.sizes, num_slots, scale,
+                grad_out, *call.inputs, *outputs, delta, grad_history, grad_bias, grad_tables,
+                sums, *call.offsets, *sizes,
             ),
-            call.warp_constants(tiles),
+            plan.grad_history | {"ONE_BLOCK": one_block},
         )  # fmt: skip
-    elif one_block:
-        launch_grad_history(one_block=True)
-    if more_blocks and out.numel():
-        _grad_query(
-            (num_slots + call.num_blocks(tiles["BLOCK_R"]),),
+
+    if plan.by_warps and num_samples:
+        (_warp_backward if plan.one_warp else _block_backward)(
+            (num_slots + num_samples,),
             (
-                grad_out, *call.inputs, out, rest_or_none, stats, grad_query, delta,
-                sums, residuals, *call.offsets, *sizes,
+                grad_out, *call.inputs, *outputs, grad_history, grad_bias, grad_tables, sums,
+                call.offsets[0], *call.sizes, num_slots, scale,
             ),
-            constants | {"SINGLE_PASS": single_pass},
+            plan.kernel,
+        )  # fmt: skip
+    elif plan.one_block and num_samples:
+        launch_grad_history(one_block=True)
+    if plan.more_blocks and out.numel():
+        _grad_query(
+            (num_slots + call.num_blocks,),
+            (
+                grad_out, *call.inputs, *outputs, delta, sums, residuals, *call.offsets, *sizes,
+            ),
+            plan.grad_query,
         )  # fmt: skip
     if num_slots and out.numel():
-        of_combine = call.combine_constants(tiles)
         _combine_gradients(
-            call.combine_grid(num_slots, of_combine),
+            (num_slots, plan.column_blocks),
             (
                 sums, residuals, out, grad_query, delta, *call.offsets,
-                call.num_samples, call.num_targets, scale,
+                num_samples, plan.num_targets, scale,
             ),
-            of_combine | {"SINGLE_PASS": single_pass},
+            plan.combine,
         )  # fmt: skip
-    if more_blocks:
+    if plan.more_blocks and num_samples:
         launch_grad_history(one_block=False)
     if shared:
-        grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
+        grad_query = grad_query.sum(0, keepdim=True).to(dtype=query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        grad_table = _sum_of_tables(grad_tables, call.overlap)
-        of_position, of_age = grad_table.split([call.constants["P"], call.constants["A"]])
+        grad_table = _sum_of_tables(grad_tables, plan.overlap)
         if position_bias is not None:
-            grad_position_bias = of_position.to(position_bias.dtype)
+            grad_position_bias = grad_table[: plan.num_positions].to(dtype=position_bias.dtype)
         if age_bias is not None:
-            grad_age_bias = of_age.to(age_bias.dtype)
+            grad_age_bias = grad_table[plan.num_positions :].to(dtype=age_bias.dtype)
     return grad_query, grad_history, grad_bias, grad_position_bias, grad_age_bias
 
 
 class _Call:
-    """What both directions of one call have in common; from shapes alone."""
+    """What both directions of one call have in common."""
 
     def __init__(
         self,
+        backward: bool,
         query: Tensor,
         history: Tensor,
         offsets: Tensor,
@@ -229,69 +216,143 @@ class _Call:
         age_bias: Tensor | None,
         timestamps: Tensor | None,
     ) -> None:
-        self.num_samples = offsets.numel() - 1
-        self.num_rows = history.shape[0]
-        self.num_heads, self.width = query.shape[-2:]
+        self.num_samples = offsets.shape[0] - 1
+        num_heads, width = query.shape[-2:]
         if query_offsets is not None:
-            self.layout = JAGGED
-            self.num_targets = 0  # differs by sample
-            self.rows = 8 * self.num_heads  # of no batch: results must not depend on other samples
-            self.total_rows = query.shape[0] * self.num_heads
+            layout, num_targets = JAGGED, 0  # differs by sample
+            total_rows = query.shape[0] * num_heads
         else:
-            self.layout = DENSE if query.shape[0] == self.num_samples else SHARED
-            self.num_targets = query.shape[1]
-            self.rows = self.num_targets * self.num_heads
-            self.total_rows = self.num_samples * self.rows
-        self.row_bytes = padded_width(self.width) * history.element_size()
-        self.precision = product_precision(history.dtype)
-        half = history.element_size() == 2
-        self.parts = 1 if half else 2 if self.precision == "tf32" else 3
+            layout = DENSE if query.shape[0] == self.num_samples else SHARED
+            num_targets = query.shape[1]
+            total_rows = self.num_samples * num_targets * num_heads
         history = _unit_stride(history)
-        self.history_stride = history.stride(0)
+        self.plan = _plan(
+            backward,
+            layout,
+            num_targets,
+            num_heads,
+            width,
+            0 if position_bias is None else position_bias.shape[0],
+            0 if age_bias is None else age_bias.shape[0],
+            bias is not None,
+            history.element_size(),
+            history.stride(0),
+            history.data_ptr() % 16 == 0,
+            product_precision(history.dtype),
+            _room_for_warps(history.device),
+            _knows_dependent_launches(history.device),
+        )
+        self.num_slots = history.shape[0] // self.plan.chunk
+        if layout == JAGGED:
+            self.num_blocks = total_rows // self.plan.block_r + self.num_samples
+        else:
+            self.num_blocks = self.num_samples * -(-self.plan.rows // self.plan.block_r)
         biases = (bias, position_bias, age_bias, timestamps)
-        self.inputs = (query.contiguous(), history, *(_contiguous(tensor) for tensor in biases))
+        self.inputs = (query.contiguous(), history, *map(_contiguous, biases))
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
-        self.sizes = (self.num_samples, self.num_targets, self.total_rows)
-        self.constants = {
-            "LAYOUT": self.layout,
-            "H": self.num_heads,
-            "D": self.width,
-            "P": 0 if position_bias is None else position_bias.shape[0],
-            "A": 0 if age_bias is None else age_bias.shape[0],
-            "PRECISION": self.precision,
-        }
-        self.overlap = _knows_dependent_launches(history.device)
-        self.one_warp = self.few_warps = False
-        of_copy = 16 // history.element_size()
+        self.sizes = (self.num_samples, num_targets, total_rows)
+
+
+class _Plan:
+    """How one direction is cut up, which kernels take it and what they are compiled for.
+
+    Nothing of it depends on how many samples and rows there are.
+
+    Attributes:
+        one_warp, by_warps: whether kernels of ``warp_tiles.py`` take it, of one or of any warps.
+        block_r, chunk: query rows, and history rows, that a program takes at least.
+        rows_of_slot: how many query rows the sums of a chunk have.
+        one_block, more_blocks: whether backward meets samples of one block, and of more or, of
+            kernels that take two passes, of any number.
+        kernel, grad_query, grad_history, combine: compile-time arguments.
+        column_blocks: programs that bring the sums of one chunk together.
+    """
+
+    def __init__(
+        self,
+        backward: bool,
+        layout: int,
+        num_targets: int,
+        num_heads: int,
+        width: int,
+        num_positions: int,
+        num_ages: int,
+        bias: bool,
+        element_size: int,
+        history_stride: int,
+        aligned: bool,
+        precision: str,
+        room_for_warps: int,
+        overlap: bool,
+    ) -> None:
+        self.layout, self.num_targets, self.num_heads, self.width = (
+            layout, num_targets, num_heads, width,
+        )  # fmt: skip
+        self.history_stride, self.overlap, self.precision = history_stride, overlap, precision
+        self.num_positions, self.buckets = num_positions, num_positions + num_ages
+        self.half = element_size == 2
+        self.row_bytes = padded_width(width) * element_size
+        # Of jagged ones, not the batch's own: results must not depend on other samples.
+        self.rows = (8 if layout == JAGGED else num_targets) * num_heads
+        self.one_warp = self.by_warps = False
         if (
-            self.layout != JAGGED
-            and (self.width | self.history_stride) % of_copy == 0
-            and history.data_ptr() % 16 == 0
-            and (bias is None or self.num_targets == 1)
-            and self.constants["P"] + self.constants["A"] <= 256  # a table lies in shared memory
+            layout != JAGGED
+            and aligned
+            and (width | history_stride) % (16 // element_size) == 0
+            and (not bias or num_targets == 1)
+            and self.buckets <= 256  # a table lies in shared memory
         ):
-            room = _room_for_warps(history.device)
-            self.one_warp = self.rows <= WARP_ROWS and self.width <= 256 and room > 0
-            most = 64 if self.parts == 1 else 32
-            self.few_warps = WARP_ROWS < self.rows <= most and self.width <= 128 and room > 200_000
+            self.one_warp = self.rows <= WARP_ROWS and width <= 256 and room_for_warps > 0
+            most = 64 if self.half else 32
+            few_warps = WARP_ROWS < self.rows <= most and width <= 128 and room_for_warps > 200_000
+            # Backward of half precision, Triton's kernels are faster, but for tables.
+            slower = backward and self.half and not self.buckets
+            self.by_warps = self.one_warp or (few_warps and not slower)
 
-    def by_warps(self, backward: bool) -> bool:
-        """Whether the kernels of ``warp_tiles.py`` take this direction.
+        tiles = self.tiles(backward)
+        self.block_r, self.chunk = tiles["BLOCK_R"], tiles["CHUNK"]
+        self.rows_of_slot = self.block_r if layout == JAGGED else min(self.rows, self.block_r)
+        # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
+        single_pass = self.by_warps or self.half
+        self.one_block = single_pass and (layout == JAGGED or self.rows <= self.block_r)
+        self.more_blocks = layout == JAGGED or not self.one_block
 
-        A few warps are slower backward than ``target_backward.py``, but in fp32 and for tables.
-        """
-        slower = self.parts == 1 and self.constants["P"] + self.constants["A"] == 0
-        return self.one_warp or (self.few_warps and not (backward and slower))
-
-    def num_blocks(self, block_rows: int) -> int:
-        """How many blocks of query rows there are at most."""
-        if self.layout == JAGGED:
-            return self.total_rows // block_rows + self.num_samples
-        return self.num_samples * -(-self.rows // block_rows)
-
-    def rows_of_slot(self, block_rows: int) -> int:
-        """How many query rows the sums of a chunk have."""
-        return block_rows if self.layout == JAGGED else min(self.rows, block_rows)
+        names = {"H": num_heads, "D": width, "P": num_positions, "A": num_ages}
+        if self.by_warps:
+            fixed = {"BLOCK_R"} if self.one_warp else set()
+            self.kernel = {
+                **names,
+                **{name: value for name, value in tiles.items() if name not in fixed},
+                "SHARED": layout == SHARED,
+                "STRIDE": history_stride,
+                "PARTS": 1 if self.half else 2 if precision == "tf32" else 3,
+                "OVERLAP": overlap,
+            }
+        else:
+            self.kernel = {"LAYOUT": layout, **names, "PRECISION": precision, **tiles}
+        passes = {"SINGLE_PASS": single_pass}
+        one_target = num_targets == 1 and self.rows <= self.block_r
+        self.grad_query = self.kernel | passes
+        self.grad_history = self.grad_query | {
+            "ONE_TARGET": one_target,
+            "BLOCK_H": self.block_r if one_target else padded_width(num_heads),
+            "BLOCK_P": padded_width(num_positions),
+            "BLOCK_A": padded_width(num_ages),
+        }
+        block_r = 1 << (self.rows_of_slot - 1).bit_length()
+        block_d = min(padded_width(width), max(16, 1024 // block_r))
+        self.column_blocks = -(-width // block_d)
+        self.combine = {
+            "LAYOUT": layout,
+            "H": num_heads,
+            "D": width,
+            "BLOCK_R": block_r,
+            "BLOCK_D": block_d,
+            "CHUNK": self.chunk,
+            "num_warps": 1,
+            **_overlap(overlap),
+            **(passes if backward else {}),
+        }
 
     def tiles(self, backward: bool) -> dict:
         """How the work is cut up. Nothing of it may depend on other samples than a row's own.
@@ -299,75 +360,40 @@ class _Call:
         Found by trying, on an H200.
         """
         width = padded_width(self.width)
-        half = self.parts == 1
         if self.one_warp:
             return {
                 "BLOCK_R": WARP_ROWS,
-                "BLOCK_N": 32 if half and not backward else 16,
+                "BLOCK_N": 32 if self.half and not backward else 16,
                 "BLOCK_D": width,
-                "CHUNK": 256 if half or self.row_bytes < 512 else 128,
-                "NUM_STAGES": 4 if half and backward else 3 if self.row_bytes < 1024 else 2,
+                "CHUNK": 256 if self.half or self.row_bytes < 512 else 128,
+                "NUM_STAGES": 4 if self.half and backward else 3 if self.row_bytes < 1024 else 2,
                 "num_warps": 1,
             }
-        if self.by_warps(backward):
+        if self.by_warps:
             block_r = padded_width(self.rows)
             return {
                 "BLOCK_R": block_r,
-                "BLOCK_N": max(32, block_r) if backward else 64 if half else 16,
+                "BLOCK_N": max(32, block_r) if backward else 64 if self.half else 16,
                 "BLOCK_D": width,
-                "CHUNK": 512 if half else 256,
-                "NUM_STAGES": 3 if half or not backward else 2,
+                "CHUNK": 512 if self.half else 256,
+                "NUM_STAGES": 3 if self.half or not backward else 2,
                 "num_warps": block_r // 16,
             }
         block_r = min(padded_width(self.rows), 64, 32768 // self.row_bytes)
         exact = self.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
         bytes_of_tile = 16384 if backward or exact else 32768
+        rows_of_slot = block_r if self.layout == JAGGED else min(self.rows, block_r)
         return {
             "BLOCK_R": block_r,
             "BLOCK_N": max(16, min(64, bytes_of_tile // self.row_bytes)),
             "BLOCK_D": width,
-            "CHUNK": max(128, 16 * self.rows_of_slot(block_r)),
+            "CHUNK": max(128, 16 * rows_of_slot),
             "NUM_STAGES": 3 if self.row_bytes < 512 else 2,
             "num_warps": 4 if self.row_bytes < 1024 else 8,
         }
 
-    def combine_grid(self, num_slots: int, constants: dict) -> tuple[int, int]:
-        """Programs that bring chunks together: one for each slot and block of columns."""
-        return num_slots, -(-self.width // constants["BLOCK_D"])
 
-    def combine_constants(self, tiles: dict) -> dict:
-        """Compile-time arguments of the kernels that bring chunks together, a warp for each."""
-        block_r = 1 << (self.rows_of_slot(tiles["BLOCK_R"]) - 1).bit_length()
-        return {
-            **{name: self.constants[name] for name in ("LAYOUT", "H", "D")},
-            "BLOCK_R": block_r,
-            "BLOCK_D": min(padded_width(self.width), max(16, 1024 // block_r)),
-            "CHUNK": tiles["CHUNK"],
-            "num_warps": 1,
-            **_overlap(self.overlap),
-        }
-
-    def warp_constants(self, tiles: dict) -> dict:
-        """Compile-time arguments of the kernels of ``warp_tiles.py``."""
-        names = ("H", "D", "P", "A")
-        fixed = {"BLOCK_R"} if self.one_warp else set()
-        of_tiles = {name: value for name, value in tiles.items() if name not in fixed}
-        return (
-            {name: self.constants[name] for name in names}
-            | of_tiles
-            | {"SHARED": self.layout == SHARED, "STRIDE": self.history_stride, "PARTS": self.parts}
-            | {"OVERLAP": self.overlap}
-        )
-
-    def head_constants(self, tiles: dict) -> dict:
-        """Compile-time arguments of the kernel that sums over heads and buckets."""
-        one_target = self.num_targets == 1 and self.rows <= tiles["BLOCK_R"]
-        return {
-            "ONE_TARGET": one_target,
-            "BLOCK_H": tiles["BLOCK_R"] if one_target else padded_width(self.num_heads),
-            "BLOCK_P": padded_width(self.constants["P"]),
-            "BLOCK_A": padded_width(self.constants["A"]),
-        }
+_plan = functools.lru_cache(maxsize=1024)(_Plan)
 
 
 @functools.cache
@@ -402,10 +428,10 @@ def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
     constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **_overlap(overlap)}
-    groups = tables.new_empty([32, buckets, num_heads])
+    groups = tables.new_empty(32, buckets, num_heads)
     programs = -(-size // 8)
     _sum_tables((programs, 32), (tables, groups, num_tables, targets, size), constants)
-    out = tables.new_empty([buckets, num_heads])
+    out = tables.new_empty(buckets, num_heads)
     _sum_tables((programs, 1), (groups, out, 32, 1, size), constants)
     return out
 
