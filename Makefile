@@ -30,7 +30,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest
 ifeq ($(STACK),cpu)
-	TRITON_INTERPRET=1 $(BIN)/pytest $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(KERNEL_TESTS)
 endif
 
 check: $(READY)

@@ -240,7 +240,7 @@ class _Call:
             history.data_ptr() % 16 == 0,
             product_precision(history.dtype),
             _room_for_warps(history.device),
-            _knows_dependent_launches(history.device),
+            _capability(history.device) >= (9, 0),  # which knows dependent launches
         )
         self.num_slots = history.shape[0] // self.plan.chunk
         if layout == JAGGED:
@@ -397,11 +397,12 @@ _plan = functools.lru_cache(maxsize=1024)(_Plan)
 
 
 @functools.cache
-def _knows_dependent_launches(device: torch.device) -> bool:
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU of NVIDIA; less than any for others, and for the interpreter: it knows no Gluon."""
     of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
-    if triton.knobs.runtime.interpret or of_amd or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    if triton.knobs.runtime.interpret or of_amd:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def _overlap(overlap: bool) -> dict:
@@ -413,12 +414,9 @@ def _overlap(overlap: bool) -> dict:
 def _room_for_warps(device: torch.device) -> int:
     """Bytes of shared memory for a program of ``warp_tiles.py``, or 0 where they do not run.
 
-    Gluon has no interpreter, and asynchronous copies need an Ampere GPU or a later one of NVIDIA.
+    Asynchronous copies need an Ampere GPU or a later one.
     """
-    of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
-    if triton.knobs.runtime.interpret or of_amd:
-        return 0
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if _capability(device) < (8, 0):
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
