@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from torchrec_jagged_attn.ops import jagged_target_attention
+from torchrec_jagged_attn.ops import jagged_softmax, jagged_target_attention
+from torchrec_jagged_attn.ops.registration import _is_direct
 
 
 class Recorder(TorchDispatchMode):
@@ -47,6 +50,44 @@ def test_modes_see_backward_of_what_they_did_not_see(leaves, out):
 
 def test_gradients_yet_to_be_negated(leaves, out):
     grad_out = torch.ones_like(out)
+    assert _is_direct(torch._C._dispatch_keys(grad_out))
+    assert not _is_direct(torch._C._dispatch_keys(torch._neg_view(grad_out)))
     negated = torch.autograd.grad(out, leaves, torch._neg_view(grad_out), retain_graph=True)
     for actual, grad in zip(negated, torch.autograd.grad(out, leaves, grad_out), strict=True):
         torch.testing.assert_close(actual, -grad, rtol=0, atol=0)
+
+
+def test_gradients_of_a_batch_are_refused(leaves, out):
+    grad_out = torch.ones(3, *out.shape, device=out.device)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.autograd.grad(out, leaves, grad_out, is_grads_batched=True)
+
+
+def attend(leaves):
+    offsets = torch.tensor([0, 2, 5], device=leaves[0].device)
+    return jagged_target_attention(*leaves, offsets)
+
+
+def softmax(leaves):
+    """Its gradient is made of other ops."""
+    return jagged_softmax(leaves[1], torch.tensor([0, 2, 5], device=leaves[1].device))
+
+
+@pytest.mark.parametrize("function", [attend, softmax])
+def test_checkpointed(function, leaves):
+    expected = torch.autograd.grad(function(leaves).sum(), leaves, allow_unused=True)
+    out = checkpoint(function, leaves, use_reentrant=False)
+    grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [attend, softmax])
+def test_compiled_autograd_makes_one_graph(function, leaves):
+    function(leaves).sum().backward()
+    expected = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    out = function(leaves).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        out.backward()
+    torch.testing.assert_close([leaf.grad for leaf in leaves], expected)

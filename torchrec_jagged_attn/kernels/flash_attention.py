@@ -64,7 +64,7 @@ def forward(
             (*call.inputs, out, stats, *call.offsets, *sizes),
             call.shape | call.short_tile(),
         )
-    if call.hopper:
+    if call.plain and flash_hopper.takes(*call.inputs, call.width):
         tiles = call.list_tiles(flash_hopper.BLOCK_M, of_keys=False)
         flash_hopper.forward(*call.inputs, out, stats, tiles, call.factor, causal, call.width)
         return out, stats
@@ -146,7 +146,8 @@ def backward(
         )  # fmt: skip
     grads = [None, None, None]
     if grad_tables is not None:
-        grads[:2] = grad_tables.sum(0).split(num_buckets)
+        of_position, of_age = grad_tables.sum(0).split(num_buckets)
+        grads[:2] = of_position, of_age.clone()  # which share no memory
     if grad_relative is not None:
         grads[2] = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).sum(0).T
     tables = (position_bias, age_bias, relative_bias)
@@ -206,8 +207,7 @@ class _Call:
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
         half = q.element_size() == 2
         self.short = 32 if half and self.row_bytes <= 256 and not biased else 0
-        plain = not biased and scale >= 0
-        self.hopper = plain and flash_hopper.takes(*self.inputs, self.width)
+        self.plain = not biased and scale >= 0
 
     def short_tile(self) -> dict:
         """Tile of samples taken whole."""

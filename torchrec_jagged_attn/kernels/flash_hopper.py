@@ -403,7 +403,6 @@ def takes(q: Tensor, k: Tensor, v: Tensor, width: int) -> bool:
         and width in (64, 128)
         and k.shape[0] > 0
         and all(_is_addressable(x) for x in (q, k, v))
-        and v.shape[2] % 8 == 0
     )
 
 
@@ -462,8 +461,8 @@ def _jagged_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
     Row ``j`` from the end of a sample, whose rows are before row ``end``, has the coordinates
     ``(END, end, END - j)``: the third one has its bound there. In steps of ``s`` elements from row
-    to row the first one is worth ``2^34 - s``, so that all is ``2^64 + s · (end - j)``, and
-    addresses have 64 bits.
+    to row the first one is worth ``2^34 - s``, so that all is ``2^64 + s · (end - j)`` elements,
+    and addresses have 64 bits, of bytes.
     """
     s = x.stride(0)
     endless = 2**31 - 2**16

@@ -63,7 +63,8 @@ class Launcher:
 
     def _traits(self, arguments: tuple[Any, ...]) -> list[Hashable]:
         """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are
-        1 or divisible by 16 where it specialises for that, and what is ``None``.
+        1 or divisible by 16 where it specialises for that, and what is ``None``. Others, floats and
+        descriptors, are always of one kind where they stand.
         """
         traits: list[Hashable] = []
         for argument, specialized in zip(arguments, self.specialized, strict=False):

@@ -4,9 +4,9 @@ Keys and values are the same rows ``x``. With R query rows per sample (targets �
 order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
-    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, in half precision where
-               one block holds the query rows of a sample; else reads x once more for each block:
-               14·N·R·D FLOPs
+    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, where one block holds the
+               query rows of a sample, in half precision or by the kernels of ``warp_tiles.py``;
+               else reads x once more for each block: 14·N·R·D FLOPs
 
 Histories are cut into chunks, so that a long one is spread over the GPU; the sums of a sample's
 chunks are brought together by a kernel of their own, in their order. Nothing is accumulated by
@@ -196,8 +196,9 @@ def backward(
         grad_table = _sum_of_tables(grad_tables, plan.overlap)
         if position_bias is not None:
             grad_position_bias = grad_table[: plan.num_positions].to(dtype=position_bias.dtype)
-        if age_bias is not None:
-            grad_age_bias = grad_table[plan.num_positions :].to(dtype=age_bias.dtype)
+        if age_bias is not None:  # no memory of the other's
+            of_age = grad_table[plan.num_positions :]
+            grad_age_bias = of_age.to(dtype=age_bias.dtype, copy=plan.num_positions > 0)
     return grad_query, grad_history, grad_bias, grad_position_bias, grad_age_bias
 
 

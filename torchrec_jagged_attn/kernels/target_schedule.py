@@ -44,9 +44,9 @@ def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: 
 def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
     """Into how many chunks a history is cut for its blocks of query rows.
 
-    None but the last has less than ``CHUNK · num_blocks`` rows, or twice as many: so all samples
-    together have no more than ``N // CHUNK`` pairs of chunk and block, where they are cut at all.
-    Those numbered from ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s slots.
+    There is one for each ``CHUNK · num_blocks`` rows: so all samples together have no more than
+    ``N // CHUNK`` pairs of chunk and block, where they are cut at all. Those numbered from
+    ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s slots.
     """
     rows = CHUNK * tl.maximum(num_blocks, 1)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)
@@ -54,7 +54,7 @@ def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
 
 @triton.jit
 def rows_of_chunk(length, chunks):
-    """How many rows each chunk but the last one has: alike, and whole tiles."""
+    """How many rows each chunk has, a multiple of 16; the last ones may have fewer, or none."""
     rows = (length.to(tl.int32) + chunks.to(tl.int32) - 1) // chunks.to(tl.int32)
     return (rows + 15) // 16 * 16
 

@@ -19,11 +19,17 @@ __all__ = ["register_op", "register_op_of_ops"]
 NAMESPACE = "torchrec_jagged_attn"
 DEVICES = ("CPU", "CUDA")
 
+
+def _bits(key: str) -> int:
+    """A set of one of the dispatcher's keys, as bits: operators of sets are slow."""
+    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)).raw_repr()
+
+
 # The dispatcher's keys below autograd, but for those of the devices and of ops that have no tensor
-# to tell a device by. As bits: operators of sets are slow.
-OTHERS_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset.raw_repr()
+# to tell a device by; and that of gradients taken for a batch of vectors.
+OTHERS_THAN_A_DEVICE = torch._C._after_ADInplaceOrView_keyset.raw_repr() | _bits("Batched")
 for _key in (*DEVICES, "BackendSelect"):
-    OTHERS_BELOW_AUTOGRAD &= ~torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_key)).raw_repr()
+    OTHERS_THAN_A_DEVICE &= ~_bits(_key)
 
 # Kept alive as long as their op; dropped where a reload registers the op again.
 _libraries: dict[str, torch.library.Library] = {}
@@ -80,19 +86,16 @@ def register_op(
             return (None,) * (len(needs_grad) + 1)
         if torch.is_grad_enabled():
             raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
-        keys = torch._C._dispatch_keys(grad_out) | torch._C._dispatch_tls_local_include_set()
-        call = run_backward if ctx.is_direct and _is_direct(keys) else backward_op
         tensors = ctx.saved_tensors
-        with torch._C._AutoDispatchBelowAutograd():
-            grads = iter(
-                call(
-                    grad_out,
-                    needs_grad,
-                    *tensors[:num_tensors],
-                    *ctx.constants,
-                    *tensors[num_tensors:],
-                )
-            )
+        inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
+        arguments = (grad_out, needs_grad, *inputs, *ctx.constants, *outputs)
+        if torch.compiler.is_compiling():
+            grads = iter(backward_op(*arguments))
+        else:
+            keys = torch._C._dispatch_keys(grad_out) | torch._C._dispatch_tls_local_include_set()
+            call = run_backward if ctx.is_direct and _is_direct(keys) else backward_op
+            with torch._C._AutoDispatchBelowAutograd():
+                grads = iter(call(*arguments))
         return *(next(grads) if need else None for need in needs_grad), None
 
     _differentiate(op, run, library, node_forward, node_backward)
@@ -132,10 +135,7 @@ def register_op_of_ops(
         return out
 
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return *backward(ctx, grad_out), None
-        with torch._C._AutoDispatchBelowAutograd():
-            return *backward(ctx, grad_out), None
+        return *backward(ctx, grad_out), None
 
     _differentiate(op, run, library, node_forward, node_backward)
     return op
@@ -172,9 +172,10 @@ def _is_direct(keys: torch._C.DispatchKeySet) -> bool:
 
     So it does where no mode or transform is active, and no tensor is a subclass's, a fake, or yet
     to be negated. It may then be spared the dispatcher, which takes 20 µs where an op has many
-    inputs and outputs.
+    inputs and outputs. (And calls nothing but our implementation; profilers see backward as the
+    node of autograd alone.)
     """
-    return not keys.raw_repr() & OTHERS_BELOW_AUTOGRAD
+    return not keys.raw_repr() & OTHERS_THAN_A_DEVICE
 
 
 def _define(
