@@ -28,9 +28,11 @@ demo: $(READY)
 	$(BIN)/python examples/train_dlrm.py
 
 test: $(READY)
-	$(BIN)/pytest
 ifeq ($(STACK),cpu)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(KERNEL_TESTS)
+else
+	$(BIN)/pytest
 endif
 
 check: $(READY)
