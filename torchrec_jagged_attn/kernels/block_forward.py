@@ -14,7 +14,6 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     load_bias,
     load_parts,
     load_rows,
-    normalize,
     open_ring,
     product,
     products_by_warp,
@@ -138,10 +137,9 @@ def forward_kernel(
             gl.store(ptrs, maximum, mask=r < count)
             gl.store(ptrs + count, total, mask=r < count)
         else:
-            total_or_one = gl.where(total > 0, total, 1.0)
-            inverse = gl.where(total > 0, gl.div_rn(1.0, total_or_one), 0.0)
+            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
             for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                out = normalize(accs[column // COLUMNS], total_or_one[:, None], PARTS)
+                out = accs[column // COLUMNS] * inverse[:, None]
                 store_rows(out_ptr, out, row, count, column, D)
                 if rest_ptr is not None:
                     rest = out - out.to(dtype).to(gl.float32)

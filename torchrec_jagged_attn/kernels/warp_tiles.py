@@ -33,7 +33,6 @@ __all__ = [
     "load_columns",
     "load_parts",
     "load_rows",
-    "normalize",
     "open_ring",
     "product",
     "products_by_warp",
@@ -171,15 +170,6 @@ def exp(x, PARTS: gl.constexpr):
         rest = gl.fma(x, LOG2E, -y) + x * LOG2E_REST
         power = gl.where(power > 0, power + power * (rest * LN2), power)
     return power
-
-
-@gluon.jit
-def normalize(acc, total, PARTS: gl.constexpr):
-    """``acc / total``; of PARTS, rounded once, so that gradients of scores add up to zero.
-
-    ``total`` is not zero.
-    """
-    return acc * (1.0 / total) if PARTS == 1 else gl.div_rn(acc, total)
 
 
 @gluon.jit
