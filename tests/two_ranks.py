@@ -5,7 +5,7 @@ import gc
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ HISTORY_LENGTHS = [
     ([0, 0, 0, 0], [0, 0, 0, 0]),
 ]
 NUM_STEPS = len(HISTORY_LENGTHS)
+STEPS_OF_EQUAL_BATCHES = (0, 1, 2, 4)
 LEARNING_RATE = 0.3
 
 
@@ -206,9 +207,9 @@ def make_batch(step: int, rank: int) -> Batch:
     )
 
 
-def batches(device: torch.device) -> Iterator[Batch]:
+def batches(device: torch.device, steps: Iterable[int] = range(NUM_STEPS)) -> Iterator[Batch]:
     """This rank's batch of each step."""
-    for step in range(NUM_STEPS):
+    for step in steps:
         yield make_batch(step, dist.get_rank()).to(device)
 
 
@@ -234,7 +235,7 @@ def shard(
     """Shard all tables as told, or as near to it as TorchRec can.
 
     It shards an EmbeddingCollection not by tables and rows at once nor by a grid, so then by rows,
-    and an EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
+    and its sharder of an EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
     """
     sharders = get_default_sharders() if sharders is None else sharders
     if sharding == ShardingType.DATA_PARALLEL:
@@ -274,10 +275,11 @@ def make_sharded_model(
     sharding: ShardingType = ShardingType.TABLE_WISE,
     optimizer: str = "SGD",
     data_type: DataType = DataType.FP32,
+    tags: PoolingType = PoolingType.MEAN,
     **options: Any,
 ) -> DistributedModelParallel:
     """``make_model()``, sharded; replicated tables are left to the optimizer of dense layers."""
-    model = make_model(data_type=data_type)
+    model = make_model(data_type=data_type, tags=tags)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharding != ShardingType.DATA_PARALLEL:
         optimize_tables(model, optimizer)
@@ -298,39 +300,45 @@ def load(model: nn.Module, state: dict[str, Tensor]) -> None:
             value.copy_(state[name])
 
 
-def train(model: nn.Module, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def train(
+    model: nn.Module, device: torch.device, steps: Iterable[int] = range(NUM_STEPS)
+) -> list[tuple[Tensor, Tensor]]:
     """Loss and logits of each step on this rank."""
     optimizer = dense_optimizer(model)
-    steps = []
-    for batch in batches(device):
+    results = []
+    for batch in batches(device, steps):
         optimizer.zero_grad()
         loss, (_, logits, _) = model(batch)
         loss.backward()
         optimizer.step()
-        steps.append((loss.detach(), logits))
-    return steps
+        results.append((loss.detach(), logits))
+    return results
 
 
 def train_unsharded(
-    model: nn.Module, optimizer: str, ranks: int, device: torch.device = CPU
+    model: nn.Module,
+    optimizer: str,
+    ranks: int,
+    device: torch.device = CPU,
+    steps: Iterable[int] = range(NUM_STEPS),
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Losses and logits of each step by rank, of one process with the batches of all ranks."""
     _, unfused, arguments = OPTIMIZERS[optimizer]
     tables = list(embedding_parameters(model))
     rest = [p for p in model.parameters() if not any(p is table for table in tables)]
     optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
-    steps = []
-    for step in range(NUM_STEPS):
+    results = []
+    for step in steps:
         model.zero_grad()
         outputs = [model(make_batch(step, rank).to(device)) for rank in range(ranks)]
         losses = [loss for loss, _ in outputs]
         torch.stack(losses).mean().backward()
         for each in optimizers:
             each.step()
-        steps.append(
+        results.append(
             ([loss.detach() for loss in losses], [logits for _, (_, logits, _) in outputs])
         )
-    return steps
+    return results
 
 
 def full_state_dict(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
