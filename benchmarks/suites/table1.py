@@ -199,9 +199,10 @@ def make_inputs(case: Case, device: str) -> Inputs:
         "D": case.width,
         "T": case.num_targets,
     }
+    on_device = torch.Generator(device).manual_seed(0)
     leaves = {
-        name: torch.randn([sizes[letter] for letter in letters], generator=generator)
-        .to(device, case.dtype)
+        name: torch.randn([sizes[letter] for letter in letters], generator=on_device, device=device)
+        .to(case.dtype)
         .requires_grad_()
         for name, letters in op_of(case).layout.items()
         if name != "out"
