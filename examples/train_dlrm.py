@@ -383,6 +383,9 @@ def main() -> None:
         # As torchrun does: threads cost such small layers more than they bring.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    # One GPU a process: backward needs no thread of its own, which finds Python's objects in the
+    # caches of another core. Attention trained 20 % faster for it on an H200.
+    torch.autograd.set_multithreading_enabled(False)
     try:
         compare(args, device)
     except (DataError, CheckpointError) as error:
