@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrec_jagged_attn.kernels.common import LOG2E, find_tile, online_softmax_update
-from torchrec_jagged_attn.kernels.jagged_products import add_chunks, find_chunk
 from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.product_tiles import add_chunks, find_chunk
 
 __all__ = ["elementwise", "softmax", "softmax_backward", "sum_rows"]
 
