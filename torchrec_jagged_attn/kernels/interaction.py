@@ -31,8 +31,8 @@ TILE = 2048
 CHUNK = 256
 # Rows up to which columns are read again and again: a sample of so many stays in the cache.
 LONG = 1024
-# Elements of a tile of longer ones; several are on their way at a time.
-LONG_TILE = 1024
+# Bytes of a tile of longer ones; several are on their way at a time.
+LONG_TILE = 2048
 # Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
 # maxima and sums without waiting for others.
 SPAN = 1024
@@ -196,10 +196,10 @@ def _pairs_kernel(
 
 
 @triton.jit
-def _load_rows(ptr, begin, at, r, length, inside, T: tl.constexpr, other):
-    """Rows from ``begin`` on of some columns, in fp32, and which of them there are."""
-    mask = (r < length - begin)[:, None] & inside
-    return tl.load(ptr + begin * T + at, mask=mask, other=other).to(tl.float32), mask
+def _load_rows(ptr, at, r, rows, inside, other):
+    """The first ``rows`` of some columns, in fp32, and which of them there are."""
+    mask = (r < rows)[:, None] & inside
+    return tl.load(ptr + at, mask=mask, other=other).to(tl.float32), mask
 
 
 @triton.jit
@@ -217,38 +217,39 @@ def _short_columns(
     """Columns of one sample, from ``line`` on: each thread has its own maxima and sums until all
     rows were seen.
     """
-    i = line + tl.arange(0, BLOCK_I)
+    i = tl.arange(0, BLOCK_I)
     r = tl.arange(0, BLOCK_R)
-    at = first + (r[:, None] * T + i[None, :])
-    inside = (i < T)[None, :]
+    at = r[:, None] * T + i[None, :]
+    inside = (i < T - line)[None, :]
+    first += line
     total = tl.zeros([BLOCK_R, BLOCK_I], tl.float32)
     if p_ptr is None:
         lowest = -float("inf")
         maximum = tl.full([BLOCK_R, BLOCK_I], lowest, tl.float32)
-        for begin in range(0, length, BLOCK_R):
-            x, _ = _load_rows(x_ptr, begin, at, r, length, inside, T, lowest)
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, lowest)
             maximum = tl.maximum(maximum, x)
         shift = tl.max(maximum, 0)
         shift = tl.where(shift == lowest, 0.0, shift)[None, :]
-        for begin in range(0, length, BLOCK_R):
-            x, _ = _load_rows(x_ptr, begin, at, r, length, inside, T, lowest)
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, lowest)
             total += tl.exp2((x - shift) * LOG2E)
         total_i = tl.sum(total, 0)
         inverse = tl.div_rn(1.0, tl.where(total_i == 0, 1.0, total_i))[None, :]
-        for begin in range(0, length, BLOCK_R):
-            x, mask = _load_rows(x_ptr, begin, at, r, length, inside, T, lowest)
+        for n in range(0, length, BLOCK_R):
+            x, mask = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, lowest)
             out = tl.exp2((x - shift) * LOG2E) * inverse
-            tl.store(out_ptr + begin * T + at, out, mask=mask)
+            tl.store(out_ptr + first + n * T + at, out, mask=mask)
     else:
-        for begin in range(0, length, BLOCK_R):
-            x, _ = _load_rows(x_ptr, begin, at, r, length, inside, T, 0.0)
-            p, _ = _load_rows(p_ptr, begin, at, r, length, inside, T, 0.0)
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            p, _ = _load_rows(p_ptr + first + n * T, at, r, length - n, inside, 0.0)
             total += p * x
         mean = tl.sum(total, 0)[None, :]
-        for begin in range(0, length, BLOCK_R):
-            x, _ = _load_rows(x_ptr, begin, at, r, length, inside, T, 0.0)
-            p, mask = _load_rows(p_ptr, begin, at, r, length, inside, T, 0.0)
-            tl.store(out_ptr + begin * T + at, p * (x - mean), mask=mask)
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            p, mask = _load_rows(p_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            tl.store(out_ptr + first + n * T + at, p * (x - mean), mask=mask)
 
 
 @triton.jit
@@ -373,7 +374,7 @@ def _launch_softmax(
     x, p = x.contiguous(), None if p is None else p.contiguous()
     offsets, num_samples = offsets.contiguous(), offsets.numel() - 1
     if y_offsets is None:
-        constants = _column_constants(x.shape[1], p is not None)
+        constants = _column_constants(x.shape[1], x.element_size(), p is not None)
         num_tiles = -(-x.shape[1] // constants["BLOCK_I"])
         _columns((num_samples * num_tiles,), (x, p, out, offsets), constants)
     else:
@@ -384,17 +385,17 @@ def _launch_softmax(
 
 
 @functools.cache
-def _column_constants(width: int, backward: bool) -> dict:
-    """Compile-time arguments of the softmax over the rows of ``width`` columns."""
+def _column_constants(width: int, size: int, backward: bool) -> dict:
+    """Compile-time arguments of the softmax over rows of ``width`` elements of ``size`` bytes."""
     block_i = min(32, triton.next_power_of_2(width))
     return {
         "T": width,
         "BLOCK_I": block_i,
         "BLOCK_R": 128 if backward or block_i < 16 else 64,
         "LONG": LONG,
-        "LONG_TILE": LONG_TILE,
+        "LONG_TILE": LONG_TILE // size,
         "num_warps": 4 if backward or block_i > 16 else 2,
-        **({} if backward else {"maxnreg": 56}),
+        **({} if backward else {"maxnreg": 48}),
     }
 
 
