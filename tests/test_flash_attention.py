@@ -6,9 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import skip_unless_supported
+from hopper_in_numpy import hopper_in_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from triton import knobs
 
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
@@ -70,6 +72,19 @@ def test_lengths_about_tiles(causal, width, dtype):
     lengths = [1, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 400]
     assert_right(inputs_of(lengths, lengths, "cuda", dtype, width=width), causal)
     assert_right(inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width), causal)
+
+
+@pytest.mark.skipif(
+    not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, for the kernels around it"
+)
+@pytest.mark.parametrize("width", [48, 64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kernel_for_hopper_in_numpy(causal, width):
+    lengths = [257, 33, 0, 130, 65, 1]
+    with hopper_in_numpy() as launched:
+        for kv_lengths in (lengths, lengths[::-1]):
+            assert_right(inputs_of(lengths, kv_lengths, dtype=torch.float16, width=width), causal)
+    assert launched == ["flash_hopper"] * 2
 
 
 @pytest.mark.gpu
