@@ -46,7 +46,13 @@ import torchrec_jagged_attn
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
 MAX_REPEATS = 500  # whose median is steady, also of calls that take microseconds
-METRICS = {"time": "ms", "graph_time": "ms", "peak_memory": "MiB", "operands": "MiB"}
+METRICS = {
+    "time": "ms",
+    "graph_time": "ms",
+    "kernel_time": "ms",
+    "peak_memory": "MiB",
+    "operands": "MiB",
+}
 LABELS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit")
 QUANTILES = (0.5, 0.2, 0.8)
 PEAK_FLOPS = 790e12  # of a large bf16 matmul on an H200, as measured through torch
@@ -293,6 +299,8 @@ def run_case(
             for mode, step in steps.items() if args.graph else ():
                 graph = capture(step)
                 add(provider, mode, "graph_time", time_ms(graph.replay, "cuda", args.quick))
+            for mode, step in steps.items() if args.kernels else ():
+                add(provider, mode, "kernel_time", kernel_time_ms(step, args.quick))
         except Exception as error:  # one provider never stops the others
             reasons[provider] = describe(error)
         own = of_out = steps = step = graph = (
