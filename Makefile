@@ -18,9 +18,10 @@ READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # Run a second time without a GPU, with the kernels in Triton's interpreter. Not those of
-# JaggedTargetAttention: they take minutes there, and meet no kernel that the others do not.
+# JaggedTargetAttention and its collection: they take minutes there, and meet no kernel that the
+# others do not.
 KERNEL_TESTS := $(filter-out %_module.py, $(wildcard tests/test_*attention*.py)) \
-	tests/test_embedding_bag_collection.py tests/test_interaction.py
+	tests/test_interaction.py
 
 .PHONY: demo test check format benchmark clean
 
