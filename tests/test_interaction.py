@@ -8,6 +8,7 @@ import torch
 from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_registration import Recorder
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
@@ -300,6 +301,37 @@ def test_strided_inputs_and_gradients(name, device):
         torch.testing.assert_close(results[key], expected)
 
 
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+@pytest.mark.parametrize("width", [1, 5, 16, 48, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_pass_for_both_gradients(name, width, dtype, device):
+    """The same as each by itself, and as with a gradient of their own."""
+    inputs = inputs_of(name, [70, 0, 1100, 33], None, device, dtype, 40, num_targets=width)
+    leaves = [inputs[key].requires_grad_() for key in ("x", "y")]
+    out = function_of(name)(**inputs)
+    grad_out = torch.randn_like(out)
+    with Recorder() as recorder:
+        both = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    assert recorder.names == [f"{name}_backward"]
+    tolerances = {"rtol": 1e-2, "atol": 0.1} if dtype == torch.float16 else {}
+    for leaf, grad in zip(leaves, both, strict=True):
+        (alone,) = torch.autograd.grad(out, leaf, grad_out, retain_graph=True)
+        torch.testing.assert_close(grad, alone, **tolerances)
+    twice = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
+    torch.testing.assert_close(twice, both, **tolerances)
+    assert all(grad.requires_grad for grad in twice)
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+@pytest.mark.parametrize("num_targets", [3, 20])
+def test_infinities_in_products(name, num_targets, device):
+    """As in PyTorch's: what they meet is infinite, or NaN, and the rest is as it was."""
+    inputs = inputs_of(name, [70, 0, 40], None, device, num_targets=num_targets)
+    inputs["x"][3, 5], inputs["x"][80, 2] = torch.inf, torch.nan
+    expected = OPS[name].oracle(**inputs)
+    torch.testing.assert_close(function_of(name)(**inputs), expected, equal_nan=True)
+
+
 def test_transposed_matrices_are_read_where_they_are(device):
     inputs = inputs_of("jagged_dense_bmm", [7, 0, 20], None, device)
     inputs["y"] = inputs["y"].mT.contiguous().mT
@@ -355,12 +387,17 @@ def test_opcheck(device):
     def draw(*shape):
         return torch.randn(shape, device=device, requires_grad=True)
 
+    def drawn(*shapes):
+        return [draw(*shape).detach() for shape in shapes]
+
     offsets = (x_offsets, y_offsets, pair_offsets)
     for op, arguments in (
         (ops.jagged_pair_offsets, (x_offsets, y_offsets)),
         (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 4, 2), x_offsets)),
         (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 2, 4).mT, x_offsets)),
         (ops.jagged_jagged_bmm, (draw(5, 4), draw(5, 2), x_offsets)),
+        (ops.jagged_dense_bmm_backward, (*drawn((5, 2), (5, 4), (3, 4, 2)), x_offsets)),
+        (ops.jagged_jagged_bmm_backward, (*drawn((3, 4, 2), (5, 4), (5, 2)), x_offsets)),
         (ops.jagged_softmax, (draw(5, 4), x_offsets, None)),
         (ops.jagged_softmax, (draw(4, 5).T, x_offsets, None)),
         (ops.jagged_softmax, (draw(8), pair_offsets, y_offsets)),

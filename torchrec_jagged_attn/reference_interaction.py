@@ -20,7 +20,9 @@ __all__ = [
     "array_jagged_bmm",
     "elementwise",
     "jagged_dense_bmm",
+    "jagged_dense_bmm_backward",
     "jagged_jagged_bmm",
+    "jagged_jagged_bmm_backward",
     "pair_bmm",
     "pair_offsets",
     "softmax",
@@ -49,6 +51,20 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     for rows, out_DT in zip(_slices(offsets), out, strict=True):
         out_DT[:] = x[rows].T @ y[rows]
     return out
+
+
+def jagged_dense_bmm_backward(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and ``y``."""
+    return jagged_dense_bmm(grad_out, y.mT, offsets), jagged_jagged_bmm(x, grad_out, offsets)
+
+
+def jagged_jagged_bmm_backward(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and ``y``."""
+    return jagged_dense_bmm(y, grad_out.mT, offsets), jagged_dense_bmm(x, grad_out, offsets)
 
 
 def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 All are bound by memory: with e bytes an element and E elements,
 
-    softmax       reads and writes E·e bytes, backward 3·E·e; where a sample or row is longer than
-                  a tile, it is read once more (from the cache, if it fits)
+    softmax       reads and writes E·e bytes, backward 3·E·e; what does not fit in a tile is read
+                  again (from the cache, if it fits there)
     element-wise  2·E·e bytes, and the gradient of the dense row reads E·e or 2·E·e
 
 A softmax is over a column of a sample's ``[L, T]``, or over a row of its ``[Lx, Ly]`` pairs: here,
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrec_jagged_attn.kernels.common import LOG2E, find_tile, online_softmax_update
-from torchrec_jagged_attn.kernels.jagged_products import add_chunks, find_chunk
 from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.product_tiles import add_chunks, find_chunk
 
 __all__ = ["elementwise", "softmax", "softmax_backward", "sum_rows"]
 
@@ -29,55 +29,21 @@ __all__ = ["elementwise", "softmax", "softmax_backward", "sum_rows"]
 TILE = 2048
 # Rows after which a sum is cut.
 CHUNK = 256
+# Rows up to which columns are read again and again: a sample of so many stays in the cache.
+LONG = 1024
+# Bytes of a tile of longer ones; several are on their way at a time.
+LONG_TILE = 2048
 # Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
 # maxima and sums without waiting for others.
 SPAN = 1024
 PAIR_CONSTANTS = {
-    "T": 0,
-    "PAIRS": True,
     "SPAN": SPAN,
     "BLOCK_I": 1,
     "BLOCK_R": 512,
     "SHAPES": 4,
-    "NUM_STAGES": 1,
     "num_warps": 1,
     "maxnreg": 64,
 }
-
-
-@triton.jit
-def _find_lines(
-    offsets_ptr,
-    y_offsets_ptr,
-    num_samples,
-    T: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    """What to take the softmax of: columns of a sample, or rows of its pairs.
-
-    A program has the rows of pairs that begin in one tile of SPAN pairs.
-
-    Returns the first element of the sample, the first and the last (excluded) line, and how long
-    lines are.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    if PAIRS:
-        sample, first, end, start = find_tile(offsets_ptr, num_samples, program, 1, SPAN)
-        length = tl.load(y_offsets_ptr + sample + 1) - tl.load(y_offsets_ptr + sample)
-        stop = tl.minimum(start + SPAN, tl.maximum(end - first, start))
-        line = tl.cdiv(start, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
-        last_line = tl.cdiv(stop, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
-    else:
-        TILES: tl.constexpr = (T + BLOCK_I - 1) // BLOCK_I
-        sample = program // TILES
-        begin = tl.load(offsets_ptr + sample).to(tl.int64)
-        length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
-        first = begin * T
-        line = (program % TILES).to(tl.int32) * BLOCK_I
-        last_line = tl.minimum(line + BLOCK_I, T)
-    return first, line, last_line, length.to(tl.int32)
 
 
 @triton.jit
@@ -124,14 +90,12 @@ def _whole_lines(
     line,
     last_line,
     length,
-    T: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Lines that fit in a tile: each is read once."""
+    """Rows of pairs that fit in a tile: each is read once."""
     for i in range(line, last_line, BLOCK_I):
-        origin, at, mask = _line_tile(first, i, 0, last_line, length, T, PAIRS, BLOCK_I, BLOCK_R)
+        origin, at, mask = _line_tile(first, i, 0, last_line, length, 0, True, BLOCK_I, BLOCK_R)
         if p_ptr is None:
             x = tl.load(x_ptr + origin + at, mask=mask, other=-float("inf")).to(tl.float32)
             maximum = tl.max(x, 1)
@@ -191,32 +155,34 @@ def _long_lines(
 
 
 @triton.jit(do_not_specialize=["num_samples"])
-def _softmax_kernel(
-    x_ptr,  # [N, T], or pairs; backward: the gradient of the output
+def _pairs_kernel(
+    x_ptr,  # [Σ Lx·Ly]; backward: the gradient of the output
     p_ptr,  # None; backward: the output
-    out_ptr,  # as x: the output, or the gradient of the input
-    offsets_ptr,  # [B + 1], of rows or of pairs
-    y_offsets_ptr,  # [B + 1], for pairs
+    out_ptr,  # [Σ Lx·Ly]: the output, or the gradient of the input
+    offsets_ptr,  # [B + 1], of pairs
+    y_offsets_ptr,  # [B + 1]
     num_samples,
-    T: tl.constexpr,
-    PAIRS: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHAPES: tl.constexpr,
-    SPAN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ):
-    """Softmax of some lines of a sample, or its gradient, ``p · (x - Σ_r p · x)``.
+    """Softmax of the rows of pairs that begin in one tile of SPAN pairs, or its gradient,
+    ``p · (x - Σ_r p · x)``.
 
-    A tile has the least of SHAPES widths that holds a line: BLOCK_R, or a half of it, and so on.
+    A tile has the least of SHAPES widths that holds a row: BLOCK_R, or a half of it, and so on.
     """
-    first, line, last_line, length = _find_lines(
-        offsets_ptr, y_offsets_ptr, num_samples, T, PAIRS, BLOCK_I, SPAN
-    )
+    tile = tl.program_id(0).to(tl.int64)
+    sample, first, end, start = find_tile(offsets_ptr, num_samples, tile, 1, SPAN)
+    length = tl.load(y_offsets_ptr + sample + 1) - tl.load(y_offsets_ptr + sample)
+    stop = tl.minimum(start + SPAN, tl.maximum(end - first, start))
+    line = tl.cdiv(start, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
+    last_line = tl.cdiv(stop, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
+    length = length.to(tl.int32)
     if length > BLOCK_R:
         _long_lines(
             x_ptr, p_ptr, out_ptr, first, line, last_line, length,
-            T, PAIRS, 1 if PAIRS else BLOCK_I, BLOCK_I * BLOCK_R if PAIRS else BLOCK_R, NUM_STAGES,
+            0, True, 1, BLOCK_I * BLOCK_R, 1,
         )  # fmt: skip
     for shape in tl.static_range(SHAPES):
         fits = length <= BLOCK_R >> shape
@@ -225,8 +191,95 @@ def _softmax_kernel(
         if fits:
             _whole_lines(
                 x_ptr, p_ptr, out_ptr, first, line, last_line, length,
-                T, PAIRS, BLOCK_I << shape, BLOCK_R >> shape,
+                BLOCK_I << shape, BLOCK_R >> shape,
             )  # fmt: skip
+
+
+@triton.jit
+def _load_rows(ptr, at, r, rows, inside, other):
+    """The first ``rows`` of some columns, in fp32, and which of them there are."""
+    mask = (r < rows)[:, None] & inside
+    return tl.load(ptr + at, mask=mask, other=other).to(tl.float32), mask
+
+
+@triton.jit
+def _short_columns(
+    x_ptr,
+    p_ptr,
+    out_ptr,
+    first,
+    line,
+    length,
+    T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Columns of one sample, from ``line`` on: each thread has its own maxima and sums until all
+    rows were seen.
+    """
+    i = tl.arange(0, BLOCK_I)
+    r = tl.arange(0, BLOCK_R)
+    at = r[:, None] * T + i[None, :]
+    inside = (i < T - line)[None, :]
+    first += line
+    total = tl.zeros([BLOCK_R, BLOCK_I], tl.float32)
+    if p_ptr is None:
+        lowest = -float("inf")
+        maximum = tl.full([BLOCK_R, BLOCK_I], lowest, tl.float32)
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, lowest)
+            maximum = tl.maximum(maximum, x)
+        shift = tl.max(maximum, 0)
+        shift = tl.where(shift == lowest, 0.0, shift)[None, :]
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, lowest)
+            total += tl.exp2((x - shift) * LOG2E)
+        total_i = tl.sum(total, 0)
+        inverse = tl.div_rn(1.0, tl.where(total_i == 0, 1.0, total_i))[None, :]
+        for n in range(0, length, BLOCK_R):
+            x, mask = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, lowest)
+            out = tl.exp2((x - shift) * LOG2E) * inverse
+            tl.store(out_ptr + first + n * T + at, out, mask=mask)
+    else:
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            p, _ = _load_rows(p_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            total += p * x
+        mean = tl.sum(total, 0)[None, :]
+        for n in range(0, length, BLOCK_R):
+            x, _ = _load_rows(x_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            p, mask = _load_rows(p_ptr + first + n * T, at, r, length - n, inside, 0.0)
+            tl.store(out_ptr + first + n * T + at, p * (x - mean), mask=mask)
+
+
+@triton.jit
+def _columns_kernel(
+    x_ptr,  # [N, T]; backward: the gradient of the output
+    p_ptr,  # None; backward: the output
+    out_ptr,  # [N, T]: the output, or the gradient of the input
+    offsets_ptr,  # [B + 1]
+    T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    LONG: tl.constexpr,
+    LONG_TILE: tl.constexpr,
+):
+    """Softmax of BLOCK_I columns of a sample, or its gradient, ``p · (x - Σ_r p · x)``."""
+    TILES: tl.constexpr = (T + BLOCK_I - 1) // BLOCK_I
+    program = tl.program_id(0).to(tl.int64)
+    sample = program // TILES
+    begin = tl.load(offsets_ptr + sample).to(tl.int64)
+    length = (tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin).to(tl.int32)
+    first = begin * T
+    line = (program % TILES).to(tl.int32) * BLOCK_I
+    if length > LONG:
+        last_line = tl.minimum(line + BLOCK_I, T)
+        _long_lines(
+            x_ptr, p_ptr, out_ptr, first, line, last_line, length,
+            T, False, BLOCK_I, LONG_TILE // BLOCK_I, 5,
+        )  # fmt: skip
+    else:
+        _short_columns(x_ptr, p_ptr, out_ptr, first, line, length, T, BLOCK_I, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -289,7 +342,8 @@ def _sum_rows_kernel(
         tl.store(out_ptr + sample * D + d, total, mask=d < D)
 
 
-_softmax = Launcher(_softmax_kernel)
+_columns = Launcher(_columns_kernel)
+_pairs = Launcher(_pairs_kernel)
 _elementwise = Launcher(_elementwise_kernel)
 _sum_rows = Launcher(_sum_rows_kernel)
 
@@ -317,36 +371,31 @@ def _launch_softmax(
     out = x.new_empty(*x.shape)
     if x.numel() == 0:
         return out
-    num_samples = offsets.numel() - 1
+    x, p = x.contiguous(), None if p is None else p.contiguous()
+    offsets, num_samples = offsets.contiguous(), offsets.numel() - 1
     if y_offsets is None:
-        constants = _column_constants(x.shape[1])
-        num_programs = num_samples * -(-x.shape[1] // constants["BLOCK_I"])
+        constants = _column_constants(x.shape[1], x.element_size(), p is not None)
+        num_tiles = -(-x.shape[1] // constants["BLOCK_I"])
+        _columns((num_samples * num_tiles,), (x, p, out, offsets), constants)
     else:
-        constants = PAIR_CONSTANTS
-        num_programs = x.shape[0] // SPAN + num_samples
-        y_offsets = y_offsets.contiguous()
-    p = None if p is None else p.contiguous()
-    _softmax(
-        (num_programs,),
-        (x.contiguous(), p, out, offsets.contiguous(), y_offsets, num_samples),
-        constants,
-    )
+        num_tiles = x.shape[0] // SPAN + num_samples
+        arguments = (x, p, out, offsets, y_offsets.contiguous(), num_samples)
+        _pairs((num_tiles,), arguments, PAIR_CONSTANTS)
     return out
 
 
 @functools.cache
-def _column_constants(width: int) -> dict:
-    """Compile-time arguments of the softmax over the rows of ``width`` columns."""
-    block_i = min(16, triton.next_power_of_2(width))
+def _column_constants(width: int, size: int, backward: bool) -> dict:
+    """Compile-time arguments of the softmax over rows of ``width`` elements of ``size`` bytes."""
+    block_i = min(32, triton.next_power_of_2(width))
     return {
         "T": width,
-        "PAIRS": False,
-        "SPAN": SPAN,
         "BLOCK_I": block_i,
-        "BLOCK_R": max(256, TILE // block_i),
-        "SHAPES": 1,
-        "NUM_STAGES": 3,
-        "num_warps": 4,
+        "BLOCK_R": 128 if backward or block_i < 16 else 64,
+        "LONG": LONG,
+        "LONG_TILE": LONG_TILE // size,
+        "num_warps": 4 if backward or block_i > 16 else 2,
+        **({} if backward else {"maxnreg": 48}),
     }
 
 

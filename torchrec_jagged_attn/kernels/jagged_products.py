@@ -3,12 +3,7 @@
     out_b [M, N] = a_b [M, K] · b_b [K, N]                          2·M·N·K FLOPs
 
 Where M is jagged, a program has a tile of rows, found from shapes alone as in ``find_tile``. Where
-M and N are not, K is: rows are summed up, in chunks, so that a long sample is spread over the GPU.
-Sums of a sample's chunks are added in their order, and where it is cut depends on itself alone.
-
-A sample's part of a tensor lies where its rows begin: ``[B, rows, cols]`` and ``[Σ rows, cols]`` at
-``begin · cols``, with ``begin = sample · rows`` in the first. Pairs, ``[Σ rows · cols]``, have
-offsets of their own.
+M and N are not, K is: rows are summed up, in chunks. ``product_tiles.py`` says where samples lie.
 """
 
 from __future__ import annotations
@@ -19,20 +14,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from torchrec_jagged_attn.kernels.common import (
-    find_sample,
-    find_tile,
-    padded_width,
-    product_precision,
-)
+from torchrec_jagged_attn.kernels.common import find_tile, padded_width, product_precision
 from torchrec_jagged_attn.kernels.launch import Launcher
-from torchrec_jagged_attn.kernels.target_schedule import count_chunks
+from torchrec_jagged_attn.kernels.product_tiles import (
+    add_chunks,
+    find_chunk,
+    launches_overlap,
+    load_tile,
+    multiply,
+    tile_of,
+)
 
 __all__ = [
-    "add_chunks",
     "array_jagged_bmm",
-    "find_chunk",
     "jagged_dense_bmm",
     "jagged_jagged_bmm",
     "pair_bmm",
@@ -50,51 +46,6 @@ def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
         begin = tl.load(offsets_ptr + sample).to(tl.int64)
         size = (tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin).to(tl.int32)
     return begin, size
-
-
-@triton.jit
-def _tile(
-    i_begin,
-    j_begin,
-    num_i,
-    num_j,
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """A tile of ``[num_i, num_j]``, or of what is its transpose where that is TRANSPOSED.
-
-    Returns where it begins, its elements from there in the integers that INDEX names, and which of
-    them there are.
-    """
-    i = tl.arange(0, BLOCK_I)
-    j = tl.arange(0, BLOCK_J)
-    mask = (i < num_i - i_begin)[:, None] & (j < num_j - j_begin)[None, :]
-    if TRANSPOSED:
-        origin = tl.cast(j_begin, tl.int64) * num_i + i_begin
-        at = i[:, None] + j.to(INDEX)[None, :] * num_i
-    else:
-        origin = tl.cast(i_begin, tl.int64) * num_j + j_begin
-        at = i.to(INDEX)[:, None] * num_j + j[None, :]
-    return origin, at, mask
-
-
-@triton.jit
-def _load_tile(
-    ptr,
-    i_begin,
-    j_begin,
-    num_i,
-    num_j,
-    BLOCK_I: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """The elements of a :func:`_tile`; 0 where there are none."""
-    origin, at, mask = _tile(i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX)
-    return tl.load(ptr + origin + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -118,22 +69,18 @@ def _multiply(
 ):
     """A tile of a sample's product, in fp32.
 
-    Products of fp32 begin at zero for each BLOCK_K, so that their sums stay as exact as they are.
     AHEAD loads a's next tile before the product of the last.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if AHEAD:
-        ahead = _load_tile(a_ptr, m_begin, 0, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
+        ahead = load_tile(a_ptr, m_begin, 0, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
     for k in tl.range(0, num_k, BLOCK_K, num_stages=NUM_STAGES):
         next_k = k + BLOCK_K if AHEAD else k
-        a = _load_tile(a_ptr, m_begin, next_k, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
+        a = load_tile(a_ptr, m_begin, next_k, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
         if AHEAD:
             a, ahead = ahead, a
-        b = _load_tile(b_ptr, k, n_begin, num_k, num_n, BLOCK_K, BLOCK_N, TRANS_B, INDEX)
-        if a.dtype == tl.float32:
-            acc += tl.dot(a, b, input_precision=PRECISION)
-        else:
-            acc = tl.dot(a, b, acc)
+        b = load_tile(b_ptr, k, n_begin, num_k, num_n, BLOCK_K, BLOCK_N, TRANS_B, INDEX)
+        acc = multiply(a, b, acc, PRECISION)
     return acc
 
 
@@ -186,33 +133,8 @@ def _rows_kernel(
             a_ptr + a_first, b_ptr + b_first, m_tile, n_start, num_m, num_n, num_k,
             TRANS_A, TRANS_B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, AHEAD, INDEX,
         )  # fmt: skip
-        origin, at, mask = _tile(m_tile, n_start, num_m, num_n, BLOCK_M, BLOCK_N, False, INDEX)
+        origin, at, mask = tile_of(m_tile, n_start, num_m, num_n, BLOCK_M, BLOCK_N, False, INDEX)
         tl.store(out_ptr + out_first + origin + at, out, mask=mask)
-
-
-@triton.jit
-def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
-    """The chunk of a sample's rows that is the ``work`` of a program.
-
-    The first ``num_samples`` take the first chunk of every sample, the others (``N // CHUNK``) the
-    later chunks, each its slot's. See ``count_chunks`` for slots.
-
-    Returns whether there is anything to do, the sample, begin and end of the chunk, and its slot,
-    -1 where the chunk is the whole sample.
-    """
-    sample = work
-    of_slot = work - num_samples
-    if of_slot >= 0:
-        sample = find_sample(offsets_ptr, num_samples, of_slot, 1, CHUNK, 0)
-    begin = tl.load(offsets_ptr + sample).to(tl.int64)
-    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
-    chunks = count_chunks(length, 1, CHUNK)
-    first_slot = begin // CHUNK
-    chunk = tl.where(of_slot >= 0, of_slot - first_slot, 0)
-    busy = (chunk < chunks) & ((chunk > 0) | (of_slot < 0))
-    slot = tl.where(chunks > 1, first_slot + chunk, -1)
-    end = begin + length * (chunk + 1) // chunks
-    return busy, sample, begin + length * chunk // chunks, end, slot
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -231,8 +153,11 @@ def _sums_kernel(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One tile of M and N over one chunk of a sample's K, which alone is jagged."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
     program = tl.program_id(0).to(tl.int64)
@@ -246,35 +171,11 @@ def _sums_kernel(
         a_ptr + begin * M, b_ptr + begin * N, m_begin, n_begin, M, N, (end - begin).to(tl.int32),
         True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, False, tl.int32,
     )  # fmt: skip
-    origin, at, mask = _tile(m_begin, n_begin, M, N, BLOCK_M, BLOCK_N, False, tl.int32)
+    origin, at, mask = tile_of(m_begin, n_begin, M, N, BLOCK_M, BLOCK_N, False, tl.int32)
     if slot >= 0:
         tl.store(sums_ptr + slot * (M * N) + origin + at, acc, mask=mask)
     else:
         tl.store(out_ptr + sample * (M * N) + origin + at, acc, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_samples"])
-def _add_chunks_kernel(
-    sums_ptr,  # [slots, W] fp32
-    out_ptr,  # [B, W]
-    offsets_ptr,  # [B + 1]
-    num_samples,
-    W: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """BLOCK sums of the sample, if there is one, whose first chunk has this program's slot."""
-    slot = tl.program_id(0).to(tl.int64)
-    sample = find_sample(offsets_ptr, num_samples, slot, 1, CHUNK, 0)
-    begin = tl.load(offsets_ptr + sample).to(tl.int64)
-    chunks = count_chunks(tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin, 1, CHUNK)
-    if (chunks == 1) | (slot != begin // CHUNK):
-        return
-    w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros([BLOCK], tl.float32)
-    for chunk in tl.range(slot, slot + chunks, num_stages=4):
-        acc += tl.load(sums_ptr + chunk * W + w, mask=w < W, other=0.0)
-    tl.store(out_ptr + sample * W + w, acc, mask=w < W)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -303,7 +204,6 @@ def _pair_offsets_kernel(
 _pair_offsets = Launcher(_pair_offsets_kernel)
 _rows = Launcher(_rows_kernel)
 _sums = Launcher(_sums_kernel)
-_add_chunks = Launcher(_add_chunks_kernel)
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -398,7 +298,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, m, n)
     if out.numel() == 0:
         return out
-    constants = _sums_constants(product_precision(x.dtype), m, n)
+    constants = _sums_constants(product_precision(x.dtype), m, n, launches_overlap(x.device))
     chunk = constants["CHUNK"]
     num_slots = num_rows // chunk
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
@@ -411,19 +311,6 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     )
     add_chunks(sums, out, offsets, m * n, chunk)
     return out
-
-
-def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: int) -> None:
-    """Add ``[slots, …]`` sums of chunks into ``[B, …]``, of ``width`` elements each, for the
-    samples that have several.
-    """
-    num_slots = sums.shape[0]
-    if num_slots:
-        _add_chunks(
-            (num_slots, -(-width // 2048)),
-            (sums, out, offsets, offsets.numel() - 1),
-            {"W": width, "CHUNK": chunk, "BLOCK": min(2048, padded_width(width))},
-        )
 
 
 @functools.cache
@@ -475,18 +362,20 @@ def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict:
         return tiles | ({"BLOCK_M": 32, "num_warps": 2} if precision == "tf32" else {})
     if k <= tiles["BLOCK_K"]:  # one step
         return tiles | {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
+    if n <= 8 and precision == "bf16x6":
+        return tiles | {"BLOCK_M": 32, "BLOCK_N": 8, "num_warps": 1}
     narrow = tiles["BLOCK_N"] <= 32 and precision == "tf32"
     return tiles | {"num_warps": 2 if narrow else 4}
 
 
 @functools.cache
-def _sums_constants(precision: str, m: int, n: int) -> dict:
+def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict:
     """Compile-time arguments of ``_sums_kernel``.
 
     A sum is cut after so many rows that sums of chunks take at most a quarter of the memory of
     16-bit inputs, and that most samples are not cut.
     """
-    return {
+    constants = {
         "M": m,
         "N": n,
         "CHUNK": max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
@@ -495,5 +384,10 @@ def _sums_constants(precision: str, m: int, n: int) -> dict:
         "BLOCK_N": min(64, padded_width(n)),
         "BLOCK_K": 32,
         "NUM_STAGES": 3,
+        "OVERLAP": overlap,
         "num_warps": 2 if precision == "tf32" else 4,
     }
+    if n <= 8 and precision == "bf16x6":  # fewer instructions multiply fp32 than take it apart
+        block_m = min(128, padded_width(m))
+        constants |= {"PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": 8, "num_warps": 2}
+    return constants

@@ -8,7 +8,8 @@
     out = x · y           dx = dout · y           dy = sum(dout · x)
 
 where dense is :data:`jagged_dense_bmm`, jagged :data:`jagged_jagged_bmm`, pairs :data:`pair_bmm`,
-array :data:`array_jagged_bmm` and sum :data:`jagged_sum`.
+array :data:`array_jagged_bmm` and sum :data:`jagged_sum`. Where no gradient is taken of these, both
+of dense, and both of jagged, are made in one pass.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from torch import Tensor
 from torchrec_jagged_attn import reference_interaction as reference
 from torchrec_jagged_attn.kernels import interaction as kernels
 from torchrec_jagged_attn.kernels import jagged_products as product_kernels
+from torchrec_jagged_attn.kernels import product_gradients as gradient_kernels
 from torchrec_jagged_attn.layout import should_validate
 from torchrec_jagged_attn.ops.checks import check_offsets_values
 from torchrec_jagged_attn.ops.dispatch import implementation
-from torchrec_jagged_attn.ops.registration import register_op_of_ops
+from torchrec_jagged_attn.ops.registration import (
+    call_in_backward,
+    register_op_of_ops,
+    register_op_without_grad,
+)
 
 __all__ = [
     "array_jagged_bmm",
@@ -65,6 +71,8 @@ def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _dense_backward(ctx: Any, grad_out: Tensor) -> Grads:
     x, y, offsets = ctx.saved_tensors
     needs_x, needs_y, *_ = ctx.needs_input_grad
+    if needs_x and needs_y and not torch.is_grad_enabled():
+        return *call_in_backward(ctx, jagged_dense_bmm_backward, grad_out, x, y, offsets), None
     grad_x = jagged_dense_bmm(grad_out, y.mT, offsets) if needs_x else None
     grad_y = jagged_jagged_bmm(x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
@@ -88,6 +96,8 @@ def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _jagged_backward(ctx: Any, grad_out: Tensor) -> Grads:
     x, y, offsets = ctx.saved_tensors
     needs_x, needs_y, *_ = ctx.needs_input_grad
+    if needs_x and needs_y and not torch.is_grad_enabled():
+        return *call_in_backward(ctx, jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
     grad_x = jagged_dense_bmm(y, grad_out.mT, offsets) if needs_x else None
     grad_y = jagged_dense_bmm(x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
@@ -99,6 +109,36 @@ jagged_jagged_bmm = register_op_of_ops(
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
     save=_save_tensors,
     backward=_jagged_backward,
+)
+
+
+def _dense_gradients(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of ``[N, D] × [B, D, T] → [N, T]``."""
+    of_device = _implementation(x, gradient_kernels)
+    return of_device.jagged_dense_bmm_backward(grad_out, x, y, offsets)
+
+
+def _jagged_gradients(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of ``[N, D] × [N, T] → [B, D, T]``."""
+    of_device = _implementation(x, gradient_kernels)
+    return of_device.jagged_jagged_bmm_backward(grad_out, x, y, offsets)
+
+
+def _fake_gradients(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), y.new_empty(y.shape)
+
+
+jagged_dense_bmm_backward = register_op_without_grad(
+    "jagged_dense_bmm_backward", forward=_dense_gradients, fake=_fake_gradients
+)
+jagged_jagged_bmm_backward = register_op_without_grad(
+    "jagged_jagged_bmm_backward", forward=_jagged_gradients, fake=_fake_gradients
 )
 
 
@@ -215,7 +255,7 @@ def _softmax_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
 
 
 def _softmax_grad(ctx: Any, grad_out: Tensor) -> Grads:
-    return softmax_backward(grad_out, *ctx.saved_tensors), None, None
+    return call_in_backward(ctx, softmax_backward, grad_out, *ctx.saved_tensors), None, None
 
 
 softmax = register_op_of_ops(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["register_op", "register_op_of_ops"]
+__all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
 NAMESPACE = "torchrec_jagged_attn"
 DEVICES = ("CPU", "CUDA")
@@ -33,6 +33,8 @@ for _key in (*DEVICES, "BackendSelect"):
 
 # Kept alive as long as their op; dropped where a reload registers the op again.
 _libraries: dict[str, torch.library.Library] = {}
+# What runs on a device, of each op.
+_runs: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def register_op(
@@ -132,6 +134,7 @@ def register_op_of_ops(
         with torch._C._AutoDispatchBelowAutograd():
             out = call(*inputs)
         save(ctx, inputs, out)
+        ctx.is_direct = call is run
         return out
 
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,6 +142,30 @@ def register_op_of_ops(
 
     _differentiate(op, run, library, node_forward, node_backward)
     return op
+
+
+def register_op_without_grad(
+    name: str, *, forward: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, to be called where no gradient is
+    taken, as in another op's backward.
+
+    The schema is that of the annotated ``forward``, which runs with autocast off, and returns new
+    tensors that share no memory with any other.
+    """
+    return _define(name, forward, fake)[0]
+
+
+def call_in_backward(ctx: Any, op: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """``op(*arguments)``, in the backward of an op made of ops whose node is ``ctx``; spared the
+    dispatcher as that op's forward was.
+    """
+    if ctx.is_direct and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        keys = torch._C._dispatch_keys(arguments[0]) | torch._C._dispatch_tls_local_include_set()
+        if _is_direct(keys):
+            with torch._C._AutoDispatchBelowAutograd():
+                return _runs[op](*arguments)
+    return op(*arguments)
 
 
 def _differentiate(
@@ -198,4 +225,6 @@ def _define(
     for key in DEVICES:
         library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default, run, library
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _runs[op] = run
+    return op, run, library
