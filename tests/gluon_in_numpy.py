@@ -1,6 +1,7 @@
 """Runs the package's Gluon kernels in numpy: Gluon has no interpreter as Triton has.
 
-The code of a kernel runs as it stands, program by program, in an order that is none of a GPU's.
+The code of a kernel runs as it stands, program by program, in an order that is none of a GPU's and
+another at each launch.
 What it calls of Gluon is here. Layouts mean nothing; asynchronous copies arrive as late as
 ``wait_group`` allows, and fill what their mask leaves out with zeros; fresh shared memory is NaN;
 every access is held against the bounds of its tensor.
@@ -162,6 +163,12 @@ def _load(ptr: Pointer, mask: object = None, other: float = 0) -> Block:
     return Block(out)
 
 
+def _atomic_add(ptr: Pointer, value: int, **_: str) -> Block:
+    before = _load(ptr)
+    ptr.write(before + value, None)
+    return before
+
+
 def _where(condition: object, a: object, b: object) -> Block:
     a, b = _values(a), _values(b)
     dtype = np.result_type(a, b)  # which leaves Python's numbers their say only among themselves
@@ -202,6 +209,8 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         zeros=lambda shape, dtype, layout: _full(shape, 0, dtype),
         load=_load,
         store=lambda ptr, value, mask=None: ptr.write(value, mask),
+        atomic_add=_atomic_add,
+        thread_barrier=lambda: None,
         where=_where,
         maximum=_of_blocks(np.maximum),
         minimum=_of_blocks(np.minimum),
@@ -253,12 +262,12 @@ def _argument(x: object) -> object:
     return x
 
 
-def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
+def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, seed: int) -> None:
     constants = dict(constants)
     num_warps = constants.pop("num_warps")
     names = launcher.kernel.arg_names
     assert set(names[len(arguments) :]) == constants.keys(), "arguments and constants do not fit"
-    for program in np.random.default_rng(0).permutation(grid[0]):
+    for program in np.random.default_rng(seed).permutation(grid[0]):
         copies, gl = AsyncCopies(), _language(program, grid[0], num_warps)
         replaced = {"gl": gl, "tl": gl, "async_copy": copies, "mma_v2": _multiply, "range": _range}
         with np.errstate(all="ignore"):
@@ -276,7 +285,7 @@ def gluon_in_numpy() -> Iterator[list[str]]:
     def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
         if isinstance(launcher.kernel, GluonJITFunction):
             launched.append(f"{launcher.kernel.fn.__module__.split('.')[-1]}")
-            _launch(launcher, grid, arguments, constants)
+            _launch(launcher, grid, arguments, constants, seed=len(launched))
         else:
             launch(launcher, grid, arguments, constants)
 

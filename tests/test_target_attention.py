@@ -368,18 +368,34 @@ def test_compiles_once_for_all_batches(device):
 
 
 @pytest.mark.gpu
-def test_cuda_graph_replays_with_other_lengths():
-    inputs = inputs_of([3, 60, 7, 30], "cuda")
+@pytest.mark.parametrize("factor", [1, 20])
+def test_cuda_graph_replays_with_other_lengths(factor):
+    inputs = inputs_of([3 * factor, 60 * factor, 7 * factor, 30 * factor], "cuda")
     grad_out = torch.randn_like(inputs["query"])
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]))
-    graph.replay()
+    inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
     expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    graph.replay()
+    graph.replay()
     for name, value in expected.items():
         assert torch.equal(results[name], value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_repeats_are_bit_equal(dtype):
+    """Whichever chunk of a sample ends last."""
+    inputs = inputs_of(torch.arange(300) * 29 % 4001, "cuda", dtype, num_heads=4, width=64)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.randn(20, 4, device="cuda")
+    grad_out = torch.randn_like(inputs["query"])
+    first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(100):
+        again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.gpu

@@ -69,6 +69,21 @@ def test_right(num_targets, num_heads, width, tables, dtype, launched):
         assert set(launched) == {"block_forward"} | ({"block_backward"} if one_pass else set())
 
 
+@pytest.mark.parametrize("seed", range(18))
+def test_tables_of_few_buckets(seed, launched):
+    """One bucket has most rows of a sample, whose gradients of scores add up to zero."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = inputs_of([600, 0, 40], torch.device("cpu"))
+    del inputs["bias"]
+    for name in ("query", "history"):
+        inputs[name] = torch.randn(inputs[name].shape, generator=generator)
+    inputs["position_bias"] = torch.randn(1 + seed % 9, 2, generator=generator)
+    inputs["age_bias"] = torch.randn(9 - seed % 9, 2, generator=generator)
+    timestamps = (14 * torch.rand(640, generator=generator)).exp().long()
+    assert_right(inputs, timestamps)
+    assert set(launched) == {"warp_forward", "warp_backward"}
+
+
 @pytest.mark.parametrize("num_heads", [3, 20])
 def test_bias_of_each_row(num_heads, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads)
@@ -95,6 +110,33 @@ def test_lengths(lengths, num_targets, launched):
     inputs["position_bias"] = torch.ones(20, 2).half()
     assert_right(inputs)
     assert bool(launched) == bool(lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_repeats_are_bit_equal(dtype, launched):
+    """Whichever chunk of a sample ends last."""
+    inputs = inputs_of([2500, 0, 40, 900], torch.device("cpu"), dtype)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
+    grad_out = torch.ones_like(inputs["query"])
+    first, second = (
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out) for _ in range(2)
+    )
+    for name in first:
+        assert torch.equal(first[name], second[name])
+    assert launched
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("inference", [False, True])
+def test_inference_stores_nothing_for_backward(inference, launched):
+    inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
+    op = torch.ops.torchrec_jagged_attn.target_attention
+    with torch.inference_mode(inference):
+        out, rest, _ = op(inputs["query"], inputs["history"], inputs["offsets"], *[None] * 5, 0.25)
+    assert torch.isfinite(out).all()
+    assert bool(rest.isnan().all()) == inference
+    assert launched
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])

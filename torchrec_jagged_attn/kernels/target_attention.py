@@ -9,8 +9,9 @@ order), N history rows of width D and e bytes an element:
                else reads x once more for each block: 14·N·R·D FLOPs
 
 Histories are cut into chunks, so that a long one is spread over the GPU; the sums of a sample's
-chunks are brought together by a kernel of their own, in their order. Nothing is accumulated by
-atomics, and where a sample is cut depends on itself alone.
+chunks are brought together in their order: by a kernel of their own or, of up to 8 query rows, by
+the program that ends last of them. Nothing is accumulated by atomics, and where a sample is cut
+depends on itself alone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _grad_query = Launcher(grad_query_kernel)
 _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
 _sum_tables = Launcher(sum_tables_kernel)
+_list_slots = Launcher(target_schedule.list_slots_kernel)
 _warp_forward = Launcher(warp_forward_kernel)
 _warp_backward = Launcher(warp_backward_kernel)
 _block_forward = Launcher(block_forward_kernel)
@@ -86,14 +88,18 @@ def forward(
     plan, num_slots = call.plan, call.num_slots
     sums = stats.new_empty(num_slots, plan.rows_of_slot, plan.width)
     sums_stats = stats.new_empty(num_slots, 2, plan.rows_of_slot)
-    rest_or_none = rest if plan.half else None
+    for_backward = plan.half and not torch.is_inference_mode_enabled()
+    rest_or_none = rest if for_backward else None
     outputs = (out, rest_or_none, stats, sums, sums_stats)
     if plan.by_warps:
+        listed = (call.list_slots(),) if plan.one_warp else ()
         (_warp_forward if plan.one_warp else _block_forward)(
             (num_slots + call.num_samples,),
-            (*call.inputs, *outputs, call.offsets[0], *call.sizes, num_slots, scale),
+            (
+                *call.inputs, *outputs, *listed, call.offsets[0], *call.sizes, num_slots, scale,
+            ),
             plan.kernel,
-        )
+        )  # fmt: skip
     else:
         _forward(
             (num_slots + call.num_blocks,),
@@ -103,7 +109,7 @@ def forward(
             ),
             plan.kernel,
         )  # fmt: skip
-    if num_slots:
+    if num_slots and not plan.one_warp:
         _combine_outputs(
             (num_slots, plan.column_blocks),
             (sums, sums_stats, out, rest_or_none, stats, *call.offsets, *call.sizes),
@@ -160,11 +166,18 @@ def backward(
         )  # fmt: skip
 
     if plan.by_warps and num_samples:
+        listed = ()
+        if plan.one_warp:
+            exact_tables = plan.buckets and not plan.half
+            weights = (
+                sums.new_empty(num_slots, 1 + plan.buckets, plan.rows) if exact_tables else None
+            )
+            listed = (weights, call.list_slots())
         (_warp_backward if plan.one_warp else _block_backward)(
             (num_slots + num_samples,),
             (
                 grad_out, *call.inputs, *outputs, grad_history, grad_bias, grad_tables, sums,
-                call.offsets[0], *call.sizes, num_slots, scale,
+                *listed, call.offsets[0], *call.sizes, num_slots, scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -178,7 +191,7 @@ def backward(
             ),
             plan.grad_query,
         )  # fmt: skip
-    if num_slots and out.numel():
+    if num_slots and out.numel() and not plan.one_warp:
         _combine_gradients(
             (num_slots, plan.column_blocks),
             (
@@ -253,6 +266,18 @@ class _Call:
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
         self.sizes = (self.num_samples, num_targets, total_rows)
 
+    def list_slots(self) -> Tensor:
+        """What :func:`target_schedule.list_slots_kernel` makes, which may still be at it."""
+        offsets = self.offsets[0]
+        slots = offsets.new_empty(2, self.num_slots, dtype=torch.int32)
+        if self.num_slots:
+            _list_slots(
+                (-(-self.num_samples // 128),),
+                (slots, offsets, self.num_samples, self.num_slots),
+                self.plan.list_slots,
+            )
+        return slots
+
 
 class _Plan:
     """How one direction is cut up, which kernels take it and what they are compiled for.
@@ -265,7 +290,7 @@ class _Plan:
         rows_of_slot: how many query rows the sums of a chunk have.
         one_block, more_blocks: whether backward meets samples of one block, and of more or, of
             kernels that take two passes, of any number.
-        kernel, grad_query, grad_history, combine: compile-time arguments.
+        kernel, grad_query, grad_history, combine, list_slots: compile-time arguments.
         column_blocks: programs that bring the sums of one chunk together.
     """
 
@@ -327,10 +352,11 @@ class _Plan:
                 "SHARED": layout == SHARED,
                 "STRIDE": history_stride,
                 "PARTS": 1 if self.half else 2 if precision == "tf32" else 3,
-                "OVERLAP": overlap,
+                **(_overlap(overlap) if self.one_warp else {"OVERLAP": overlap}),
             }
         else:
             self.kernel = {"LAYOUT": layout, **names, "PRECISION": precision, **tiles}
+        self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": overlap}
         passes = {"SINGLE_PASS": single_pass}
         one_target = num_targets == 1 and self.rows <= self.block_r
         self.grad_query = self.kernel | passes
@@ -366,7 +392,7 @@ class _Plan:
                 "BLOCK_R": WARP_ROWS,
                 "BLOCK_N": 32 if self.half and not backward else 16,
                 "BLOCK_D": width,
-                "CHUNK": 256 if self.half or self.row_bytes < 512 else 128,
+                "CHUNK": 384 if self.row_bytes <= 128 else 192 if self.half else 128,
                 "NUM_STAGES": 4 if self.half and backward else 3 if self.row_bytes < 1024 else 2,
                 "num_warps": 1,
             }

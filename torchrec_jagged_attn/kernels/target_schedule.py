@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import (
     find_sample,
@@ -16,6 +17,7 @@ __all__ = [
     "SHARED",
     "count_chunks",
     "find_work",
+    "list_slots_kernel",
     "load_queries",
     "query_rows",
     "rows_of_chunk",
@@ -144,3 +146,37 @@ def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
     """Store ``value`` where :func:`load_queries` would load it."""
     mask = (r < count)[:, None] & (d < D)[None, :]
     tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+def list_slots_kernel(
+    slots_ptr,  # [2, slots] int32: a slot's sample, -1 where it has none; zeros
+    offsets_ptr,  # [B + 1]
+    num_samples,
+    num_slots,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What kernels of single warps find chunks by: see ``warp_tiles.find_listed_chunk``.
+
+    There, a sample of CHUNK rows or more is cut into chunks of up to twice as many. They have the
+    slots from ``offsets[b] // CHUNK`` on.
+    """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    there = sample < num_samples
+    first = tl.load(offsets_ptr + sample, mask=there, other=0).to(tl.int64)
+    last = tl.load(offsets_ptr + sample + 1, mask=there, other=0).to(tl.int64)
+    length = (last - first).to(tl.int32)
+    chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
+    begin = (first // CHUNK).to(tl.int32)
+    end = tl.where(sample == num_samples - 1, num_slots, (last // CHUNK).to(tl.int32))
+    for step in range(0, tl.max(end - begin), 8):
+        chunk = step + tl.arange(0, 8)[None, :]
+        slot = begin[:, None] + chunk
+        own = slot < end[:, None]
+        has_it = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
+        tl.store(slots_ptr + slot, has_it, mask=own)
+        tl.store(slots_ptr + num_slots + slot, 0, mask=own)

@@ -12,13 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.warp_tiles import (
+    AT_ONCE,
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
+    allocate_parts,
     columns_at_once,
     exp,
-    find_chunk,
+    find_listed_chunk,
+    is_last_chunk,
     launch_dependents,
     load_bias,
     load_columns,
@@ -26,7 +29,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     load_rows,
     open_ring,
     product,
-    ring_layout,
+    program_of_sample,
     row_buckets,
     row_layout,
     split,
@@ -46,38 +49,108 @@ def _side_by_side(a, b):
 
 
 @gluon.jit
-def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.constexpr):
+def _add_to_table(
+    table, weights, buckets, visible, rows, p, FIRST: gl.constexpr, PARTS: gl.constexpr
+):
     """Add ``rows`` (in PARTS, as right operands) to their ``buckets`` of a table.
 
     ``table`` is ``[blocks, 16, 8]`` in shared memory; its buckets begin at block FIRST. Of the rows
-    of a tile, near in time, few blocks have any.
+    of a tile, near in time, few blocks have any. ``weights``, a table or None, takes ``p``.
     """
     block_of_row = buckets // 16
     lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
     highest = gl.max(gl.where(visible, block_of_row, -1), 0)
     b = gl.arange(0, 16, gl.SliceLayout(1, LEFT))
+    zeros = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for at in range(lowest, highest + 1):
         in_bucket = (b[:, None] + at * 16 == buckets[None, :]) & visible[None, :]
         choice = in_bucket.to(gl.int16).to(gl.bfloat16)
-        sums = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+        sums = zeros
         for part in gl.static_range(PARTS):
             sums = mma_v2(choice, rows[PARTS - 1 - part], sums)
         block = table.index(FIRST + at)
         block.store(block.load(MMA) + sums)
+        if weights is not None:
+            block = weights.index(FIRST + at)
+            block.store(block.load(MMA) + mma_v2(choice, p, zeros))
 
 
 @gluon.jit
-def _store_table(
-    table, ptr, count, buckets: gl.constexpr, FIRST: gl.constexpr, BLOCKS: gl.constexpr
-):
-    """``[buckets, count]`` of the ``BLOCKS`` blocks from FIRST on."""
-    b = gl.arange(0, 16, gl.SliceLayout(1, MMA))
-    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+def _sum_of_blocks(table, BLOCKS: gl.constexpr):
+    """``[8]``: over all buckets of the first ``BLOCKS`` blocks."""
+    sums = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for at in gl.static_range(BLOCKS):
-        bucket = at * 16 + b
-        mask = (bucket < buckets)[:, None] & (r < count)[None, :]
-        ptrs = ptr + bucket[:, None] * count + r[None, :]
-        gl.store(ptrs, table.index(FIRST + at).load(MMA), mask=mask)
+        sums += table.index(at).load(MMA)
+    return gl.sum(sums, 0)
+
+
+@gluon.jit
+def _bucket_ptrs(ptr, at: gl.constexpr, count, P: gl.constexpr, A: gl.constexpr):
+    """Where the block ``at`` of a table lies in ``[P + A, count]``, and which of it does."""
+    BLOCKS_P: gl.constexpr = (P + 15) // 16
+    OF_P: gl.constexpr = at < BLOCKS_P
+    b = gl.arange(0, 16, gl.SliceLayout(1, MMA)) + (at if OF_P else at - BLOCKS_P) * 16
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+    mask = (b < (P if OF_P else A))[:, None] & (r < count)[None, :]
+    return ptr + ((b if OF_P else P + b)[:, None] * count + r[None, :]), mask
+
+
+@gluon.jit
+def _store_table(table, ptr, count, P: gl.constexpr, A: gl.constexpr):
+    """``[P + A, count]``."""
+    for at in gl.static_range((P + 15) // 16 + (A + 15) // 16):
+        ptrs, mask = _bucket_ptrs(ptr, at, count, P, A)
+        gl.store(ptrs, table.index(at).load(MMA), mask=mask)
+
+
+@gluon.jit
+def _combine_queries(
+    sums_ptr,
+    grad_query_ptr,
+    row,
+    count,
+    first_slot,
+    chunks,
+    scale,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Gradients of a sample's queries, of the sums of its chunks in their order."""
+    COLUMNS: gl.constexpr = min(BLOCK_D, 128)
+    layout: gl.constexpr = row_layout(COLUMNS, gl.float32)
+    shape: gl.constexpr = [BLOCK_R, COLUMNS]
+    for column in gl.static_range(0, BLOCK_D, COLUMNS):
+        acc = gl.zeros([BLOCK_R, COLUMNS], gl.float32, layout)
+        for chunk in range(0, chunks, AT_ONCE):
+            loaded = ()
+            for i in gl.static_range(AT_ONCE):
+                there = gl.where(chunk + i < chunks, count, 0)
+                first = (first_slot + chunk + i).to(gl.int64) * count
+                loaded += (load_rows(sums_ptr, first, there, column, shape, layout, D),)
+            for i in gl.static_range(AT_ONCE):
+                acc += loaded[i]
+        store_rows(grad_query_ptr, acc * scale, row, count, column, D)
+
+
+@gluon.jit
+def _store_correction(
+    weights_ptr, ptr, count, first_slot, chunks, P: gl.constexpr, A: gl.constexpr
+):
+    """What the weights of all chunks of a sample take of their residual, as a table of its own."""
+    size = (1 + P + A) * count
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+    residual = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
+    for chunk in range(chunks):
+        of_chunk = weights_ptr + (first_slot + chunk).to(gl.int64) * size
+        residual += gl.load(of_chunk + r, mask=r < count, other=0.0)
+    for at in gl.static_range((P + 15) // 16 + (A + 15) // 16):
+        weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+        ptrs, mask = _bucket_ptrs(weights_ptr + count, at, count, P, A)
+        for chunk in range(chunks):
+            of_chunk = ptrs + (first_slot + chunk).to(gl.int64) * size
+            weights += gl.load(of_chunk, mask=mask, other=0.0)
+        ptrs, mask = _bucket_ptrs(ptr, at, count, P, A)
+        gl.store(ptrs, -residual[None, :] * weights, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -97,6 +170,8 @@ def backward_kernel(
     grad_bias_ptr,  # [N, H], where a sample has one target
     grad_tables_ptr,  # [programs, P + A, count] fp32
     sums_ptr,  # [slots, count, D] fp32
+    weights_ptr,  # [slots, 1 + P + A, count] fp32: residuals, weights; None without exact tables
+    slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
     num_samples,
     num_targets,
@@ -119,17 +194,22 @@ def backward_kernel(
     """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
     if OVERLAP:
         launch_dependents()
-    busy, sample, first, length, begin, end, slot = find_chunk(
-        offsets_ptr, num_samples, num_slots, CHUNK
+    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
+        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP
     )
     count = num_targets * H
     BLOCKS_P: gl.constexpr = (P + 15) // 16
-    BLOCKS_A: gl.constexpr = (A + 15) // 16
+    BLOCKS: gl.constexpr = BLOCKS_P + (A + 15) // 16
+    weights = None
     if P + A > 0:
         shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        table = gl.allocate_shared_memory(gl.float32, [BLOCKS_P + BLOCKS_A, 16, BLOCK_R], shared)
-        for block in gl.static_range(BLOCKS_P + BLOCKS_A):
+        table = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, BLOCK_R], shared)
+        if weights_ptr is not None:
+            weights = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, BLOCK_R], shared)
+        for block in gl.static_range(BLOCKS):
             table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
+            if weights_ptr is not None:
+                weights.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
     if busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         history_ptr += first * STRIDE
@@ -149,9 +229,7 @@ def backward_kernel(
             delta = gl.sum(grad_out.to(gl.float32) * out, 0)
             delta = gl.convert_layout(delta, by_query)[None, :]
         grad_out = split(grad_out, PARTS)
-        part_type: gl.constexpr = q[0].dtype
-        by_row: gl.constexpr = ring_layout(BLOCK_D, part_type)
-        both = gl.allocate_shared_memory(part_type, [PARTS, 2 * BLOCK_R, BLOCK_D], by_row)
+        both = allocate_parts(q[0].dtype, PARTS, 2 * BLOCK_R, BLOCK_D)
         store_parts(both, 0, grad_out, True)
         store_parts(both, BLOCK_R, q, True)
         COLUMNS: gl.constexpr = columns_at_once(BLOCK_D, BLOCK_N, PARTS)
@@ -227,23 +305,51 @@ def backward_kernel(
             if P + A > 0:
                 TABLE_PARTS: gl.constexpr = max(2, PARTS)
                 of_buckets = split(gl.convert_layout(ds, RIGHT), TABLE_PARTS)
+                of_weights = None
+                if weights_ptr is not None:
+                    of_weights = gl.convert_layout(p.to(gl.bfloat16), RIGHT)
                 of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
                 shown = start + gl.arange(0, BLOCK_N, of_row) < end
                 if P > 0:
-                    buckets = gl.convert_layout(of_position, of_row)
-                    _add_to_table(table, buckets, shown, of_buckets, 0, TABLE_PARTS)
+                    _add_to_table(
+                        table, weights, gl.convert_layout(of_position, of_row), shown, of_buckets,
+                        of_weights, 0, TABLE_PARTS,
+                    )  # fmt: skip
                 if A > 0:
-                    buckets = gl.convert_layout(of_age, of_row)
-                    _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
+                    _add_to_table(
+                        table, weights, gl.convert_layout(of_age, of_row), shown, of_buckets,
+                        of_weights, BLOCKS_P, TABLE_PARTS,
+                    )  # fmt: skip
             stage = turn_ring(ring, stage, history_ptr, start, end, D, STRIDE)
 
+        if weights_ptr is not None:
+            residual = _sum_of_blocks(table, BLOCKS_P if P > 0 else BLOCKS)
+            if slot < 0:
+                for block in gl.static_range(BLOCKS):
+                    taken = residual[None, :] * weights.index(block).load(MMA)
+                    table.index(block).store(table.index(block).load(MMA) - taken)
+            else:
+                ptr = weights_ptr + slot.to(gl.int64) * (1 + P + A) * count
+                gl.store(ptr + r, residual, mask=r < count)
+                _store_table(weights, ptr + count, count, P, A)
         for column in gl.static_range(0, BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
             if slot >= 0:
                 store_rows(sums_ptr, grad_query, slot.to(gl.int64) * count, count, column, D)
             else:
                 store_rows(grad_query_ptr, grad_query * scale, row, count, column, D)
+        if slot >= 0:
+            first_slot = (first // CHUNK).to(gl.int32)
+            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+                _combine_queries(
+                    sums_ptr, grad_query_ptr, row, count, first_slot, chunks, scale, D, BLOCK_D
+                )
+                if weights_ptr is not None:
+                    program = program_of_sample(sample, num_samples, num_slots)
+                    ptr = grad_tables_ptr + program.to(gl.int64) * (P + A) * count
+                    _store_correction(weights_ptr, ptr, count, first_slot, chunks, P, A)
     if P + A > 0:
-        ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * (P + A) * count
-        _store_table(table, ptr, count, P, 0, BLOCKS_P)
-        _store_table(table, ptr + P * count, count, A, BLOCKS_P, BLOCKS_A)
+        of_last_chunk = (length > 2 * CHUNK) & (slot < 0) & (weights_ptr is not None)
+        if not of_last_chunk:
+            ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * (P + A) * count
+            _store_table(table, ptr, count, P, A)

@@ -7,21 +7,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torchrec_jagged_attn.kernels.warp_tiles import (
+    AT_ONCE,
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
+    allocate_parts,
     columns_at_once,
     exp,
-    find_chunk,
-    launch_dependents,
+    find_listed_chunk,
+    is_last_chunk,
     load_bias,
     load_columns,
     load_parts,
+    load_rows,
     open_ring,
     product,
-    ring_layout,
     row_buckets,
+    row_layout,
     split,
     store_parts,
     store_rows,
@@ -29,6 +32,73 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
 )
 
 __all__ = ["forward_kernel"]
+
+
+@gluon.jit
+def _store_stats(stats_ptr, num_rows, row, count, maximum, total):
+    """Keep what weights are made of again. Returns the inverse totals."""
+    inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
+    r = gl.arange(0, BLOCK_R, maximum.type.layout)
+    gl.store(stats_ptr + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
+    gl.store(stats_ptr + num_rows + row + r, inverse, mask=r < count)
+    return inverse
+
+
+@gluon.jit
+def _store_outputs(out_ptr, rest_ptr, out, row, count, column: gl.constexpr, D: gl.constexpr):
+    """Store ``out``, ``[8, columns]`` in fp32, and what rounding takes of it."""
+    store_rows(out_ptr, out, row, count, column, D)
+    if rest_ptr is not None:
+        rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
+        store_rows(rest_ptr, rest, row, count, column, D)
+
+
+@gluon.jit
+def _combine(
+    sums_ptr,
+    sums_stats_ptr,
+    out_ptr,
+    rest_ptr,
+    stats_ptr,
+    num_rows,
+    row,
+    count,
+    first_slot,
+    chunks,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    PARTS: gl.constexpr,
+):
+    """Outputs and statistics of a sample, of the sums of its chunks in their order."""
+    COLUMNS: gl.constexpr = min(BLOCK_D, 128)
+    layout: gl.constexpr = row_layout(COLUMNS, gl.float32)
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    r = gl.arange(0, BLOCK_R, by_row)
+    for column in gl.static_range(0, BLOCK_D, COLUMNS):
+        acc = gl.zeros([BLOCK_R, COLUMNS], gl.float32, layout)
+        maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, by_row)
+        total = gl.zeros([BLOCK_R], gl.float32, by_row)
+        for chunk in range(0, chunks, AT_ONCE):
+            loaded = ()
+            for i in gl.static_range(AT_ONCE):
+                there = gl.where(chunk + i < chunks, count, 0)
+                slot = (first_slot + chunk + i).to(gl.int64)
+                ptrs = sums_stats_ptr + slot * 2 * count + r
+                sums = load_rows(
+                    sums_ptr, slot * count, there, column, [BLOCK_R, COLUMNS], layout, D
+                )
+                of_chunk = gl.load(ptrs, mask=r < there, other=-float("inf"))
+                loaded += (sums, of_chunk, gl.load(ptrs + count, mask=r < there, other=0.0))
+            for i in gl.static_range(AT_ONCE):
+                new_maximum = gl.maximum(maximum, loaded[3 * i + 1])
+                shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+                rescale = exp(maximum - shift, PARTS)
+                of_chunk = exp(loaded[3 * i + 1] - shift, PARTS)
+                acc = acc * rescale[:, None] + loaded[3 * i] * of_chunk[:, None]
+                total = total * rescale + loaded[3 * i + 2] * of_chunk
+                maximum = new_maximum
+        inverse = _store_stats(stats_ptr, num_rows, row, count, maximum, total)
+        _store_outputs(out_ptr, rest_ptr, acc * inverse[:, None], row, count, column, D)
 
 
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -44,6 +114,7 @@ def forward_kernel(
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, count, D] fp32
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
+    slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
     num_samples,
     num_targets,
@@ -64,10 +135,8 @@ def forward_kernel(
     OVERLAP: gl.constexpr,
 ):
     """All query rows of a sample over one chunk of its history."""
-    if OVERLAP:
-        launch_dependents()
-    busy, sample, first, length, begin, end, slot = find_chunk(
-        offsets_ptr, num_samples, num_slots, CHUNK
+    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
+        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP
     )
     if busy:
         history_ptr += first * STRIDE
@@ -80,8 +149,7 @@ def forward_kernel(
         q = load_columns(query_ptr, row * 0 if SHARED else row, count, D, BLOCK_D)
         q = split(q, PARTS)
         if PARTS > 1:  # they do not fit in registers
-            by_row: gl.constexpr = ring_layout(BLOCK_D, gl.bfloat16)
-            queries = gl.allocate_shared_memory(gl.bfloat16, [PARTS, BLOCK_R, BLOCK_D], by_row)
+            queries = allocate_parts(gl.bfloat16, PARTS, BLOCK_R, BLOCK_D)
             store_parts(queries, 0, q, True)
 
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
@@ -129,21 +197,21 @@ def forward_kernel(
             stage = turn_ring(ring, stage, history_ptr, start, end, D, STRIDE)
 
         total = gl.sum(total, 0)
-        if slot >= 0:
+        if slot < 0:
+            inverse = _store_stats(stats_ptr, num_rows, row, count, maximum, total)
+            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+                out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
+                _store_outputs(out_ptr, rest_ptr, out, row, count, column, D)
+        else:
             for column in gl.static_range(0, BLOCK_D, COLUMNS):
                 acc = gl.permute(accs[column // COLUMNS], (1, 0))
                 store_rows(sums_ptr, acc, slot.to(gl.int64) * count, count, column, D)
             ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
             gl.store(ptrs, maximum, mask=r < count)
             gl.store(ptrs + count, total, mask=r < count)
-        else:
-            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
-                store_rows(out_ptr, out, row, count, column, D)
-                if rest_ptr is not None:
-                    rest = out - out.to(dtype).to(gl.float32)
-                    store_rows(rest_ptr, rest, row, count, column, D)
-            ptrs = stats_ptr + row + r
-            gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
-            gl.store(ptrs + num_rows, inverse, mask=r < count)
+            first_slot = (first // CHUNK).to(gl.int32)
+            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+                _combine(
+                    sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
+                    first_slot, chunks, D, BLOCK_D, PARTS,
+                )  # fmt: skip

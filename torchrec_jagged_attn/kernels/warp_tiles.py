@@ -21,13 +21,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from torchrec_jagged_attn.kernels import common, target_schedule
 
 __all__ = [
+    "AT_ONCE",
     "BLOCK_R",
     "LEFT",
     "MMA",
     "RIGHT",
+    "allocate_parts",
     "columns_at_once",
     "exp",
     "find_chunk",
+    "find_listed_chunk",
+    "is_last_chunk",
     "launch_dependents",
     "load_bias",
     "load_columns",
@@ -36,6 +40,7 @@ __all__ = [
     "open_ring",
     "product",
     "products_by_warp",
+    "program_of_sample",
     "ring_layout",
     "row_buckets",
     "row_layout",
@@ -56,6 +61,9 @@ BLOCK_R = gl.constexpr(8)  # query rows of a single warp's kernels
 MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+
+PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
+AT_ONCE = gl.constexpr(4)  # chunks whose sums are on their way from memory at a time
 
 LOG2E = common.LOG2E
 LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
@@ -103,6 +111,15 @@ def split(x, PARTS: gl.constexpr):
 def columns_at_once(width, rows, parts):
     """How many columns of a tile's ``rows`` are in registers at a time."""
     return width if parts == 1 else min(width, 1024 // rows)
+
+
+@gluon.jit
+def allocate_parts(
+    dtype: gl.constexpr, PARTS: gl.constexpr, rows: gl.constexpr, width: gl.constexpr
+):
+    """Shared memory for operands in PARTS, ``[PARTS, rows, width]``: see :func:`store_parts`."""
+    shape: gl.constexpr = [PARTS, rows, width]
+    return gl.allocate_shared_memory(dtype, shape, ring_layout(width, dtype))
 
 
 @gluon.jit
@@ -178,6 +195,71 @@ def launch_dependents():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def wait_for_last_kernel():
+    """Wait until the kernel before this one, which may have let it begin early, has ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def find_listed_chunk(
+    slots_ptr,
+    offsets_ptr,
+    num_samples,
+    num_slots,
+    CHUNK: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """What this program does, where ``target_schedule.list_slots_kernel`` lists the slots.
+
+    It takes a slot, or a sample of fewer than CHUNK rows. Slots come first, so that none who begins
+    late has many rows; but for as many samples as programs begin at once, while slots are listed.
+
+    Returns whether there is anything to do, the sample, its first history row, its length, begin
+    and end of the chunk within it, its slot, -1 where the chunk is the whole sample, and how many
+    chunks the sample has.
+    """
+    program = gl.program_id(0)
+    before = gl.minimum(num_samples, PROGRAMS)
+    slot = program - before
+    of_slot = (slot >= 0) & (slot < num_slots)
+    listed = gl.where(slot < 0, program, program - num_slots)
+    if OVERLAP:
+        if of_slot | (num_slots == 0):  # without slots, the last kernel is any other
+            wait_for_last_kernel()
+    if of_slot:
+        listed = gl.load(slots_ptr + slot)
+    sample = gl.maximum(listed, 0)
+    first = gl.load(offsets_ptr + sample).to(gl.int64)
+    length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
+    chunks = gl.where(of_slot, gl.maximum(gl.cdiv(length, 2 * CHUNK), 1), 1)
+    chunk = gl.where(of_slot, slot - (first // CHUNK).to(gl.int32), 0)
+    rows = rows_of_chunk(length, chunks)
+    busy = (listed >= 0) & (of_slot == (length >= CHUNK))
+    end = gl.minimum((chunk + 1) * rows, length)
+    slot = gl.where(chunks > 1, slot, -1)
+    return busy, sample, first, length, chunk * rows, end, slot, chunks
+
+
+@gluon.jit
+def program_of_sample(sample, num_samples, num_slots):
+    """The program that takes ``sample`` if it has fewer than CHUNK rows."""
+    return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_slots)
+
+
+@gluon.jit
+def is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+    """Whether the sample's other chunks have ended, and what they have stored is there to read.
+
+    Which one ends last differs from call to call: nothing of a result may depend on that.
+    """
+    gl.thread_barrier()  # what any lane has stored is stored before lane 0 counts
+    ended = gl.atomic_add(slots_ptr + num_slots + first_slot, 1, sem="acq_rel", scope="gpu")
+    return ended == chunks - 1
 
 
 @gluon.jit
