@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
 from torchrec_jagged_attn.kernels import target_attention
@@ -34,7 +35,7 @@ HOPPER_SHARED_MEMORY = 232_448
 class Layout:
     """Any layout, of anything."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self.parent = self.layout = self
 
 
@@ -128,6 +129,9 @@ class SharedMemory:
     def permute(self, order: tuple[int, ...]) -> SharedMemory:
         return SharedMemory(self.values.transpose(order))
 
+    def reshape(self, shape: list[int]) -> SharedMemory:
+        return SharedMemory(self.values.reshape(shape))
+
     def load(self, layout: object) -> Block:
         return Block(self.values.copy())
 
@@ -154,6 +158,75 @@ class AsyncCopies:
             for tile, ptrs, mask in self.groups.pop(0):
                 tile.values[...] = 0
                 ptrs.read(mask, tile.values)
+
+
+class Boxes:
+    """What a descriptor of boxes of two bytes an element says."""
+
+    def __init__(self, desc: TensorDescriptor) -> None:
+        self.elements = _argument(desc.base).elements
+        self.shape, self.strides = desc.shape, desc.strides
+        self.dtype, self.layout = self.elements.dtype.type, desc.layout
+        size = int(np.prod(desc.block_shape)) * self.elements.itemsize
+        self.block_type = types.SimpleNamespace(shape=list(desc.block_shape), nbytes=size)
+
+    def rows(self, place: list) -> Iterator[tuple[tuple[int, ...], slice]]:
+        """The rows of the box at ``place`` that are within bounds: where in the box, and where."""
+        *box, width = self.block_type.shape
+        for index in np.ndindex(*box):
+            at = [int(begin) + i for begin, i in zip(place, (*index, 0), strict=True)]
+            if all(0 <= i < size for i, size in zip(at, self.shape, strict=True)):
+                offset = sum(i * stride for i, stride in zip(at, self.strides, strict=True)) % 2**63
+                count = min(width, self.shape[-1] - at[-1])
+                assert offset + count <= self.elements.size, "out of bounds"
+                yield index, slice(offset, offset + count)
+
+
+class TensorMemoryAccelerator:
+    """Copies of boxes, which arrive as late as the barriers that wait for them allow."""
+
+    MBarrierLayout = Layout
+
+    def __init__(self) -> None:
+        self.barriers, self.stores = {}, []
+
+    def _barrier(self, barrier: SharedMemory) -> types.SimpleNamespace:
+        new = types.SimpleNamespace(bytes=0, copies=[], phases=0)
+        return self.barriers.setdefault(barrier.values.ctypes.data, new)
+
+    def init(self, barrier: SharedMemory, count: int) -> None:
+        assert count == 1
+        assert not self._barrier(barrier).phases
+
+    def expect(self, barrier: SharedMemory, size: int, pred: object = True) -> None:
+        self._barrier(barrier).bytes += size * bool(pred)
+
+    def wait(self, barrier: SharedMemory, phase: object) -> None:
+        of_barrier = self._barrier(barrier)
+        for desc, place, tile in of_barrier.copies:
+            of_barrier.bytes -= desc.block_type.nbytes
+            tile.values[...] = 0
+            for index, at in desc.rows(place):
+                tile.values[index][: at.stop - at.start] = desc.elements[at]
+        of_barrier.phases += bool(of_barrier.copies)
+        of_barrier.copies = []
+        assert of_barrier.bytes == 0, "not all bytes come"
+        assert (of_barrier.phases - 1) & 1 == int(phase), "waits forever"
+
+    def async_copy_global_to_shared(
+        self, desc: Boxes, place: list, barrier: SharedMemory, tile: SharedMemory, pred: object
+    ) -> None:
+        if pred:
+            self._barrier(barrier).copies.append((desc, place, tile))
+
+    def async_copy_shared_to_global(self, desc: Boxes, place: list, tile: SharedMemory) -> None:
+        self.stores.append((desc, place, tile))
+
+    def store_wait(self, pendings: int) -> None:
+        while len(self.stores) > pendings:
+            desc, place, tile = self.stores.pop(0)
+            for index, at in desc.rows(place):
+                desc.elements[at] = tile.values[index][: at.stop - at.start]
 
 
 def _load(ptr: Pointer, mask: object = None, other: float = 0) -> Block:
@@ -183,6 +256,15 @@ def _multiply(a: Block, b: Block, acc: Block) -> Block:
     assert a.dtype == b.dtype
     assert [a.shape[0], b.shape[1]] == acc.shape
     return Block(acc.values + a.values.astype(np.float32) @ b.values.astype(np.float32))
+
+
+def _multiply_by_group(a, b, acc: Block, use_acc: bool = True, is_async: bool = False) -> Block:
+    a, b = (x.load(None) if isinstance(x, SharedMemory) else x for x in (a, b))
+    return _multiply(a, b, acc if use_acc else Block(np.zeros_like(acc.values)))
+
+
+def _wait_for_products(outstanding: int, deps: tuple) -> object:
+    return deps[0] if len(deps) == 1 else deps
 
 
 def _multiply_add(a: Block, b: float, c: Block) -> Block:
@@ -216,6 +298,7 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         minimum=_of_blocks(np.minimum),
         bfloat16=BFLOAT16,
         exp2=_of_blocks(np.exp2),
+        log2=_of_blocks(np.log2),
         div_rn=_of_blocks(np.divide),
         fma=_multiply_add,
         cdiv=lambda a, b: (a + (b - 1)) // b,
@@ -225,6 +308,7 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         join=lambda a, b: Block(np.stack([a.values, b.values], -1)),
         permute=lambda block, order: Block(block.values.transpose(order)),
         reshape=lambda block, shape: Block(block.values.reshape(shape)),
+        expand_dims=lambda block, axis: Block(np.expand_dims(_values(block), axis)),
         convert_layout=lambda block, layout: block,
         allocate_shared_memory=lambda dtype, shape, layout: SharedMemory(
             np.full(shape, np.nan, np.float32 if dtype is BFLOAT16 else dtype)
@@ -257,6 +341,8 @@ def _argument(x: object) -> object:
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         size = last + 1 if x.numel() else 0
         return Pointer(x.detach().as_strided((size,), (1,)).numpy())
+    if isinstance(x, TensorDescriptor):
+        return Boxes(x)
     if isinstance(x, (int, float)):
         return Block(np.int32(x) if isinstance(x, int) else np.float32(x))
     return x
@@ -265,19 +351,37 @@ def _argument(x: object) -> object:
 def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, seed: int) -> None:
     constants = dict(constants)
     num_warps = constants.pop("num_warps")
+    constants.pop("maxnreg", None)
     names = launcher.kernel.arg_names
     assert set(names[len(arguments) :]) == constants.keys(), "arguments and constants do not fit"
     for program in np.random.default_rng(seed).permutation(grid[0]):
         copies, gl = AsyncCopies(), _language(program, grid[0], num_warps)
-        replaced = {"gl": gl, "tl": gl, "async_copy": copies, "mma_v2": _multiply, "range": _range}
+        accelerator = TensorMemoryAccelerator()
+        replaced = {
+            "gl": gl,
+            "tl": gl,
+            "range": _range,
+            "async_copy": copies,
+            "mbarrier": accelerator,
+            "tma": accelerator,
+            "mma_v2": _multiply,
+            "warpgroup_mma": _multiply_by_group,
+            "warpgroup_mma_wait": _wait_for_products,
+            "fence_async_shared": lambda: None,
+        }
         with np.errstate(all="ignore"):
             _in_numpy(launcher.kernel, replaced)(*map(_argument, arguments), **constants)
-        assert not any([*copies.groups, copies.group]), "copies are left on their way"
+        on_their_way = [barrier.copies for barrier in accelerator.barriers.values()]
+        left = [*copies.groups, copies.group, accelerator.stores, *on_their_way]
+        assert not any(left), "copies are left on their way"
 
 
 @contextlib.contextmanager
-def gluon_in_numpy() -> Iterator[list[str]]:
-    """Gluon kernels run, on CPU, where they would on a Hopper GPU; yields those that did."""
+def gluon_in_numpy(groups: bool = False) -> Iterator[list[str]]:
+    """Gluon kernels run, on CPU, where they would on a Hopper GPU; yields those that did.
+
+    Those that only Hopper has run if ``groups``.
+    """
     launched: list[str] = []
     launch = Launcher.__call__
 
@@ -292,5 +396,6 @@ def gluon_in_numpy() -> Iterator[list[str]]:
     with (
         mock.patch.object(Launcher, "__call__", launch_any),
         mock.patch.object(target_attention, "_room_for_warps", return_value=HOPPER_SHARED_MEMORY),
+        mock.patch.object(target_attention, "_room_for_groups", return_value=groups),
     ):
         yield launched

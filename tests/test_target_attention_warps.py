@@ -84,6 +84,46 @@ def test_tables_of_few_buckets(seed, launched):
     assert set(launched) == {"warp_forward", "warp_backward"}
 
 
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "tables", "shared"),
+    [
+        (8, 4, 128, False, False),
+        (9, 1, 64, True, False),
+        (16, 1, 16, False, True),
+        (5, 9, 96, False, False),
+        (8, 4, 128, True, False),
+    ],
+)
+@pytest.mark.parametrize("lengths", [[1100, 0, 3, 1, 65, 0], [0, 0], [128]], ids=str)
+def test_groups_of_warps(num_targets, num_heads, width, tables, shared, lengths):
+    inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_heads, num_targets, width)
+    del inputs["bias"]
+    timestamps = None
+    if tables:
+        generator = torch.Generator().manual_seed(1)
+        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).half()
+        inputs["age_bias"] = torch.randn(64, num_heads, generator=generator).half()
+        timestamps = (14 * torch.rand(sum(lengths), generator=generator)).exp().long()
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    with gluon_in_numpy(groups=True) as launched:
+        assert_right(inputs, timestamps)
+    assert set(launched) == {"hopper_forward", "hopper_backward"}
+
+
+@pytest.mark.parametrize("step", [-40.0, 40.0])
+def test_groups_of_warps_with_scores_far_apart(step):
+    """The reference of weights is raised where later scores are far above it."""
+    inputs = inputs_of([300], torch.device("cpu"), torch.float16, 1, 9, 64)
+    del inputs["bias"]
+    inputs["query"][...] = 0
+    inputs["query"][..., 0] = 8.0
+    inputs["history"][:, 0] = step * (torch.arange(300) // 60)
+    with gluon_in_numpy(groups=True) as launched:
+        assert_right(inputs)
+    assert "hopper_forward" in launched
+
+
 @pytest.mark.parametrize("num_heads", [3, 20])
 def test_bias_of_each_row(num_heads, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads)

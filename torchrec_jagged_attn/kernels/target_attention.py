@@ -21,11 +21,16 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.kernels import target_schedule
 from torchrec_jagged_attn.kernels.block_backward import backward_kernel as block_backward_kernel
 from torchrec_jagged_attn.kernels.block_forward import forward_kernel as block_forward_kernel
 from torchrec_jagged_attn.kernels.common import padded_width, product_precision
+from torchrec_jagged_attn.kernels.flash_hopper import END, _jagged_rows, multiprocessors
+from torchrec_jagged_attn.kernels.hopper_backward import BUCKETS
+from torchrec_jagged_attn.kernels.hopper_backward import backward_kernel as hopper_backward_kernel
+from torchrec_jagged_attn.kernels.hopper_forward import forward_kernel as hopper_forward_kernel
 from torchrec_jagged_attn.kernels.launch import Launcher
 from torchrec_jagged_attn.kernels.target_backward import grad_history_kernel, grad_query_kernel
 from torchrec_jagged_attn.kernels.target_combine import (
@@ -58,6 +63,8 @@ _warp_forward = Launcher(warp_forward_kernel)
 _warp_backward = Launcher(warp_backward_kernel)
 _block_forward = Launcher(block_forward_kernel)
 _block_backward = Launcher(block_backward_kernel)
+_hopper_forward = Launcher(hopper_forward_kernel)
+_hopper_backward = Launcher(hopper_backward_kernel)
 
 
 def forward(
@@ -97,6 +104,15 @@ def forward(
             (num_slots + call.num_samples,),
             (
                 *call.inputs, *outputs, *listed, call.offsets[0], *call.sizes, num_slots, scale,
+            ),
+            plan.kernel,
+        )  # fmt: skip
+    elif plan.by_group:
+        _hopper_forward(
+            (num_slots + call.num_samples,),
+            (
+                call.inputs[0], *call.inputs[2:], *outputs, call.offsets[0],
+                plan.rows_of(call.inputs[1]), *call.sizes, num_slots, scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -181,6 +197,16 @@ def backward(
             ),
             plan.kernel,
         )  # fmt: skip
+    elif plan.by_group and num_samples:
+        _hopper_backward(
+            (num_slots + num_samples,),
+            (
+                grad_out, call.inputs[0], *call.inputs[2:], *outputs, grad_tables, sums,
+                call.offsets[0], plan.rows_of(call.inputs[1]), plan.rows_of(grad_history),
+                *call.sizes, num_slots, scale,
+            ),
+            plan.kernel,
+        )  # fmt: skip
     elif plan.one_block and num_samples:
         launch_grad_history(one_block=True)
     if plan.more_blocks and out.numel():
@@ -255,6 +281,7 @@ class _Call:
             product_precision(history.dtype),
             _room_for_warps(history.device),
             _capability(history.device) >= (9, 0),  # which knows dependent launches
+            _room_for_groups(history),
         )
         self.num_slots = history.shape[0] // self.plan.chunk
         if layout == JAGGED:
@@ -286,6 +313,7 @@ class _Plan:
 
     Attributes:
         one_warp, by_warps: whether kernels of ``warp_tiles.py`` take it, of one or of any warps.
+        by_group: whether those of ``group_tiles.py`` do.
         block_r, chunk: query rows, and history rows, that a program takes at least.
         rows_of_slot: how many query rows the sums of a chunk have.
         one_block, more_blocks: whether backward meets samples of one block, and of more or, of
@@ -310,17 +338,19 @@ class _Plan:
         precision: str,
         room_for_warps: int,
         overlap: bool,
+        room_for_groups: bool,
     ) -> None:
         self.layout, self.num_targets, self.num_heads, self.width = (
             layout, num_targets, num_heads, width,
         )  # fmt: skip
         self.history_stride, self.overlap, self.precision = history_stride, overlap, precision
         self.num_positions, self.buckets = num_positions, num_positions + num_ages
+        self.bias = bias
         self.half = element_size == 2
         self.row_bytes = padded_width(width) * element_size
         # Of jagged ones, not the batch's own: results must not depend on other samples.
         self.rows = (8 if layout == JAGGED else num_targets) * num_heads
-        self.one_warp = self.by_warps = False
+        self.one_warp = self.by_warps = self.by_group = False
         if (
             layout != JAGGED
             and aligned
@@ -333,7 +363,16 @@ class _Plan:
             few_warps = WARP_ROWS < self.rows <= most and width <= 128 and room_for_warps > 200_000
             # Backward of half precision, Triton's kernels are faster, but for tables.
             slower = backward and self.half and not self.buckets
-            self.by_warps = self.one_warp or (few_warps and not slower)
+            # Gradients of a bias of each row, and of larger tables, are those kernels' of warps.
+            too_much = backward and (bias or max(num_positions, num_ages) > BUCKETS.value)
+            self.by_group = (
+                few_warps
+                and self.half
+                and room_for_groups
+                and history_stride >= width
+                and not too_much
+            )
+            self.by_warps = self.one_warp or (few_warps and not slower and not self.by_group)
 
         tiles = self.tiles(backward)
         self.block_r, self.chunk = tiles["BLOCK_R"], tiles["CHUNK"]
@@ -354,6 +393,8 @@ class _Plan:
                 "PARTS": 1 if self.half else 2 if precision == "tf32" else 3,
                 **(_overlap(overlap) if self.one_warp else {"OVERLAP": overlap}),
             }
+        elif self.by_group:
+            self.kernel = {**names, **tiles, "SHARED": layout == SHARED, "OVERLAP": overlap}
         else:
             self.kernel = {"LAYOUT": layout, **names, "PRECISION": precision, **tiles}
         self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": overlap}
@@ -381,6 +422,12 @@ class _Plan:
             **(passes if backward else {}),
         }
 
+    def rows_of(self, x: Tensor) -> TensorDescriptor:
+        """Boxes of rows of ``x``, of its memory as it is, for the kernels of groups."""
+        if not x.shape[0]:
+            x = x.new_empty(1, self.width)  # there is no descriptor of nothing
+        return _jagged_rows(x.unsqueeze(1), self.kernel["BLOCK_N"], self.kernel["BLOCK_D"])
+
     def tiles(self, backward: bool) -> dict:
         """How the work is cut up. Nothing of it may depend on other samples than a row's own.
 
@@ -395,6 +442,22 @@ class _Plan:
                 "CHUNK": 384 if self.row_bytes <= 128 else 192 if self.half else 128,
                 "NUM_STAGES": 4 if self.half and backward else 3 if self.row_bytes < 1024 else 2,
                 "num_warps": 1,
+            }
+        if self.by_group:
+            # Registers for as many programs on a multiprocessor as its shared memory holds, where
+            # none has to lie in memory while rows are multiplied.
+            registers = 168 if backward or self.bias or self.buckets else 128
+            if self.rows > 32 or (backward and self.buckets):
+                registers = 255
+            return {
+                "BLOCK_R": padded_width(self.rows),
+                "BLOCK_N": 64,
+                "BLOCK_D": max(64, width),
+                **({"COLUMNS": 64} if backward else {}),
+                "CHUNK": 512,
+                "NUM_STAGES": 2,
+                "num_warps": 4,
+                "maxnreg": registers,
             }
         if self.by_warps:
             block_r = padded_width(self.rows)
@@ -446,6 +509,11 @@ def _room_for_warps(device: torch.device) -> int:
     if _capability(device) < (8, 0):
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _room_for_groups(history: Tensor) -> bool:
+    """Whether the kernels of ``group_tiles.py`` run there, and rows are not too many for them."""
+    return multiprocessors(history.device) > 0 and history.shape[0] <= END.value
 
 
 def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
