@@ -293,6 +293,32 @@ def test_strided_inputs_and_gradients(device):
         torch.testing.assert_close(results[name], expected)
 
 
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_queries_and_gradients_at_any_address(num_targets, device):
+    inputs = inputs_of([7, 0, 700], device, torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+
+    def moved(tensor):
+        buffer = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+        return buffer.copy_(tensor)
+
+    grad_out = torch.randn_like(inputs["query"])
+    plain = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["query"] = moved(inputs["query"])
+    results = outputs_and_gradients(jagged_target_attention, inputs, moved(grad_out))
+    for name, expected in plain.items():
+        assert torch.equal(results[name], expected), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_inference_mode_rounds_as_training_does(num_targets, dtype, device):
+    inputs = inputs_of([7, 0, 700], device, dtype, num_targets=num_targets)
+    expected = jagged_target_attention(**inputs)
+    with torch.inference_mode():
+        assert torch.equal(jagged_target_attention(**inputs), expected)
+
+
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
@@ -385,10 +411,37 @@ def test_cuda_graph_replays_with_other_lengths(factor):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("lengths", [[30] * 4000, [700, 30]], ids=["short", "cut"])
+def test_cuda_graph_of_work_before_it(lengths, waits):
+    """Kernels that may begin early do not begin before what writes their inputs."""
+    inputs = inputs_of(lengths, "cuda")
+    grad_out = torch.randn_like(inputs["query"])
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    kept = {name: value.clone() for name, value in inputs.items()}
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if waits else torch.cuda.current_stream()):
+            inputs["history"].zero_()
+            torch._foreach_copy_(list(inputs.values()), list(kept.values()))
+        torch.cuda.current_stream().wait_stream(side)
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(20):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_targets", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_repeats_are_bit_equal(dtype):
+def test_repeats_are_bit_equal(dtype, num_targets):
     """Whichever chunk of a sample ends last."""
-    inputs = inputs_of(torch.arange(300) * 29 % 4001, "cuda", dtype, num_heads=4, width=64)
+    lengths = torch.arange(300) * 29 % 4001
+    inputs = inputs_of(lengths, "cuda", dtype, num_heads=4, num_targets=num_targets, width=64)
     del inputs["bias"]
     inputs["position_bias"] = torch.randn(20, 4, device="cuda")
     grad_out = torch.randn_like(inputs["query"])

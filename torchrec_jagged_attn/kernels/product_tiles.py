@@ -78,6 +78,7 @@ def _parts(x):
     By integers: conversions to bf16 that are then taken apart are an eighth as fast.
     """
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    high = tl.where(x == x, high, x)  # what a NaN is cut to may be an infinity
     rest = x - high
     middle = ((rest.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
@@ -87,7 +88,7 @@ def _parts(x):
 def multiply(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a · b``, in fp32.
 
-    Products of fp32 begin at zero, so that their sums stay as exact as they are. ``"bf16x6"`` takes
+    Exact products begin at zero, so that their sums stay as exact as they are. ``"bf16x6"`` takes
     them of three bf16 parts: the small ones first, and where an infinity made NaN of them, without.
     """
     if a.dtype != tl.float32:
@@ -102,8 +103,11 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
         out = tl.dot(a_high, b_middle, out)
         out = tl.where(out == out, out, 0.0)
         acc += tl.dot(a_high, b_high, out)
+    elif PRECISION == "ieee":
+        # Triton makes one sum of two without that number, which says nothing else of fp32.
+        acc += tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=a.shape[1])
     else:
-        acc += tl.dot(a, b, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
 

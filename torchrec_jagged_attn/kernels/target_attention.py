@@ -111,7 +111,7 @@ def forward(
         _hopper_forward(
             (num_slots + call.num_samples,),
             (
-                call.inputs[0], *call.inputs[2:], *outputs, call.offsets[0],
+                _aligned(call.inputs[0]), *call.inputs[2:], *outputs, call.offsets[0],
                 plan.rows_of(call.inputs[1]), *call.sizes, num_slots, scale,
             ),
             plan.kernel,
@@ -201,9 +201,9 @@ def backward(
         _hopper_backward(
             (num_slots + num_samples,),
             (
-                grad_out, call.inputs[0], *call.inputs[2:], *outputs, grad_tables, sums,
-                call.offsets[0], plan.rows_of(call.inputs[1]), plan.rows_of(grad_history),
-                *call.sizes, num_slots, scale,
+                _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *outputs,
+                grad_tables, sums, call.offsets[0], plan.rows_of(call.inputs[1]),
+                plan.rows_of(grad_history), *call.sizes, num_slots, scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -531,6 +531,11 @@ def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """``tensor`` where copies of 16 bytes can begin, if need be a copy."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def combine_outputs_kernel(
         maximum = new_maximum
     r = block * BLOCK_R + local
     total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-    out = tl.div_rn(acc, total_or_one) if rest_ptr is None else acc * (1.0 / total_or_one)
+    exact: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
+    out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
     store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
     store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
 
