@@ -57,6 +57,12 @@ class Block:
     def __getitem__(self, index: tuple) -> Block:
         return Block(self.values[index])
 
+    def reshape(self, shape: list[int]) -> Block:
+        return Block(self.values.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Block:
+        return Block(self.values.transpose(order))
+
     def __bool__(self) -> bool:
         return bool(self.values)
 

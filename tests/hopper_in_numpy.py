@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
-from torchrec_jagged_attn.kernels import flash_hopper
+from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward
 from torchrec_jagged_attn.kernels.launch import Launcher
 
 __all__ = ["hopper_in_numpy"]
@@ -170,10 +170,10 @@ def _language(machine: Machine, program: int, num_programs: int) -> types.Simple
         fresh = np.nan if issubclass(dtype, np.floating) else -(2**30)
         return SharedMemory(np.full(shape, fresh, dtype))
 
-    def atomic_add(ptr: Pointer, value: object) -> Block:
+    def atomic_add(ptr: Pointer, value: Any, sem: str = "", scope: str = "") -> Block:
         with machine.changed:
             old = np.array(ptr.elements[ptr.offsets])
-            ptr.elements[ptr.offsets] = old + int(value)
+            ptr.elements[ptr.offsets] = old + getattr(value, "values", value)
         return Block(old)
 
     def warp_specialize(trades: list[tuple], num_warps: list[int], num_registers: list[int]):
@@ -185,6 +185,8 @@ def _language(machine: Machine, program: int, num_programs: int) -> types.Simple
         "allocate_shared_memory": allocate,
         "atomic_add": atomic_add,
         "warp_specialize": warp_specialize,
+        "load": lambda ptr, cache_modifier="": gluon_in_numpy._load(ptr),
+        "to_tensor": lambda x: Block(x if isinstance(x, bool) else np.int32(x)),
         "log2": lambda block: Block(np.log2(block.values)),
     }
     return types.SimpleNamespace(**vars(language) | overridden)
@@ -294,5 +296,6 @@ def hopper_in_numpy() -> Iterator[list[str]]:
     with (
         mock.patch.object(Launcher, "__call__", launch_any),
         mock.patch.object(flash_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(flash_hopper_backward, "multiprocessors", return_value=MULTIPROCESSORS),
     ):
         yield launched

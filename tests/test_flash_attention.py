@@ -79,12 +79,12 @@ def test_lengths_about_tiles(causal, width, dtype):
 )
 @pytest.mark.parametrize("width", [48, 64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_kernel_for_hopper_in_numpy(causal, width):
+def test_kernels_for_hopper_in_numpy(causal, width):
     lengths = [257, 33, 0, 130, 65, 1]
     with hopper_in_numpy() as launched:
         for kv_lengths in (lengths, lengths[::-1]):
             assert_right(inputs_of(lengths, kv_lengths, dtype=torch.float16, width=width), causal)
-    assert launched == ["flash_hopper"] * 2
+    assert launched == ["flash_hopper", "flash_hopper_backward"] * 2
 
 
 @pytest.mark.gpu
@@ -150,7 +150,8 @@ def test_recency(causal, times, dtype, device):
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("short", [0, 32], ids=str)
-def test_tiles_are_listed_the_longest_first(short, is_self, device):
+@pytest.mark.parametrize("together", [0, 1024], ids=str)
+def test_tiles_are_listed_the_longest_first(together, short, is_self, device):
     if implementation(device)[0] == "reference":
         pytest.skip("kernels only")
     generator = torch.Generator().manual_seed(0)
@@ -160,7 +161,7 @@ def test_tiles_are_listed_the_longest_first(short, is_self, device):
     offsets = [offsets_of(lengths, torch.int64, device) for lengths in (own, other)]
     rows = int(own.sum()), 0 if is_self else int(other.sum())
     capacity = most_tiles(*rows, 600, short, 64)
-    tiles = list_tiles(*offsets, capacity, short, 64).cpu()
+    tiles = list_tiles(*offsets, capacity, short, 64, together).cpu()
     begins = [x[:-1].tolist() for x in offsets]
     expected = {
         (b, begins[0][b] + start, n - start, begins[1][b], m)
@@ -170,6 +171,7 @@ def test_tiles_are_listed_the_longest_first(short, is_self, device):
     listed = tiles[1 : 1 + int(tiles[0, 0])].tolist()
     assert int(tiles[0, 0]) == len(expected) <= capacity
     assert set(map(tuple, listed)) == expected
+    assert sorted(listed, key=lambda tile: tile[0]) == sorted(listed)  # a sample's in their order
     octaves = [max(tile[-1].bit_length(), 1) for tile in listed]
     assert octaves == sorted(octaves, reverse=True)
 

@@ -59,7 +59,7 @@ def path_of(name: str, device: torch.device) -> tuple[str, str]:
     """Path of an op on a device, and why."""
     path, why = ops.implementation(device)
     if name == "jagged_flash_attention" and flash_hopper.multiprocessors(device):
-        why += "; Gluon for Hopper: forward of bf16 and fp16 without biases, widths of 33 to 128"
+        why += "; Gluon for Hopper: bf16 and fp16 without biases, widths of 33 to 128"
     return path, why
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.kernels import flash_hopper
+from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
@@ -115,6 +115,18 @@ def backward(
             (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:]),
             call.shape | strides | call.short_tile(),
         )
+    grads_of_rows = (grad_out, grad_k, grad_v)
+    if (
+        call.plain
+        and flash_hopper.takes(*call.inputs, call.width)
+        and flash_hopper_backward.takes(*grads_of_rows)
+    ):
+        flash_hopper_backward.backward(
+            *call.inputs, out, stats, grad_q, *grads_of_rows, *call.offsets,
+            call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together),
+            call.factor, scale, causal, call.width, call.short,
+        )  # fmt: skip
+        return grad_q, None, None, None, None
     if q.shape[0]:
         tile = call.grad_q_tile()
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
@@ -208,6 +220,7 @@ class _Call:
         half = q.element_size() == 2
         self.short = 32 if half and self.row_bytes <= 256 and not biased else 0
         self.plain = not biased and scale >= 0
+        self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
     def short_tile(self) -> dict:
         """Tile of samples taken whole."""
@@ -246,7 +259,7 @@ class _Call:
         warps = 4 if self.row_bytes < 512 else 8
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
 
-    def list_tiles(self, block: int, of_keys: bool) -> Tensor:
+    def list_tiles(self, block: int, of_keys: bool, together: int = 0) -> Tensor:
         """The tiles of queries, or of keys; each list is made once."""
         own, other = (1, 0) if of_keys and not self.is_self else (0, 1)
         if (block, own) not in self.lists:
@@ -254,7 +267,7 @@ class _Call:
             num_other = 0 if self.is_self else num_other
             capacity = most_tiles(num_own, num_other, self.num_samples, self.short, block)
             self.lists[block, own] = list_tiles(
-                self.offsets[own], self.offsets[other], capacity, self.short, block
+                self.offsets[own], self.offsets[other], capacity, self.short, block, together
             )
         return self.lists[block, own]
 

@@ -61,6 +61,7 @@ def _list_tiles_kernel(
     num_samples,
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
     NUM_CLASSES: tl.constexpr,
     CHUNK: tl.constexpr,
     SCAN: tl.constexpr,
@@ -85,15 +86,29 @@ def _list_tiles_kernel(
         own_offsets_ptr, other_offsets_ptr, b, num_samples, SHORT, BLOCK, NUM_CLASSES
     )
     num_tiles = tl.where(of_class == own_class, num_tiles, 0)
-    ptrs = tiles_ptr + (1 + listed + tl.cumsum(num_tiles, 0) - num_tiles) * FIELDS
+    place = listed + tl.cumsum(num_tiles, 0) - num_tiles
+    lane = tl.arange(0, CHUNK)
+    group = lane
+    if TOGETHER > 0:
+        size = tl.minimum(tl.maximum(TOGETHER >> (own_class + 1), 1), CHUNK)  # a power of two
+        group = lane & -size
+        place = tl.gather(place, group, 0)
     for tile in range(tl.max(num_tiles)):
         mask, start = tile < num_tiles, tile * BLOCK
+        at = place
+        if TOGETHER > 0:
+            upto = tl.cumsum(mask.to(tl.int32), 0)
+            before = tl.gather(upto - mask.to(tl.int32), group, 0)
+            at += upto - 1 - before
+            place += tl.gather(upto, group | (size - 1), 0) - before
+        else:
+            place += 1
+        ptrs = tiles_ptr + (1 + at) * FIELDS
         tl.store(ptrs, b, mask=mask)
         tl.store(ptrs + 1, own_row + start, mask=mask)
         tl.store(ptrs + 2, own - start, mask=mask)
         tl.store(ptrs + 3, other_row, mask=mask)
         tl.store(ptrs + 4, other, mask=mask)
-        ptrs += FIELDS
     if (own_class == 0) & (own_first + CHUNK >= num_samples):
         tl.store(tiles_ptr, listed + tl.sum(num_tiles))
         tl.store(tiles_ptr + 1, 0)
@@ -103,12 +118,19 @@ _launch = Launcher(_list_tiles_kernel)
 
 
 def list_tiles(
-    own_offsets: Tensor, other_offsets: Tensor, capacity: int, short: int, block: int
+    own_offsets: Tensor,
+    other_offsets: Tensor,
+    capacity: int,
+    short: int,
+    block: int,
+    together: int = 0,
 ) -> Tensor:
     """List the tiles of ``block`` rows of one side, those that meet most of the other side first.
 
     Samples of at most ``short`` rows on both sides are left out. There may be no more tiles than
-    ``capacity``, see :func:`most_tiles`.
+    ``capacity``, see :func:`most_tiles`. The tiles of a sample lie one after the other; unless
+    samples that have about as many rows of the other side as ``together``, a power of two, take
+    turns: the first tile of each of them, then the second ones.
 
     Returns:
         ``[1 + capacity, FIELDS]`` int64: how many tiles there are, a zero for programs to count
@@ -122,6 +144,7 @@ def list_tiles(
         {
             "SHORT": short,
             "BLOCK": block,
+            "TOGETHER": together,
             "NUM_CLASSES": CLASSES,
             "CHUNK": CHUNK,
             "SCAN": SCAN,
