@@ -25,7 +25,7 @@ from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_k
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash_short import backward_short_kernel, forward_short_kernel
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 
 __all__ = ["backward", "forward"]
 
@@ -58,18 +58,18 @@ def forward(
     if out.numel() == 0:
         return out, stats
     sizes = (stats[0].numel(), call.factor)
+    on_hopper = call.plain and flash_hopper.takes(*call.inputs, call.width)
+    tile = call.forward_tile()
+    tiles = call.list_tiles(flash_hopper.BLOCK_M if on_hopper else tile["BLOCK_M"], of_keys=False)
     if call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
             (*call.inputs, out, stats, *call.offsets, *sizes),
             call.shape | call.short_tile(),
         )
-    if call.plain and flash_hopper.takes(*call.inputs, call.width):
-        tiles = call.list_tiles(flash_hopper.BLOCK_M, of_keys=False)
+    if on_hopper:
         flash_hopper.forward(*call.inputs, out, stats, tiles, call.factor, causal, call.width)
         return out, stats
-    tile = call.forward_tile()
-    tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     _forward(
         ((tiles.shape[0] - 1) * q.shape[1],),
         (*call.inputs, *call.biases, out, stats, call.offsets[1], tiles, *sizes),
@@ -109,27 +109,30 @@ def backward(
     grad_tables = grad_relative = None
     strides = {"GRAD_K_STRIDE": grad_k.stride(0), "GRAD_V_STRIDE": grad_v.stride(0)}
     sizes = (delta.numel(), call.factor, scale)
+    grads_of_rows = (grad_out, grad_k, grad_v)
+    on_hopper = (
+        call.plain
+        and flash_hopper.takes(*call.inputs, call.width)
+        and flash_hopper_backward.takes(*grads_of_rows)
+    )
+    tile = call.grad_q_tile()
+    if on_hopper:
+        tiles = call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together)
+    else:
+        tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     if call.short:
         _backward_short(
             (call.num_samples * k.shape[1],),
             (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:]),
             call.shape | strides | call.short_tile(),
         )
-    grads_of_rows = (grad_out, grad_k, grad_v)
-    if (
-        call.plain
-        and flash_hopper.takes(*call.inputs, call.width)
-        and flash_hopper_backward.takes(*grads_of_rows)
-    ):
+    if on_hopper:
         flash_hopper_backward.backward(
-            *call.inputs, out, stats, grad_q, *grads_of_rows, *call.offsets,
-            call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together),
+            *call.inputs, out, stats, grad_q, *grads_of_rows, *call.offsets, tiles,
             call.factor, scale, causal, call.width, call.short,
         )  # fmt: skip
         return grad_q, None, None, None, None
     if q.shape[0]:
-        tile = call.grad_q_tile()
-        tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
         num_programs = (tiles.shape[0] - 1) * q.shape[1]
         if relative_bias is not None:
             grad_relative = delta.new_zeros(num_programs, relative_bias.shape[0])
@@ -223,8 +226,12 @@ class _Call:
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
     def short_tile(self) -> dict:
-        """Tile of samples taken whole."""
-        return {"BLOCK": self.short, "num_warps": 1 if self.row_bytes <= 128 else 2}
+        """Tile of samples taken whole, by the kernel after the one that makes a list of tiles."""
+        return {
+            "BLOCK": self.short,
+            "num_warps": 1 if self.row_bytes <= 128 else 2,
+            **overlap_options(launches_overlap(self.inputs[0].device)),
+        }
 
     def forward_tile(self) -> dict:
         """Tile of the forward kernel."""

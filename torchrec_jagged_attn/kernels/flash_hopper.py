@@ -29,7 +29,8 @@ from triton.knobs import runtime
 
 from torchrec_jagged_attn.kernels import flash_tiles
 from torchrec_jagged_attn.kernels.flash_schedule import FIELDS
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.warp_tiles import wait_for_last_kernel
 
 __all__ = ["BLOCK_M", "forward", "multiprocessors", "takes"]
 
@@ -137,8 +138,11 @@ def _load(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """What one warp does: take tiles from the list, and bring in their rows."""
+    if OVERLAP:
+        wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * H
     work = gl.program_id(0)
     n = work * 0
@@ -347,6 +351,7 @@ def forward_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Tiles of queries of one head, over all keys of their sample, until the list is done."""
     queries = _make_ring(q_desc, STAGES)
@@ -369,7 +374,7 @@ def forward_kernel(
             )),
             (_load, (
                 q_desc, k_desc, v_desc, queries, keys, values, places, tiles_ptr,
-                H, HK, CAUSAL, BLOCK_M, BLOCK_N, STAGES,
+                H, HK, CAUSAL, BLOCK_M, BLOCK_N, STAGES, OVERLAP,
             )),
         ],
         [4, 1],
@@ -437,6 +442,7 @@ def forward(
             "BLOCK_D": width,
             "STAGES": STAGES,
             "num_warps": 4,
+            **overlap_options(launches_overlap(q.device)),
         },
     )
 

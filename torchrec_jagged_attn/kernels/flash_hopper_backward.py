@@ -5,8 +5,9 @@ that see it: five products for each pair of tiles. Two groups of four warps have
 each: scores and their gradients lie transposed in their registers, keys by queries, from where they
 are multiplied with the rows of ``grad_out`` and ``q``. A third group has the gradient of queries,
 to which the gradients of scores come through shared memory. At width 128 there are no registers
-for a third one: the two then have half of the width each. One warp does nothing but bring in rows,
-ahead of them all.
+for a third one: the two then have half of the width each, one tile of queries behind, so that
+neither waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of
+them all.
 
 Tiles of keys add to a gradient of queries in fp32, in global memory, one after the other, so that
 sums are the same bit for bit: each waits for its turn, which a fourth role looks out for, and a
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import find_tile
 from torchrec_jagged_attn.kernels.flash_hopper import (
@@ -41,7 +43,8 @@ from torchrec_jagged_attn.kernels.flash_hopper import (
 )
 from torchrec_jagged_attn.kernels.flash_schedule import FIELDS
 from torchrec_jagged_attn.kernels.flash_tiles import load_rows, store_rows
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.warp_tiles import wait_for_last_kernel
 
 __all__ = ["BLOCK_N", "backward"]
 
@@ -71,30 +74,36 @@ def prepare_kernel(
     SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """What the tiles of keys need of one tile of queries of one head; and zeros if it sees none."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     slot, head = tl.program_id(0) // H, tl.program_id(0) % H
     sample, begin, end, start = find_tile(q_offsets_ptr, num_samples, slot, 1, BLOCK_M)
     num_keys = tl.load(kv_offsets_ptr + sample + 1) - tl.load(kv_offsets_ptr + sample)
     row, count = begin + start, end - begin - start
-    if (count <= 0) | ((end - begin <= SHORT) & (num_keys <= SHORT)):
-        return
-    grad_out = load_rows(grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True)
-    out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True)
-    i = tl.arange(0, BLOCK_M)
-    # Rows that are not there have weights of zero.
-    lse = tl.load(stats_ptr + (row + i) * H + head, mask=i < count, other=float("inf"))
-    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    ptrs = row_stats_ptr + tl.program_id(0).to(tl.int64) * (2 * BLOCK_M) + i
-    tl.store(ptrs, lse)
-    tl.store(ptrs + BLOCK_M, delta)
-    tl.store(turns_ptr + tl.program_id(0), 0)
-    seen = num_keys
-    if CAUSAL:
-        seen = tl.minimum(seen, num_keys - count + tl.minimum(count, BLOCK_M))
-    if seen <= 0:
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        store_rows(grad_q_ptr, zeros, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+    if (count > 0) & ((end - begin > SHORT) | (num_keys > SHORT)):
+        grad_out = load_rows(
+            grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True
+        )
+        out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True)
+        i = tl.arange(0, BLOCK_M)
+        # Rows that are not there have weights of zero.
+        lse = tl.load(stats_ptr + (row + i) * H + head, mask=i < count, other=float("inf"))
+        delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+        ptrs = row_stats_ptr + tl.program_id(0).to(tl.int64) * (2 * BLOCK_M) + i
+        tl.store(ptrs, lse)
+        tl.store(ptrs + BLOCK_M, delta)
+        tl.store(turns_ptr + tl.program_id(0), 0)
+        seen = num_keys
+        if CAUSAL:
+            seen = tl.minimum(seen, num_keys - count + tl.minimum(count, BLOCK_M))
+        if seen <= 0:
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            store_rows(grad_q_ptr, zeros, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+    if OVERLAP:
+        cuda.gdc_wait()
 
 
 @gluon.jit
@@ -216,8 +225,11 @@ def _load(
     BLOCK_N: gl.constexpr,
     KV_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """What one warp does: take tiles from the list, and bring in their rows."""
+    if OVERLAP:
+        wait_for_last_kernel()
     (
         q_desc,
         k_desc,
@@ -287,14 +299,28 @@ def _load(
 
 
 @gluon.jit
-def _add_part(sums, acc, slot, n, tile, last, scale, end, rest, head, PART: gl.constexpr):
-    """Add what a tile gives to a part of a gradient of queries, when it is its turn.
+def _add_part(
+    sums,
+    acc,
+    m,
+    n,
+    place,
+    scale,
+    H: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PART: gl.constexpr,
+):
+    """Add what a tile gives to a part of the ``m``-th gradient of queries, when it is its turn.
 
-    The ``last`` tile writes the gradient, the others leave sums.
+    The last tile writes the gradient, the others leave sums.
     """
     sums_ptr, granted, added, grad_tile, desc = sums
+    count, base, num_rows, head, tile, first_slot = place
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
+    slot = (first_slot + m) * H + head
+    last = _is_last(m, count, num_rows, CAUSAL, ROWS, BLOCK_N)
     PARTS: gl.constexpr = grad_tile.shape[0]
     # In the order in which the registers of a warp hold them, so that all accesses are whole ones.
     flat = acc.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
@@ -313,6 +339,7 @@ def _add_part(sums, acc, slot, n, tile, last, scale, end, rest, head, PART: gl.c
         out = grad_tile.index(PART)
         out.reshape([ROWS, WIDTH]).store((total * scale).to(grad_tile.dtype))
         fence_async_shared()
+        end, rest = base + num_rows, num_rows - m * ROWS
         tma.async_copy_shared_to_global(desc, [END, end, END - rest, head, PART * WIDTH], out)
     elif tile > 0:
         gl.atomic_add(ptrs, flat, sem="relaxed", scope="gpu")
@@ -320,6 +347,13 @@ def _add_part(sums, acc, slot, n, tile, last, scale, end, rest, head, PART: gl.c
         gl.store(ptrs, flat)
     _wait_empty(added, n, TURN_STAGES)
     _give(added, n, TURN_STAGES)
+
+
+@gluon.jit
+def _multiply_weights(weights, n, k, zeros):
+    """Begin to multiply the ``n``-th gradients of scores with keys ``k``."""
+    ds = weights[2].index(n % WEIGHT_STAGES).permute((1, 0))
+    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -355,23 +389,34 @@ def _add_queries(
     Those from ``seeing_all`` on see all of them. (They have no loop of their own: of the addresses
     of products in two loops, ptxas 12.8 makes some only on the way into the first one.)
     """
-    count, base, num_rows, head, tile, slot = place
     BLOCK_M: gl.constexpr = stats.shape[2] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = k.dtype
     zeros = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, layout)
+    if not ALONE:
+        k_part = k_tile.slice(GROUP * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         _wait_full(queries, n, STAGES)
         q = _rows(queries, n, STAGES)
+        if (
+            not ALONE
+        ):  # of the last tile of queries, to which the other group has given its part by now
+            if m > first:
+                _wait_full(weights, n - 1, WEIGHT_STAGES)
+            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_part, zeros)
         products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if ALONE:
-            _wait_full(grads, n, STAGES)
-            grad_out = _rows(grads, n, STAGES)
-            dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if not ALONE:
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            if m > first:
+                _release(weights, n - 1, WEIGHT_STAGES)
+                _add_part(sums, dq, m - 1, n - 1, place, scale, H, CAUSAL, BLOCK_N, GROUP)
+        _wait_full(grads, n, STAGES)
+        grad_out = _rows(grads, n, STAGES)
+        dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = stats.index(n % STAGES)
         lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
-        products = warpgroup_mma_wait(1 if ALONE else 0, deps=(products,))
+        products = warpgroup_mma_wait(1, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
         if m < seeing_all:
             visible = own
@@ -381,42 +426,28 @@ def _add_queries(
             p = gl.where(visible, p, 0.0)
         if not ALONE:
             p = p.to(dtype)  # registers for both would not do
-            _wait_full(grads, n, STAGES)
-            grad_out = _rows(grads, n, STAGES)
-            dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         p_operand = _as_operand(p, dtype)
         acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
         delta = stat.slice(BLOCK_M, BLOCK_M, dim=1).load(layout)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p.to(gl.float32) * (dp - delta)).to(dtype)
         _wait_empty(weights, n, WEIGHT_STAGES)
-        ds_tile = weights[2].index(n % WEIGHT_STAGES)
-        ds_tile.slice(GROUP * GROUP_ROWS, GROUP_ROWS).store(ds)
+        weights[2].index(n % WEIGHT_STAGES).slice(GROUP * GROUP_ROWS, GROUP_ROWS).store(ds)
         fence_async_shared()
         _give(weights, n, WEIGHT_STAGES)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, layout, 2))
         acc_k = warpgroup_mma(ds_operand, q, acc_k, is_async=True)
-        if ALONE:
-            acc_v, p_operand = warpgroup_mma_wait(1, deps=(acc_v, p_operand))
-            _release(grads, n, STAGES)
-            acc_k, ds_operand = warpgroup_mma_wait(0, deps=(acc_k, ds_operand))
-            _release(queries, n, STAGES)
-        else:
-            _wait_full(weights, n, WEIGHT_STAGES)
-            k_part = k_tile.slice(GROUP * BLOCK_M, BLOCK_M, dim=1)
-            dq = warpgroup_mma(ds_tile.permute((1, 0)), k_part, zeros, use_acc=False, is_async=True)
-            acc_v, p_operand = warpgroup_mma_wait(2, deps=(acc_v, p_operand))
-            _release(grads, n, STAGES)
-            acc_k, ds_operand = warpgroup_mma_wait(1, deps=(acc_k, ds_operand))
-            _release(queries, n, STAGES)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            _release(weights, n, WEIGHT_STAGES)
-            _add_part(
-                sums, dq, (slot + m) * H + head, n, tile,
-                _is_last(m, count, num_rows, CAUSAL, BLOCK_M, BLOCK_N), scale, base + num_rows,
-                num_rows - m * BLOCK_M, head, GROUP,
-            )  # fmt: skip
+        acc_v, p_operand = warpgroup_mma_wait(1, deps=(acc_v, p_operand))
+        _release(grads, n, STAGES)
+        acc_k, ds_operand = warpgroup_mma_wait(0, deps=(acc_k, ds_operand))
+        _release(queries, n, STAGES)
         n += 1
+    if (not ALONE) and first < end:
+        _wait_full(weights, n - 1, WEIGHT_STAGES)
+        dq = _multiply_weights(weights, n - 1, k_part, zeros)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        _release(weights, n - 1, WEIGHT_STAGES)
+        _add_part(sums, dq, end - 1, n - 1, place, scale, H, CAUSAL, BLOCK_N, GROUP)
     return acc_k, acc_v, n
 
 
@@ -525,18 +556,13 @@ def _grad_of_queries(
         _wait_full(keys, turn, KV_STAGES)
         k = _rows(keys, turn, KV_STAGES)
         for member in range(H // HK):
-            head = kv_head * (H // HK) + member
+            at = (count, base, num_rows, kv_head * (H // HK) + member, tile, place)
             for m in range(first, end):
                 _wait_full(weights, n, WEIGHT_STAGES)
-                ds = weights[2].index(n % WEIGHT_STAGES).permute((1, 0))
-                acc = warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+                acc = _multiply_weights(weights, n, k, zeros)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 _release(weights, n, WEIGHT_STAGES)
-                last = _is_last(m, count, num_rows, CAUSAL, BLOCK_M, BLOCK_N)
-                _add_part(
-                    sums, acc, (place + m) * H + head, n, tile, last, scale, base + num_rows,
-                    num_rows - m * BLOCK_M, head, 0,
-                )  # fmt: skip
+                _add_part(sums, acc, m, n, at, scale, H, CAUSAL, BLOCK_N, 0)
                 n += 1
         _release(keys, turn, KV_STAGES)
         turn += 1
@@ -633,6 +659,7 @@ def backward_kernel(
     BLOCK_D: gl.constexpr,
     KV_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):
     """Tiles of keys of one head, with all queries of their sample, until the list is done."""
     ALONE: gl.constexpr = BLOCK_D == 64  # each half of the keys by itself
@@ -676,7 +703,7 @@ def backward_kernel(
                 (_grad_of_queries, (
                     of_queries, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES,
                 )),
-                (_load, (load, H, HK, CAUSAL, BLOCK_M, BLOCK_N, KV_STAGES, STAGES)),
+                (_load, (load, H, HK, CAUSAL, BLOCK_M, BLOCK_N, KV_STAGES, STAGES, OVERLAP)),
                 (_await_turns, (turns_ptr, granted, tiles, places, H, HK, CAUSAL, BLOCK_M)),
                 (_pass_turns, (
                     turns_ptr, added, tiles, places, H, HK, CAUSAL, BLOCK_M, BLOCK_N, 0, 2,
@@ -697,7 +724,7 @@ def backward_kernel(
                 (_grad_of_keys, (
                     of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES, 1, False,
                 )),
-                (_load, (load, H, HK, CAUSAL, BLOCK_M, BLOCK_N, KV_STAGES, STAGES)),
+                (_load, (load, H, HK, CAUSAL, BLOCK_M, BLOCK_N, KV_STAGES, STAGES, OVERLAP)),
                 (_await_turns, (turns_ptr, granted, tiles, places, H, HK, CAUSAL, BLOCK_M)),
                 (_pass_turns, (
                     turns_ptr, added, tiles, places, H, HK, CAUSAL, BLOCK_M, BLOCK_N, 0, 2,
@@ -763,6 +790,7 @@ def backward(
                 "BLOCK_M": BLOCK_M,
                 "BLOCK_D": width,
                 "num_warps": 4,
+                **overlap_options(launches_overlap(q.device)),
             },
         )  # fmt: skip
     group = GROUP_ROWS.value
@@ -790,5 +818,6 @@ def backward(
             "KV_STAGES": 2 if width == 64 else 1,
             "STAGES": 4 if width == 64 else 2,
             "num_warps": 4,
+            **overlap_options(launches_overlap(q.device)),
         },
     )

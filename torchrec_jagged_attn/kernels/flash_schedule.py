@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap
 
 __all__ = ["list_tiles", "locate_tile", "most_tiles"]
 
@@ -65,11 +66,14 @@ def _list_tiles_kernel(
     NUM_CLASSES: tl.constexpr,
     CHUNK: tl.constexpr,
     SCAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """List the tiles of a chunk's samples of one class.
 
     They come after those of all longer classes, and of the same class in earlier chunks.
     """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     own_class = NUM_CLASSES - 1 - tl.program_id(0) % NUM_CLASSES
     own_first = tl.program_id(0) // NUM_CLASSES * CHUNK
     listed = own_first * 0
@@ -148,6 +152,7 @@ def list_tiles(
             "NUM_CLASSES": CLASSES,
             "CHUNK": CHUNK,
             "SCAN": SCAN,
+            "OVERLAP": launches_overlap(tiles.device),
             "num_warps": CHUNK // 32,
         },
     )

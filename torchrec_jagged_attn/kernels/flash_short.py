@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import mean_grad
 from torchrec_jagged_attn.kernels.flash_tiles import (
@@ -63,28 +64,32 @@ def forward_short_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one sample, if that has at most ``BLOCK`` rows on both sides."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     sample, head = tl.program_id(0) // H, tl.program_id(0) % H
     kv_head = head // (H // HK)
     q_row, num_rows, kv_row, num_keys, visible = _locate_sample(
         sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL, BLOCK
     )
-    if (num_rows > BLOCK) | (num_keys > BLOCK) | (num_rows == 0):
-        return
-    q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
-    k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
-    v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
-    products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
-    nothing = tl.full([BLOCK], -float("inf"), tl.float32)
-    p, _, maximum, total = online_softmax(
-        products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
-    )
-    out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
-    store_rows(out_ptr, out, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV)
-    i = tl.arange(0, BLOCK)
-    stat = (q_row + i) * H + head
-    store_softmax_stats(stats_ptr, num_stats, stat, i < num_rows, maximum, total, False)
+    if (num_rows <= BLOCK) & (num_keys <= BLOCK) & (num_rows > 0):
+        q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
+        k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
+        v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
+        products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
+        nothing = tl.full([BLOCK], -float("inf"), tl.float32)
+        p, _, maximum, total = online_softmax(
+            products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
+        )
+        out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
+        store_rows(out_ptr, out, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV)
+        i = tl.arange(0, BLOCK)
+        stat = (q_row + i) * H + head
+        store_softmax_stats(stats_ptr, num_stats, stat, i < num_rows, maximum, total, False)
+    if OVERLAP:
+        cuda.gdc_wait()
 
 
 @triton.jit
@@ -114,40 +119,52 @@ def backward_short_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One key head of one sample, if that has at most ``BLOCK`` rows on both sides."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
     sample, kv_head = tl.program_id(0) // HK, tl.program_id(0) % HK
     q_row, num_rows, kv_row, num_keys, visible = _locate_sample(
         sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL, BLOCK
     )
-    if (num_rows > BLOCK) | (num_keys > BLOCK) | (num_rows + num_keys == 0):
-        return
-    k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
-    v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
-    acc_k = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    acc_v = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
-    for member in range(H // HK):
-        head = kv_head * (H // HK) + member
-        q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
-        grad_out = load_rows(
-            grad_out_ptr, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
+    if (num_rows <= BLOCK) & (num_keys <= BLOCK) & (num_rows + num_keys > 0):
+        k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
+        v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
+        acc_k = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        acc_v = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
+        for member in range(H // HK):
+            head = kv_head * (H // HK) + member
+            q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
+            grad_out = load_rows(
+                grad_out_ptr, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
+            )
+            products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
+            nothing = tl.full([BLOCK], -float("inf"), tl.float32)
+            p, _, _, total = online_softmax(
+                products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
+            )
+            p /= tl.where(total > 0, total, 1.0)[:, None]
+            acc_v = tl.dot(tl.trans(p.to(grad_out.dtype)), grad_out, acc_v)
+            dp = tl.dot(grad_out, tl.trans(v))
+            delta = mean_grad(p, dp, visible, tl.zeros([BLOCK], tl.float32), True, 1)
+            ds = (p * (dp - delta[:, None])).to(k.dtype)
+            acc_k = tl.dot(tl.trans(ds), q, acc_k)
+            grad_q = tl.dot(ds, k) * scale
+            store_rows(grad_q_ptr, grad_q, q_row, num_rows, H * D, head * D, D, BLOCK, BLOCK_D)
+        store_rows(
+            grad_k_ptr,
+            acc_k * scale,
+            kv_row,
+            num_keys,
+            GRAD_K_STRIDE,
+            kv_head * D,
+            D,
+            BLOCK,
+            BLOCK_D,
         )
-        products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
-        nothing = tl.full([BLOCK], -float("inf"), tl.float32)
-        p, _, _, total = online_softmax(
-            products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
+        store_rows(
+            grad_v_ptr, acc_v, kv_row, num_keys, GRAD_V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV
         )
-        p /= tl.where(total > 0, total, 1.0)[:, None]
-        acc_v = tl.dot(tl.trans(p.to(grad_out.dtype)), grad_out, acc_v)
-        dp = tl.dot(grad_out, tl.trans(v))
-        delta = mean_grad(p, dp, visible, tl.zeros([BLOCK], tl.float32), True, 1)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        acc_k = tl.dot(tl.trans(ds), q, acc_k)
-        grad_q = tl.dot(ds, k) * scale
-        store_rows(grad_q_ptr, grad_q, q_row, num_rows, H * D, head * D, D, BLOCK, BLOCK_D)
-    store_rows(
-        grad_k_ptr, acc_k * scale, kv_row, num_keys, GRAD_K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D
-    )
-    store_rows(
-        grad_v_ptr, acc_v, kv_row, num_keys, GRAD_V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV
-    )
+    if OVERLAP:
+        cuda.gdc_wait()

@@ -17,11 +17,10 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import find_tile, padded_width, product_precision
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap
 from torchrec_jagged_attn.kernels.product_tiles import (
     add_chunks,
     find_chunk,
-    launches_overlap,
     load_tile,
     multiply,
     tile_of,

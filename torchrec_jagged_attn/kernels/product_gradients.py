@@ -19,11 +19,10 @@ from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import find_tile, padded_width, product_precision
 from torchrec_jagged_attn.kernels.jagged_products import jagged_dense_bmm, jagged_jagged_bmm
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap
 from torchrec_jagged_attn.kernels.product_tiles import (
     add_chunks,
     find_chunk,
-    launches_overlap,
     load_tile,
     multiply,
     tile_of,

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import find_sample, padded_width
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap
 from torchrec_jagged_attn.kernels.target_schedule import count_chunks
 
-__all__ = ["add_chunks", "find_chunk", "launches_overlap", "load_tile", "multiply", "tile_of"]
+__all__ = ["add_chunks", "find_chunk", "load_tile", "multiply", "tile_of"]
 
 
 @triton.jit
@@ -189,12 +188,3 @@ def _add_constants(width: int, chunk: int, overlap: bool) -> dict:
     block = min(2048, padded_width(width))
     options = {"launch_pdl": True} if overlap else {}
     return {"W": width, "CHUNK": chunk, "BLOCK": block, "OVERLAP": overlap, **options}
-
-
-@functools.cache
-def launches_overlap(device: torch.device) -> bool:
-    """Whether a kernel on ``device`` may begin before the last one ends: from Hopper GPUs on."""
-    of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
-    if triton.knobs.runtime.interpret or of_amd:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)

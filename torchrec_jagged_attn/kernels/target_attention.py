@@ -31,7 +31,7 @@ from torchrec_jagged_attn.kernels.flash_hopper import END, _jagged_rows, multipr
 from torchrec_jagged_attn.kernels.hopper_backward import BUCKETS
 from torchrec_jagged_attn.kernels.hopper_backward import backward_kernel as hopper_backward_kernel
 from torchrec_jagged_attn.kernels.hopper_forward import forward_kernel as hopper_forward_kernel
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.target_backward import grad_history_kernel, grad_query_kernel
 from torchrec_jagged_attn.kernels.target_combine import (
     combine_gradients_kernel,
@@ -391,7 +391,7 @@ class _Plan:
                 "SHARED": layout == SHARED,
                 "STRIDE": history_stride,
                 "PARTS": 1 if self.half else 2 if precision == "tf32" else 3,
-                **(_overlap(overlap) if self.one_warp else {"OVERLAP": overlap}),
+                **(overlap_options(overlap) if self.one_warp else {"OVERLAP": overlap}),
             }
         elif self.by_group:
             self.kernel = {**names, **tiles, "SHARED": layout == SHARED, "OVERLAP": overlap}
@@ -418,7 +418,7 @@ class _Plan:
             "BLOCK_D": block_d,
             "CHUNK": self.chunk,
             "num_warps": 1,
-            **_overlap(overlap),
+            **overlap_options(overlap),
             **(passes if backward else {}),
         }
 
@@ -495,11 +495,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _overlap(overlap: bool) -> dict:
-    """Compile-time arguments and options of a kernel that may begin before the last one ends."""
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
-
-
 @functools.cache
 def _room_for_warps(device: torch.device) -> int:
     """Bytes of shared memory for a program of ``warp_tiles.py``, or 0 where they do not run.
@@ -520,7 +515,7 @@ def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
-    constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **_overlap(overlap)}
+    constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **overlap_options(overlap)}
     groups = tables.new_empty(32, buckets, num_heads)
     programs = -(-size // 8)
     _sum_tables((programs, 32), (tables, groups, num_tables, targets, size), constants)
