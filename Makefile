@@ -23,7 +23,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 KERNEL_TESTS := $(filter-out %_module.py, $(wildcard tests/test_*attention*.py)) \
 	tests/test_interaction.py
 
-.PHONY: demo test check format benchmark clean
+.PHONY: demo test check format benchmark sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_dlrm.py
@@ -48,6 +48,10 @@ format: $(READY)
 
 benchmark: $(READY)
 	$(BIN)/python benchmarks/run.py
+
+sanitize: $(READY)  # of CUDA's toolkit
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/mixed_batch.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/mixed_batch.py
 
 clean:
 	rm -rf $(VENV) runs
