@@ -261,6 +261,22 @@ def test_sizes_need_not_be_told(name, device):
     assert torch.equal(function_of(name)(**inputs), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
+)
+def test_exported_without_sizes(name, size):
+    class Module(torch.nn.Module):
+        def forward(self, **inputs):
+            return function_of(name)(**inputs)
+
+    inputs = inputs_of(name, [3, 0, 7], [2, 4, 5])
+    others = inputs_of(name, [7, 0, 3], [5, 4, 2])  # as many rows and pairs
+    del inputs[size], others[size]
+    exported = torch.export.export(Module(), (), inputs, strict=False).module()
+    assert torch.equal(exported(**others), function_of(name)(**others))
+
+
 @pytest.mark.parametrize("name", ["jagged_softmax", "jagged2_softmax"])
 def test_softmax_of_minus_infinity(name, device):
     inputs = inputs_of(name, [5, 300], [3, 1], device)
@@ -581,6 +597,16 @@ def test_more_pairs_than_int32_counts():
             {"num_rows": 8},
             ValueError,
             "x_offsets must end at the 8 rows",
+        ),
+        (
+            "array_jagged_bmm_jagged_out",
+            {
+                "x_offsets": torch.tensor([0, 1, -2]),
+                "y_offsets": torch.tensor([0, 3, 7]),
+                "num_rows": None,
+            },
+            ValueError,
+            "offsets must not end below 0",
         ),
         ("jagged2_softmax", {"p": torch.zeros(5, 5)}, ValueError, r"p must have shape \[Σ Lx"),
         (
