@@ -26,6 +26,9 @@ ACTIVATIONS = {
     "silu": F.silu,
     None: lambda x: x,
 }
+ALL_WAYS = pytest.mark.parametrize(
+    ("activation", "fused"), [("softmax", True), ("softmax", False), ("silu", None), (None, None)]
+)
 
 
 def inputs_of(targets, device=CPU, dtype=torch.float32, width=24, lengths=LENGTHS):
@@ -70,9 +73,7 @@ def formula(activation, targets, features, offsets, target_offsets=None):
 
 @ALL_TARGETS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("activation", "fused"), [("softmax", True), ("softmax", False), ("silu", None), (None, None)]
-)
+@ALL_WAYS
 def test_is_the_formula(activation, fused, dtype, targets, device):
     skip_unless_supported(Case("interaction", 6, 300, 1, 24, dtype=dtype), device)
     function = functools.partial(run, JaggedFeatureInteraction(activation, fused=fused))
@@ -115,10 +116,23 @@ def test_scale_is_told():
     assert "scale=0.25" in repr(told)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_is_exported(activation):
-    inputs = inputs_of(5)
-    module = JaggedFeatureInteraction(activation)
+@ALL_TARGETS
+@ALL_WAYS
+def test_without_width(activation, fused, targets, device):
+    inputs = inputs_of(targets, device, width=0)
+    module = JaggedFeatureInteraction(activation, fused=fused)
+    results = outputs_and_gradients(
+        functools.partial(run, module), inputs, torch.ones_like(inputs["targets"])
+    )
+    assert results["out"].shape == inputs["targets"].shape
+    assert results["features"].shape == (sum(LENGTHS), 0)
+
+
+@pytest.mark.parametrize("targets", [5, TARGETS["jagged"]], ids=["five", "jagged"])
+@ALL_WAYS
+def test_is_exported(activation, fused, targets):
+    inputs = inputs_of(targets)
+    module = JaggedFeatureInteraction(activation, fused=fused)
     exported = torch.export.export(
         _OfTensors(module), tuple(inputs.values()), strict=False
     ).module()
@@ -130,8 +144,8 @@ class _OfTensors(torch.nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, targets, features, offsets):
-        return run(self.module, targets, features, offsets)
+    def forward(self, *inputs):
+        return run(self.module, *inputs)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +175,22 @@ def test_errors_of_arguments(kwargs, message):
             ValueError,
             r"targets.offsets\(\) must have shape \[B \+ 1\] = \[7\]",
         ),
+        (
+            {"offsets": torch.tensor([0, 3, 3, 68, 69, 369, 368])},
+            ValueError,
+            r"features.offsets\(\) must end at the 369 rows",
+        ),
+        (
+            {"target_offsets": torch.tensor([0, 1, 2, 3, 4, 6, 5])},
+            ValueError,
+            r"targets.offsets\(\) must end at the 6 rows",
+        ),
+        (
+            {"targets": torch.zeros(6, 513), "features": torch.zeros(369, 513)},
+            NotImplementedError,
+            "features must have a width of 1 to 512, got 513",
+        ),
+        ({"targets": [0.0] * 6}, TypeError, "targets must be a Tensor or a JaggedTensor, got a li"),
         ({"features": torch.zeros(369)}, ValueError, r"features.values\(\) must have shape"),
         ({"features": torch.zeros(369, 24).long()}, TypeError, "features must be one of"),
     ],

@@ -19,7 +19,13 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.ops.checks import check_float, check_same, check_shape
+from torchrec_jagged_attn.ops.checks import (
+    check_float,
+    check_offsets_values,
+    check_same,
+    check_shape,
+    check_width,
+)
 
 __all__ = ["JaggedFeatureInteraction"]
 
@@ -95,22 +101,31 @@ class JaggedFeatureInteraction(nn.Module):
             ``targets``.
 
         Raises:
-            TypeError: ``features`` is no JaggedTensor, or a dtype does not fit.
-            ValueError: a shape or a device does not fit.
+            TypeError: ``targets`` or ``features`` is of another type, or a dtype does not fit.
+            ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``)
+                the values of offsets do not fit.
             NotImplementedError: fused, and ``D`` is over 512.
         """
         target_offsets = None
         if isinstance(targets, JaggedTensor):
             targets, target_offsets = targets.values(), targets.offsets()
+        elif not isinstance(targets, Tensor):
+            raise TypeError(
+                f"targets must be a Tensor or a JaggedTensor, got a {type(targets).__name__}"
+            )
         if not isinstance(features, JaggedTensor):
             raise TypeError(f"features must be a JaggedTensor, got a {type(features).__name__}")
         rows, offsets = features.values(), features.offsets()
         _check(targets, target_offsets, rows, offsets)
-        scale = rows.shape[1] ** -0.5 if self.scale is None else self.scale
+        width = rows.shape[1]
+        fused = self.fused and width > 0  # without any, there is nothing to fuse
+        if fused:
+            check_width(width, "features")
+        scale = max(width, 1) ** -0.5 if self.scale is None else self.scale
         if target_offsets is not None:
-            return self._of_jagged_targets(targets, target_offsets, rows, offsets, scale)
+            return self._of_jagged_targets(targets, target_offsets, rows, offsets, scale, fused)
         targets_BTD = targets if targets.dim() == 3 else targets.unsqueeze(1)
-        if self.fused:  # targets are to it what heads are: all share one pass over the features
+        if fused:  # targets are to it what heads are: all share one pass over the features
             out_BTD = jagged_target_attention(targets_BTD, rows, offsets, scale=scale)
         else:
             scores_NT = jagged_dense_bmm(rows, (targets_BTD * scale).mT, offsets)
@@ -129,9 +144,10 @@ class JaggedFeatureInteraction(nn.Module):
         rows: Tensor,
         offsets: Tensor,
         scale: float,
+        fused: bool,
     ) -> Tensor:
         """``[ΣT, D]``: every pair of a target and a feature of its sample interacts."""
-        if self.fused:
+        if fused:
             query = targets.unsqueeze(1)
             return jagged_target_attention(
                 query, rows, offsets, query_offsets=target_offsets, scale=scale
@@ -159,9 +175,11 @@ def _check(targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets
         check_shape(targets, "targets.values()", "[ΣT, D]", (None, width))
         check_offsets_metadata(target_offsets, "targets.offsets()")
         check_shape(target_offsets, "targets.offsets()", "[B + 1]", (num_samples + 1,))
+        check_offsets_values(target_offsets, targets.shape[0], "targets.offsets()")
     elif targets.dim() == 3:
         check_shape(targets, "targets", "[B, T, D]", (num_samples, None, width))
     else:
         check_shape(targets, "targets", "[B, D]", (num_samples, width))
     check_same(rows, "features", dtype=True, targets=targets)
     check_same(rows, "features", dtype=False, offsets=offsets, target_offsets=target_offsets)
+    check_offsets_values(offsets, rows.shape[0], "features.offsets()")

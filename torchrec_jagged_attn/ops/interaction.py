@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch  # noqa: F401  (for the examples)
+from typing import cast
+
+import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.layout import check_offsets_metadata, should_validate
@@ -167,7 +169,7 @@ def jagged_jagged_bmm_jagged_out(
     check_same(x, "x", dtype=True, y=y)
     pair_offsets = _pair_offsets(x, "x", x_offsets, y_offsets)
     if total is None:
-        total = int(pair_offsets[-1])
+        total = _last(pair_offsets)
     return registered.pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
@@ -210,7 +212,7 @@ def array_jagged_bmm_jagged_out(
     """
     check_offsets_metadata(x_offsets, "x_offsets")
     if num_rows is None:
-        num_rows = y.shape[0] if y_offsets is None else int(x_offsets[-1])
+        num_rows = y.shape[0] if y_offsets is None else _last(x_offsets)
     y_offsets = x_offsets if y_offsets is None else y_offsets
     check_float(p, "p")
     check_shape(p, "p", "[Σ Lx·Ly]", (None,))
@@ -315,6 +317,13 @@ def _check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_nam
     check_float(x, name)
     check_shape(x, name, symbols, (None, None))
     check_same(x, name, dtype=False, **{offsets_name: offsets})
+
+
+def _last(offsets: Tensor) -> int:
+    """The number of rows or pairs that ``offsets`` divide; waits for the device once."""
+    size = cast("int", offsets[-1].item())  # torch.export cannot trace int(offsets[-1])
+    torch._check_value(size >= 0, lambda: "offsets must not end below 0")
+    return size
 
 
 def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
