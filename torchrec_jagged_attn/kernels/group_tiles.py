@@ -19,6 +19,7 @@ from torchrec_jagged_attn.kernels.flash_hopper import END
 from torchrec_jagged_attn.kernels.warp_tiles import LOG2E, load_bias, row_buckets, row_layout
 
 __all__ = [
+    "PROGRAMS",
     "add_biases",
     "as_rows",
     "copy_queries",
@@ -30,6 +31,9 @@ __all__ = [
     "turn_ring",
     "wait_for_tile",
 ]
+
+
+PROGRAMS = gl.constexpr(256)  # that begin while slots are listed
 
 
 @gluon.constexpr_function

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.group_tiles import (
+    PROGRAMS,
     add_biases,
     as_rows,
     copy_queries,
@@ -29,10 +30,11 @@ from torchrec_jagged_attn.kernels.group_tiles import (
     turn_ring,
     wait_for_tile,
 )
+from torchrec_jagged_attn.kernels.warp_backward import combine_queries
 from torchrec_jagged_attn.kernels.warp_tiles import (
     LOG2E,
-    find_chunk,
-    launch_dependents,
+    find_listed_chunk,
+    is_last_chunk,
     load_rows,
     row_buckets,
     row_layout,
@@ -84,6 +86,7 @@ def backward_kernel(
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_tables_ptr,  # [programs, P + A, H] fp32, zeros
     sums_ptr,  # [slots, count, D] fp32
+    slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
     history_desc,  # of [N, D]: see ``group_tiles.place_of``
     grad_history_desc,  # of [N, D]
@@ -111,10 +114,8 @@ def backward_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, of_columns, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    if OVERLAP:
-        launch_dependents()
-    busy, sample, first, length, begin, end, slot = find_chunk(
-        offsets_ptr, num_samples, num_slots, CHUNK
+    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
+        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
     )
     if busy:
         if bias_ptr is not None:
@@ -210,6 +211,12 @@ def backward_kernel(
             column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
             ptrs = sums_ptr + slot.to(gl.int64) * count * D + (r[None, :] * D + column)
             gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < D))
+            first_slot = (first // CHUNK).to(gl.int32)
+            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+                combine_queries(
+                    sums_ptr, grad_query_ptr, row, count, first_slot, chunks, scale, D, BLOCK_D,
+                    BLOCK_R,
+                )  # fmt: skip
         elif SHARED:
             column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
             ptrs = grad_query_ptr + row * D + (r[None, :] * D + column)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.group_tiles import (
+    PROGRAMS,
     add_biases,
     copy_queries,
     group_layout,
@@ -26,11 +27,8 @@ from torchrec_jagged_attn.kernels.group_tiles import (
     turn_ring,
     wait_for_tile,
 )
-from torchrec_jagged_attn.kernels.warp_tiles import (
-    LOG2E,
-    find_chunk,
-    launch_dependents,
-)
+from torchrec_jagged_attn.kernels.warp_forward import combine_outputs
+from torchrec_jagged_attn.kernels.warp_tiles import LOG2E, find_listed_chunk, is_last_chunk
 
 __all__ = ["forward_kernel"]
 
@@ -58,6 +56,7 @@ def forward_kernel(
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, count, D] fp32
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
+    slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
     history_desc,  # of [N, D]: see ``group_tiles.place_of``
     num_samples,
@@ -81,10 +80,8 @@ def forward_kernel(
     mma: gl.constexpr = products_by_group(BLOCK_R, gl.num_warps())
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    if OVERLAP:
-        launch_dependents()
-    busy, sample, first, length, begin, end, slot = find_chunk(
-        offsets_ptr, num_samples, num_slots, CHUNK
+    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
+        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
     )
     if busy:
         if bias_ptr is not None:
@@ -151,6 +148,12 @@ def forward_kernel(
             ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
             gl.store(ptrs, maximum, mask=r < count)
             gl.store(ptrs + count, total, mask=r < count)
+            first_slot = (first // CHUNK).to(gl.int32)
+            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+                combine_outputs(
+                    sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
+                    first_slot, chunks, D, BLOCK_D, 1, BLOCK_R,
+                )  # fmt: skip
         else:
             inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
             ptrs = stats_ptr + row + r

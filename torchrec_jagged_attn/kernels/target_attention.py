@@ -98,8 +98,8 @@ def forward(
     for_backward = plan.half and not torch.is_inference_mode_enabled()
     rest_or_none = rest if for_backward else None
     outputs = (out, rest_or_none, stats, sums, sums_stats)
+    listed = (call.list_slots(),) if plan.listed else ()
     if plan.by_warps:
-        listed = (call.list_slots(),) if plan.one_warp else ()
         (_warp_forward if plan.one_warp else _block_forward)(
             (num_slots + call.num_samples,),
             (
@@ -111,7 +111,7 @@ def forward(
         _hopper_forward(
             (num_slots + call.num_samples,),
             (
-                _aligned(call.inputs[0]), *call.inputs[2:], *outputs, call.offsets[0],
+                _aligned(call.inputs[0]), *call.inputs[2:], *outputs, *listed, call.offsets[0],
                 plan.rows_of(call.inputs[1]), *call.sizes, num_slots, scale,
             ),
             plan.kernel,
@@ -125,7 +125,7 @@ def forward(
             ),
             plan.kernel,
         )  # fmt: skip
-    if num_slots and not plan.one_warp:
+    if num_slots and not plan.listed:
         _combine_outputs(
             (num_slots, plan.column_blocks),
             (sums, sums_stats, out, rest_or_none, stats, *call.offsets, *call.sizes),
@@ -202,7 +202,7 @@ def backward(
             (num_slots + num_samples,),
             (
                 _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *outputs,
-                grad_tables, sums, call.offsets[0], plan.rows_of(call.inputs[1]),
+                grad_tables, sums, call.list_slots(), call.offsets[0], plan.rows_of(call.inputs[1]),
                 plan.rows_of(grad_history), *call.sizes, num_slots, scale,
             ),
             plan.kernel,
@@ -217,7 +217,7 @@ def backward(
             ),
             plan.grad_query,
         )  # fmt: skip
-    if num_slots and out.numel() and not plan.one_warp:
+    if num_slots and out.numel() and not plan.listed:
         _combine_gradients(
             (num_slots, plan.column_blocks),
             (
@@ -314,6 +314,7 @@ class _Plan:
     Attributes:
         one_warp, by_warps: whether kernels of ``warp_tiles.py`` take it, of one or of any warps.
         by_group: whether those of ``group_tiles.py`` do.
+        listed: whether their programs find chunks by a list of slots, and bring sums together.
         block_r, chunk: query rows, and history rows, that a program takes at least.
         rows_of_slot: how many query rows the sums of a chunk have.
         one_block, more_blocks: whether backward meets samples of one block, and of more or, of
@@ -374,6 +375,7 @@ class _Plan:
             )
             self.by_warps = self.one_warp or (few_warps and not slower and not self.by_group)
 
+        self.listed = self.one_warp or self.by_group
         tiles = self.tiles(backward)
         self.block_r, self.chunk = tiles["BLOCK_R"], tiles["CHUNK"]
         self.rows_of_slot = self.block_r if layout == JAGGED else min(self.rows, self.block_r)
@@ -394,7 +396,7 @@ class _Plan:
                 **(overlap_options(overlap) if self.one_warp else {"OVERLAP": overlap}),
             }
         elif self.by_group:
-            self.kernel = {**names, **tiles, "SHARED": layout == SHARED, "OVERLAP": overlap}
+            self.kernel = {**names, **tiles, "SHARED": layout == SHARED, **overlap_options(overlap)}
         else:
             self.kernel = {"LAYOUT": layout, **names, "PRECISION": precision, **tiles}
         self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": overlap}

@@ -19,6 +19,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     RIGHT,
     allocate_parts,
     columns_at_once,
+    columns_of_sums,
     exp,
     find_listed_chunk,
     is_last_chunk,
@@ -38,7 +39,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     turn_ring,
 )
 
-__all__ = ["backward_kernel"]
+__all__ = ["backward_kernel", "combine_queries"]
 
 
 @gluon.jit
@@ -104,7 +105,7 @@ def _store_table(table, ptr, count, P: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def _combine_queries(
+def combine_queries(
     sums_ptr,
     grad_query_ptr,
     row,
@@ -114,13 +115,14 @@ def _combine_queries(
     scale,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    ROWS: gl.constexpr = BLOCK_R,
 ):
     """Gradients of a sample's queries, of the sums of its chunks in their order."""
-    COLUMNS: gl.constexpr = min(BLOCK_D, 128)
-    layout: gl.constexpr = row_layout(COLUMNS, gl.float32)
-    shape: gl.constexpr = [BLOCK_R, COLUMNS]
+    COLUMNS: gl.constexpr = columns_of_sums(ROWS, BLOCK_D, gl.num_warps())
+    layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
+    shape: gl.constexpr = [ROWS, COLUMNS]
     for column in gl.static_range(0, BLOCK_D, COLUMNS):
-        acc = gl.zeros([BLOCK_R, COLUMNS], gl.float32, layout)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for chunk in range(0, chunks, AT_ONCE):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
@@ -341,7 +343,7 @@ def backward_kernel(
         if slot >= 0:
             first_slot = (first // CHUNK).to(gl.int32)
             if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
-                _combine_queries(
+                combine_queries(
                     sums_ptr, grad_query_ptr, row, count, first_slot, chunks, scale, D, BLOCK_D
                 )
                 if weights_ptr is not None:

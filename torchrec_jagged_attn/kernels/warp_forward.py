@@ -14,6 +14,7 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     RIGHT,
     allocate_parts,
     columns_at_once,
+    columns_of_sums,
     exp,
     find_listed_chunk,
     is_last_chunk,
@@ -31,14 +32,14 @@ from torchrec_jagged_attn.kernels.warp_tiles import (
     turn_ring,
 )
 
-__all__ = ["forward_kernel"]
+__all__ = ["combine_outputs", "forward_kernel"]
 
 
 @gluon.jit
 def _store_stats(stats_ptr, num_rows, row, count, maximum, total):
     """Keep what weights are made of again. Returns the inverse totals."""
     inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
-    r = gl.arange(0, BLOCK_R, maximum.type.layout)
+    r = gl.arange(0, maximum.shape[0], maximum.type.layout)
     gl.store(stats_ptr + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
     gl.store(stats_ptr + num_rows + row + r, inverse, mask=r < count)
     return inverse
@@ -46,7 +47,7 @@ def _store_stats(stats_ptr, num_rows, row, count, maximum, total):
 
 @gluon.jit
 def _store_outputs(out_ptr, rest_ptr, out, row, count, column: gl.constexpr, D: gl.constexpr):
-    """Store ``out``, ``[8, columns]`` in fp32, and what rounding takes of it."""
+    """Store ``out``, ``[rows, columns]`` in fp32, and what rounding takes of it."""
     store_rows(out_ptr, out, row, count, column, D)
     if rest_ptr is not None:
         rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
@@ -54,7 +55,7 @@ def _store_outputs(out_ptr, rest_ptr, out, row, count, column: gl.constexpr, D: 
 
 
 @gluon.jit
-def _combine(
+def combine_outputs(
     sums_ptr,
     sums_stats_ptr,
     out_ptr,
@@ -68,25 +69,24 @@ def _combine(
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     PARTS: gl.constexpr,
+    ROWS: gl.constexpr = BLOCK_R,
 ):
     """Outputs and statistics of a sample, of the sums of its chunks in their order."""
-    COLUMNS: gl.constexpr = min(BLOCK_D, 128)
-    layout: gl.constexpr = row_layout(COLUMNS, gl.float32)
+    COLUMNS: gl.constexpr = columns_of_sums(ROWS, BLOCK_D, gl.num_warps())
+    layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    r = gl.arange(0, BLOCK_R, by_row)
+    r = gl.arange(0, ROWS, by_row)
     for column in gl.static_range(0, BLOCK_D, COLUMNS):
-        acc = gl.zeros([BLOCK_R, COLUMNS], gl.float32, layout)
-        maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, by_row)
-        total = gl.zeros([BLOCK_R], gl.float32, by_row)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        maximum = gl.full([ROWS], -float("inf"), gl.float32, by_row)
+        total = gl.zeros([ROWS], gl.float32, by_row)
         for chunk in range(0, chunks, AT_ONCE):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
                 there = gl.where(chunk + i < chunks, count, 0)
                 slot = (first_slot + chunk + i).to(gl.int64)
                 ptrs = sums_stats_ptr + slot * 2 * count + r
-                sums = load_rows(
-                    sums_ptr, slot * count, there, column, [BLOCK_R, COLUMNS], layout, D
-                )
+                sums = load_rows(sums_ptr, slot * count, there, column, [ROWS, COLUMNS], layout, D)
                 of_chunk = gl.load(ptrs, mask=r < there, other=-float("inf"))
                 loaded += (sums, of_chunk, gl.load(ptrs + count, mask=r < there, other=0.0))
             for i in gl.static_range(AT_ONCE):
@@ -211,7 +211,7 @@ def forward_kernel(
             gl.store(ptrs + count, total, mask=r < count)
             first_slot = (first // CHUNK).to(gl.int32)
             if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
-                _combine(
+                combine_outputs(
                     sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
                     first_slot, chunks, D, BLOCK_D, PARTS,
                 )  # fmt: skip

@@ -28,6 +28,7 @@ __all__ = [
     "RIGHT",
     "allocate_parts",
     "columns_at_once",
+    "columns_of_sums",
     "exp",
     "find_chunk",
     "find_listed_chunk",
@@ -105,6 +106,12 @@ def split(x, PARTS: gl.constexpr):
         x -= upper
     parts += (x if PARTS == 1 else x.to(gl.bfloat16),)
     return parts
+
+
+@gluon.constexpr_function
+def columns_of_sums(rows, width, warps):
+    """How many columns of a chunk's sums, ``[rows, width]``, are in registers at a time."""
+    return min(width, 1024 * warps // rows)
 
 
 @gluon.constexpr_function
@@ -213,18 +220,20 @@ def find_listed_chunk(
     num_slots,
     CHUNK: gl.constexpr,
     OVERLAP: gl.constexpr,
+    FIRST: gl.constexpr = PROGRAMS,
 ):
     """What this program does, where ``target_schedule.list_slots_kernel`` lists the slots.
 
     It takes a slot, or a sample of fewer than CHUNK rows. Slots come first, so that none who begins
-    late has many rows; but for as many samples as programs begin at once, while slots are listed.
+    late has many rows; but for the FIRST samples, as many as programs begin at once, while slots
+    are listed.
 
     Returns whether there is anything to do, the sample, its first history row, its length, begin
     and end of the chunk within it, its slot, -1 where the chunk is the whole sample, and how many
     chunks the sample has.
     """
     program = gl.program_id(0)
-    before = gl.minimum(num_samples, PROGRAMS)
+    before = gl.minimum(num_samples, FIRST)
     slot = program - before
     of_slot = (slot >= 0) & (slot < num_slots)
     listed = gl.where(slot < 0, program, program - num_slots)
