@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -13,9 +14,9 @@ pytest.importorskip("rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import run
-from suites import Cost, UnavailableError, serving, target_attention_kernel
+from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
 
-from torchrec_jagged_attn.testing import jagged_lengths
+from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
 
 SUITES = run.load_suites()
 TRAINING = ["target_attention", "target_attention_kernel", "target_attention_recency"]
@@ -55,6 +56,26 @@ def test_suites_of_self_attention_are_right(tmp_path):
     assert status == 0
     of_figure = frame[frame["suite"] == "figure2"]
     assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", "padded-flash", "padded"}
+
+
+def unscaled(q, k, v, offsets, length, *rest):
+    """What FBGEMM's ops of self-attention compute, of ``[H, N, D]`` or ``[N, D]``."""
+    rows = [t if t.dim() == 3 else t.unsqueeze(0) for t in (q, k, v)]
+    out = flash_attention_oracle(*(t.transpose(0, 1) for t in rows), offsets, scale=1.0)
+    return out.transpose(0, 1).reshape(q.shape) / length
+
+
+@pytest.mark.parametrize("maker", ["fbgemm_sll_multi_head", "fbgemm_sll_basic"])
+def test_fbgemm_is_right_with_nothing_but_its_op_in_the_call(maker, monkeypatch):
+    pytest.importorskip("fbgemm_gpu.sll")
+    suite = SUITES["self_attention"]
+    x = suite.inputs(run.shrink(suite.cases["cpu-self-200"]), "cpu").double()
+    ops = ("sll_multi_head_jagged_flash_attention", "sll_jagged_flash_attention_basic")
+    monkeypatch.setattr(_self_attention, "_need_cuda", lambda x: None)
+    monkeypatch.setattr(torch.ops, "fbgemm", SimpleNamespace(**dict.fromkeys(ops, unscaled)))
+    actual = run.outcome(getattr(_self_attention, maker)(x), x, ["both"])
+    expected = run.outcome(lambda: suite.oracle(x), x, ["both"])
+    torch.testing.assert_close(actual, expected)
 
 
 def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):

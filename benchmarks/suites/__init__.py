@@ -75,8 +75,9 @@ class Relaid:
     Args:
         call: to time.
         leaves: the operands, under the names that the suite has for them.
-        lay: from a name, or ``"out"``, and a tensor as the suite has it, to one as this has it.
-        restore: the other way round.
+        lay: from a name and an operand, or ``"out"`` and its gradient, as the suite has it, to that
+            as this has it.
+        restore: from ``"out"`` and the output, or a name and its gradient, the other way round.
     """
 
     call: Callable[[], Tensor]

@@ -16,6 +16,7 @@ import torchrec_jagged_attn
 from suites import Inputs, Relaid, UnavailableError
 from suites._attention import Attend, _Padding, _visible, flash_attention_3, torch_varlen
 from torchrec_jagged_attn import JaggedLayout
+from torchrec_jagged_attn.testing import offsets_of
 
 Call = Callable[[], Tensor]
 
@@ -32,17 +33,24 @@ def varlen(make: Callable[[Inputs], Attend], x: Inputs) -> Call:
     return lambda: attend(*x.leaves.values())
 
 
-def _by_head(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
-    """Operands and result lie ``[H, N, D]``."""
-    leaves = {
-        name: leaf.detach().transpose(0, 1).contiguous().requires_grad_()
-        for name, leaf in x.leaves.items()
-    }
+def _by_head(
+    x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor], **factors: float
+) -> Relaid:
+    """Operands and result lie ``[H, N, D]``.
+
+    ``factors`` are those that ``call`` wants of its operands, or lacks in its result (``out``).
+    Gradients go the other way through the same ones.
+    """
+
+    def lay(name: str, values: Tensor) -> Tensor:
+        return (values * factors.get(name, 1)).transpose(0, 1).contiguous()
+
+    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
     return Relaid(
         call=lambda: call(*leaves.values()),
         leaves=leaves,
-        lay=lambda name, values: values.transpose(0, 1).contiguous(),
-        restore=lambda name, values: values.transpose(0, 1),
+        lay=lay,
+        restore=lambda name, values: values.transpose(0, 1) * factors.get(name, 1),
     )
 
 
@@ -52,33 +60,36 @@ def _need_cuda(x: Inputs) -> None:
 
 
 def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
-    """FBGEMM's ``sll_multi_head_jagged_flash_attention``, whose result is divided by ``L``."""
+    """FBGEMM's ``sll_multi_head_jagged_flash_attention``.
+
+    It has no scale, and its result is divided by ``L``: neither is put right in the timed call.
+    """
     _need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
-    scale = x.case.width**-0.5
     op = torch.ops.fbgemm.sll_multi_head_jagged_flash_attention
     return _by_head(
-        x, lambda q, k, v: op(q * scale, k, v, x.offsets, x.max_length, True) * x.max_length
+        x,
+        lambda q, k, v: op(q, k, v, x.offsets, x.max_length, True),
+        q=x.case.width**-0.5,
+        out=x.max_length,
     )
 
 
 def fbgemm_sll_basic(x: Inputs) -> Relaid:
-    """FBGEMM's ``sll_jagged_flash_attention_basic``, a call per head, likewise."""
+    """FBGEMM's ``sll_jagged_flash_attention_basic``, likewise; each head is ``B`` samples more."""
     _need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
-    scale = x.case.width**-0.5
     op = torch.ops.fbgemm.sll_jagged_flash_attention_basic
+    lengths = x.offsets.diff().repeat(x.case.num_heads)
+    offsets = offsets_of(lengths, x.offsets.dtype, x.offsets.device)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [
-            op(*operands, x.offsets, x.max_length, False, True)
-            for operands in zip(q * scale, k, v, strict=True)
-        ]
-        return torch.stack(heads) * x.max_length
+        rows = (operand.flatten(0, 1) for operand in (q, k, v))
+        return op(*rows, offsets, x.max_length, False, True).view_as(q)
 
-    return _by_head(x, call)
+    return _by_head(x, call, q=x.case.width**-0.5, out=x.max_length)
 
 
 def flex_attention(x: Inputs) -> Relaid:
@@ -173,11 +184,14 @@ def jagged_unfused(x: Inputs) -> Relaid:
     """The package's ops of the paper's Table 1, one after the other, a head at a time."""
     offsets = x.offsets
     scale = x.case.width**-0.5
+    pairs = x.num_pairs()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         for q_ND, k_ND, v_ND in zip(q * scale, k, v, strict=True):
-            scores = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(q_ND, k_ND, offsets)
+            scores = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(
+                q_ND, k_ND, offsets, total=pairs
+            )
             weights = torchrec_jagged_attn.jagged2_softmax(scores, offsets)
             outs.append(torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, v_ND, offsets))
         return torch.stack(outs)
