@@ -246,6 +246,16 @@ def test_lengths_of_a_given_fill(fill):
     assert lengths.float().mean() / 2000 == pytest.approx(fill, abs=0.001)
 
 
+@pytest.mark.parametrize("case", SUITES["figure2_skewed"].cases.values(), ids=lambda c: c.name)
+def test_skewed_lengths_fill_three_twentieths(case):
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    assert lengths.max() == case.max_length
+    assert lengths.min() >= 1
+    assert lengths.median() < lengths.float().mean()
+    assert lengths.float().mean() / case.max_length == pytest.approx(0.15, abs=0.002)
+
+
 def test_lengths_with_a_giant():
     lengths = jagged_lengths(100, 2000, "giant", torch.Generator())
     assert lengths.sort().values.tolist() == [20] * 99 + [2000]
