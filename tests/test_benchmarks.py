@@ -1,5 +1,6 @@
 """The benchmark harness: what it writes, and that it times nothing that is wrong."""
 
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import figures
 import run
+from rich.console import Console
 from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
 
 from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
@@ -50,12 +53,58 @@ def test_list_prints_all_names(capsys):
             assert name in printed
 
 
-def test_suites_of_self_attention_are_right(tmp_path):
+def test_suites_of_self_attention_are_right(tmp_path, capsys):
     argv = ["self_attention", "figure2*", "--cases", "self-256,length-64,skewed-64"]
     status, frame = run_quickly(tmp_path, *argv, "--modes", "both")
     assert status == 0
     of_figure = frame[frame["suite"] == "figure2"]
-    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", "padded-flash", "padded"}
+    dense = {"padded", "padded-flash", "full-flash"}
+    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", *dense}
+    printed = capsys.readouterr().out
+    for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll-basic", "nested-tensor"):
+        assert f"{peer}: not run here" in printed
+    assert "figure2, both, eager" in printed
+    assert "figure2_skewed, both, eager" in printed
+
+
+def test_ratios_of_figure2_count_operands_and_the_better_dense_flash():
+    figures = {  # milliseconds as a CUDA graph, MiB of operands and on top
+        "ours": (2, 3, 1),
+        "padded": (20, 8, 80),
+        "padded-flash": (8, 10, 2),
+        "full-flash": (7, 8, 2),
+    }
+    rows = [
+        {"suite": "figure2", "case": "length-64", "mode": "forward", "L": 64, "fill": 0.5}
+        | {"provider": provider, "metric": metric, "median": value}
+        for provider, values in figures.items()
+        for metric, value in zip(("graph_time", "operands", "peak_memory"), values, strict=True)
+    ]
+    rows += [row | {"metric": "time", "median": 99} for row in rows[::3]]
+    printed = io.StringIO()
+    Console(file=printed, width=120).print(SUITES["figure2"].summary(pd.DataFrame(rows)))
+    cells = [line.split() for line in printed.getvalue().splitlines()]
+    assert ["64", "0.5", "10.00", "3.50", "22.00", "60%"] in cells
+    assert ["paper", "9.00", "3.00", "22.00", "53%"] in cells
+
+
+def test_memory_is_drawn_beside_times(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures.plt, "close", kept.append)
+    figures_of = {"time": ("ms", 5), "operands": ("MiB", 30), "peak_memory": ("MiB", 12)}
+    rows = [
+        {"suite": "figure2", "case": f"length-{length}", "provider": "ours", "mode": "forward"}
+        | {"metric": metric, "unit": unit, "L": length, "gpu": "none"}
+        | dict.fromkeys(["median", "p20", "p80"], value * length)
+        for length in (1, 2)
+        for metric, (unit, value) in figures_of.items()
+    ]
+    figures.plot(pd.DataFrame(rows), tmp_path, {"figure2": "L"})
+    times, memory = kept[0].axes
+    assert (times.get_ylabel(), memory.get_ylabel()) == ("ms", "MiB")
+    assert memory.get_title() == "forward, memory"
+    assert times.lines[0].get_ydata().tolist() == [5, 10]
+    assert memory.lines[0].get_ydata().tolist() == [42, 84]
 
 
 def unscaled(q, k, v, offsets, length, *rest):

@@ -7,6 +7,7 @@ makes once per batch for all layers is made outside the call: lengths on the hos
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -105,6 +106,7 @@ def flex_attention(x: Inputs) -> Relaid:
         return samples[i] == samples[j]
 
     device = str(x.offsets.device)
+    torch.compiler.reset()  # a function is compiled for so many shapes only
     mask = torch.compile(create_block_mask)(same_sample, None, None, num_rows, num_rows, device)
     compiled = torch.compile(flex, dynamic=False)
     return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), block_mask=mask)[0])
@@ -178,6 +180,25 @@ def dense_flash(x: Inputs) -> Relaid:
         lay=lay,
         restore=lambda name, values: padding.unpad(values.transpose(1, 2))[..., :width],
     )
+
+
+def dense_flash_full(x: Inputs) -> Relaid:
+    """Flash attention on a batch as large as the padded one, and full: nothing is hidden.
+
+    No dense flash attention takes less, since what hides the padding costs time.
+    """
+    size, length = x.case.batch_size, x.max_length
+    offsets = torch.arange(size + 1, device=x.offsets.device) * length
+    generator = torch.Generator(offsets.device).manual_seed(0)
+    shape = (size * length, x.case.num_heads, x.case.width)
+
+    def draw() -> Tensor:
+        values = torch.randn(shape, generator=generator, device=offsets.device)
+        return values.to(x.case.dtype).requires_grad_()
+
+    leaves = {name: draw() for name in x.leaves}
+    full = Inputs(x.case, leaves, offsets, offsets, length, length)
+    return replace(_padded(full, F.scaled_dot_product_attention), inputs=full)
 
 
 def jagged_unfused(x: Inputs) -> Relaid:
