@@ -40,7 +40,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 def test_every_suite_file_is_found():
     others = ["giant", "serving", "serving_kernel", "skew", "table1", "targets"]
-    self_attention = ["figure2", "figure2_skewed", "self_attention"]
+    self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
     assert list(SUITES) == sorted([*TRAINING, *others, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
@@ -54,7 +54,7 @@ def test_list_prints_all_names(capsys):
 
 
 def test_suites_of_self_attention_are_right(tmp_path, capsys):
-    argv = ["self_attention", "figure2*", "--cases", "self-256,length-64,skewed-64"]
+    argv = ["self_attention*", "figure2*", "--cases", "self-256,length-64,skewed-64"]
     status, frame = run_quickly(tmp_path, *argv, "--modes", "both")
     assert status == 0
     of_figure = frame[frame["suite"] == "figure2"]
@@ -63,6 +63,8 @@ def test_suites_of_self_attention_are_right(tmp_path, capsys):
     printed = capsys.readouterr().out
     for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll-basic", "nested-tensor"):
         assert f"{peer}: not run here" in printed
+    with_bias = frame[frame["suite"] == "self_attention_recency"]
+    assert set(with_bias["provider"]) == {"floor", "ours+recency", "ours-unbiased", "padded"}
     assert "figure2, both, eager" in printed
     assert "figure2_skewed, both, eager" in printed
 

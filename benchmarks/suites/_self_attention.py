@@ -93,7 +93,7 @@ def fbgemm_sll_basic(x: Inputs) -> Relaid:
     return _by_head(x, call, q=x.case.width**-0.5, out=x.max_length)
 
 
-def flex_attention(x: Inputs) -> Relaid:
+def flex_attention(x: Inputs, score_mod: Callable[..., Tensor] | None = None) -> Relaid:
     """FlexAttention, compiled, on all rows as one sequence that a block mask cuts into samples."""
     _need_cuda(x)
     from torch.nn.attention.flex_attention import create_block_mask
@@ -109,7 +109,8 @@ def flex_attention(x: Inputs) -> Relaid:
     torch.compiler.reset()  # a function is compiled for so many shapes only
     mask = torch.compile(create_block_mask)(same_sample, None, None, num_rows, num_rows, device)
     compiled = torch.compile(flex, dynamic=False)
-    return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), block_mask=mask)[0])
+    options = {"score_mod": score_mod, "block_mask": mask}
+    return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), **options)[0])
 
 
 def nested_tensor(x: Inputs) -> Call:
@@ -143,13 +144,19 @@ def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rela
     )
 
 
-def dense(x: Inputs) -> Relaid:
-    """The textbook formula on padded operands: every product and the softmax by itself."""
+def dense(x: Inputs, bias: Callable[[], Tensor] | None = None) -> Relaid:
+    """The textbook formula on padded operands: every product and the softmax by itself.
+
+    ``bias`` makes what is added to the scores, ``[H, L, L]``.
+    """
     hidden = ~_visible(x)
+    low = torch.finfo(x.case.dtype).min
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ k.mT * x.case.width**-0.5).masked_fill(hidden, -torch.inf)
-        return torch.softmax(scores, -1) @ v
+        scores = q @ k.mT * x.case.width**-0.5
+        if bias is not None:
+            scores = scores + bias()
+        return torch.softmax(scores.masked_fill(hidden, low), -1) @ v
 
     return _padded(x, call)
 
@@ -158,7 +165,7 @@ def dense_flash(x: Inputs) -> Relaid:
     """Flash attention on padded operands, whichever kernel PyTorch takes.
 
     It is told of the padding by a key column that each query reads, since no mask goes with the
-    fastest kernels. That column is not timed.
+    fastest kernels. To lay it there is not timed; that products are wider by it, is.
     """
     hidden = ~_visible(x)[:, 0, 0]  # [B, L]
     padding = _Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
