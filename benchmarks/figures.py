@@ -104,7 +104,7 @@ def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) ->
                 )
                 if sweep:
                     axes[i, j].minorticks_off()
-                    axes[i, j].set_xticks(table.index, [f"{value:.2g}" for value in table.index])
+                    axes[i, j].set_xticks(table.index, [f"{value:.4g}" for value in table.index])
         _finish(figure, colors, f"{suite} on {data['gpu'].iloc[0]}", directory / f"{suite}.png")
 
 
