@@ -46,13 +46,25 @@ def make_table(rows: list[dict]) -> Table:
     return table
 
 
+def with_memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """Times, and as ``memory`` the MiB of the operands and of what a call takes on top of them.
+
+    One without the other would favour those whose operands are padded before the call.
+    """
+    quantiles = ["median", "p20", "p80"]
+    parts = frame[frame["unit"] == "MiB"].assign(metric="memory")
+    labels = [column for column in frame.columns if column not in quantiles]
+    memory = parts.groupby(labels, as_index=False, sort=False, dropna=False)[quantiles].sum()
+    return pd.concat([frame[frame["unit"] == "ms"], memory])
+
+
 def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) -> None:
-    """Draw ``directory/<suite>.png``: milliseconds by case and provider, a row of axes per mode.
+    """Draw ``directory/<suite>.png``: time and memory by case and provider, a row per mode.
 
     A suite that ``sweeps`` a column gets lines over it, the others bars.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for suite, data in frame[frame["unit"] == "ms"].groupby("suite"):
+    for suite, data in with_memory(frame).groupby("suite"):
         sweep = sweeps[suite]
         modes, metrics = data["mode"].unique(), data["metric"].unique()
         width = 6 if sweep else 3 + 2 * data["case"].nunique()
@@ -84,7 +96,7 @@ def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) ->
                     yerr=np.stack([e.clip(lower=0).T for e in errors], axis=1),
                     title=f"{mode}, {metric.replace('_', ' ')}",
                     xlabel=sweep or "",
-                    ylabel="ms",
+                    ylabel=chosen["unit"].iloc[0],
                     logy=True,
                     color=colors,
                     legend=False,
@@ -92,7 +104,7 @@ def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) ->
                 )
                 if sweep:
                     axes[i, j].minorticks_off()
-                    axes[i, j].set_xticks(table.index, [f"{value:.2g}" for value in table.index])
+                    axes[i, j].set_xticks(table.index, [f"{value:.4g}" for value in table.index])
         _finish(figure, colors, f"{suite} on {data['gpu'].iloc[0]}", directory / f"{suite}.png")
 
 

@@ -1,8 +1,10 @@
 """The benchmark harness: what it writes, and that it times nothing that is wrong."""
 
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,10 +14,12 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import figures
 import run
-from suites import Cost, UnavailableError, serving, target_attention_kernel
+from rich.console import Console
+from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
 
-from torchrec_jagged_attn.testing import jagged_lengths
+from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
 
 SUITES = run.load_suites()
 TRAINING = ["target_attention", "target_attention_kernel", "target_attention_recency"]
@@ -36,7 +40,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 def test_every_suite_file_is_found():
     others = ["giant", "serving", "serving_kernel", "skew", "table1", "targets"]
-    self_attention = ["figure2", "figure2_skewed", "self_attention"]
+    self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
     assert list(SUITES) == sorted([*TRAINING, *others, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
@@ -49,12 +53,80 @@ def test_list_prints_all_names(capsys):
             assert name in printed
 
 
-def test_suites_of_self_attention_are_right(tmp_path):
-    argv = ["self_attention", "figure2*", "--cases", "self-256,length-64,skewed-64"]
+def test_suites_of_self_attention_are_right(tmp_path, capsys):
+    argv = ["self_attention*", "figure2*", "--cases", "self-256,length-64,skewed-64"]
     status, frame = run_quickly(tmp_path, *argv, "--modes", "both")
     assert status == 0
     of_figure = frame[frame["suite"] == "figure2"]
-    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", "padded-flash", "padded"}
+    dense = {"padded", "padded-flash", "full-flash"}
+    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", *dense}
+    printed = capsys.readouterr().out
+    for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll-basic", "nested-tensor"):
+        assert f"{peer}: not run here" in printed
+    with_bias = frame[frame["suite"] == "self_attention_recency"]
+    assert set(with_bias["provider"]) == {"floor", "ours+recency", "ours-unbiased", "padded"}
+    assert "figure2, both, eager" in printed
+    assert "figure2_skewed, both, eager" in printed
+
+
+def test_ratios_of_figure2_count_operands_and_the_better_dense_flash():
+    figures = {  # milliseconds as a CUDA graph, MiB of operands and on top
+        "ours": (2, 3, 1),
+        "padded": (20, 8, 80),
+        "padded-flash": (8, 10, 2),
+        "full-flash": (7, 8, 2),
+    }
+    rows = [
+        {"suite": "figure2", "case": "length-64", "mode": "forward", "L": 64, "fill": 0.5}
+        | {"provider": provider, "metric": metric, "median": value}
+        for provider, values in figures.items()
+        for metric, value in zip(("graph_time", "operands", "peak_memory"), values, strict=True)
+    ]
+    rows += [row | {"metric": "time", "median": 99} for row in rows[::3]]
+    printed = io.StringIO()
+    Console(file=printed, width=120).print(SUITES["figure2"].summary(pd.DataFrame(rows)))
+    cells = [line.split() for line in printed.getvalue().splitlines()]
+    assert ["64", "0.5", "10.00", "3.50", "22.00", "60%"] in cells
+    assert ["paper", "9.00", "3.00", "22.00", "53%"] in cells
+
+
+def test_memory_is_drawn_beside_times(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures.plt, "close", kept.append)
+    figures_of = {"time": ("ms", 5), "operands": ("MiB", 30), "peak_memory": ("MiB", 12)}
+    rows = [
+        {"suite": "figure2", "case": f"length-{length}", "provider": "ours", "mode": "forward"}
+        | {"metric": metric, "unit": unit, "L": length, "gpu": "none"}
+        | dict.fromkeys(["median", "p20", "p80"], value * length)
+        for length in (1, 2)
+        for metric, (unit, value) in figures_of.items()
+    ]
+    figures.plot(pd.DataFrame(rows), tmp_path, {"figure2": "L"})
+    times, memory = kept[0].axes
+    assert (times.get_ylabel(), memory.get_ylabel()) == ("ms", "MiB")
+    assert memory.get_title() == "forward, memory"
+    assert times.lines[0].get_ydata().tolist() == [5, 10]
+    assert memory.lines[0].get_ydata().tolist() == [42, 84]
+
+
+def unscaled(q, k, v, offsets, length, *rest):
+    """What FBGEMM's ops of self-attention compute, of ``[H, N, D]`` or ``[N, D]``."""
+    rows = [t if t.dim() == 3 else t.unsqueeze(0) for t in (q, k, v)]
+    out = flash_attention_oracle(*(t.transpose(0, 1) for t in rows), offsets, scale=1.0)
+    return out.transpose(0, 1).reshape(q.shape) / length
+
+
+@pytest.mark.parametrize("maker", ["fbgemm_sll_multi_head", "fbgemm_sll_basic"])
+def test_fbgemm_is_right_with_nothing_but_its_op_in_the_call(maker, monkeypatch):
+    pytest.importorskip("fbgemm_gpu.sll")
+    suite = SUITES["self_attention"]
+    x = suite.inputs(run.shrink(suite.cases["cpu-self-200"]), "cpu").double()
+    ops = ("sll_multi_head_jagged_flash_attention", "sll_jagged_flash_attention_basic")
+    monkeypatch.setattr(_self_attention, "_need_cuda", lambda x: None)
+    monkeypatch.setattr(torch.ops, "fbgemm", SimpleNamespace(**dict.fromkeys(ops, unscaled)))
+    actual = run.outcome(getattr(_self_attention, maker)(x), x, ["both"])
+    expected = run.outcome(lambda: suite.oracle(x), x, ["both"])
+    torch.testing.assert_close(actual, expected)
 
 
 def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
@@ -223,6 +295,16 @@ def test_lengths_of_a_given_fill(fill):
     assert lengths.max() == 2000
     assert lengths.min() >= 1
     assert lengths.float().mean() / 2000 == pytest.approx(fill, abs=0.001)
+
+
+@pytest.mark.parametrize("case", SUITES["figure2_skewed"].cases.values(), ids=lambda c: c.name)
+def test_skewed_lengths_fill_three_twentieths(case):
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    assert lengths.max() == case.max_length
+    assert lengths.min() >= 1
+    assert lengths.median() < lengths.float().mean()
+    assert lengths.float().mean() / case.max_length == pytest.approx(0.15, abs=0.002)
 
 
 def test_lengths_with_a_giant():

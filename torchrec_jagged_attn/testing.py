@@ -35,7 +35,7 @@ __all__ = [
     "target_attention_plain",
 ]
 
-Distribution = Literal["uniform", "log-normal", "giant", "edges"] | float
+Distribution = Literal["uniform", "log-normal", "skewed", "giant", "edges"] | float
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,12 @@ def jagged_lengths(
     """Draw ``[B]`` int64 lengths on CPU.
 
     ``"uniform"``: 1…max_length. ``"log-normal"``: σ = 1 with a mean of about ``max_length / 8``,
-    clipped to 1…max_length. ``"giant"``: one of ``max_length`` among ones of 20. ``"edges"``:
-    empties at both ends and in a row, ones, one giant among small ones, and one row around the
-    multiples of 16, in a random order between the ends. A number in (0, 1] is the mean as a part of
-    ``max_length``, which one sample has: all are alike at 1.0, evenly spread at 0.5, and below that
-    the more skewed the smaller it is.
+    clipped to 1…max_length. ``"skewed"``: the quantiles of such a one whose clipped mean is 0.15 of
+    ``max_length``, in a random order. ``"giant"``: one of ``max_length`` among ones of 20.
+    ``"edges"``: empties at both ends and in a row, ones, one giant among small ones, and one row
+    around the multiples of 16, in a random order between the ends. A number in (0, 1] is the mean
+    as a part of ``max_length``, which one sample has: all are alike at 1.0, evenly spread at 0.5,
+    and below that the more skewed the smaller it is.
     """
     if isinstance(distribution, float):
         parts = torch.arange(1, batch_size + 1, dtype=torch.float64) / batch_size
@@ -116,6 +117,11 @@ def jagged_lengths(
         normal = torch.randn(batch_size, generator=generator, dtype=torch.float64)
         drawn = torch.exp(normal + math.log(max_length / 8) - 0.5)
         return drawn.long().clamp(1, max_length)
+    if distribution == "skewed":
+        parts = (torch.arange(batch_size, dtype=torch.float64) + 0.5) / batch_size
+        drawn = torch.exp(torch.special.ndtri(parts) + math.log(max_length / 6.5) - 0.5)
+        drawn = drawn.round().long().clamp(1, max_length)
+        return drawn[torch.randperm(batch_size, generator=generator)]
     if distribution == "giant":
         lengths = torch.full((batch_size,), min(20, max_length))
         lengths[batch_size // 2 : batch_size // 2 + 1] = max_length

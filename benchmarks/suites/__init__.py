@@ -75,14 +75,18 @@ class Relaid:
     Args:
         call: to time.
         leaves: the operands, under the names that the suite has for them.
-        lay: from a name, or ``"out"``, and a tensor as the suite has it, to one as this has it.
-        restore: the other way round.
+        lay: from a name and an operand, or ``"out"`` and its gradient, as the suite has it, to that
+            as this has it.
+        restore: from ``"out"`` and the output, or a name and its gradient, the other way round.
+        inputs: what its result is right for, if not for all of the suite's: it is timed beside the
+            suite's function, as a bound of what it takes.
     """
 
     call: Callable[[], Tensor]
     leaves: dict[str, Tensor]
     lay: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     restore: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    inputs: Inputs | None = None
 
 
 @dataclass(frozen=True)

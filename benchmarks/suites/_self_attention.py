@@ -7,6 +7,7 @@ makes once per batch for all layers is made outside the call: lengths on the hos
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ import torchrec_jagged_attn
 from suites import Inputs, Relaid, UnavailableError
 from suites._attention import Attend, _Padding, _visible, flash_attention_3, torch_varlen
 from torchrec_jagged_attn import JaggedLayout
+from torchrec_jagged_attn.testing import offsets_of
 
 Call = Callable[[], Tensor]
 
@@ -32,17 +34,24 @@ def varlen(make: Callable[[Inputs], Attend], x: Inputs) -> Call:
     return lambda: attend(*x.leaves.values())
 
 
-def _by_head(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
-    """Operands and result lie ``[H, N, D]``."""
-    leaves = {
-        name: leaf.detach().transpose(0, 1).contiguous().requires_grad_()
-        for name, leaf in x.leaves.items()
-    }
+def _by_head(
+    x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor], **factors: float
+) -> Relaid:
+    """Operands and result lie ``[H, N, D]``.
+
+    ``factors`` are those that ``call`` wants of its operands, or lacks in its result (``out``).
+    Gradients go the other way through the same ones.
+    """
+
+    def lay(name: str, values: Tensor) -> Tensor:
+        return (values * factors.get(name, 1)).transpose(0, 1).contiguous()
+
+    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
     return Relaid(
         call=lambda: call(*leaves.values()),
         leaves=leaves,
-        lay=lambda name, values: values.transpose(0, 1).contiguous(),
-        restore=lambda name, values: values.transpose(0, 1),
+        lay=lay,
+        restore=lambda name, values: values.transpose(0, 1) * factors.get(name, 1),
     )
 
 
@@ -52,36 +61,39 @@ def _need_cuda(x: Inputs) -> None:
 
 
 def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
-    """FBGEMM's ``sll_multi_head_jagged_flash_attention``, whose result is divided by ``L``."""
+    """FBGEMM's ``sll_multi_head_jagged_flash_attention``.
+
+    It has no scale, and its result is divided by ``L``: neither is put right in the timed call.
+    """
     _need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
-    scale = x.case.width**-0.5
     op = torch.ops.fbgemm.sll_multi_head_jagged_flash_attention
     return _by_head(
-        x, lambda q, k, v: op(q * scale, k, v, x.offsets, x.max_length, True) * x.max_length
+        x,
+        lambda q, k, v: op(q, k, v, x.offsets, x.max_length, True),
+        q=x.case.width**-0.5,
+        out=x.max_length,
     )
 
 
 def fbgemm_sll_basic(x: Inputs) -> Relaid:
-    """FBGEMM's ``sll_jagged_flash_attention_basic``, a call per head, likewise."""
+    """FBGEMM's ``sll_jagged_flash_attention_basic``, likewise; each head is ``B`` samples more."""
     _need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
-    scale = x.case.width**-0.5
     op = torch.ops.fbgemm.sll_jagged_flash_attention_basic
+    lengths = x.offsets.diff().repeat(x.case.num_heads)
+    offsets = offsets_of(lengths, x.offsets.dtype, x.offsets.device)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [
-            op(*operands, x.offsets, x.max_length, False, True)
-            for operands in zip(q * scale, k, v, strict=True)
-        ]
-        return torch.stack(heads) * x.max_length
+        rows = (operand.flatten(0, 1) for operand in (q, k, v))
+        return op(*rows, offsets, x.max_length, False, True).view_as(q)
 
-    return _by_head(x, call)
+    return _by_head(x, call, q=x.case.width**-0.5, out=x.max_length)
 
 
-def flex_attention(x: Inputs) -> Relaid:
+def flex_attention(x: Inputs, score_mod: Callable[..., Tensor] | None = None) -> Relaid:
     """FlexAttention, compiled, on all rows as one sequence that a block mask cuts into samples."""
     _need_cuda(x)
     from torch.nn.attention.flex_attention import create_block_mask
@@ -94,9 +106,11 @@ def flex_attention(x: Inputs) -> Relaid:
         return samples[i] == samples[j]
 
     device = str(x.offsets.device)
+    torch.compiler.reset()  # a function is compiled for so many shapes only
     mask = torch.compile(create_block_mask)(same_sample, None, None, num_rows, num_rows, device)
     compiled = torch.compile(flex, dynamic=False)
-    return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), block_mask=mask)[0])
+    options = {"score_mod": score_mod, "block_mask": mask}
+    return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), **options)[0])
 
 
 def nested_tensor(x: Inputs) -> Call:
@@ -130,13 +144,19 @@ def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rela
     )
 
 
-def dense(x: Inputs) -> Relaid:
-    """The textbook formula on padded operands: every product and the softmax by itself."""
+def dense(x: Inputs, bias: Callable[[], Tensor] | None = None) -> Relaid:
+    """The textbook formula on padded operands: every product and the softmax by itself.
+
+    ``bias`` makes what is added to the scores, ``[H, L, L]``.
+    """
     hidden = ~_visible(x)
+    low = torch.finfo(x.case.dtype).min
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = (q @ k.mT * x.case.width**-0.5).masked_fill(hidden, -torch.inf)
-        return torch.softmax(scores, -1) @ v
+        scores = q @ k.mT * x.case.width**-0.5
+        if bias is not None:
+            scores = scores + bias()
+        return torch.softmax(scores.masked_fill(hidden, low), -1) @ v
 
     return _padded(x, call)
 
@@ -145,7 +165,7 @@ def dense_flash(x: Inputs) -> Relaid:
     """Flash attention on padded operands, whichever kernel PyTorch takes.
 
     It is told of the padding by a key column that each query reads, since no mask goes with the
-    fastest kernels. That column is not timed.
+    fastest kernels. To lay it there is not timed; that products are wider by it, is.
     """
     hidden = ~_visible(x)[:, 0, 0]  # [B, L]
     padding = _Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
@@ -169,15 +189,37 @@ def dense_flash(x: Inputs) -> Relaid:
     )
 
 
+def dense_flash_full(x: Inputs) -> Relaid:
+    """Flash attention on a batch as large as the padded one, and full: nothing is hidden.
+
+    No dense flash attention takes less, since what hides the padding costs time.
+    """
+    size, length = x.case.batch_size, x.max_length
+    offsets = torch.arange(size + 1, device=x.offsets.device) * length
+    generator = torch.Generator(offsets.device).manual_seed(0)
+    shape = (size * length, x.case.num_heads, x.case.width)
+
+    def draw() -> Tensor:
+        values = torch.randn(shape, generator=generator, device=offsets.device)
+        return values.to(x.case.dtype).requires_grad_()
+
+    leaves = {name: draw() for name in x.leaves}
+    full = Inputs(x.case, leaves, offsets, offsets, length, length)
+    return replace(_padded(full, F.scaled_dot_product_attention), inputs=full)
+
+
 def jagged_unfused(x: Inputs) -> Relaid:
     """The package's ops of the paper's Table 1, one after the other, a head at a time."""
     offsets = x.offsets
     scale = x.case.width**-0.5
+    pairs = x.num_pairs()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         for q_ND, k_ND, v_ND in zip(q * scale, k, v, strict=True):
-            scores = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(q_ND, k_ND, offsets)
+            scores = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(
+                q_ND, k_ND, offsets, total=pairs
+            )
             weights = torchrec_jagged_attn.jagged2_softmax(scores, offsets)
             outs.append(torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, v_ND, offsets))
         return torch.stack(outs)

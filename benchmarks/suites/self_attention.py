@@ -25,6 +25,7 @@ CASES = {
         Case("self-2k", 256, 2048, 4, 128, 1, "uniform", BF16, large=True),
         Case("self-4k", 256, 4096, 2, 128, 1, "log-normal", BF16, large=True),
         Case("self-32", 8192, 32, 4, 64, 1, "uniform", BF16, large=True),
+        Case("self-64", 4096, 64, 4, 64, 1, "uniform", BF16, large=True),
         Case("cpu-self-200", 64, 200, 4, 64, lengths="uniform"),
         Case("cpu-self-1k", 16, 1024, 4, 64, lengths="log-normal"),
     )
@@ -40,18 +41,16 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return Inputs(case, leaves, offsets, offsets, max_length, max_length)
 
 
-def by_samples(
-    x: Inputs, attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], group: int
-) -> Tensor:
-    """``attention(q, k, v, offsets)`` of ``group`` samples at a time, all scores forgotten."""
+def by_samples(x: Inputs, attention: Callable[..., Tensor], group: int, *shared: Tensor) -> Tensor:
+    """``attention(q, k, v, offsets, *shared)`` of ``group`` samples at a time, scores forgotten."""
     num_samples = x.offsets.numel() - 1
     cuts = [*range(0, num_samples, group), num_samples]
     rows = x.offsets[cuts].tolist()
     outs = []
     for begin, end, first, last in zip(cuts, cuts[1:], rows, rows[1:], strict=False):
         own = x.offsets[begin : end + 1] - first
-        qkv = (leaf[first:last] for leaf in x.leaves.values())
-        outs.append(checkpoint(attention, *qkv, own, use_reentrant=False))
+        qkv = (x.leaves[name][first:last] for name in "qkv")
+        outs.append(checkpoint(attention, *qkv, own, *shared, use_reentrant=False))
     return torch.cat(outs)
 
 
@@ -67,7 +66,7 @@ def plain(x: Inputs) -> Tensor:
 
 def cost(x: Inputs) -> dict[str, Cost]:
     """Each operand and result moved once; two products of all pairs forward, five backward."""
-    moved = sum(leaf.nbytes for leaf in x.leaves.values()) / 3
+    moved = x.leaves["q"].nbytes
     product = 2 * x.num_pairs() * x.case.num_heads * x.case.width
     return {"forward": Cost(4 * moved, 2 * product), "backward": Cost(8 * moved, 5 * product)}
 

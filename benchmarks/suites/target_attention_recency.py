@@ -29,12 +29,16 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return replace(x, leaves=x.leaves | {base.POSITION_WEIGHT: weight})
 
 
+def buckets_of(distances: Tensor) -> Tensor:
+    """``floor(4 · log2(1 + distance))`` of whole numbers."""
+    edges = 2 ** (torch.arange(NUM_BUCKETS, dtype=torch.float64) / 4)  # whole numbers are exact
+    return torch.bucketize(1 + distances.double(), edges.to(distances.device), right=True) - 1
+
+
 def biased(x: Inputs, attend: Attend) -> Attend:
     """``attend`` with the bias of each row."""
     layout = JaggedLayout(x.offsets, x.leaves["history"].shape[0])
-    edges = 2 ** (torch.arange(NUM_BUCKETS, dtype=torch.float64) / 4)  # whole numbers are exact
-    positions = 1 + layout.positions_from_end().double()
-    buckets = torch.bucketize(positions, edges.to(positions.device), right=True) - 1
+    buckets = buckets_of(layout.positions_from_end())
     return lambda q, k, v: attend(q, k, v, F.embedding(buckets, x.leaves[base.POSITION_WEIGHT]))
 
 

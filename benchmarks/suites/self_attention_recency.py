@@ -1,0 +1,138 @@
+"""``jagged_flash_attention`` with a learned bias by the distance of two rows, and its gradient.
+
+It is what ``JaggedSelfAttention`` calls unless told otherwise. No varlen attention takes such a
+bias: those are timed without, as ``*-unbiased``, and ours, too, to see what it costs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suites import Inputs, Relaid
+from suites import self_attention as base
+from suites._attention import _Padding
+from suites._self_attention import PEERS, Call, dense, flex_attention, ours
+from suites.target_attention_recency import NUM_BUCKETS, buckets_of
+from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.testing import Case
+
+TABLE = "relative_bias"
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Those of ``self_attention``, and the table of distances ``[64, H]``, fp32 as parameters."""
+    x = base.make_inputs(case, device)
+    table = torch.randn(NUM_BUCKETS, case.num_heads, generator=torch.Generator().manual_seed(3))
+    return replace(x, leaves=x.leaves | {TABLE: table.to(device).requires_grad_()})
+
+
+def without_table(x: Inputs) -> Inputs:
+    """Those of ``self_attention``."""
+    return replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name != TABLE})
+
+
+def bias_of(x: Inputs) -> Callable[[], Tensor]:
+    """What makes the scores of all pairs of a history, ``[H, L, L]`` in the dtype of the rows."""
+    steps = torch.arange(x.max_length, device=x.offsets.device)
+    buckets = buckets_of((steps.unsqueeze(1) - steps).abs())
+    table, dtype = x.leaves[TABLE], x.leaves["q"].dtype
+    return lambda: F.embedding(buckets, table).permute(2, 0, 1).to(dtype)
+
+
+def attend_each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tensor) -> Tensor:
+    """PyTorch's SDPA on each sample."""
+    lengths = offsets.diff().tolist()
+    qkv = (rows.transpose(0, 1).split(lengths, 1) for rows in (q, k, v))
+    outs = [
+        F.scaled_dot_product_attention(*operands, bias_HLL[:, :length, :length]).transpose(0, 1)
+        for length, *operands in zip(lengths, *qkv, strict=True)
+    ]
+    return torch.cat(outs)
+
+
+def attend_padded(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tensor) -> Tensor:
+    """The textbook formula on padded operands."""
+    length = int(offsets.diff().max())
+    padding = _Padding(offsets, q.shape[0], length)
+    q_BHLD, k_BHLD, v_BHLD = (padding.pad(rows).transpose(1, 2) for rows in (q, k, v))
+    scores = q_BHLD @ k_BHLD.mT * q.shape[2] ** -0.5 + bias_HLL[:, :length, :length]
+    steps = torch.arange(length, device=offsets.device)
+    hidden = (steps >= offsets.diff().unsqueeze(1))[:, None, None]
+    weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(q.dtype).min), -1)
+    return padding.unpad((weights @ v_BHLD).transpose(1, 2))
+
+
+def oracle(x: Inputs) -> Tensor:
+    """PyTorch's SDPA on each sample, with the bias if ``x`` has a table of it."""
+    if TABLE not in x.leaves:
+        return base.oracle(x)
+    return base.by_samples(x, attend_each, 64, bias_of(x)())
+
+
+def plain(x: Inputs) -> Tensor:
+    """The padded formula on 32 samples at a time, likewise."""
+    if TABLE not in x.leaves:
+        return base.plain(x)
+    return base.by_samples(x, attend_padded, 32, bias_of(x)())
+
+
+def ours_biased(x: Inputs) -> Call:
+    """The op, with the table."""
+    q, k, v, table = x.leaves.values()
+    return lambda: jagged_flash_attention(q, k, v, x.offsets, relative_bias=table)
+
+
+def unbiased(make: Callable[[Inputs], Call], x: Inputs) -> Relaid:
+    """One that takes jagged rows as they are, without the table."""
+    inputs = without_table(x)
+    return Relaid(make(inputs), inputs.leaves, inputs=inputs)
+
+
+def _beside_table(x: Inputs, own: Relaid) -> Relaid:
+    """``own`` lays all but the table, which it reads as it is."""
+
+    def of_rows(change: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+        return lambda name, values: values if name == TABLE else change(name, values)
+
+    leaves = own.leaves | {TABLE: x.leaves[TABLE]}
+    return replace(own, leaves=leaves, lay=of_rows(own.lay), restore=of_rows(own.restore))
+
+
+def flex_biased(x: Inputs) -> Relaid:
+    """FlexAttention that gathers the bias of each pair from the table."""
+    buckets = buckets_of(torch.arange(x.max_length, device=x.offsets.device))
+    table, longest = x.leaves[TABLE], x.max_length - 1
+
+    def add_bias(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = (i - j).abs().clamp(max=longest)  # that of a hidden pair may be longer
+        return score + table[buckets[distance], head]
+
+    return _beside_table(x, flex_attention(without_table(x), add_bias))
+
+
+def dense_biased(x: Inputs) -> Relaid:
+    """The textbook formula on padded operands."""
+    return _beside_table(x, dense(without_table(x), bias_of(x)))
+
+
+SUITE = replace(
+    base.SUITE,
+    name="self_attention_recency",
+    inputs=make_inputs,
+    oracle=oracle,
+    plain=plain,
+    providers={
+        "ours+recency": ours_biased,
+        "ours-unbiased": functools.partial(unbiased, ours),
+        **{
+            f"{name}-unbiased": functools.partial(unbiased, PEERS[name])
+            for name in ("flash-attention-3", "torch-varlen")
+        },
+        "flex-attention": flex_biased,
+        "padded": dense_biased,
+    },
+)
