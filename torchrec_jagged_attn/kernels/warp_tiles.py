@@ -111,7 +111,7 @@ def split(x, PARTS: gl.constexpr):
 @gluon.constexpr_function
 def columns_of_sums(rows, width, warps):
     """How many columns of a chunk's sums, ``[rows, width]``, are in registers at a time."""
-    return min(width, 1024 * warps // rows)
+    return min(width, (1024 if warps == 1 else 512 * warps) // rows)
 
 
 @gluon.constexpr_function
