@@ -485,6 +485,10 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(dtype):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"q": None}, TypeError, "q must be a tensor, got a NoneType"),
+        ({"k": [0.0]}, TypeError, "k must be a tensor, got a list"),
+        ({"kv_offsets": [0, 3, 7]}, TypeError, "kv_offsets must be a tensor, got a list"),
+        ({"timestamps": [0] * 7}, TypeError, "timestamps must be a tensor, got a list"),
         (
             {"q": torch.zeros(7, 8)},
             ValueError,

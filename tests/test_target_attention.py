@@ -494,6 +494,11 @@ def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"query": None}, TypeError, "query must be a tensor, got a NoneType"),
+        ({"history": [[0.0] * 8] * 7}, TypeError, "history must be a tensor, got a list"),
+        ({"offsets": [0, 3, 7]}, TypeError, "offsets must be a tensor, got a list"),
+        ({"query_offsets": [0, 3, 7]}, TypeError, "query_offsets must be a tensor, got a list"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor, got a float"),
         ({"query": torch.zeros(2, 8)}, ValueError, r"query must have shape \[B, T, H, D\]"),
         ({"query": torch.zeros(3, 2, 8)}, ValueError, r"\[B, H, D\] = \[2, any, any\], got \[3, 2"),
         ({"query": torch.zeros(2, 2, 8, dtype=torch.int64)}, TypeError, "query must be one of"),

@@ -983,6 +983,7 @@ def zeros(lengths, width=8, dtype=torch.float32):
     ("change", "error", "message"),
     [
         ({"history": torch.zeros(2, 5, 8)}, TypeError, "history must be a JaggedTensor, got a Te"),
+        ({"target": None}, TypeError, "target must be a tensor or a JaggedTensor, got a NoneType"),
         ({"target": torch.zeros(2).long()}, TypeError, "target must hold floating-point embedding"),
         ({"history": zeros([2, 3], dtype=torch.int32)}, TypeError, "history must hold floating-po"),
         ({"target": torch.zeros(2, 9)}, ValueError, "target must have shape [B, E] = [2, 8], got"),
@@ -1009,6 +1010,15 @@ def zeros(lengths, width=8, dtype=torch.float32):
             ValueError,
             "history.offsets() must end at the 5 rows they divide, got 4",
         ),
+        *(
+            (
+                {"target": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, end]))},
+                ValueError,
+                f"target.offsets() must end at the 5 rows they divide, got {end}",
+            )
+            for end in (4, 6)
+        ),
+        ({"timestamps": [0.0] * 5}, TypeError, "timestamps must be a tensor, got a list"),
         (
             {"timestamps": None},
             ValueError,
@@ -1018,6 +1028,8 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
         ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
         ({"recency_bias": False}, ValueError, "age_bias must go with recency_bias=True, got recen"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
+        ({"embed_dim": 8.0}, TypeError, "embed_dim must be an int, got 8.0"),
         ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),
         ({"num_heads": 0}, ValueError, "num_heads must divide embed_dim 8, got 0"),
         ({"embed_dim": 0}, ValueError, "num_heads must divide embed_dim 0, got 2"),

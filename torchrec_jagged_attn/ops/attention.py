@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_jagged_attn import reference
 from torchrec_jagged_attn.kernels import flash_attention as flash_kernels
 from torchrec_jagged_attn.kernels import target_attention as target_kernels
-from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor
 from torchrec_jagged_attn.ops.checks import (
     check_biases,
     check_float,
@@ -89,6 +89,7 @@ def jagged_target_attention(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
         of the first three rows of its Table 1.
     """
+    check_tensor(query, "query")
     check_offsets_metadata(offsets, "offsets")
     num_samples = offsets.numel() - 1
     per_sample = query_offsets is None and query.dim() == 3

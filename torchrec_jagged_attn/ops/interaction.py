@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch  # noqa: F401  (for the examples)
 from torch import Tensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata, should_validate
+from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor, should_validate
 from torchrec_jagged_attn.ops import registered_interaction as registered
 from torchrec_jagged_attn.ops.checks import (
     check_float,
@@ -209,6 +209,7 @@ def array_jagged_bmm_jagged_out(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
     check_offsets_metadata(x_offsets, "x_offsets")
+    check_tensor(y, "y")
     if num_rows is None:
         num_rows = y.shape[0] if y_offsets is None else int(x_offsets[-1])
     y_offsets = x_offsets if y_offsets is None else y_offsets
