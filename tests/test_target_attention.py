@@ -310,12 +310,13 @@ def test_queries_and_gradients_at_any_address(num_targets, device):
         assert torch.equal(results[name], expected), name
 
 
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
-def test_inference_mode_rounds_as_training_does(num_targets, dtype, device):
+def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, device):
     inputs = inputs_of([7, 0, 700], device, dtype, num_targets=num_targets)
     expected = jagged_target_attention(**inputs)
-    with torch.inference_mode():
+    with no_gradient():
         assert torch.equal(jagged_target_attention(**inputs), expected)
 
 
@@ -354,6 +355,17 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
         assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_without_a_gradient(dtype, device):
+    inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], None, inputs["bias"]
+    op = torch.ops.torchrec_jagged_attn.target_attention.default
+    torch.library.opcheck(op, (*arguments, None, None, None, 0.25, False))
+    inputs["query"].requires_grad_()
+    with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
+        op(*arguments, None, None, None, 0.25, False)[0].sum().backward()
+
+
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 def test_opcheck(device, jagged):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
@@ -371,6 +383,7 @@ def test_opcheck(device, jagged):
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
         0.25,
+        True,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
@@ -480,6 +493,19 @@ def test_never_waits_for_the_device():
         outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+def test_inference_takes_memory_for_the_output_alone(no_gradient):
+    inputs = inputs_of([2] * 4096, "cuda", torch.bfloat16, 4, num_targets=8, width=64)
+    del inputs["bias"]
+    with no_gradient():
+        jagged_target_attention(**inputs)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = jagged_target_attention(**inputs)
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * out.nbytes
 
 
 @pytest.mark.gpu

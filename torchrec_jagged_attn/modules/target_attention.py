@@ -321,6 +321,7 @@ def _attend(
         num_heads,
         dtype,
         keys_and_values,
+        torch.is_grad_enabled(),
     )[0]
 
 
