@@ -406,21 +406,45 @@ def test_compiles_once_for_all_batches(device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("factor", [1, 20])
-def test_cuda_graph_replays_with_other_lengths(factor):
-    inputs = inputs_of([3 * factor, 60 * factor, 7 * factor, 30 * factor], "cuda")
+def on_every_kernel(test):
+    """A test on a GPU for the kernels of one warp, of several, for Hopper, and those in Triton."""
+    for mark in (
+        pytest.mark.parametrize("num_targets", [1, 9, 40]),
+        pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
+        pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"]),
+        pytest.mark.gpu,
+    ):
+        test = mark(test)
+    return test
+
+
+def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
+    """Those of :func:`on_every_kernel`, and a gradient of the output."""
+    inputs = inputs_of(lengths, "cuda", dtype, num_targets=num_targets, width=width)
+    del inputs["bias"]
     grad_out = torch.randn_like(inputs["query"])
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    return inputs, grad_out
+
+
+@pytest.mark.parametrize("factor", [1, 20])
+@on_every_kernel
+def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
+    lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
+    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
     expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    graph.replay()
-    graph.replay()
-    for name, value in expected.items():
-        assert torch.equal(results[name], value)
+    for _ in range(2):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value), name
 
 
 @pytest.mark.gpu
@@ -448,16 +472,12 @@ def test_cuda_graph_of_work_before_it(lengths, waits):
             assert torch.equal(results[name], value)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_targets", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_repeats_are_bit_equal(dtype, num_targets):
+@on_every_kernel
+def test_repeats_are_bit_equal(num_targets, dtype, shared):
     """Whichever chunk of a sample ends last."""
-    lengths = torch.arange(300) * 29 % 4001
-    inputs = inputs_of(lengths, "cuda", dtype, num_heads=4, num_targets=num_targets, width=64)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.randn(20, 4, device="cuda")
-    grad_out = torch.randn_like(inputs["query"])
+    lengths = torch.arange(100) * 29 % 4001
+    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared, width=64)
+    inputs["position_bias"] = torch.randn(20, 2, device="cuda")
     first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for _ in range(100):
         again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
@@ -483,10 +503,9 @@ def test_more_elements_than_int32_counts():
     assert torch.equal(results["history"][-50:], expected["history"])
 
 
-@pytest.mark.gpu
-def test_never_waits_for_the_device():
-    inputs = inputs_of([3, 60, 7, 30], "cuda")
-    grad_out = torch.randn_like(inputs["query"])
+@on_every_kernel
+def test_never_waits_for_the_device(num_targets, dtype, shared):
+    inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
