@@ -10,10 +10,10 @@ every access is held against the bounds of its tensor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,7 +26,7 @@ from triton.runtime.jit import ConstexprFunction
 from torchrec_jagged_attn.kernels import target_attention
 from torchrec_jagged_attn.kernels.launch import Launcher
 
-__all__ = ["gluon_in_numpy"]
+__all__ = ["gluon_in_numpy", "in_numpy", "launched_by"]
 
 BFLOAT16 = object()  # of which numpy knows nothing
 HOPPER_SHARED_MEMORY = 232_448
@@ -326,16 +326,17 @@ def _range(*bounds: object) -> Iterator[Block]:
     return (Block(np.int32(i)) for i in range(*map(int, bounds)))
 
 
-def _in_numpy(kernel: GluonJITFunction, replaced: dict) -> types.FunctionType:
+def in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
     """The function of ``kernel``, and of those that it calls, with other globals."""
     namespace = dict(kernel.fn.__globals__)
-    for name, value in namespace.items():
-        if isinstance(value, GluonJITFunction) and name in kernel.fn.__code__.co_names:
-            namespace[name] = _in_numpy(value, replaced)
+    for name in set(kernel.fn.__code__.co_names) & namespace.keys():
+        value = namespace[name]
+        if isinstance(value, real.constexpr):
+            namespace[name] = value.value
         elif isinstance(value, ConstexprFunction):
             namespace[name] = Layout if name.endswith("layout") else value.fn
-        elif isinstance(value, real.constexpr):
-            namespace[name] = value.value
+        elif hasattr(value, "fn"):
+            namespace[name] = in_numpy(value, replaced)
     function = kernel.fn
     return types.FunctionType(
         function.__code__, namespace | replaced, argdefs=function.__defaults__
@@ -354,13 +355,15 @@ def _argument(x: object) -> object:
     return x
 
 
-def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, seed: int) -> None:
+def _launch(
+    launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, launched: list[str]
+) -> None:
     constants = dict(constants)
     num_warps = constants.pop("num_warps")
     constants.pop("maxnreg", None)
     names = launcher.kernel.arg_names
     assert set(names[len(arguments) :]) == constants.keys(), "arguments and constants do not fit"
-    for program in np.random.default_rng(seed).permutation(grid[0]):
+    for program in np.random.default_rng(len(launched)).permutation(grid[0]):
         copies, gl = AsyncCopies(), _language(program, grid[0], num_warps)
         accelerator = TensorMemoryAccelerator()
         replaced = {
@@ -376,10 +379,30 @@ def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, 
             "fence_async_shared": lambda: None,
         }
         with np.errstate(all="ignore"):
-            _in_numpy(launcher.kernel, replaced)(*map(_argument, arguments), **constants)
+            in_numpy(launcher.kernel, replaced)(*map(_argument, arguments), **constants)
         on_their_way = [barrier.copies for barrier in accelerator.barriers.values()]
         left = [*copies.groups, copies.group, accelerator.stores, *on_their_way]
         assert not any(left), "copies are left on their way"
+
+
+@contextlib.contextmanager
+def launched_by(launch_gluon: Callable[..., None]) -> Iterator[list[str]]:
+    """Gluon kernels are launched by ``launch_gluon``; yields those that were.
+
+    It takes what the launcher takes, and the names of those launched so far.
+    """
+    launched: list[str] = []
+    launch = Launcher.__call__
+
+    def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
+        if isinstance(launcher.kernel, GluonJITFunction):
+            launched.append(launcher.kernel.fn.__module__.split(".")[-1])
+            launch_gluon(launcher, grid, arguments, constants, launched)
+        else:
+            launch(launcher, grid, arguments, constants)
+
+    with mock.patch.object(Launcher, "__call__", launch_any):
+        yield launched
 
 
 @contextlib.contextmanager
@@ -388,19 +411,8 @@ def gluon_in_numpy(groups: bool = False) -> Iterator[list[str]]:
 
     Those that only Hopper has run if ``groups``.
     """
-    launched: list[str] = []
-    launch = Launcher.__call__
-
-    @functools.wraps(launch)
-    def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
-        if isinstance(launcher.kernel, GluonJITFunction):
-            launched.append(f"{launcher.kernel.fn.__module__.split('.')[-1]}")
-            _launch(launcher, grid, arguments, constants, seed=len(launched))
-        else:
-            launch(launcher, grid, arguments, constants)
-
     with (
-        mock.patch.object(Launcher, "__call__", launch_any),
+        launched_by(_launch) as launched,
         mock.patch.object(target_attention, "_room_for_warps", return_value=HOPPER_SHARED_MEMORY),
         mock.patch.object(target_attention, "_room_for_groups", return_value=groups),
     ):

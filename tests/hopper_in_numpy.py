@@ -19,11 +19,9 @@ from unittest import mock
 
 import gluon_in_numpy
 import numpy as np
-from gluon_in_numpy import Block, Layout, Pointer
+from gluon_in_numpy import Block, Layout, Pointer, in_numpy, launched_by
 from triton.experimental.gluon import language as real
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import ConstexprFunction
 
 from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward
 from torchrec_jagged_attn.kernels.launch import Launcher
@@ -228,24 +226,9 @@ def _wait(num_outstanding: int, deps: tuple) -> object:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
-    """The function of ``kernel``, and of those that it calls, with other globals."""
-    namespace = dict(kernel.fn.__globals__)
-    for name in set(kernel.fn.__code__.co_names) & namespace.keys():
-        value = namespace[name]
-        if isinstance(value, real.constexpr):
-            namespace[name] = value.value
-        elif isinstance(value, ConstexprFunction):
-            namespace[name] = value.fn
-        elif hasattr(value, "fn"):
-            namespace[name] = _in_numpy(value, replaced)
-    function = kernel.fn
-    return types.FunctionType(
-        function.__code__, namespace | replaced, argdefs=function.__defaults__
-    )
-
-
-def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
+def _launch(
+    launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, launched: list[str]
+) -> None:
     constants = {name: value for name, value in constants.items() if name != "num_warps"}
     machine = Machine()
     arguments = tuple(
@@ -275,7 +258,7 @@ def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) 
             "range": gluon_in_numpy._range,
         }
         with np.errstate(all="ignore"):
-            _in_numpy(launcher.kernel, replaced)(*arguments, **constants)
+            in_numpy(launcher.kernel, replaced)(*arguments, **constants)
 
     machine.run([lambda p=program: run(p) for program in range(grid[0])])
 
@@ -283,18 +266,8 @@ def _launch(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) 
 @contextlib.contextmanager
 def hopper_in_numpy() -> Iterator[list[str]]:
     """Kernels for Hopper run on CPU as on a GPU of few multiprocessors; yields those that did."""
-    launched: list[str] = []
-    launch = Launcher.__call__
-
-    def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
-        if isinstance(launcher.kernel, GluonJITFunction):
-            launched.append(launcher.kernel.fn.__module__.split(".")[-1])
-            _launch(launcher, grid, arguments, constants)
-        else:
-            launch(launcher, grid, arguments, constants)
-
     with (
-        mock.patch.object(Launcher, "__call__", launch_any),
+        launched_by(_launch) as launched,
         mock.patch.object(flash_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(flash_hopper_backward, "multiprocessors", return_value=MULTIPROCESSORS),
     ):

@@ -446,10 +446,11 @@ def test_compiles_once_for_all_batches(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_hundred_repeats_are_equal(causal, biased):
-    case = Case("repeats", 256, 512, 4, 64, lengths="log-normal", dtype=torch.bfloat16)
+def test_a_hundred_repeats_are_equal(causal, biased, width):
+    case = Case("repeats", 128, 1500, 4, width, lengths="log-normal", dtype=torch.bfloat16)
     inputs = make_flash_inputs(case, "cuda", kv_heads=2)
     if biased:
         inputs["relative_bias"] = torch.randn(40, 4, device="cuda")
@@ -462,29 +463,53 @@ def test_a_hundred_repeats_are_equal(causal, biased):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cuda_graph_replays_with_other_lengths_and_never_waits(dtype):
-    inputs = inputs_of([3, 60, 7, 30], [30, 7, 60, 3], "cuda", dtype, width=64)
-    grad_out = torch.randn(100, 2, 32, device="cuda", dtype=dtype)
-    outputs_and_gradients(jagged_flash_attention, inputs, grad_out)  # compiles
+@pytest.mark.parametrize("factor", [1, 15])
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)],
+    ids=["fp32-64", "bf16-64", "bf16-128"],
+)
+def test_cuda_graph_replays_with_other_lengths_and_never_waits(
+    dtype, width, causal, is_self, factor
+):
+    lengths = [factor * length for length in (3, 60, 7, 30)]
+    inputs = inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width)
+    if is_self:
+        del inputs["kv_offsets"]
+    grad_out = torch.randn(100 * factor, 2, width // 2, device="cuda", dtype=dtype)
+
+    def run():
+        attend = partial(jagged_flash_attention, causal=causal)
+        return outputs_and_gradients(attend, inputs, grad_out)
+
+    run()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+        run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
-    inputs["q_offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]))
+        results = run()
+    inputs["q_offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
+    if not is_self:
+        inputs["kv_offsets"].copy_(torch.tensor([0, 1, 40, 100, 100]) * factor)
+    for value in results.values():
+        value.fill_(torch.nan)
     graph.replay()
-    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
-    for name, value in expected.items():
-        assert torch.equal(results[name], value)
+    for name, value in run().items():
+        assert torch.equal(results[name], value), name
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"q": None}, TypeError, "q must be a tensor, got a NoneType"),
+        ({"k": [0.0]}, TypeError, "k must be a tensor, got a list"),
+        ({"kv_offsets": [0, 3, 7]}, TypeError, "kv_offsets must be a tensor, got a list"),
+        ({"timestamps": [0] * 7}, TypeError, "timestamps must be a tensor, got a list"),
         (
             {"q": torch.zeros(7, 8)},
             ValueError,

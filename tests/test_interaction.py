@@ -558,6 +558,10 @@ def test_more_pairs_than_int32_counts():
 @pytest.mark.parametrize(
     ("name", "change", "error", "message"),
     [
+        ("jagged_dense_bmm", {"x": None}, TypeError, "x must be a tensor, got a NoneType"),
+        ("jagged_softmax", {"offsets": [0, 3, 7]}, TypeError, "offsets must be a tensor, got a l"),
+        ("jagged_dense_mul", {"y": 2.0}, TypeError, "y must be a tensor, got a float"),
+        ("array_jagged_bmm_jagged_out", {"y": None}, TypeError, "y must be a tensor, got a None"),
         ("jagged_dense_bmm", {"x": torch.zeros(7)}, ValueError, r"x must have shape \[N, D\]"),
         ("jagged_dense_bmm", {"x": torch.zeros(7, 16).long()}, TypeError, "x must be one of"),
         (

@@ -1,9 +1,13 @@
 """What a call of an op passes on its way to the device."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from torchrec_jagged_attn.ops import jagged_softmax, jagged_target_attention
@@ -79,6 +83,43 @@ def test_checkpointed(function, leaves):
     out = checkpoint(function, leaves, use_reentrant=False)
     grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
     torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that keeps the names of the package's ops that it meets."""
+
+    names: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda x: x.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func.namespace == "torchrec_jagged_attn":
+            cls.names.append(func._opname)
+            return out
+        return tree_map_only(torch.Tensor, cls, out)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(attend, "target_attention_backward"), (softmax, "jagged_softmax_backward")],
+)
+def test_saved_tensors_that_come_back_as_a_subclass(function, name, leaves):
+    expected = torch.autograd.grad(function(leaves).sum(), leaves, allow_unused=True)
+    with saved_tensors_hooks(lambda x: x, lambda x: Wrapper(x) if len(x) == 5 else x):
+        out = function(leaves)
+    Wrapper.names.clear()
+    grads = torch.autograd.grad(out.sum(), leaves, allow_unused=True)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    assert Wrapper.names == [name]
 
 
 @pytest.mark.parametrize("function", [attend, softmax])

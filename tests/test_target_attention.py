@@ -310,12 +310,13 @@ def test_queries_and_gradients_at_any_address(num_targets, device):
         assert torch.equal(results[name], expected), name
 
 
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
-def test_inference_mode_rounds_as_training_does(num_targets, dtype, device):
+def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, device):
     inputs = inputs_of([7, 0, 700], device, dtype, num_targets=num_targets)
     expected = jagged_target_attention(**inputs)
-    with torch.inference_mode():
+    with no_gradient():
         assert torch.equal(jagged_target_attention(**inputs), expected)
 
 
@@ -354,6 +355,17 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
         assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_without_a_gradient(dtype, device):
+    inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], None, inputs["bias"]
+    op = torch.ops.torchrec_jagged_attn.target_attention.default
+    torch.library.opcheck(op, (*arguments, None, None, None, 0.25, False))
+    inputs["query"].requires_grad_()
+    with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
+        op(*arguments, None, None, None, 0.25, False)[0].sum().backward()
+
+
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 def test_opcheck(device, jagged):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
@@ -371,6 +383,7 @@ def test_opcheck(device, jagged):
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
         0.25,
+        True,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
@@ -393,21 +406,45 @@ def test_compiles_once_for_all_batches(device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("factor", [1, 20])
-def test_cuda_graph_replays_with_other_lengths(factor):
-    inputs = inputs_of([3 * factor, 60 * factor, 7 * factor, 30 * factor], "cuda")
+def on_every_kernel(test):
+    """A test on a GPU for the kernels of one warp, of several, for Hopper, and those in Triton."""
+    for mark in (
+        pytest.mark.parametrize("num_targets", [1, 9, 40]),
+        pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
+        pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"]),
+        pytest.mark.gpu,
+    ):
+        test = mark(test)
+    return test
+
+
+def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
+    """Those of :func:`on_every_kernel`, and a gradient of the output."""
+    inputs = inputs_of(lengths, "cuda", dtype, num_targets=num_targets, width=width)
+    del inputs["bias"]
     grad_out = torch.randn_like(inputs["query"])
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    return inputs, grad_out
+
+
+@pytest.mark.parametrize("factor", [1, 20])
+@on_every_kernel
+def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
+    lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
+    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
     expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    graph.replay()
-    graph.replay()
-    for name, value in expected.items():
-        assert torch.equal(results[name], value)
+    for _ in range(2):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value), name
 
 
 @pytest.mark.gpu
@@ -435,16 +472,12 @@ def test_cuda_graph_of_work_before_it(lengths, waits):
             assert torch.equal(results[name], value)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_targets", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_repeats_are_bit_equal(dtype, num_targets):
+@on_every_kernel
+def test_repeats_are_bit_equal(num_targets, dtype, shared):
     """Whichever chunk of a sample ends last."""
-    lengths = torch.arange(300) * 29 % 4001
-    inputs = inputs_of(lengths, "cuda", dtype, num_heads=4, num_targets=num_targets, width=64)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.randn(20, 4, device="cuda")
-    grad_out = torch.randn_like(inputs["query"])
+    lengths = torch.arange(100) * 29 % 4001
+    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared, width=64)
+    inputs["position_bias"] = torch.randn(20, 2, device="cuda")
     first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for _ in range(100):
         again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
@@ -470,16 +503,28 @@ def test_more_elements_than_int32_counts():
     assert torch.equal(results["history"][-50:], expected["history"])
 
 
-@pytest.mark.gpu
-def test_never_waits_for_the_device():
-    inputs = inputs_of([3, 60, 7, 30], "cuda")
-    grad_out = torch.randn_like(inputs["query"])
+@on_every_kernel
+def test_never_waits_for_the_device(num_targets, dtype, shared):
+    inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+def test_inference_takes_memory_for_the_output_alone(no_gradient):
+    inputs = inputs_of([2] * 4096, "cuda", torch.bfloat16, 4, num_targets=8, width=64)
+    del inputs["bias"]
+    with no_gradient():
+        jagged_target_attention(**inputs)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = jagged_target_attention(**inputs)
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * out.nbytes
 
 
 @pytest.mark.gpu
@@ -494,6 +539,11 @@ def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"query": None}, TypeError, "query must be a tensor, got a NoneType"),
+        ({"history": [[0.0] * 8] * 7}, TypeError, "history must be a tensor, got a list"),
+        ({"offsets": [0, 3, 7]}, TypeError, "offsets must be a tensor, got a list"),
+        ({"query_offsets": [0, 3, 7]}, TypeError, "query_offsets must be a tensor, got a list"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor, got a float"),
         ({"query": torch.zeros(2, 8)}, ValueError, r"query must have shape \[B, T, H, D\]"),
         ({"query": torch.zeros(3, 2, 8)}, ValueError, r"\[B, H, D\] = \[2, any, any\], got \[3, 2"),
         ({"query": torch.zeros(2, 2, 8, dtype=torch.int64)}, TypeError, "query must be one of"),

@@ -877,6 +877,7 @@ def op_arguments(
         "num_heads": 2,
         "dtype": torch.float32,
         "keys_and_values": keys_and_values,
+        "for_backward": True,
     }
 
 
@@ -887,6 +888,19 @@ def op_arguments(
 )
 def test_opcheck(options, road, device):
     torch.library.opcheck(OP, tuple(op_arguments(device, **options, **road).values()))
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_without_a_gradient(history_dtype, jagged, road, device):
+    arguments = op_arguments(device, history_dtype=history_dtype, jagged=jagged, **road)
+    expected = OP(*arguments.values())[0]
+    arguments["for_backward"] = False
+    values = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
+    torch.library.opcheck(OP, tuple(values))
+    out, _, *absorbed, _, _, _ = OP(*values)
+    assert torch.equal(out, expected)
+    assert not any(x.numel() for x in absorbed)
 
 
 @pytest.mark.parametrize("history_dim", [16, 20])
@@ -970,6 +984,28 @@ def test_cuda_graph_replays_with_other_lengths(jagged, road):
         assert torch.equal(result, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("num_targets", [8, 256])
+def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
+    """Also where so many jagged targets take explicit keys and values."""
+    width, num_heads, num_rows = 64, 4, 32768
+    module = JaggedTargetAttention(width, num_heads, recency_bias=False, bias=False)
+    module = module.to("cuda", torch.bfloat16)
+    counts = torch.full([num_rows // num_targets], num_targets)
+    offsets = [offsets_of(x, torch.int64, "cuda") for x in (counts, torch.full_like(counts, 2))]
+    rows = [torch.randn(int(x[-1]), width, device="cuda").bfloat16() for x in offsets]
+    arguments = [JaggedTensor(x, offsets=o) for x, o in zip(rows, offsets, strict=True)]
+    with no_gradient():
+        module(*arguments)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = module(*arguments)
+    # Queries, values, the output and statistics; if absorbed, u and what is pooled by it, too.
+    most = (5 + (2 * num_heads if num_targets == 8 else 0)) * out.nbytes
+    assert torch.cuda.max_memory_allocated() - before < most
+
+
 # Errors
 
 
@@ -983,6 +1019,7 @@ def zeros(lengths, width=8, dtype=torch.float32):
     ("change", "error", "message"),
     [
         ({"history": torch.zeros(2, 5, 8)}, TypeError, "history must be a JaggedTensor, got a Te"),
+        ({"target": None}, TypeError, "target must be a tensor or a JaggedTensor, got a NoneType"),
         ({"target": torch.zeros(2).long()}, TypeError, "target must hold floating-point embedding"),
         ({"history": zeros([2, 3], dtype=torch.int32)}, TypeError, "history must hold floating-po"),
         ({"target": torch.zeros(2, 9)}, ValueError, "target must have shape [B, E] = [2, 8], got"),
@@ -1009,6 +1046,15 @@ def zeros(lengths, width=8, dtype=torch.float32):
             ValueError,
             "history.offsets() must end at the 5 rows they divide, got 4",
         ),
+        *(
+            (
+                {"target": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, end]))},
+                ValueError,
+                f"target.offsets() must end at the 5 rows they divide, got {end}",
+            )
+            for end in (4, 6)
+        ),
+        ({"timestamps": [0.0] * 5}, TypeError, "timestamps must be a tensor, got a list"),
         (
             {"timestamps": None},
             ValueError,
@@ -1018,6 +1064,8 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
         ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
         ({"recency_bias": False}, ValueError, "age_bias must go with recency_bias=True, got recen"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
+        ({"embed_dim": 8.0}, TypeError, "embed_dim must be an int, got 8.0"),
         ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),
         ({"num_heads": 0}, ValueError, "num_heads must divide embed_dim 8, got 0"),
         ({"embed_dim": 0}, ValueError, "num_heads must divide embed_dim 0, got 2"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["JaggedLayout", "check_offsets_metadata", "should_validate"]
+__all__ = ["JaggedLayout", "check_offsets_metadata", "check_tensor", "should_validate"]
 
 
 def should_validate(tensor: Tensor) -> bool:
@@ -138,8 +138,15 @@ class JaggedLayout:
             )
 
 
+def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
+    """``value`` must be a tensor, or is not what was ``expected``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
+
+
 def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
     """Check dtype and shape of ``offsets`` (``[B + 1]`` int32 or int64), never their values."""
+    check_tensor(offsets, name)
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.numel() == 0:

@@ -42,6 +42,7 @@ def target_attention(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
+    for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
@@ -58,7 +59,7 @@ def target_attention(
         bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
         p_NR, total_BR = slab.exp(slab.mm(x_ND, q_BRD.mT), bias_NH)
         slab.put_query_rows(out, slab.mm(p_NR.T, x_ND) / total_BR.unsqueeze(-1))
-    rest = out.new_zeros(out.shape if out.element_size() == 2 else [0])
+    rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
     return out, rest, query.new_zeros(2, *query.shape[:-1], dtype=torch.float32)
 
 

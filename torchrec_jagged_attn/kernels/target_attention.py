@@ -77,15 +77,17 @@ def forward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
+    for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries, and for backward what
-    it was rounded by (no element in fp32), and statistics.
+    it was rounded by (no element in fp32, or not ``for_backward``), and statistics.
     """
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
     out = query.new_empty(shape)
-    rest = query.new_empty(shape if query.element_size() == 2 else [0])
+    for_backward = for_backward and query.element_size() == 2
+    rest = query.new_empty(shape if for_backward else [0])
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
     if out.numel() == 0:
         return out, rest, stats
@@ -95,7 +97,6 @@ def forward(
     plan, num_slots = call.plan, call.num_slots
     sums = stats.new_empty(num_slots, plan.rows_of_slot, plan.width)
     sums_stats = stats.new_empty(num_slots, 2, plan.rows_of_slot)
-    for_backward = plan.half and not torch.is_inference_mode_enabled()
     rest_or_none = rest if for_backward else None
     outputs = (out, rest_or_none, stats, sums, sums_stats)
     listed = (call.list_slots(),) if plan.listed else ()

@@ -13,6 +13,7 @@ from torchrec_jagged_attn.modules.target_attention import RecencyBias
 from torchrec_jagged_attn.ops.attention import jagged_flash_attention
 from torchrec_jagged_attn.ops.checks import (
     check_float,
+    check_heads,
     check_offsets_values,
     check_same,
     check_shape,
@@ -40,6 +41,7 @@ class JaggedSelfAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
+        TypeError: ``embed_dim`` or ``num_heads`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
@@ -65,8 +67,7 @@ class JaggedSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
-            raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
+        check_heads(num_heads, embed_dim)
         check_width(embed_dim // num_heads, "embed_dim / num_heads")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -186,6 +187,7 @@ class HistoryEncoderLayer(nn.Module):
         dtype: of the parameters.
 
     Raises:
+        TypeError: ``embed_dim`` or ``num_heads`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 

@@ -9,9 +9,10 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor
 from torchrec_jagged_attn.ops.checks import (
     check_float,
+    check_heads,
     check_offsets_values,
     check_same,
     check_shape,
@@ -127,6 +128,7 @@ class JaggedTargetAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
+        TypeError: ``embed_dim`` or ``num_heads`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``age_bias`` without
             ``recency_bias``, or an unknown ``init`` or ``keys_and_values``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
@@ -154,8 +156,7 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
-            raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
+        check_heads(num_heads, embed_dim)
         if age_bias and not recency_bias:
             raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
         if init not in ("recency", "mha"):
@@ -320,6 +321,7 @@ def _attend(
         num_heads,
         dtype,
         keys_and_values,
+        torch.is_grad_enabled(),
     )[0]
 
 
@@ -337,6 +339,7 @@ def _check(
     embed_dim: int,
     history_dim: int,
 ) -> None:
+    check_tensor(target, "target", "a tensor or a JaggedTensor")
     for name, tensor in (("target", target), ("history", rows)):
         if not tensor.is_floating_point():
             raise TypeError(
@@ -372,3 +375,5 @@ def _check(
         timestamps=timestamps,
     )
     check_offsets_values(offsets, rows.shape[0], "history.offsets()")
+    if query_offsets is not None:
+        check_offsets_values(query_offsets, target.shape[0], "target.offsets()")

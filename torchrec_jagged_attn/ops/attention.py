@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec_jagged_attn import reference
 from torchrec_jagged_attn.kernels import flash_attention as flash_kernels
 from torchrec_jagged_attn.kernels import target_attention as target_kernels
-from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor
 from torchrec_jagged_attn.ops.checks import (
     check_biases,
     check_float,
@@ -89,6 +89,7 @@ def jagged_target_attention(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
         of the first three rows of its Table 1.
     """
+    check_tensor(query, "query")
     check_offsets_metadata(offsets, "offsets")
     num_samples = offsets.numel() - 1
     per_sample = query_offsets is None and query.dim() == 3
@@ -113,8 +114,9 @@ def jagged_target_attention(
     if scale is None:
         scale = 1 / math.sqrt(width)
     out, _, _ = _target_attention(
-        query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale
-    )
+        query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
 
@@ -128,29 +130,33 @@ def target_attention_forward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
+    for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries.
 
     And for backward: what rounding took of it, in its shape (no element where it is no half
-    precision), and softmax statistics.
+    precision, or no gradient will be taken), and softmax statistics.
     """
     check_offsets_values(offsets, history.shape[0], "offsets")
     if query_offsets is not None:
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
-        return reference.target_attention(query, history, offsets, query_offsets, *biases, scale)
-    return target_kernels.forward(query, history, offsets, query_offsets, *biases, scale)
+        forward = reference.target_attention
+    else:
+        forward = target_kernels.forward
+    return forward(query, history, offsets, query_offsets, *biases, scale, for_backward)
 
 
 def target_attention_fake(
-    query: Tensor, history: Tensor, offsets: Tensor, query_offsets: Tensor | None, *_: object
+    query: Tensor, history: Tensor, offsets: Tensor, query_offsets: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of the shapes and dtypes that :func:`target_attention_forward` gives."""
     shape = list(query.shape)
     if query_offsets is None:
         shape[0] = offsets.numel() - 1
-    rest = query.new_empty(shape if query.element_size() == 2 else [0])
+    for_backward = others[-1]
+    rest = query.new_empty(shape if for_backward and query.element_size() == 2 else [0])
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
     return query.new_empty(shape), rest, stats
 
@@ -167,11 +173,14 @@ def target_attention_backward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     scale: float,
+    for_backward: bool,
     out: Tensor,
     rest: Tensor,
     stats: Tensor,
 ) -> list[Tensor]:
     """Gradients of those of query, history and the three biases that need one."""
+    if not for_backward:
+        raise ValueError("for_backward must be True where a gradient is taken, got False")
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         grads = reference.target_attention_backward(
@@ -181,7 +190,7 @@ def target_attention_backward(
         grads = target_kernels.backward(
             grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale
         )
-    grads = (*grads[:2], None, None, *grads[2:], None, None)
+    grads = (*grads[:2], None, None, *grads[2:], None, None, None)
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
 

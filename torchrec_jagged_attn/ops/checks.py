@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.layout import JaggedLayout, should_validate
+from torchrec_jagged_attn.layout import JaggedLayout, check_tensor, should_validate
 from torchrec_jagged_attn.ops.dispatch import implementation, supported_dtypes
 
 __all__ = [
     "check_biases",
     "check_float",
+    "check_heads",
     "check_offsets_values",
     "check_same",
     "check_shape",
@@ -24,6 +27,7 @@ TIMESTAMP_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 def check_float(tensor: Tensor, name: str) -> None:
     """``tensor`` must have a dtype that its device's implementation computes with."""
+    check_tensor(tensor, name)
     allowed = supported_dtypes(tensor.device)
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -33,6 +37,7 @@ def check_float(tensor: Tensor, name: str) -> None:
 
 def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:
     """``tensor`` must have the shape ``expected`` (``None``: any size), called ``symbols``."""
+    check_tensor(tensor, name)
     actual = tensor.shape
     if len(actual) == len(expected):
         for want, got in zip(expected, actual, strict=True):
@@ -51,6 +56,7 @@ def check_same(
     for name, tensor in others.items():
         if tensor is None:
             continue
+        check_tensor(tensor, name)
         if tensor.device != reference.device:
             raise ValueError(
                 f"{name} must be on {reference.device} as {reference_name} is, got {tensor.device}"
@@ -65,6 +71,15 @@ def check_width(width: int, name: str) -> None:
     """A head width must lie in 1…512."""
     if not 1 <= width <= MAX_WIDTH:
         raise NotImplementedError(f"{name} must have a width of 1 to {MAX_WIDTH}, got {width}")
+
+
+def check_heads(num_heads: int, embed_dim: int) -> None:
+    """``num_heads`` must divide ``embed_dim``."""
+    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
+        raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
 
 
 def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata, should_validate
+from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor, should_validate
 from torchrec_jagged_attn.ops import registered_interaction as registered
 from torchrec_jagged_attn.ops.checks import (
     check_float,
@@ -211,6 +211,7 @@ def array_jagged_bmm_jagged_out(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
     check_offsets_metadata(x_offsets, "x_offsets")
+    check_tensor(y, "y")
     if num_rows is None:
         num_rows = y.shape[0] if y_offsets is None else _last(x_offsets)
     y_offsets = x_offsets if y_offsets is None else y_offsets

@@ -70,6 +70,7 @@ def _forward(
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
+    for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The output, and what its gradient needs.
 
@@ -91,13 +92,14 @@ def _forward(
         dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
             keys and values in that of ``history``.
         keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
+        for_backward: whether a gradient may be taken.
 
     Returns:
         The output, shaped as ``target`` and in ``dtype``; then what its gradient needs: ``q``
-        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, which
-        explicit keys and values leave unused, or without a row (see :func:`_num_absorbed`); what
-        ``pooled`` was rounded by; the statistics of the attention; ``values`` ``[R, E]``; and
-        ``[R]`` ones for targets with a history, zeros for others (no element without ``in_bias``).
+        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, unused or
+        without a row where nothing asks for them (see :func:`_empty_absorbed`); what ``pooled`` was
+        rounded by; the statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones
+        for targets with a history, zeros for others (no element without ``in_bias``).
     """
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
@@ -111,7 +113,8 @@ def _forward(
     biases = (None, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
-    if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
+    layout = (target, history, offsets, query_offsets, num_heads)
+    if _is_explicit(keys_and_values, *layout):
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
             q.to(dtype=history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
@@ -119,19 +122,20 @@ def _forward(
         )  # fmt: skip
         values = values.to(dtype=dtype).view(-1, width)
         stats = stats.view(2, *shape[:-1])
-        rows = _num_absorbed(keys_and_values, target, history, offsets, query_offsets, num_heads)
-        u, pooled = (history.new_empty(rows, *shape[-2:]) for _ in range(2))
-        rest = pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
+        u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
     else:
         u = _multiply(q, w_k).to(dtype=history.dtype)
         pooled, rest, stats = target_attention_forward(
-            u.view(*shape), history, offsets, query_offsets, *biases, scale
+            u.view(*shape), history, offsets, query_offsets, *biases, scale, for_backward
         )
         pooled = pooled.view_as(u)
-        rest = rest.view_as(u) if u.element_size() == 2 else rest
         values = _multiply(pooled.to(dtype=dtype), w_v.mT).view(-1, width)
         if b_v is not None:
             values.addcmul_(filled.unsqueeze(1), b_v)
+        if not for_backward:
+            u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
+        elif u.element_size() == 2:
+            rest = rest.view_as(u)
     b_out = None if out_bias is None else out_bias.to(dtype=dtype)
     out = F.linear(values, out_weight.to(dtype=dtype), b_out)
     return out.view_as(target), q, u, pooled, rest, stats, values, filled
@@ -148,18 +152,16 @@ def _fake(
     in_bias: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    num_heads, dtype, keys_and_values = others[-3:]
+    num_heads, dtype, keys_and_values, for_backward = others[-4:]
     width, rows = target.shape[-1], math.prod(target.shape[:-1])
     q = target.new_empty(rows, num_heads, width // num_heads, dtype=dtype)
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
-    _, _, stats = target_attention_fake(history.new_empty(shape), history, offsets, query_offsets)
-    rows_absorbed = _num_absorbed(
-        keys_and_values, target, history, offsets, query_offsets, num_heads
-    )
-    u, pooled = (history.new_empty(rows_absorbed, *shape[-2:]) for _ in range(2))
+    query = history.new_empty(shape)
+    _, _, stats = target_attention_fake(query, history, offsets, query_offsets, for_backward)
+    layout = (target, history, offsets, query_offsets, num_heads)
+    u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
     values = q.new_empty(rows, width)
     filled = q.new_empty(0 if in_bias is None else rows)
-    rest = pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
     return q.new_empty(target.shape), q, u, pooled, rest, stats, values, filled
 
 
@@ -182,6 +184,7 @@ def _backward(
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
+    for_backward: bool,
     out: Tensor,
     q: Tensor,
     u: Tensor,
@@ -229,8 +232,8 @@ def _backward(
         grad_pooled = _multiply(grad_values_by_head, w_v).to(dtype=history.dtype)
         grad_u, *grads_of_tables = target_attention_backward(
             grad_pooled.view(*shape),
-            (True, needs_history, False, False, False, needs_position, needs_age, False, False),
-            u.view(*shape), history, offsets, query_offsets, *biases, scale,
+            (True, needs_history, *[False] * 3, needs_position, needs_age, *[False] * 3),
+            u.view(*shape), history, offsets, query_offsets, *biases, scale, for_backward,
             pooled.view(*shape), rest, stats,
         )  # fmt: skip
         grad_history = grads_of_tables.pop(0) if needs_history else None
@@ -293,24 +296,26 @@ def _is_explicit(
     return num_targets * less_per_target > more_per_sample
 
 
-def _num_absorbed(
+def _empty_absorbed(
+    for_backward: bool,
     keys_and_values: str,
     target: Tensor,
     history: Tensor,
     offsets: Tensor,
     query_offsets: Tensor | None,
     num_heads: int,
-) -> int:
-    """Rows of those outputs that explicit keys and values have no use for: ``R``, or none.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``u``, ``pooled`` and what that was rounded by, of ``R`` rows, with nothing in them.
 
-    But ``R`` where the number of jagged targets decides: no shape may depend on what it says.
+    Of no row for explicit keys and values or without a gradient, which have no use for them. But of
+    ``R`` where the number of jagged targets decides: no shape may depend on what it says.
     """
     depends = query_offsets is not None and keys_and_values == "auto"
-    if not depends and _is_explicit(
-        keys_and_values, target, history, offsets, query_offsets, num_heads
-    ):
-        return 0
-    return math.prod(target.shape[:-1])
+    layout = (target, history, offsets, query_offsets, num_heads)
+    unused = not for_backward or (not depends and _is_explicit(keys_and_values, *layout))
+    rows = 0 if unused else math.prod(target.shape[:-1])
+    u, pooled = (history.new_empty(rows, num_heads, history.shape[1]) for _ in range(2))
+    return u, pooled, pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
 
 
 def _projections(

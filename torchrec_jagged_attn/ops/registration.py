@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
@@ -79,7 +80,7 @@ def register_op(
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(*inputs[:num_tensors], *outputs)
         ctx.constants = inputs[num_tensors:]
-        ctx.is_direct = call is run
+        ctx.is_direct = call is run and _saves_as_they_are()
         return outputs
 
     def node_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -134,7 +135,7 @@ def register_op_of_ops(
         with torch._C._AutoDispatchBelowAutograd():
             out = call(*inputs)
         save(ctx, inputs, out)
-        ctx.is_direct = call is run
+        ctx.is_direct = call is run and _saves_as_they_are()
         return out
 
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,6 +204,11 @@ def _is_direct(keys: torch._C.DispatchKeySet) -> bool:
     node of autograd alone.)
     """
     return not keys.raw_repr() & OTHERS_THAN_A_DEVICE
+
+
+def _saves_as_they_are() -> bool:
+    """Whether no hook gives backward other tensors than forward has saved, say of a subclass."""
+    return _top_saved_tensors_default_hooks(True) is None
 
 
 def _define(
