@@ -16,6 +16,8 @@ distance to the query. Gradients of tables are summed by tile, then over the til
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -252,10 +254,17 @@ class _Call:
         return tile | {"num_stages": 3}
 
     def _small_tile(self) -> dict:
-        """Tile of exact fp32, or of wide rows, whose operands fill shared memory."""
+        """Tile of exact fp32, or of wide rows, whose operands fill shared memory.
+
+        Most is what the gradient of keys takes: four operands, or five of TF32, and scores.
+        """
         block = tile_rows(self.row_bytes, self.precision, registers=8192)
         if self.precision == "ieee":
             block = min(block, 32)  # scores of larger ones spill
+        operands = 5 if self.row_bytes == 4 * self.width and self.precision == "tf32" else 4
+        room = _room(self.inputs[0].device)
+        while block > 16 and block * (operands * self.row_bytes + 4 * block + 16) > room:
+            block //= 2
         warps = 4 if self.row_bytes < 512 else 8
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
 
@@ -270,6 +279,15 @@ class _Call:
                 self.offsets[own], self.offsets[other], capacity, self.short, block, together
             )
         return self.lists[block, own]
+
+
+@functools.cache
+def _room(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if device.type != "cuda":
+        return 2**31
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
 
 
 def _rows(x: Tensor) -> Tensor:
