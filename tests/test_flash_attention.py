@@ -501,6 +501,11 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(dtype):
             r"q must have shape \[ΣLq, H, D\] = \[any, any, any",
         ),
         ({"q": torch.zeros(7, 2, 8).long()}, TypeError, "q must be one of .* got torch.int64"),
+        (
+            {"q": torch.zeros(7, 0, 8)},
+            ValueError,
+            r"q must have at least one head, got \[7, 0, 8\]",
+        ),
         ({"q": torch.zeros(7, 3, 8)}, ValueError, "multiple of the 2 heads of k, got 3 heads"),
         ({"k": torch.zeros(7, 2, 9)}, ValueError, r"k must have shape .* = \[any, any, 8\], got"),
         ({"k": torch.zeros(7, 2, 8).half()}, TypeError, "k must be torch.float32 as q is, got"),

@@ -329,6 +329,8 @@ def jagged_flash_attention(
             raise ValueError(
                 f"relative_bias must have at least one bucket, got {list(relative_bias.shape)}"
             )
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
