@@ -29,7 +29,9 @@ from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash_short import backward_short_kernel, forward_short_kernel
 from torchrec_jagged_attn.kernels.launch import Launcher
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "paths"]
+
+SHORT = 32  # rows of a sample that one tile takes whole
 
 _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
@@ -220,7 +222,7 @@ class _Call:
         self.tables = dict(zip("PAR", sizes, strict=True))
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
         half = q.element_size() == 2
-        self.short = 32 if half and self.row_bytes <= 256 and not biased else 0
+        self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
         self.plain = not biased and scale >= 0
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
@@ -279,6 +281,17 @@ class _Call:
                 self.offsets[own], self.offsets[other], capacity, self.short, block, together
             )
         return self.lists[block, own]
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """What kernels of their own take on ``device``, see :class:`_Call`, by the name of these."""
+    found = {
+        "triton, whole samples": f"samples of up to {SHORT} rows on both sides: half precision, "
+        "widths <= 128, no bias"
+    }
+    if flash_hopper.multiprocessors(device):
+        found["gluon, Hopper"] = f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0"
+    return found
 
 
 @functools.cache
