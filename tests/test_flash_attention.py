@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from triton import knobs
 
 from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.kernels import flash_attention
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -105,6 +106,15 @@ def test_heads_packed_with_keys_and_values():
 def test_tf32(width):
     case = Case("tf32", 9, 70, 2, width)
     assert_right(make_flash_inputs(case, "cuda", kv_heads=1))
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float16, 256), (torch.float32, 128)], ids=str)
+def test_less_shared_memory(width, dtype, device, monkeypatch):
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    monkeypatch.setattr(flash_attention, "_room", lambda device: 99 * 1024)
+    assert_right(inputs_of([3, 70, 0, 5], [40, 70, 4, 1], device, dtype, bias=True, width=width))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -516,6 +526,11 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
             r"q must have shape \[ΣLq, H, D\] = \[any, any, any",
         ),
         ({"q": torch.zeros(7, 2, 8).long()}, TypeError, "q must be one of .* got torch.int64"),
+        (
+            {"q": torch.zeros(7, 0, 8)},
+            ValueError,
+            r"q must have at least one head, got \[7, 0, 8\]",
+        ),
         ({"q": torch.zeros(7, 3, 8)}, ValueError, "multiple of the 2 heads of k, got 3 heads"),
         ({"k": torch.zeros(7, 2, 9)}, ValueError, r"k must have shape .* = \[any, any, 8\], got"),
         ({"k": torch.zeros(7, 2, 8).half()}, TypeError, "k must be torch.float32 as q is, got"),

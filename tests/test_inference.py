@@ -51,9 +51,15 @@ class Scorer(nn.Module):
         return self.dlrm(dense, features)
 
 
-def make_scorer(tables: str, device: torch.device, tags: PoolingType = PoolingType.MEAN) -> Scorer:
+def make_scorer(
+    tables: str,
+    device: torch.device,
+    tags: PoolingType = PoolingType.MEAN,
+    encoder_layers: int = 0,
+) -> Scorer:
     """With tables as they were trained (``"fp32"``) or quantized."""
-    scorer = Scorer(make_model(tags=tags).model.to(device)).eval()
+    model = make_model(tags=tags, encoder_layers=encoder_layers).model
+    scorer = Scorer(model.to(device)).eval()
     if tables != "fp32":
         dtype, output_dtype = QUANTIZED[tables]
         quantize_inference_model(scorer, quantization_dtype=dtype, output_dtype=output_dtype)
@@ -215,6 +221,15 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
         torch.export.save(program, tmp_path / "scorer.pt2")
         assert_equal(torch.export.load(tmp_path / "scorer.pt2").module(), scorer, device)
         assert_equal(export(scorer, device, strict=True).module(), scorer, device)
+
+
+def test_encoder_layers(device: torch.device):
+    scorer = make_scorer("fp32", device, encoder_layers=2)
+    traced = trace(scorer)
+    assert_equal(traced, scorer, device)
+    assert_equal(torch.jit.script(traced), scorer, device)
+    for strict in (False, True):
+        assert_equal(export(scorer, device, strict).module(), scorer, device)
 
 
 @packages_load

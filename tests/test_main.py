@@ -47,9 +47,32 @@ def test_an_absent_package_is_no_error(monkeypatch):
     assert ("torchrec", "not installed") in __main__.versions()
 
 
-def test_says_where_a_kernel_for_hopper_is_taken(monkeypatch):
-    from torchrec_jagged_attn import __main__
+A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
 
-    monkeypatch.setattr(__main__.flash_hopper, "multiprocessors", lambda device: 132)
-    of_hopper = {name for name, _, _, why in __main__.paths() if "Hopper" in why}
-    assert of_hopper == {"jagged_flash_attention"}
+
+@pytest.mark.parametrize(
+    ("room", "multiprocessors", "expected"),
+    [
+        (0, 0, []),
+        (A10, 0, ["gluon", "gluon, one warp"]),
+        (A100, 0, ["gluon", "gluon, one warp"]),
+        (H100, 0, ["gluon", "gluon, one warp", "gluon, a few warps"]),
+        (H100, 132, ["gluon", "gluon, one warp", "gluon, a few warps", "gluon, wgmma"]),
+    ],
+)
+def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
+    from torchrec_jagged_attn import __main__
+    from torchrec_jagged_attn.kernels import flash_hopper, target_attention
+
+    monkeypatch.setattr(__main__.ops, "implementation", lambda device: ("triton", "CUDA device"))
+    monkeypatch.setattr(target_attention, "_room_for_warps", lambda device: room)
+    for module in (flash_hopper, target_attention):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
+    paths = {}
+    for op, _, path, why in __main__.paths():
+        assert why
+        paths.setdefault(op, []).append(path)
+    flash = ["triton", "triton, whole samples", *["gluon, Hopper"] * (multiprocessors > 0)]
+    assert paths.pop("jagged_flash_attention") == flash
+    assert paths.pop("jagged_target_attention") == ["triton", *expected]
+    assert all(of_op == ["triton"] for of_op in paths.values())

@@ -1,16 +1,26 @@
 """What a call of an op passes on its way to the device."""
 
+import functools
 from typing import ClassVar
 
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.ops import jagged_softmax, jagged_target_attention
+from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.ops import (
+    jagged_dense_add,
+    jagged_dense_bmm,
+    jagged_flash_attention,
+    jagged_softmax,
+    jagged_target_attention,
+)
 from torchrec_jagged_attn.ops.registration import _is_direct
 
 
@@ -132,3 +142,46 @@ def test_compiled_autograd_makes_one_graph(function, leaves):
     with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         out.backward()
     torch.testing.assert_close([leaf.grad for leaf in leaves], expected)
+
+
+def attend_flash(leaves):
+    x = leaves[1].unsqueeze(1)
+    return jagged_flash_attention(x, x, x, torch.tensor([0, 2, 5], device=x.device))
+
+
+@functools.cache
+def attention_on(device):
+    return JaggedTargetAttention(16, 2, device=device)
+
+
+def attend_by_module(leaves):
+    history = JaggedTensor(leaves[1], offsets=torch.tensor([0, 2, 5], device=leaves[1].device))
+    return attention_on(leaves[1].device)(leaves[0].squeeze(1), history)
+
+
+def multiply(leaves):
+    offsets = torch.tensor([0, 2, 5], device=leaves[1].device)
+    return jagged_dense_bmm(leaves[1], leaves[0].mT, offsets)
+
+
+def add(leaves):
+    offsets = torch.tensor([0, 2, 5], device=leaves[1].device)
+    return jagged_dense_add(leaves[1], leaves[0].squeeze(1), offsets)
+
+
+@pytest.mark.parametrize(
+    "function", [attend, attend_flash, attend_by_module, softmax, multiply, add]
+)
+def test_forward_mode_is_refused(function, leaves):
+    query, history = (leaf.detach() for leaf in leaves)
+    out = function(leaves)
+    message = "has no forward-mode derivative, got a dual tensor"
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(lambda x: function([query, x]), (history,), (history,))
+    with forward_ad.dual_level():
+        function([query, history])  # which have no tangent
+        with pytest.raises(NotImplementedError, match=message):
+            function([query, forward_ad.make_dual(history, history)])
+        grad_out = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match=message):
+            torch.autograd.grad(out, leaves, grad_out, allow_unused=True)

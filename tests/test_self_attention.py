@@ -142,11 +142,15 @@ def test_autocast_gives_its_dtype():
     assert module(history).values().dtype == torch.float32
 
 
-def test_fx_traces_the_layer():
-    layer = HistoryEncoderLayer(16, 2)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "recency_bias": False}], ids=str)
+def test_traced_and_scripted(options, device):
+    layer = HistoryEncoderLayer(16, 2, **options).to(device)
+    lengths = torch.tensor([1, 3], device=device)
+    history = JaggedTensor(torch.randn(4, 16, device=device), lengths=lengths)
+    expected = layer(history).values()
     traced = torch.fx.symbolic_trace(layer)
-    history = JaggedTensor(torch.randn(4, 16), lengths=torch.tensor([1, 3]))
-    torch.testing.assert_close(traced(history).values(), layer(history).values())
+    for same in (traced, torch.jit.script(traced), torch.jit.script(layer)):
+        assert torch.equal(same(history).values(), expected)
 
 
 @pytest.mark.parametrize(

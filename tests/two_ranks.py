@@ -156,6 +156,7 @@ def make_model(
     device: torch.device = CPU,
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
+    encoder_layers: int = 0,
 ) -> DLRMTrain:
     torch.manual_seed(0)
     tables = [
@@ -171,7 +172,11 @@ def make_model(
         for name, features in FEATURES.items()
     ]
     attention = TargetAttentionConfig(
-        ["item", "cat"], ["hist", "hist_cat"], num_heads=2, timestamps="times"
+        ["item", "cat"],
+        ["hist", "hist_cat"],
+        num_heads=2,
+        timestamps="times",
+        encoder_layers=encoder_layers,
     )
     collection = TargetAttentionEmbeddingBagCollection(tables, [attention], device=device)
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))

@@ -1,4 +1,4 @@
-"""``python -m torchrec_jagged_attn``: versions, devices, and the path of each op here, and why."""
+"""``python -m torchrec_jagged_attn``: versions, devices, and the paths of each op here, and why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.kernels import flash_hopper
+from torchrec_jagged_attn.kernels import flash_attention, target_attention
+
+# Of ops that have more than one path on a device.
+KERNELS = {
+    "jagged_flash_attention": flash_attention,
+    "jagged_target_attention": target_attention,
+}
 
 
 def versions() -> list[tuple[str, str]]:
@@ -48,19 +54,23 @@ def devices() -> list[tuple[torch.device, str]]:
 
 
 def paths() -> list[tuple[str, str, str, str]]:
-    """Op, device, path and reason, for every public op on every device here."""
+    """Op, device, path and what takes it, for every public op on every device here."""
     names = [name for name in ops.__all__ if name in torchrec_jagged_attn.__all__]
     return [
-        (name, str(device), *path_of(name, device)) for name in names for device, _ in devices()
+        (name, str(device), *path)
+        for name in names
+        for device, _ in devices()
+        for path in paths_of(name, device)
     ]
 
 
-def path_of(name: str, device: torch.device) -> tuple[str, str]:
-    """Path of an op on a device, and why."""
+def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
+    """Paths of an op on a device, and what takes each; the first one takes all else."""
     path, why = ops.implementation(device)
-    if name == "jagged_flash_attention" and flash_hopper.multiprocessors(device):
-        why += "; Gluon for Hopper: bf16 and fp16 without biases, widths of 33 to 128"
-    return path, why
+    found = [(path, why)]
+    if path == "triton" and name in KERNELS:
+        found += KERNELS[name].paths(device).items()
+    return found
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

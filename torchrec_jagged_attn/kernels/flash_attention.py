@@ -16,6 +16,8 @@ distance to the query. Gradients of tables are summed by tile, then over the til
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,9 @@ from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash_short import backward_short_kernel, forward_short_kernel
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "paths"]
+
+SHORT = 32  # rows of a sample that one tile takes whole
 
 _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
@@ -221,7 +225,7 @@ class _Call:
         self.tables = dict(zip("PAR", sizes, strict=True))
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
         half = q.element_size() == 2
-        self.short = 32 if half and self.row_bytes <= 256 and not biased else 0
+        self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
         self.plain = not biased and scale >= 0
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
@@ -259,10 +263,17 @@ class _Call:
         return tile | {"num_stages": 3}
 
     def _small_tile(self) -> dict:
-        """Tile of exact fp32, or of wide rows, whose operands fill shared memory."""
+        """Tile of exact fp32, or of wide rows, whose operands fill shared memory.
+
+        Most is what the gradient of keys takes: four operands, or five of TF32, and scores.
+        """
         block = tile_rows(self.row_bytes, self.precision, registers=8192)
         if self.precision == "ieee":
             block = min(block, 32)  # scores of larger ones spill
+        operands = 5 if self.row_bytes == 4 * self.width and self.precision == "tf32" else 4
+        room = _room(self.inputs[0].device)
+        while block > 16 and block * (operands * self.row_bytes + 4 * block + 16) > room:
+            block //= 2
         warps = 4 if self.row_bytes < 512 else 8
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
 
@@ -277,6 +288,26 @@ class _Call:
                 self.offsets[own], self.offsets[other], capacity, self.short, block, together
             )
         return self.lists[block, own]
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """What kernels of their own take on ``device``, see :class:`_Call`, by the name of these."""
+    found = {
+        "triton, whole samples": f"samples of up to {SHORT} rows on both sides: half precision, "
+        "widths <= 128, no bias"
+    }
+    if flash_hopper.multiprocessors(device):
+        found["gluon, Hopper"] = f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0"
+    return found
+
+
+@functools.cache
+def _room(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if device.type != "cuda":
+        return 2**31
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
 
 
 def _rows(x: Tensor) -> Tensor:

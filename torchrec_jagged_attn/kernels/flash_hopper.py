@@ -32,7 +32,7 @@ from torchrec_jagged_attn.kernels.flash_schedule import FIELDS
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 from torchrec_jagged_attn.kernels.warp_tiles import wait_for_last_kernel
 
-__all__ = ["BLOCK_M", "forward", "multiprocessors", "takes"]
+__all__ = ["BLOCK_M", "TAKEN", "forward", "multiprocessors", "takes"]
 
 BLOCK_M = 128  # queries of a tile
 BLOCK_N = 128  # keys of a tile
@@ -397,8 +397,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+TAKEN = "half precision, widths that 8 divides, the larger 33 to 128, rows at multiples of 16 bytes"
+
+
 def takes(q: Tensor, k: Tensor, v: Tensor, width: int) -> bool:
-    """Whether :func:`forward` takes these inputs, ``width`` wide in shared memory.
+    """Whether :func:`forward` takes these inputs, ``width`` wide in shared memory: ``TAKEN``.
 
     It depends on nothing that differs from batch to batch, but for a batch without keys.
     """

@@ -51,6 +51,8 @@ DENSE, SHARED, JAGGED = (
     for layout in (target_schedule.DENSE, target_schedule.SHARED, target_schedule.JAGGED)
 )
 WARP_ROWS = BLOCK_R.value
+BUCKETS_OF_WARPS = 256  # of both tables, which lie in shared memory
+ROOM_OF_WARPS = 200_000  # bytes of shared memory that some warps together need more than
 
 _forward = Launcher(forward_kernel)
 _combine_outputs = Launcher(combine_outputs_kernel)
@@ -358,11 +360,13 @@ class _Plan:
             and aligned
             and (width | history_stride) % (16 // element_size) == 0
             and (not bias or num_targets == 1)
-            and self.buckets <= 256  # a table lies in shared memory
+            and self.buckets <= BUCKETS_OF_WARPS
         ):
             self.one_warp = self.rows <= WARP_ROWS and width <= 256 and room_for_warps > 0
             most = 64 if self.half else 32
-            few_warps = WARP_ROWS < self.rows <= most and width <= 128 and room_for_warps > 200_000
+            few_warps = (
+                WARP_ROWS < self.rows <= most and width <= 128 and room_for_warps > ROOM_OF_WARPS
+            )
             # Backward of half precision, Triton's kernels are faster, but for tables.
             slower = backward and self.half and not self.buckets
             # Gradients of a bias of each row, and of larger tables, are those kernels' of warps.
@@ -487,6 +491,29 @@ class _Plan:
 
 
 _plan = functools.lru_cache(maxsize=1024)(_Plan)
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """What :class:`_Plan` gives to kernels in Gluon on ``device``, by the name of these."""
+    if not _room_for_warps(device):
+        return {}
+    found = {
+        "gluon": "as many targets for each sample, history rows at multiples of 16 bytes, tables "
+        f"of up to {BUCKETS_OF_WARPS} buckets together, a bias of each row with one target only",
+        "gluon, one warp": f"of those, up to {WARP_ROWS} query rows (targets × heads) of a sample, "
+        "width <= 256",
+    }
+    few = f"of those, {WARP_ROWS + 1} to 64 query rows, width <= 128"
+    if _room_for_warps(device) > ROOM_OF_WARPS:
+        found["gluon, a few warps"] = (
+            f"{few}: fp32 of up to 32; half precision, backward with tables only"
+        )
+    if multiprocessors(device):
+        found["gluon, wgmma"] = (
+            f"{few}, before a few warps: half precision, rows that do not overlap; backward "
+            f"without a bias of each row, of up to {BUCKETS.value} buckets in a table"
+        )
+    return found
 
 
 @functools.cache

@@ -1,16 +1,18 @@
 """``JaggedSelfAttention`` and ``HistoryEncoderLayer``: rows of a history attend to each other."""
 
-from __future__ import annotations
+# FX and torch.jit.script read annotations, so they are no strings here.
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.layout import check_offsets_metadata
 from torchrec_jagged_attn.modules.target_attention import RecencyBias
-from torchrec_jagged_attn.ops.attention import jagged_flash_attention
+from torchrec_jagged_attn.ops.attention import _flash_attention, jagged_flash_attention
 from torchrec_jagged_attn.ops.checks import (
     check_float,
     check_heads,
@@ -128,7 +130,7 @@ class JaggedSelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}"
 
 
-@torch.fx.wrap  # what checks the batch is a leaf for FX
+@torch.fx.wrap  # what checks the batch is a leaf for FX; torch.jit.script takes it
 def _attend(
     history: JaggedTensor,
     in_weight: Tensor,
@@ -144,26 +146,40 @@ def _attend(
     width = in_weight.shape[1] // num_heads
     qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
     q, k, v = qkv.unbind(1)
-    out = jagged_flash_attention(q, k, v, offsets, relative_bias=relative_bias, causal=causal)
+    if is_scripting():
+        scale = 1 / math.sqrt(width)
+        tables = (None, None, None, None, relative_bias)
+        out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *tables, causal, scale)
+    else:
+        out = jagged_flash_attention(q, k, v, offsets, relative_bias=relative_bias, causal=causal)
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
+
+
+# torch.jit.script takes the packet of an op, not its overloads.
+_flash_attention_packet = _flash_attention.overloadpacket
 
 
 def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The rows, in the dtype of ``weight`` (``[·, E]``), and the offsets of a checked history."""
-    if not isinstance(history, JaggedTensor):
+    if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
+    if not is_scripting():
+        _check_rows(rows, offsets, weight.shape[1])
+    return rows.to(weight.dtype), offsets
+
+
+def _check_rows(rows: Tensor, offsets: Tensor, embed_dim: int) -> None:
     if not rows.is_floating_point():
         raise TypeError(
             f"history must hold floating-point embeddings, got {rows.dtype}: look the ids up in an "
             "EmbeddingCollection first"
         )
     check_float(rows, "history")
-    check_shape(rows, "history.values()", "[N, E]", (None, weight.shape[1]))
+    check_shape(rows, "history.values()", "[N, E]", (None, embed_dim))
     check_offsets_metadata(offsets, "history.offsets()")
     check_same(rows, "history", dtype=False, offsets=offsets)
     check_offsets_values(offsets, rows.shape[0], "history.offsets()")
-    return rows.to(weight.dtype), offsets
 
 
 class HistoryEncoderLayer(nn.Module):

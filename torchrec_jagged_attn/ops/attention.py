@@ -273,7 +273,9 @@ def jagged_flash_attention(
     :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
     Args:
-        q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512.
+        q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
+            rows wider than 256 need a GPU that gives a block 163 KiB of shared memory, as A100 and
+            H100 do; all else, 99 KiB.
         k: ``[ΣLk, Hk, D]``, dtype of ``q``; ``H`` must be a multiple of ``Hk``, and head ``h`` of
             ``q`` reads head ``h // (H / Hk)`` of ``k`` and ``v``.
         v: ``[ΣLk, Hk, Dv]``, dtype of ``q``, ``Dv`` in 1…512.
@@ -336,6 +338,8 @@ def jagged_flash_attention(
             raise ValueError(
                 f"relative_bias must have at least one bucket, got {list(relative_bias.shape)}"
             )
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd import forward_ad
 
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
@@ -186,6 +187,8 @@ def _differentiate(
     node = type(name, (torch.autograd.Function,), functions)
 
     def autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, inputs)
         call = run if _is_direct(keys) else op
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return node.apply(*inputs, call)
@@ -193,6 +196,13 @@ def _differentiate(
             return call(*inputs)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
+    """Forward-mode derivatives are not made: without an error they would be zero."""
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")
 
 
 def _is_direct(keys: torch._C.DispatchKeySet) -> bool:
@@ -221,6 +231,8 @@ def _define(
     """
 
     def run(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:  # gradients, too, may have a tangent
+            _refuse_tangents(name, arguments)
         with torch._C._DisableAutocast(), torch.cuda.device_of(arguments[0]):
             return implementation(*arguments)
 
