@@ -24,7 +24,9 @@ nothing of that size. With ``T`` targets per sample, each history row then takes
     backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
     together    3·D               4·D + 16·E                elements moved
 
-so that from some number of targets on explicit ones pay off, if H·D is more than E.
+so that from some number of targets on explicit ones pay off, if H·D is more than E. ``"auto"`` adds
+them up, an element moved as FLOPS_PER_ELEMENT, for all samples. But attention over keys does not
+split histories over a GPU: with fewer targets in all than fill it, it takes no less time.
 """
 
 from __future__ import annotations
@@ -48,9 +50,13 @@ from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["multi_head_target_attention"]
 
-# How many FLOPs take as long as moving an element does. On CUDA an estimate, for 16-bit rows on an
-# H200: attention at 250 TFLOP/s, memory at 4 TB/s. On CPU arithmetic takes all of the time.
-FLOPS_PER_ELEMENT = {"cuda": 128, "cpu": 0}
+# How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
+# at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
+# the calls that each sample's keys and values take, where histories have about 100 rows.
+FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 32, ("cpu", 4): 32}
+# How many query rows (targets · heads) attention over keys needs for all its speed: 64 for every
+# second multiprocessor of an H200.
+ROWS_TO_FILL = {"cuda": 4096, "cpu": 0}
 
 
 def _forward(
@@ -278,19 +284,24 @@ def _is_explicit(
 ) -> bool:
     """Whether to make keys and values; where ``"auto"``, by what the top of this file counts.
 
-    From shapes alone: of jagged targets, it takes their mean number per sample.
+    From shapes alone; of targets ``[B, T, E]`` not from ``B``, which what is traced leaves open.
     """
     if keys_and_values != "auto":
         return keys_and_values == "explicit"
-    embed_dim, history_dim = target.shape[-1], history.shape[1]
-    less_per_target = 18 * (num_heads * history_dim - embed_dim)
-    more_elements = history_dim + 16 * embed_dim
-    flops_per_element = FLOPS_PER_ELEMENT[history.device.type]
-    more_per_sample = 16 * history_dim * embed_dim + flops_per_element * more_elements
+    embed_dim, history_dim, device_type = target.shape[-1], history.shape[1], history.device.type
     if query_offsets is not None:
-        return target.shape[0] * less_per_target > (offsets.numel() - 1) * more_per_sample
-    num_targets = 1 if target.dim() == 2 else target.shape[1]
-    return num_targets * less_per_target > more_per_sample
+        num_samples, num_targets = offsets.numel() - 1, target.shape[0]
+        num_to_fill = ROWS_TO_FILL[device_type] // num_heads
+    else:
+        num_samples, num_targets = 1, 1 if target.dim() == 2 else target.shape[1]
+        num_to_fill = 0
+    flops_per_element = FLOPS_PER_ELEMENT[device_type, min(history.element_size(), 4)]
+    more_per_sample = (
+        16 * history_dim * embed_dim + (history_dim + 16 * embed_dim) * flops_per_element
+    )
+    absorbed = 18 * num_targets * num_heads * history_dim
+    explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
+    return absorbed > explicit
 
 
 def _num_absorbed(
