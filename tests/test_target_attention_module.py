@@ -225,6 +225,13 @@ def test_any_number_of_targets(num_targets, road, device):
     assert_right(module, inputs, timestamps=timestamps)
 
 
+def test_gradients_of_biases_over_many_targets(road, device):
+    """Sums of thousands of rows."""
+    module = JaggedTargetAttention(32, 2, recency_bias=False, device="meta", **road)
+    inputs = make_inputs(module, [3, 0, 5, 2], device, targets=1024)
+    assert_right(module, inputs, attend_by_formula)
+
+
 @pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
 def test_jagged_targets(name, recency_bias, road, device):

@@ -260,17 +260,17 @@ def _backward(
             for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
             if need
         ]
-    ones = grad_q.new_ones(grad_q.shape[0])  # sums of many rows are fast as products
+    ones = grad_q.new_ones(grad_q.shape[0])
     if in_bias is not None and needs_bias:
         grad_bias = grad_q.new_zeros(*in_bias.shape)
         grad_b_q, _, grad_b_v = grad_bias.chunk(3)
-        torch.mv(grad_q.T, ones, out=grad_b_q)
-        torch.mv(grad_values.T, filled, out=grad_b_v)
+        _weighted_sum(grad_q, ones, out=grad_b_q)
+        _weighted_sum(grad_values, filled, out=grad_b_v)
         grads.append(grad_bias.to(dtype=in_bias.dtype))
     if needs_out_weight:
         grads.append((grad_out.T @ values).to(dtype=out_weight.dtype))
     if out_bias is not None and needs_out_bias:
-        grads.append(torch.mv(grad_out.T, ones).to(dtype=out_bias.dtype))
+        grads.append(_weighted_sum(grad_out, ones).to(dtype=out_bias.dtype))
     return grads + grads_of_tables
 
 
@@ -371,6 +371,13 @@ def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
     out = x.new_empty(rows, heads, matrices.shape[2])
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
     return out
+
+
+def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """``[E]``: sum of the rows of ``x`` ``[R, E]``, each times its own of ``[R]`` weights."""
+    if x.device.type == "cpu":  # where a product adds one row after the other, and rounds as often
+        return torch.sum(x * weights.unsqueeze(1), 0, out=out)
+    return torch.mv(x.T, weights, out=out)
 
 
 def _query_shape(
