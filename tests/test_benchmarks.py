@@ -39,9 +39,10 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["giant", "serving", "serving_kernel", "skew", "table1", "targets"]
+    others = ["giant", "serving", "serving_kernel", "skew", "table1"]
+    sweeps = ["targets", "targets_fp32"]
     self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
-    assert list(SUITES) == sorted([*TRAINING, *others, *self_attention])
+    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
@@ -141,7 +142,9 @@ def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
     expected = {
         "floor",
         "ours",
+        "ours-explicit",
         "ours+recency",
+        "ours-explicit+recency",
         "ours-kernel",
         "padded-sdpa",
         "linear+fbgemm-chain",
@@ -349,6 +352,7 @@ def test_small_cases_are_the_default_on_cpu():
         "cpu-half-full",
         "cpu-skewed",
         "cpu-movielens",
+        *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64)),
     ]
     on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases
     assert {"rank-1k", "giant", *serving.DEFAULT} <= set(on_gpu)

@@ -256,23 +256,43 @@ def test_bias_shifts_nothing(device):
         torch.testing.assert_close(results[name], value, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.usefixtures("nan_filled_memory")
 def test_jagged_queries_do_not_see_how_many_the_others_have(device):
-    inputs = inputs_of([30] + [5] * 8, device)
-    targets = torch.tensor([40] + [1] * 8)
+    """Nor where they are cut: all but the short ones have several chunks, the first many blocks."""
+    lengths, targets = torch.tensor([700, 5, 530, 520, 5]), torch.tensor([40, 1, 20, 8, 3])
+    inputs = inputs_of(lengths, device)
     generator = torch.Generator().manual_seed(1)
-    inputs["query"] = torch.randn(48, 2, 16, generator=generator).to(device)
+    inputs["query"] = torch.randn(72, 2, 16, generator=generator).to(device)
     inputs["query_offsets"] = offsets_of(targets, torch.int64, device)
-    grad_out = torch.randn(48, 2, 16, generator=generator).to(device)
+    grad_out = torch.randn(72, 2, 16, generator=generator).to(device)
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    alone = {
-        "query": inputs["query"][:40],
-        "history": inputs["history"][:30],
-        "bias": inputs["bias"][:30],
-        "offsets": inputs["offsets"][:2],
-        "query_offsets": inputs["query_offsets"][:2],
-    }
-    for name, value in outputs_and_gradients(jagged_target_attention, alone, grad_out[:40]).items():
-        assert torch.equal(value, whole[name][: len(value)]), f"{name} depends on the batch"
+    torch.testing.assert_close(whole["out"], target_attention_oracle(**inputs))
+    for sample in (0, 2, 3):
+        rows = slice(*inputs["offsets"][sample : sample + 2].tolist())
+        queries = slice(*inputs["query_offsets"][sample : sample + 2].tolist())
+        alone = {
+            "query": inputs["query"][queries],
+            "history": inputs["history"][rows],
+            "bias": inputs["bias"][rows],
+            "offsets": offsets_of(lengths[[sample]], torch.int64, device),
+            "query_offsets": offsets_of(targets[[sample]], torch.int64, device),
+        }
+        results = outputs_and_gradients(jagged_target_attention, alone, grad_out[queries])
+        for name, value in results.items():
+            of = rows if name in ("history", "bias") else queries
+            assert torch.equal(value, whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.parametrize("layout", ["dense", "shared", "jagged"])
+def test_many_query_rows_over_several_chunks(layout, device):
+    """64 targets of 4 heads; of the jagged ones, 120 of the long sample."""
+    inputs = inputs_of([2100, 0, 17], device, torch.float16, num_heads=4, num_targets=64)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = inputs["query"].flatten(0, 1)
+        inputs["query_offsets"] = torch.tensor([0, 120, 150, 192], device=device)
+    assert_right(inputs)
 
 
 def test_strided_inputs_and_gradients(device):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import skip_unless_supported
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
@@ -20,6 +21,7 @@ from torchrec_jagged_attn.ops.attention import (
     flash_attention_forward,
     target_attention_forward,
 )
+from torchrec_jagged_attn.ops.multi_head import _is_explicit
 from torchrec_jagged_attn.testing import (
     CASES,
     assert_close,
@@ -221,6 +223,13 @@ def test_any_number_of_targets(num_targets, road, device):
     counts = [num_targets, 3, 0, 1, 9]
     inputs = make_inputs(module, lengths, device, torch.float16, targets=counts)
     assert_right(module, inputs, timestamps=timestamps)
+
+
+def test_gradients_of_biases_over_many_targets(road, device):
+    """Sums of thousands of rows."""
+    module = JaggedTargetAttention(32, 2, recency_bias=False, device="meta", **road)
+    inputs = make_inputs(module, [3, 0, 5, 2], device, targets=1024)
+    assert_right(module, inputs, attend_by_formula)
 
 
 @pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
@@ -812,6 +821,37 @@ def test_one_head_never_takes_explicit_keys_and_values():
     expected = module(target, history)
     module.keys_and_values = "absorbed"
     assert torch.equal(module(target, history), expected)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit"),
+    [
+        ("cuda", torch.bfloat16, 100, 78, 79),
+        ("cuda", torch.float32, 100, 48, 49),
+        ("cuda", torch.bfloat16, 1, 314, 315),  # too few to fill a GPU by themselves
+        ("cpu", torch.float32, 100, 48, 49),
+        ("cpu", torch.float32, 1, 48, 49),
+    ],
+)
+def test_auto_counts_what_either_way_takes(
+    device_type, dtype, num_samples, most_absorbed, least_explicit
+):
+    """As ``docs/target_attention.md`` has it, of 4 heads and width 128."""
+
+    def is_explicit(num_targets, jagged):
+        with FakeTensorMode():
+            target = torch.empty(num_samples, num_targets, 128, device=device_type, dtype=dtype)
+            history = torch.empty(9, 128, device=device_type, dtype=dtype)
+            offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
+            if jagged:
+                return _is_explicit("auto", target.flatten(0, 1), history, offsets, offsets, 4)
+            return _is_explicit("auto", target, history, offsets, None, 4)
+
+    assert not is_explicit(most_absorbed, jagged=True)
+    assert is_explicit(least_explicit, jagged=True)
+    if num_samples > 1:  # the batch size of others plays no part
+        assert not is_explicit(most_absorbed, jagged=False)
+        assert is_explicit(least_explicit, jagged=False)
 
 
 def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):

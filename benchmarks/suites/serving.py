@@ -31,6 +31,8 @@ DEFAULT = (
     *("u15-t64-l1024-d128", "u15-t1024-l1024-d128", "u15-t2048-l1024-d128"),
     *("u15-t256-l512-d128", "u15-t256-l4096-d128", "u15-t256-l10000-d128"),
     "u15-t256-l1024-d64",
+    # One user's long history is all there is to fill a GPU with.
+    *("u1-t64-l10000-d128", "u1-t256-l10000-d128"),
 )
 
 
@@ -61,7 +63,7 @@ SUITE = replace(
     inputs=make_inputs,
     providers={
         "ours": base.ours,
-        "ours-explicit": functools.partial(base.over_keys, base.ours_explicit),
+        "ours-explicit": base.ours_explicit,
         **{
             f"linear+{name}": functools.partial(base.over_keys, peer)
             for name, peer in UNEVEN_PEERS.items()

@@ -1,11 +1,13 @@
 """Target attention as a model runs it, projections included: ``nn.MultiheadAttention``'s function.
 
-Ours moves the projections to the targets' side and reads the raw history rows; peers project every
-history row into a key and a value, in one matrix product, and attend to those.
+Ours chooses by the number of targets: it moves the projections to their side and reads the raw
+history rows, or projects every history row into a key and a value, in one matrix product, and
+attends to those, as ``ours-explicit`` and peers always do.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 from suites import Cost, Inputs, Suite, UnavailableError
 from suites._attention import PEERS, Attend, bias_as_column
 from suites._cases import TRAINING_CASES
-from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.testing import (
     Case,
     flash_attention_oracle,
@@ -87,7 +88,9 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-def ours(x: Inputs) -> Callable[[], Tensor]:
+def ours(
+    x: Inputs, keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
+) -> Callable[[], Tensor]:
     """``JaggedTargetAttention``, with its recency bias where the inputs have one."""
     try:
         from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -96,7 +99,11 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
     from torchrec_jagged_attn import JaggedTargetAttention
 
     module = JaggedTargetAttention(
-        x.case.width, x.case.num_heads, recency_bias=POSITION_WEIGHT in x.leaves, device="meta"
+        x.case.width,
+        x.case.num_heads,
+        recency_bias=POSITION_WEIGHT in x.leaves,
+        keys_and_values=keys_and_values,
+        device="meta",
     )
     weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
     module.load_state_dict(weights, assign=True)
@@ -107,16 +114,13 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
     return lambda: module(target, history)
 
 
-def ours_explicit(x: Inputs) -> Attend:
-    """``jagged_flash_attention``, behind the interface of peers."""
-    return lambda q, k, v: jagged_flash_attention(q, k, v, x.query_offsets, x.offsets)
-
-
 def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
     """A provider from the maker of a peer."""
     attend = make(x)
     return lambda: explicit(x, attend)
 
+
+ours_explicit = functools.partial(ours, keys_and_values="explicit")
 
 SUITE = Suite(
     name="target_attention",
@@ -127,6 +131,7 @@ SUITE = Suite(
     cost=cost,
     providers={
         "ours": ours,
+        "ours-explicit": ours_explicit,
         **{f"linear+{name}": functools.partial(over_keys, peer) for name, peer in PEERS.items()},
     },
 )

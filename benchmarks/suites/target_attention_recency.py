@@ -59,6 +59,7 @@ SUITE = replace(
     plain=functools.partial(formula, attention=flash_attention_plain),
     providers={
         "ours+recency": base.ours,
+        "ours-explicit+recency": base.ours_explicit,
         **{f"linear+{name}": functools.partial(_over_keys, peer) for name, peer in PEERS.items()},
     },
 )

@@ -1,7 +1,7 @@
 """Target attention from one target per sample to many: over raw rows, or over keys and values?
 
-``ours`` is ``JaggedTargetAttention``; ``ours-explicit`` projects the history and calls
-``jagged_flash_attention``, with work that grows less with the targets, but starts higher.
+``ours`` chooses, as the top of ``ops/multi_head.py`` counts; ``ours-absorbed`` and
+``ours-explicit`` are the two roads, whose crossing it should meet.
 """
 
 import functools
@@ -12,15 +12,21 @@ import torch
 from suites import target_attention as base
 from torchrec_jagged_attn.testing import Case
 
+LARGE = Case("targets", 512, 2048, 4, 128, 1, "log-normal", torch.bfloat16, large=True)
+SMALL = Case("cpu-targets", 64, 200, 4, 64, 1, "uniform")
+
+
+def sweep(case: Case, *targets: int) -> dict[str, Case]:
+    """``case`` with each number of ``targets``, and that in its name."""
+    cases = (replace(case, name=f"{case.name}-{n}", num_targets=n) for n in targets)
+    return {case.name: case for case in cases}
+
+
 SUITE = replace(
     base.SUITE,
     name="targets",
-    cases={
-        name: Case(name, 2048, 2048, 4, 128, targets, "log-normal", torch.bfloat16, large=True)
-        for targets in (1, 2, 4, 8, 16, 32, 64)
-        for name in [f"targets-{targets}"]
-    },
-    providers=base.SUITE.providers
-    | {"ours-explicit": functools.partial(base.over_keys, base.ours_explicit)},
+    cases=sweep(LARGE, 1, 4, 16, 64, 96, 128, 256) | sweep(SMALL, 1, 4, 16, 32, 64),
+    providers={"ours-absorbed": functools.partial(base.ours, keys_and_values="absorbed")}
+    | base.SUITE.providers,
     sweep="T",
 )

@@ -126,7 +126,7 @@ def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
         sample = find_sample(offsets_ptr, num_samples, of_slot, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
-    chunks = count_chunks(length, 1, CHUNK)
+    chunks = count_chunks(length, 1, CHUNK, CHUNK)
     first_slot = begin // CHUNK
     chunk = tl.where(of_slot >= 0, of_slot - first_slot, 0)
     busy = (chunk < chunks) & ((chunk > 0) | (of_slot < 0))
@@ -154,7 +154,7 @@ def _add_chunks_kernel(
     slot = tl.program_id(0).to(tl.int64)
     sample = find_sample(offsets_ptr, num_samples, slot, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
-    chunks = count_chunks(tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin, 1, CHUNK)
+    chunks = count_chunks(tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin, 1, CHUNK, CHUNK)
     if OVERLAP:
         cuda.gdc_wait()
     if (chunks == 1) | (slot != begin // CHUNK):

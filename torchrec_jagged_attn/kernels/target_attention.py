@@ -53,6 +53,9 @@ DENSE, SHARED, JAGGED = (
 WARP_ROWS = BLOCK_R.value
 BUCKETS_OF_WARPS = 256  # of both tables, which lie in shared memory
 ROOM_OF_WARPS = 200_000  # bytes of shared memory that some warps together need more than
+# Forward, samples of up to so many blocks of queries are cut as if they had one. The sums of all
+# chunks then take a byte for each element of the history.
+MOST_SLOTS = 4
 
 _forward = Launcher(forward_kernel)
 _combine_outputs = Launcher(combine_outputs_kernel)
@@ -286,7 +289,7 @@ class _Call:
             _capability(history.device) >= (9, 0),  # which knows dependent launches
             _room_for_groups(history),
         )
-        self.num_slots = history.shape[0] // self.plan.chunk
+        self.num_slots = history.shape[0] // self.plan.slot
         if layout == JAGGED:
             self.num_blocks = total_rows // self.plan.block_r + self.num_samples
         else:
@@ -319,6 +322,7 @@ class _Plan:
         by_group: whether those of ``group_tiles.py`` do.
         listed: whether their programs find chunks by a list of slots, and bring sums together.
         block_r, chunk: query rows, and history rows, that a program takes at least.
+        slot: how many history rows there are for each slot.
         rows_of_slot: how many query rows the sums of a chunk have.
         one_block, more_blocks: whether backward meets samples of one block, and of more or, of
             kernels that take two passes, of any number.
@@ -383,6 +387,9 @@ class _Plan:
         self.listed = self.one_warp or self.by_group
         tiles = self.tiles(backward)
         self.block_r, self.chunk = tiles["BLOCK_R"], tiles["CHUNK"]
+        # Backward, when memory is shortest, programs that take whole samples last longer anyway.
+        most_blocks = MOST_SLOTS if layout == JAGGED else -(-self.rows // self.block_r)
+        self.slot = self.chunk // (1 if backward else max(1, min(MOST_SLOTS, most_blocks)))
         self.rows_of_slot = self.block_r if layout == JAGGED else min(self.rows, self.block_r)
         # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
         single_pass = self.by_warps or self.half
@@ -404,6 +411,7 @@ class _Plan:
             self.kernel = {**names, **tiles, "SHARED": layout == SHARED, **overlap_options(overlap)}
         else:
             self.kernel = {"LAYOUT": layout, **names, "PRECISION": precision, **tiles}
+            self.kernel["SLOT"] = self.slot
         self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": overlap}
         passes = {"SINGLE_PASS": single_pass}
         one_target = num_targets == 1 and self.rows <= self.block_r
@@ -424,6 +432,7 @@ class _Plan:
             "BLOCK_R": block_r,
             "BLOCK_D": block_d,
             "CHUNK": self.chunk,
+            "SLOT": self.slot,
             "num_warps": 1,
             **overlap_options(overlap),
             **(passes if backward else {}),

@@ -91,6 +91,7 @@ def grad_query_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     SINGLE_PASS: tl.constexpr,
 ):
@@ -100,7 +101,7 @@ def grad_query_kernel(
     """
     busy, sample, block, begin, end, slot = find_work(
         offsets_ptr, query_offsets_ptr, num_samples, num_targets, num_slots,
-        LAYOUT, H, BLOCK_R, CHUNK, False,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, False,
     )  # fmt: skip
     first, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
     if not busy or (SINGLE_PASS and count <= BLOCK_R):
@@ -182,6 +183,7 @@ def grad_history_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     SINGLE_PASS: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
@@ -197,7 +199,7 @@ def grad_history_kernel(
     """
     busy, sample, _, begin, end, slot = find_work(
         offsets_ptr, query_offsets_ptr, num_samples, num_targets, num_slots,
-        LAYOUT, H, BLOCK_R, CHUNK, True,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, True,
     )  # fmt: skip
     first, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
     if not busy or (SINGLE_PASS and count <= BLOCK_R) != ONE_BLOCK:

@@ -34,6 +34,7 @@ def _find_chunks(
     H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The block of query rows whose first chunk has this program's slot, if there is such a one.
@@ -42,13 +43,13 @@ def _find_chunks(
     its chunks: begin, end and step.
     """
     slot = tl.program_id(0).to(tl.int64)
-    sample = find_sample(offsets_ptr, num_samples, slot, 1, CHUNK, 0)
+    sample = find_sample(offsets_ptr, num_samples, slot, 1, SLOT, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
     first, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
     num_blocks = tl.cdiv(count, BLOCK_R)
-    chunks = count_chunks(length, num_blocks, CHUNK)
-    block = slot - begin // CHUNK
+    chunks = count_chunks(length, num_blocks, CHUNK, SLOT)
+    block = slot - begin // SLOT
     if OVERLAP:
         cuda.gdc_wait()
     busy = (block < num_blocks) & (chunks > 1)
@@ -73,12 +74,14 @@ def combine_outputs_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Outputs and statistics of one block of query rows; a column of programs has BLOCK_D of D."""
     busy, first, count, block, begin, end, step = _find_chunks(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets, LAYOUT, H, BLOCK_R, CHUNK, OVERLAP
-    )
+        offsets_ptr, query_offsets_ptr, num_samples, num_targets,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, OVERLAP,
+    )  # fmt: skip
     if not busy:
         return
     room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
@@ -125,13 +128,15 @@ def combine_gradients_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     OVERLAP: tl.constexpr,
     SINGLE_PASS: tl.constexpr,
 ):
     """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
     busy, first, count, block, begin, end, step = _find_chunks(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets, LAYOUT, H, BLOCK_R, CHUNK, OVERLAP
-    )
+        offsets_ptr, query_offsets_ptr, num_samples, num_targets,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, OVERLAP,
+    )  # fmt: skip
     if not busy:
         return
     room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)

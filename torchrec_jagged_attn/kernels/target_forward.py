@@ -55,12 +55,13 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """One block of query rows over one chunk of its sample's history."""
     busy, sample, block, begin, end, slot = find_work(
         offsets_ptr, query_offsets_ptr, num_samples, num_targets, num_slots,
-        LAYOUT, H, BLOCK_R, CHUNK, False,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, False,
     )  # fmt: skip
     if not busy:
         return

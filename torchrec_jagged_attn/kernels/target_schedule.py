@@ -43,14 +43,14 @@ def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: 
 
 
 @triton.jit
-def count_chunks(length, num_blocks, CHUNK: tl.constexpr):
+def count_chunks(length, num_blocks, CHUNK: tl.constexpr, SLOT: tl.constexpr):
     """Into how many chunks a history is cut for its blocks of query rows.
 
-    There is one for each ``CHUNK · num_blocks`` rows: so all samples together have no more than
-    ``N // CHUNK`` pairs of chunk and block, where they are cut at all. Those numbered from
-    ``offsets[b] // CHUNK`` on, chunk by chunk, are sample ``b``'s slots.
+    There is one for each ``CHUNK`` rows, or ``SLOT · num_blocks`` where that is more: so all
+    samples together have no more than ``N // SLOT`` pairs of chunk and block, where they are cut at
+    all. Those numbered from ``offsets[b] // SLOT`` on, chunk by chunk, are sample ``b``'s slots.
     """
-    rows = CHUNK * tl.maximum(num_blocks, 1)
+    rows = tl.maximum(SLOT * num_blocks, CHUNK)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)
 
 
@@ -72,6 +72,7 @@ def find_work(
     H: tl.constexpr,
     BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
 ):
     """What this program does: a chunk of a sample's history, for one block of its query rows.
@@ -88,7 +89,7 @@ def find_work(
     first = tl.maximum(program - num_slots, 0)
     block = program * 0
     if later:
-        sample = find_sample(offsets_ptr, num_samples, program, 1, CHUNK, 0)
+        sample = find_sample(offsets_ptr, num_samples, program, 1, SLOT, 0)
     elif ALL_BLOCKS:
         sample = first
     elif LAYOUT == JAGGED:
@@ -102,14 +103,14 @@ def find_work(
     num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, BLOCK_R)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
-    chunks = count_chunks(length, num_blocks, CHUNK)
+    chunks = count_chunks(length, num_blocks, CHUNK, SLOT)
     chunk = program * 0
     if later:
-        after = (program - begin // CHUNK).to(tl.int32)
+        after = (program - begin // SLOT).to(tl.int32)
         chunk = (after // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
         block = after - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
-    slot = tl.where(chunks > 1, begin // CHUNK + chunk * num_blocks + block, -1)
+    slot = tl.where(chunks > 1, begin // SLOT + chunk * num_blocks + block, -1)
     rows = rows_of_chunk(length, chunks).to(tl.int64)
     end = tl.minimum((chunk + 1) * rows, length)
     return busy, sample, block, begin + chunk * rows, begin + end, slot

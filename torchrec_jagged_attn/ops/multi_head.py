@@ -24,7 +24,9 @@ nothing of that size. With ``T`` targets per sample, each history row then takes
     backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
     together    3·D               4·D + 16·E                elements moved
 
-so that from some number of targets on explicit ones pay off, if H·D is more than E.
+so that from some number of targets on explicit ones pay off, if H·D is more than E. ``"auto"`` adds
+them up, an element moved as FLOPS_PER_ELEMENT, for all samples. But attention over keys does not
+split histories over a GPU: with fewer targets in all than fill it, it takes no less time.
 """
 
 from __future__ import annotations
@@ -48,9 +50,13 @@ from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["multi_head_target_attention"]
 
-# How many FLOPs take as long as moving an element does. On CUDA an estimate, for 16-bit rows on an
-# H200: attention at 250 TFLOP/s, memory at 4 TB/s. On CPU arithmetic takes all of the time.
-FLOPS_PER_ELEMENT = {"cuda": 128, "cpu": 0}
+# How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
+# at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
+# the calls that each sample's keys and values take, where histories have about 100 rows.
+FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 32, ("cpu", 4): 32}
+# How many query rows (targets · heads) attention over keys needs for all its speed: 64 for every
+# second multiprocessor of an H200.
+ROWS_TO_FILL = {"cuda": 4096, "cpu": 0}
 
 
 def _forward(
@@ -257,17 +263,17 @@ def _backward(
             for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
             if need
         ]
-    ones = grad_q.new_ones(grad_q.shape[0])  # sums of many rows are fast as products
+    ones = grad_q.new_ones(grad_q.shape[0])
     if in_bias is not None and needs_bias:
         grad_bias = grad_q.new_zeros(*in_bias.shape)
         grad_b_q, _, grad_b_v = grad_bias.chunk(3)
-        torch.mv(grad_q.T, ones, out=grad_b_q)
-        torch.mv(grad_values.T, filled, out=grad_b_v)
+        _weighted_sum(grad_q, ones, out=grad_b_q)
+        _weighted_sum(grad_values, filled, out=grad_b_v)
         grads.append(grad_bias.to(dtype=in_bias.dtype))
     if needs_out_weight:
         grads.append((grad_out.T @ values).to(dtype=out_weight.dtype))
     if out_bias is not None and needs_out_bias:
-        grads.append(torch.mv(grad_out.T, ones).to(dtype=out_bias.dtype))
+        grads.append(_weighted_sum(grad_out, ones).to(dtype=out_bias.dtype))
     return grads + grads_of_tables
 
 
@@ -281,19 +287,24 @@ def _is_explicit(
 ) -> bool:
     """Whether to make keys and values; where ``"auto"``, by what the top of this file counts.
 
-    From shapes alone: of jagged targets, it takes their mean number per sample.
+    From shapes alone; of targets ``[B, T, E]`` not from ``B``, which what is traced leaves open.
     """
     if keys_and_values != "auto":
         return keys_and_values == "explicit"
-    embed_dim, history_dim = target.shape[-1], history.shape[1]
-    less_per_target = 18 * (num_heads * history_dim - embed_dim)
-    more_elements = history_dim + 16 * embed_dim
-    flops_per_element = FLOPS_PER_ELEMENT[history.device.type]
-    more_per_sample = 16 * history_dim * embed_dim + flops_per_element * more_elements
+    embed_dim, history_dim, device_type = target.shape[-1], history.shape[1], history.device.type
     if query_offsets is not None:
-        return target.shape[0] * less_per_target > (offsets.numel() - 1) * more_per_sample
-    num_targets = 1 if target.dim() == 2 else target.shape[1]
-    return num_targets * less_per_target > more_per_sample
+        num_samples, num_targets = offsets.numel() - 1, target.shape[0]
+        num_to_fill = ROWS_TO_FILL[device_type] // num_heads
+    else:
+        num_samples, num_targets = 1, 1 if target.dim() == 2 else target.shape[1]
+        num_to_fill = 0
+    flops_per_element = FLOPS_PER_ELEMENT[device_type, min(history.element_size(), 4)]
+    more_per_sample = (
+        16 * history_dim * embed_dim + (history_dim + 16 * embed_dim) * flops_per_element
+    )
+    absorbed = 18 * num_targets * num_heads * history_dim
+    explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
+    return absorbed > explicit
 
 
 def _empty_absorbed(
@@ -365,6 +376,13 @@ def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
     out = x.new_empty(rows, heads, matrices.shape[2])
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
     return out
+
+
+def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """``[E]``: sum of the rows of ``x`` ``[R, E]``, each times its own of ``[R]`` weights."""
+    if x.device.type == "cpu":  # where a product adds one row after the other, and rounds as often
+        return torch.sum(x * weights.unsqueeze(1), 0, out=out)
+    return torch.mv(x.T, weights, out=out)
 
 
 def _query_shape(
