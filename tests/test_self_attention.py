@@ -4,17 +4,18 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import skip_unless_supported
 from torch import nn
 from torch.func import functional_call
 from torchrec import JaggedTensor
 
 from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
-from torchrec_jagged_attn.testing import assert_matches_oracle, offsets_of
+from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
 
 LENGTHS = torch.tensor([3, 0, 17, 1, 70])
 
 
-def make_inputs(module, device, dtype=torch.float32):
+def make_inputs(module, device, dtype=torch.float32, width=16):
     """Random rows and offsets, and random parameters of a usual size."""
     generator = torch.Generator().manual_seed(0)
 
@@ -22,7 +23,7 @@ def make_inputs(module, device, dtype=torch.float32):
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     inputs = {
-        "rows": draw(int(LENGTHS.sum()), 16),
+        "rows": draw(int(LENGTHS.sum()), width),
         "offsets": offsets_of(LENGTHS, torch.int64, device),
     }
     for name, parameter in module.named_parameters():
@@ -64,13 +65,13 @@ def run_by_sample(peer, heads, causal, *, rows, offsets, **parameters):
 
 
 def attention_peer(bias, parameters, x, mask):
-    mha = nn.MultiheadAttention(16, 2, bias=bias, device="meta")
+    mha = nn.MultiheadAttention(x.shape[1], 2, bias=bias, device="meta")
     return functional_call(mha, parameters, (x, x, x), {"attn_mask": mask}, strict=True)[0]
 
 
 def layer_peer(parameters, x, mask):
     layer = nn.TransformerEncoderLayer(
-        16, 2, 64, 0.0, "gelu", norm_first=True, batch_first=True, device="meta"
+        x.shape[1], 2, 4 * x.shape[1], 0.0, "gelu", norm_first=True, batch_first=True, device="meta"
     )
     return functional_call(layer, parameters, (x[None], mask), strict=True)[0]
 
@@ -89,6 +90,19 @@ def test_is_transformer_encoder_layer(causal, device):
     module = HistoryEncoderLayer(16, 2, causal=causal)
     peer = partial(run_by_sample, layer_peer, 2, causal)
     assert_matches_oracle(partial(run, module), peer, peer, make_inputs(module, device))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("make", "peer"),
+    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
+)
+def test_half_precision_of_the_width_that_hopper_takes(make, peer, causal, device):
+    skip_unless_supported(Case("half", 5, 70, 2, 64, dtype=torch.bfloat16), device)
+    module = make(128, 2, causal=causal, recency_bias=False)
+    peer = partial(run_by_sample, peer, 2, causal)
+    inputs = make_inputs(module, device, torch.bfloat16, width=128)
+    assert_matches_oracle(partial(run, module), peer, peer, inputs)
 
 
 def test_state_dicts_move_either_way():
