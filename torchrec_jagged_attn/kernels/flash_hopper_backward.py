@@ -169,21 +169,21 @@ def _rows(ring, n, STAGES: gl.constexpr):
 
 @gluon.jit
 def _next_tile(tiles, places, turn, ITEMS: gl.constexpr):
-    """``(row, count, base, num_rows, kv_head, tile, place)`` of this turn's tile."""
+    """``(row, count, base, num_rows, kv_head, tile, place, of_sums)`` of this turn's tile."""
     _wait_full(tiles, turn, ITEMS)
     row, count = _hear_one(places, turn, 0, ITEMS), _hear_one(places, turn, 1, ITEMS)
     base, num_rows = _hear_one(places, turn, 2, ITEMS), _hear_one(places, turn, 3, ITEMS)
     kv_head, tile = _hear_one(places, turn, 4, ITEMS), _hear_one(places, turn, 5, ITEMS)
-    place = _hear_one(places, turn, 6, ITEMS)
+    place, of_sums = _hear_one(places, turn, 6, ITEMS), _hear_one(places, turn, 7, ITEMS)
     _release(tiles, turn, ITEMS)
-    return row, count, base, num_rows, kv_head, tile, place
+    return row, count, base, num_rows, kv_head, tile, place, of_sums
 
 
 @gluon.jit
 def _tell_all(places, turn, tile, STAGES: gl.constexpr):
-    """Leave where this turn's tile lies, seven numbers, in shared memory."""
+    """Leave where this turn's tile lies, PLACES numbers, in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for field in gl.static_range(7):
+    for field in gl.static_range(PLACES):
         value = gl.full([1], tile[field], gl.int32, layout)
         places.index(turn % STAGES * PLACES + field).store(value)
 
@@ -260,10 +260,12 @@ def _load(
         count = gl.load(tile_ptr + 2).to(gl.int32)
         base = gl.load(tile_ptr + 3).to(gl.int32)
         num_rows = gl.load(tile_ptr + 4).to(gl.int32)
-        tile = (row - gl.load(kv_offsets_ptr + sample).to(gl.int32)) // BLOCK_N
+        first_key = gl.load(kv_offsets_ptr + sample).to(gl.int32)
+        tile = (row - first_key) // BLOCK_N
         place = base // BLOCK_M + sample.to(gl.int32)
+        of_sums = base // BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // BLOCK_N)
         _wait_empty(tiles, turn, 2)
-        _tell_all(places, turn, (row, count, base, num_rows, kv_head, tile, place), 2)
+        _tell_all(places, turn, (row, count, base, num_rows, kv_head, tile, place, of_sums), 2)
         _give(tiles, turn, 2)
         _wait_empty(keys, turn, KV_STAGES)
         _fill(keys, turn, k_desc, row + count, count, kv_head, KV_STAGES)
@@ -294,7 +296,7 @@ def _load(
         turn += 1
         work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
     _wait_empty(tiles, turn, 2)
-    _tell_all(places, turn, (work, work, work, work, -1, work, work), 2)
+    _tell_all(places, turn, (work, work, work, work, -1, work, work, work), 2)
     _give(tiles, turn, 2)
 
 
@@ -411,12 +413,13 @@ def _add_queries(
             if m > first:
                 _release(weights, n - 1, WEIGHT_STAGES)
                 _add_part(sums, dq, m - 1, n - 1, place, scale, H, CAUSAL, BLOCK_N, GROUP)
-        _wait_full(grads, n, STAGES)
-        grad_out = _rows(grads, n, STAGES)
-        dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if ALONE:
+            _wait_full(grads, n, STAGES)
+            grad_out = _rows(grads, n, STAGES)
+            dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = stats.index(n % STAGES)
         lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
-        products = warpgroup_mma_wait(1, deps=(products,))
+        products = warpgroup_mma_wait(1 if ALONE else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
         if m < seeing_all:
             visible = own
@@ -426,6 +429,9 @@ def _add_queries(
             p = gl.where(visible, p, 0.0)
         if not ALONE:
             p = p.to(dtype)  # registers for both would not do
+            _wait_full(grads, n, STAGES)
+            grad_out = _rows(grads, n, STAGES)
+            dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         p_operand = _as_operand(p, dtype)
         acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
         delta = stat.slice(BLOCK_M, BLOCK_M, dim=1).load(layout)
@@ -498,7 +504,7 @@ def _grad_of_keys(
     r = (skipped + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout)))[:, None]
     turn = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    row, count, base, num_rows, kv_head, tile, place = _next_tile(tiles, places, turn, 2)
+    row, count, base, num_rows, kv_head, tile, _, of_sums = _next_tile(tiles, places, turn, 2)
     while kv_head >= 0:
         first, end = _query_tiles(count, num_rows, CAUSAL, BLOCK_M)
         own, high = r < count, r + (num_rows - count)
@@ -517,7 +523,7 @@ def _grad_of_keys(
         k = k_tile.slice(skipped, GROUP_ROWS)
         v = _rows(values, turn, KV_STAGES).slice(skipped, GROUP_ROWS)
         for member in range(H // HK):
-            at = (count, base, num_rows, kv_head * (H // HK) + member, tile, place)
+            at = (count, base, num_rows, kv_head * (H // HK) + member, tile, of_sums)
             acc_k, acc_v, n = _add_queries(
                 acc_k, acc_v, k, v, k_tile, queries, stats, grads, weights, sums, n, first,
                 seeing_all, end, at, high, own, factor, scale,
@@ -529,7 +535,7 @@ def _grad_of_keys(
             _store(outs, grad_v_desc, acc_v, row + count, count - skipped, kv_head, GROUP)
             _store(outs, grad_k_desc, acc_k * scale, row + count, count - skipped, kv_head, GROUP)
         turn += 1
-        row, count, base, num_rows, kv_head, tile, place = _next_tile(tiles, places, turn, 2)
+        row, count, base, num_rows, kv_head, tile, _, of_sums = _next_tile(tiles, places, turn, 2)
     tma.store_wait(0)
 
 
@@ -550,13 +556,13 @@ def _grad_of_queries(
     zeros = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, layout)
     turn = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    _, count, base, num_rows, kv_head, tile, place = _next_tile(tiles, places, turn, 2)
+    _, count, base, num_rows, kv_head, tile, _, of_sums = _next_tile(tiles, places, turn, 2)
     while kv_head >= 0:
         first, end = _query_tiles(count, num_rows, CAUSAL, BLOCK_M)
         _wait_full(keys, turn, KV_STAGES)
         k = _rows(keys, turn, KV_STAGES)
         for member in range(H // HK):
-            at = (count, base, num_rows, kv_head * (H // HK) + member, tile, place)
+            at = (count, base, num_rows, kv_head * (H // HK) + member, tile, of_sums)
             for m in range(first, end):
                 _wait_full(weights, n, WEIGHT_STAGES)
                 acc = _multiply_weights(weights, n, k, zeros)
@@ -566,7 +572,7 @@ def _grad_of_queries(
                 n += 1
         _release(keys, turn, KV_STAGES)
         turn += 1
-        _, count, base, num_rows, kv_head, tile, place = _next_tile(tiles, places, turn, 2)
+        _, count, base, num_rows, kv_head, tile, _, of_sums = _next_tile(tiles, places, turn, 2)
     tma.store_wait(0)
 
 
@@ -584,7 +590,7 @@ def _await_turns(
     """What one warp does: look out for a tile's turn to add to each gradient of queries."""
     turn = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    _, count, _, num_rows, kv_head, tile, place = _next_tile(tiles, places, turn, 2)
+    _, count, _, num_rows, kv_head, tile, place, _ = _next_tile(tiles, places, turn, 2)
     while kv_head >= 0:
         first, end = _query_tiles(count, num_rows, CAUSAL, BLOCK_M)
         for member in range(H // HK):
@@ -598,7 +604,7 @@ def _await_turns(
                 _give(granted, n, TURN_STAGES)
                 n += 1
         turn += 1
-        _, count, _, num_rows, kv_head, tile, place = _next_tile(tiles, places, turn, 2)
+        _, count, _, num_rows, kv_head, tile, place, _ = _next_tile(tiles, places, turn, 2)
 
 
 @gluon.jit
@@ -618,7 +624,7 @@ def _pass_turns(
     """What one warp does: give the turn to the next tile once this one has added."""
     turn = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    _, count, _, num_rows, kv_head, _, place = _next_tile(tiles, places, turn, 2)
+    _, count, _, num_rows, kv_head, _, place, _ = _next_tile(tiles, places, turn, 2)
     while kv_head >= 0:
         first, end = _query_tiles(count, num_rows, CAUSAL, BLOCK_M)
         for member in range(H // HK):
@@ -632,12 +638,12 @@ def _pass_turns(
                     _release(added, n, TURN_STAGES)
                 n += 1
         turn += 1
-        _, count, _, num_rows, kv_head, _, place = _next_tile(tiles, places, turn, 2)
+        _, count, _, num_rows, kv_head, _, place, _ = _next_tile(tiles, places, turn, 2)
 
 
 @gluon.jit
 def backward_kernel(
-    sums_ptr,  # [tiles of queries, H, BLOCK_M · BLOCK_D] fp32
+    sums_ptr,  # [tiles of queries of several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
     turns_ptr,  # [tiles of queries, H] int32, zeros
     q_desc,  # of [ΣLq, H, D], see _jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
@@ -774,7 +780,9 @@ def backward(
     slots = num_queries // BLOCK_M + num_samples
     row_stats = torch.empty(slots * H, 2 * BLOCK_M, dtype=torch.float32, device=q.device)
     turns = torch.empty(slots * H, dtype=torch.int32, device=q.device)
-    sums = torch.empty(slots * H, BLOCK_M * width, dtype=torch.float32, device=q.device)
+    # Only samples of several tiles of keys have sums of several.
+    of_sums = num_queries // BLOCK_M + min(num_samples, k.shape[0] // BLOCK_N)
+    sums = torch.empty(of_sums * H, BLOCK_M * width, dtype=torch.float32, device=q.device)
     if num_queries:
         _prepare(
             (slots * H,),
