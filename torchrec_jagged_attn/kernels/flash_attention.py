@@ -8,7 +8,8 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
 are whole in one tile, and go through kernels of their own, where nothing is computed twice. On
-Hopper so does forward of half precision without biases (``flash_hopper.py``).
+Hopper half precision without biases has kernels of its own, too (``flash_hopper.py`` and
+``flash_hopper_backward.py``, which computes scores once, and adds up in turns).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query. Gradients of tables are summed by tile, then over the tiles.

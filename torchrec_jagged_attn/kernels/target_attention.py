@@ -9,9 +9,9 @@ order), N history rows of width D and e bytes an element:
                else reads x once more for each block: 14·N·R·D FLOPs
 
 Histories are cut into chunks, so that a long one is spread over the GPU; the sums of a sample's
-chunks are brought together in their order: by a kernel of their own or, of up to 8 query rows, by
-the program that ends last of them. Nothing is accumulated by atomics, and where a sample is cut
-depends on itself alone.
+chunks are brought together in their order: by a kernel of their own or, of few query rows, by the
+program that ends last of them, which a counter tells. Nothing else is done by atomics, and where a
+sample is cut depends on itself alone.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def forward(
     sums_stats = stats.new_empty(num_slots, 2, plan.rows_of_slot)
     rest_or_none = rest if for_backward else None
     outputs = (out, rest_or_none, stats, sums, sums_stats)
-    listed = (call.list_slots(),) if plan.listed else ()
+    queries = _aligned(call.inputs[0]) if plan.by_group else call.inputs[0]
+    listed = (call.list_slots(),) if plan.listed else ()  # the last kernel before the main one
     if plan.by_warps:
         (_warp_forward if plan.one_warp else _block_forward)(
             (num_slots + call.num_samples,),
@@ -117,7 +118,7 @@ def forward(
         _hopper_forward(
             (num_slots + call.num_samples,),
             (
-                _aligned(call.inputs[0]), *call.inputs[2:], *outputs, *listed, call.offsets[0],
+                queries, *call.inputs[2:], *outputs, *listed, call.offsets[0],
                 plan.rows_of(call.inputs[1]), *call.sizes, num_slots, scale,
             ),
             plan.kernel,

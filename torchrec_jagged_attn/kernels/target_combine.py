@@ -61,7 +61,7 @@ def combine_outputs_kernel(
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
+    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
     stats_ptr,  # [2, rows] fp32
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED

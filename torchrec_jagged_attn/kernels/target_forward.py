@@ -33,7 +33,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
+    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total

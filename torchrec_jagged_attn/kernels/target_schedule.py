@@ -134,7 +134,7 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
 def store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D: tl.constexpr):
     """Store ``out`` (fp32) where :func:`load_queries` would load it, and what rounding takes of it.
 
-    ``rest_ptr`` is None where ``out_ptr`` takes fp32.
+    ``rest_ptr`` is None where nobody asks: ``out_ptr`` takes fp32, or there is no backward.
     """
     store_queries(out_ptr, out, first, r, count, d, D)
     if rest_ptr is not None:
@@ -159,7 +159,7 @@ def list_slots_kernel(
     BLOCK_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What kernels of single warps find chunks by: see ``warp_tiles.find_listed_chunk``.
+    """What kernels of single warps and of groups find chunks by: ``warp_tiles.find_listed_chunk``.
 
     There, a sample of CHUNK rows or more is cut into chunks of up to twice as many. They have the
     slots from ``offsets[b] // CHUNK`` on.

@@ -180,7 +180,10 @@ def target_attention_backward(
 ) -> list[Tensor]:
     """Gradients of those of query, history and the three biases that need one."""
     if not for_backward:
-        raise ValueError("for_backward must be True where a gradient is taken, got False")
+        raise ValueError(
+            "for_backward must be True where a gradient is taken, got False: "
+            "this was called, traced or exported with gradients off"
+        )
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         grads = reference.target_attention_backward(
