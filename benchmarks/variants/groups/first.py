@@ -1,0 +1,214 @@
+"""Forward of target attention on Hopper, of half precision, by a group of four warps.
+
+Rows of history are on the M side of products: for scores, ``[rows, queries]``, and, transposed, for
+outputs, ``[width, queries]``. Weights are of a reference that only follows the largest scores where
+these are far above it: warps need not agree on it for each tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchrec_jagged_attn.kernels.group_tiles import (
+    PROGRAMS,
+    _copy,
+    _expect,
+    as_rows,
+    add_biases,
+    copy_queries,
+    group_layout,
+    open_ring,
+    products_by_group,
+    store_transposed,
+)
+from torchrec_jagged_attn.kernels.warp_forward import combine_outputs
+from torchrec_jagged_attn.kernels.warp_tiles import LOG2E, find_listed_chunk, is_last_chunk
+
+__all__ = ["forward_kernel"]
+
+LOWEST = gl.constexpr(-3e38)
+TWO_OR_MORE = gl.constexpr(1 << 30)  # the bit of an fp32 that none below 2 has, but for negatives
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def _bits_of_warps(p):
+    """``[warps]``: the bits that any of a warp's elements of ``p``, ``[rows, queries]``, has.
+
+    A thread's own first: in products by groups, rows 8 apart and two of each eight columns.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    shape: gl.constexpr = [WARPS, p.shape[0] // (8 * WARPS), 8, p.shape[1] // 8, 4, 2]
+    bits = gl.reshape(p.to(gl.int32, bitcast=True), shape)
+    bits = gl.reduce(gl.reduce(gl.reduce(bits, 5, _either), 3, _either), 1, _either)
+    return gl.reduce(gl.reshape(bits, [WARPS, 32]), 1, _either)
+
+
+@gluon.jit
+def _raise_reference(scores, reference, total, acc, HEADROOM: gl.constexpr):
+    """Have references HEADROOM above the largest scores, also of weights that are summed up."""
+    largest = gl.maximum(reference, gl.max(scores, 0) + HEADROOM)
+    rescale = gl.exp2(reference - largest)[None, :]
+    return largest, total * rescale, acc * rescale
+
+
+@gluon.jit
+def _first_reference(scores, weights, HEADROOM: gl.constexpr):
+    """References HEADROOM above the largest scores of the first eight rows, by way of ``weights``.
+
+    LOWEST where there is none, or one too large for the dtype: it is raised as any other.
+    """
+    weights.store(scores.to(weights.dtype))
+    gl.thread_barrier()
+    first = weights.slice(0, 8).load(scores.type.layout)
+    largest = gl.max(first.to(gl.float32), 0)
+    return gl.where(gl.abs(largest) < -LOWEST, largest + HEADROOM, LOWEST)
+
+
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+def forward_kernel(
+    query_ptr,  # [rows, D]
+    bias_ptr,  # [N, H]
+    position_bias_ptr,  # [P, H]
+    age_bias_ptr,  # [A, H]
+    timestamps_ptr,  # [N]
+    out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by
+    stats_ptr,  # [2, rows] fp32
+    sums_ptr,  # [slots, count, D] fp32
+    sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
+    slots_ptr,  # [2, slots] of list_slots_kernel
+    offsets_ptr,  # [B + 1]
+    history_desc,  # of [N, D]: see ``group_tiles.place_of``
+    num_samples,
+    num_targets,
+    num_rows,
+    num_slots,
+    scale,
+    SHARED: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    A: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CHUNK: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """All query rows of a sample over one chunk of its history."""
+    mma: gl.constexpr = products_by_group(BLOCK_R, gl.num_warps())
+    by_query: gl.constexpr = gl.SliceLayout(0, mma)
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    HEADROOM: gl.constexpr = 5.0 if dtype == gl.float16 else 9.0  # fp16 has no small weights
+    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
+        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
+    )
+    if busy:
+        if bias_ptr is not None:
+            bias_ptr += first * H
+        count = num_targets * H
+        row = sample.to(gl.int64) * count
+        queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], group_layout(BLOCK_D))
+        copy_queries(queries, query_ptr if SHARED else query_ptr + row * D, count, D)
+        async_copy.commit_group()
+        last = (first + end).to(gl.int32)
+        ring = open_ring(history_desc, last, end - begin, NUM_STAGES)
+        AHEAD: gl.constexpr = (NUM_STAGES - 1) * BLOCK_N
+        WARPS: gl.constexpr = gl.num_warps()
+        all_in_each: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        flags = gl.allocate_shared_memory(gl.int32, [WARPS], plain)
+        weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], group_layout(BLOCK_R))
+
+        index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
+        r = gl.arange(0, BLOCK_R, by_query)
+        zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, mma)
+        acc = gl.zeros([BLOCK_D, BLOCK_R], gl.float32, mma)
+        total = zeros  # each row's own: summed up once
+        reference = gl.full([BLOCK_R], LOWEST, gl.float32, by_query)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        for tile in range(gl.cdiv(end - begin, BLOCK_N)):
+            start = begin + tile * BLOCK_N
+            stage = tile % NUM_STAGES
+            mbarrier.wait(ring[1].index(stage), (tile // NUM_STAGES) & 1)
+            x = as_rows(ring[0].index(stage))
+            dots = warpgroup_mma(x, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            gl.thread_barrier()  # all warps have read the tile before: while the product is made
+            _expect(ring, tile + NUM_STAGES - 1, history_desc, end - start - AHEAD)
+            _copy(ring, tile + NUM_STAGES - 1, history_desc, last, end - start - AHEAD)
+            dots = warpgroup_mma_wait(0, deps=(dots,))
+            n = start + index
+            visible = (n < end)[:, None]
+            scores = dots * (scale * LOG2E)
+            if (bias_ptr is not None) or P + A > 0:
+                scores = add_biases(
+                    scores, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, start, end,
+                    first, length, count, H, P, A,
+                )  # fmt: skip
+            if tile == 0:
+                reference = _first_reference(
+                    gl.where(visible, scores, -float("inf")), weights, HEADROOM
+                )
+            if (bias_ptr is not None) or P + A > 0:
+                below = scores - reference[None, :]
+            else:
+                below = gl.fma(dots, scale * LOG2E, -reference[None, :])
+            p = gl.exp2(gl.where(visible, below, -float("inf")))
+            flags.store(_bits_of_warps(p))
+            weights.store(p.to(dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            if gl.reduce(flags.load(all_in_each), 0, _either) & TWO_OR_MORE != 0:
+                scores = gl.where(visible, scores, -float("inf"))
+                reference, total, acc = _raise_reference(
+                    scores, reference, total, acc, HEADROOM
+                )
+                p = gl.exp2(scores - reference[None, :])
+                weights.store(p.to(dtype))
+                fence_async_shared()
+                gl.thread_barrier()
+            total += p
+            acc = warpgroup_mma(x.permute((1, 0)), weights, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+
+        total = gl.sum(total, 0)
+        maximum = reference / LOG2E
+        if slot >= 0:
+            column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
+            ptrs = sums_ptr + slot.to(gl.int64) * count * D + (r[None, :] * D + column)
+            gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < D))
+            ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
+            gl.store(ptrs, maximum, mask=r < count)
+            gl.store(ptrs + count, total, mask=r < count)
+            first_slot = (first // CHUNK).to(gl.int32)
+            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+                combine_outputs(
+                    sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
+                    first_slot, chunks, D, BLOCK_D, 1, BLOCK_R,
+                )  # fmt: skip
+        else:
+            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
+            ptrs = stats_ptr + row + r
+            gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
+            gl.store(ptrs + num_rows, inverse, mask=r < count)
+            out = acc * inverse[None, :]
+            rounded = out.to(dtype)
+            store_transposed(out_ptr + row * D, rounded, queries, count, D)
+            if rest_ptr is not None:
+                rest = (out - rounded.to(gl.float32)).to(dtype)
+                store_transposed(rest_ptr + row * D, rest, queries, count, D)
