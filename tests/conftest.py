@@ -6,10 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.ops.dispatch import supported_dtypes
 from torchrec_jagged_attn.testing import Case
+
+# Examples are the same in every run, and take as long as they take.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

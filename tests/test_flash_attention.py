@@ -186,7 +186,7 @@ def test_tiles_are_listed_the_longest_first(together, short, is_self, device):
     assert octaves == sorted(octaves, reverse=True)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     st.lists(
         st.tuples(

@@ -234,7 +234,7 @@ LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 31, 33, 63, 64, 65])
 
 
 @ALL_OPS
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 @given(lengths=st.lists(st.tuples(LENGTHS, LENGTHS), max_size=5))
 def test_lengths_that_hurt(name, lengths):
     x_lengths, y_lengths = [x for x, _ in lengths], [y for _, y in lengths]

@@ -176,7 +176,7 @@ def test_one_target_without_its_dimension(device):
     assert torch.equal(jagged_target_attention(**flat), expected)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 129]), max_size=6),
     st.integers(1, 3),
