@@ -338,9 +338,8 @@ def in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
         elif hasattr(value, "fn"):
             namespace[name] = in_numpy(value, replaced)
     function = kernel.fn
-    return types.FunctionType(
-        function.__code__, namespace | replaced, argdefs=function.__defaults__
-    )
+    defaults = (getattr(default, "value", default) for default in function.__defaults__ or ())
+    return types.FunctionType(function.__code__, namespace | replaced, argdefs=tuple(defaults))
 
 
 def _argument(x: object) -> object:
