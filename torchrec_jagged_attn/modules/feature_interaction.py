@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata
+from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -109,10 +109,8 @@ class JaggedFeatureInteraction(nn.Module):
         target_offsets = None
         if isinstance(targets, JaggedTensor):
             targets, target_offsets = targets.values(), targets.offsets()
-        elif not isinstance(targets, Tensor):
-            raise TypeError(
-                f"targets must be a Tensor or a JaggedTensor, got a {type(targets).__name__}"
-            )
+        else:
+            check_tensor(targets, "targets", "a Tensor or a JaggedTensor")
         if not isinstance(features, JaggedTensor):
             raise TypeError(f"features must be a JaggedTensor, got a {type(features).__name__}")
         rows, offsets = features.values(), features.offsets()
