@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrec_jagged_attn.kernels.weight_gradients import weight_gradients
 from torchrec_jagged_attn.ops.attention import (
     flash_attention_backward,
     flash_attention_forward,
@@ -46,6 +47,7 @@ from torchrec_jagged_attn.ops.attention import (
     target_attention_fake,
     target_attention_forward,
 )
+from torchrec_jagged_attn.ops.dispatch import implementation, supported_dtypes
 from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["multi_head_target_attention"]
@@ -246,9 +248,8 @@ def _backward(
         grad_u = grad_u.view_as(u).to(dtype=dtype)
         grad_q_by_head = _multiply(grad_u, w_k.mT)
         if any(needs_weights):
-            torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
             pooled = pooled.to(dtype=dtype)
-            torch.bmm(grad_values_by_head.permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
+            _sum_outer_products(q, grad_u, grad_values_by_head, pooled, grad_w_k, grad_w_v)
     grad_q = grad_q_by_head.view_as(values)
 
     grads = []
@@ -376,6 +377,26 @@ def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
     out = x.new_empty(rows, heads, matrices.shape[2])
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
     return out
+
+
+def _sum_outer_products(
+    q: Tensor,
+    grad_u: Tensor,
+    grad_values: Tensor,
+    pooled: Tensor,
+    grad_w_k: Tensor,
+    grad_w_v: Tensor,
+) -> None:
+    """Write ``Σ_r q_rh ⊗ grad_u_rh`` and ``Σ_r grad_values_rh ⊗ pooled_rh``, ``[H, E / H, D]``.
+
+    A layer may compute in another dtype than its attention: fp64 has no kernel.
+    """
+    of_reference = implementation(q.device)[0] == "reference"
+    if of_reference or q.dtype not in supported_dtypes(q.device):
+        torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
+        torch.bmm(grad_values.permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
+    else:
+        weight_gradients(q, grad_u, grad_values, pooled, grad_w_k, grad_w_v)
 
 
 def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
