@@ -828,7 +828,7 @@ def test_one_head_never_takes_explicit_keys_and_values():
     [
         ("cuda", torch.bfloat16, 100, 78, 79),
         ("cuda", torch.float32, 100, 48, 49),
-        ("cuda", torch.bfloat16, 1, 314, 315),  # too few to fill a GPU by themselves
+        ("cuda", torch.bfloat16, 1, 154, 155),  # too few to fill a GPU by themselves
         ("cpu", torch.float32, 100, 48, 49),
         ("cpu", torch.float32, 1, 48, 49),
     ],

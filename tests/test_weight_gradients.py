@@ -69,8 +69,9 @@ def test_tf32(device):
 
 
 def test_doubles(device):
-    """What a layer may be in whose attention is not."""
-    assert_right(inputs_of(300, device, torch.float64))
+    """What a layer may be in whose attention is not; the oracle is no more exact than they are."""
+    inputs = inputs_of(300, device, torch.float64)
+    torch.testing.assert_close(sums_of(inputs), sums_by_head(inputs))
 
 
 def test_infinities_stay_where_they_are(device):

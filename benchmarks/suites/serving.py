@@ -20,7 +20,7 @@ from torchrec_jagged_attn.testing import Case
 CASES = {
     name: Case(name, users, length, width // 32, width, candidates, 0.5, torch.bfloat16, large=True)
     for users, candidates, length, width in itertools.product(
-        (1, 15, 32), (64, 256, 1024, 2048), (512, 1024, 4096, 10_000), (64, 128)
+        (1, 15, 32), (64, 128, 256, 1024, 2048), (512, 1024, 4096, 10_000), (64, 128)
     )
     for name in [f"u{users}-t{candidates}-l{length}-d{width}"]
 }
@@ -62,6 +62,7 @@ SUITE = replace(
     cases=CASES,
     inputs=make_inputs,
     providers={
+        "ours-absorbed": functools.partial(base.ours, keys_and_values="absorbed"),
         "ours": base.ours,
         "ours-explicit": base.ours_explicit,
         **{
