@@ -11,5 +11,5 @@ from suites import targets
 LARGE = replace(targets.LARGE, name="targets-fp32", dtype=torch.float32)
 
 SUITE = replace(
-    targets.SUITE, name="targets_fp32", cases=targets.sweep(LARGE, 1, 16, 32, 64, 128, 256)
+    targets.SUITE, name="targets_fp32", cases=targets.sweep(LARGE, 1, 4, 8, 12, 16, 32, 64, 128)
 )
