@@ -63,16 +63,16 @@ def forward(
     if out.numel() == 0:
         return out, stats
     sizes = (stats[0].numel(), call.factor)
-    on_hopper = call.plain and flash_hopper.takes(*call.inputs, call.width)
     tile = call.forward_tile()
-    tiles = call.list_tiles(flash_hopper.BLOCK_M if on_hopper else tile["BLOCK_M"], of_keys=False)
+    block = flash_hopper.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
+    tiles = call.list_tiles(block, of_keys=False)
     if call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
             (*call.inputs, out, stats, *call.offsets, *sizes),
             call.shape | call.short_tile(),
         )
-    if on_hopper:
+    if call.on_hopper:
         flash_hopper.forward(*call.inputs, out, stats, tiles, call.factor, causal, call.width)
         return out, stats
     _forward(
@@ -107,22 +107,22 @@ def backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart.
     """
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
-    call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
     grad_out = grad_out.contiguous()
+    grads_of_rows = (grad_out, grad_k, grad_v)
+    call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale, grads_of_rows)
     grad_q, delta = q.new_empty(q.shape), torch.empty_like(stats[0])
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
     grad_tables = grad_relative = None
     strides = {"GRAD_K_STRIDE": grad_k.stride(0), "GRAD_V_STRIDE": grad_v.stride(0)}
     sizes = (delta.numel(), call.factor, scale)
-    grads_of_rows = (grad_out, grad_k, grad_v)
-    on_hopper = (
-        call.plain
-        and flash_hopper.takes(*call.inputs, call.width)
-        and flash_hopper_backward.takes(*grads_of_rows)
-    )
     tile = call.grad_q_tile()
-    if on_hopper:
+    prepared = ()
+    if call.on_hopper:
         tiles = call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together)
+        prepared = flash_hopper_backward.prepare(
+            grad_out, out, stats, grad_q, *call.offsets, tiles, causal, call.width, call.short,
+            call.is_self,
+        )  # fmt: skip
     else:
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     if call.short:
@@ -131,10 +131,10 @@ def backward(
             (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:]),
             call.shape | strides | call.short_tile(),
         )
-    if on_hopper:
+    if call.on_hopper:
         flash_hopper_backward.backward(
-            *call.inputs, out, stats, grad_q, *grads_of_rows, *call.offsets, tiles,
-            call.factor, scale, causal, call.width, call.short,
+            *call.inputs, grad_q, *grads_of_rows, *prepared, call.offsets[1], tiles,
+            call.factor, scale, causal, call.width,
         )  # fmt: skip
         return grad_q, None, None, None, None
     if q.shape[0]:
@@ -195,6 +195,7 @@ class _Call:
         relative_bias: Tensor | None,
         causal: bool,
         scale: float,
+        grads: tuple[Tensor, ...] = (),
     ) -> None:
         self.num_samples = q_offsets.numel() - 1
         self.inputs = (_rows(q), _rows(k), _rows(v))
@@ -225,9 +226,14 @@ class _Call:
         biased = bias is not None or any(sizes)
         self.tables = dict(zip("PAR", sizes, strict=True))
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
+        self.on_hopper = (
+            not biased
+            and scale >= 0
+            and flash_hopper.takes(*self.inputs, self.width)
+            and flash_hopper_backward.takes(*grads)
+        )
         half = q.element_size() == 2
         self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
-        self.plain = not biased and scale >= 0
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
     def short_tile(self) -> dict:
