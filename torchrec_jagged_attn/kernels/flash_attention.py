@@ -7,9 +7,10 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
-are whole in one tile, and go through kernels of their own, where nothing is computed twice. On
-Hopper half precision without biases has kernels of its own, too (``flash_hopper.py`` and
-``flash_hopper_backward.py``, which computes scores once, and adds up in turns).
+are whole in one tile, and go through kernels of their own, where nothing is computed twice
+(``flash_short.py``). On Hopper half precision without biases has kernels of its own for all of this
+(``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up in
+turns; ``flash_hopper_short.py``).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query. Gradients of tables are summed by tile, then over the tiles.
@@ -22,7 +23,7 @@ import functools
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward
+from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward, flash_hopper_short
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
@@ -32,7 +33,7 @@ from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, over
 
 __all__ = ["backward", "forward", "paths"]
 
-SHORT = 32  # rows of a sample that one tile takes whole
+SHORT = 32  # rows of a sample that a tile of flash_short.py takes whole
 
 _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
@@ -66,7 +67,9 @@ def forward(
     tile = call.forward_tile()
     block = flash_hopper.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
     tiles = call.list_tiles(block, of_keys=False)
-    if call.short:
+    if call.short_on_hopper:
+        flash_hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, causal)
+    elif call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
             (*call.inputs, out, stats, *call.offsets, *sizes),
@@ -125,7 +128,11 @@ def backward(
         )  # fmt: skip
     else:
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
-    if call.short:
+    if call.short_on_hopper:
+        flash_hopper_short.backward(
+            grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:], causal
+        )
+    elif call.short:
         _backward_short(
             (call.num_samples * k.shape[1],),
             (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:]),
@@ -232,8 +239,11 @@ class _Call:
             and flash_hopper.takes(*self.inputs, self.width)
             and flash_hopper_backward.takes(*grads)
         )
+        self.short_on_hopper = self.on_hopper and self.width == flash_hopper_short.WIDTH
         half = q.element_size() == 2
         self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
+        if self.short_on_hopper:  # in both directions
+            self.short = flash_hopper_short.MOST_ROWS
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
     def short_tile(self) -> dict:
@@ -305,6 +315,10 @@ def paths(device: torch.device) -> dict[str, str]:
     }
     if flash_hopper.multiprocessors(device):
         found["gluon, Hopper"] = f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0"
+        found["gluon, Hopper, whole samples"] = (
+            f"samples of up to {flash_hopper_short.MOST_ROWS} rows on both sides: the same, "
+            f"the larger width at most {flash_hopper_short.WIDTH}"
+        )
     return found
 
 
