@@ -449,9 +449,7 @@ def backward_kernel(
                     factor, scale, MEMBERS, CAUSAL, BLOCK, STAGES,
                 )  # fmt: skip
             turn += 1
-        else:
-            tma.store_wait(0)
-            gl.thread_barrier()
+        else:  # where nothing has been read, and what is to be written has left
             _read_all(inputs, tiles, barriers, turn % STAGES, following, MEMBERS)
         place = following
     tma.store_wait(0)
