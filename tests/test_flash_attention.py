@@ -159,6 +159,25 @@ def test_long_samples_without_keys_on_hopper(kv_lengths, hopper):
     assert torch.all(results["v"][3:] == 0)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_in_halves_of_one_tensor(width, hopper):
+    device, _ = hopper
+    inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
+    operands = [inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")] + [None] * 5
+    out, stats = flash_attention.forward(*operands, False, 0.2)
+
+    def differentiate(grad_k, grad_v):
+        grad_out = torch.ones_like(out)
+        of_keys = (grad_k, grad_v)
+        grads = flash_attention.backward(grad_out, *operands, out, stats, *of_keys, False, 0.2)
+        return grads[0], *of_keys
+
+    halves = inputs["k"].new_empty(89, 1, 2 * width)
+    together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
+    apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
+    assert all(map(torch.equal, together, apart))
+
+
 @pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
 def test_what_hopper_does_not_take(width, scale, hopper):
     device, launched = hopper
