@@ -268,6 +268,7 @@ def _launch(
             ),
             "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None,
+            "thread_barrier": lambda: None,
             "range": gluon_in_numpy._range,
         }
         with np.errstate(all="ignore"):

@@ -31,7 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchrec_jagged_attn.kernels import flash_tiles
 from torchrec_jagged_attn.kernels.flash_hopper import END, _as_operand, _jagged_rows
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
-from torchrec_jagged_attn.kernels.warp_tiles import launch_dependents, wait_for_last_kernel
+from torchrec_jagged_attn.kernels.warp_tiles import (
+    launch_dependents,
+    thread_barrier,
+    wait_for_last_kernel,
+)
 
 __all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
 
@@ -204,14 +208,14 @@ def _attend(
     mbarrier.wait(barriers.index(0), turn & 1)
     q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
     products = _multiply(q, k.permute((1, 0)))
-    gl.thread_barrier()
+    thread_barrier()
     _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, H, HK)
     visible = _visible(products, num_rows, num_keys, CAUSAL, False)
     p, maximum, total = _softmax(products, factor, visible)
     mbarrier.wait(barriers.index(1), turn & 1)
     acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     _read_values(v_desc, tiles, barriers, following, H, HK)
     inverse = 1.0 / gl.where(total > 0, total, 1.0)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
@@ -263,7 +267,7 @@ def forward_kernel(
     turn = n * 0
     place = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, False)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, H, HK)
     _read_values(v_desc, tiles, barriers, place, H, HK)
     while n < end:
@@ -343,7 +347,7 @@ def _differentiate(
     dp = _multiply(grad_out, v.permute((1, 0)))
     if STAGES == 2:
         tma.store_wait(0)
-        gl.thread_barrier()
+        thread_barrier()
         _read_all(inputs, tiles, barriers, (turn + 1) % STAGES, following, MEMBERS)
     visible = _visible(products, num_rows, num_keys, CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
@@ -360,25 +364,25 @@ def _differentiate(
     ds_rows.store(ds)
     if gl.num_warps() > 1:
         fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     member = head % MEMBERS
     grad_v = _multiply(p_rows.permute((1, 0)), grad_out)
     v.store(_add_up(sums.index(0), grad_v, member, MEMBERS).to(tiles.dtype))
     grad_q = _multiply_weights(ds, k)
     if gl.num_warps() > 1:
-        gl.thread_barrier()
+        thread_barrier()
     grad_out.store((grad_q * scale).to(tiles.dtype))
     grad_k = _multiply(ds_rows.permute((1, 0)), q)
     k.store((_add_up(sums.index(1), grad_k, member, MEMBERS) * scale).to(tiles.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     _write(grad_q_desc, q_end, num_rows, head, grad_out_tile)
     if member == MEMBERS - 1:
         _write(grad_v_desc, kv_end, num_keys, head // MEMBERS, v_tile)
         _write(grad_k_desc, kv_end, num_keys, head // MEMBERS, k_tile)
     if STAGES == 1:
         tma.store_wait(0)
-        gl.thread_barrier()
+        thread_barrier()
         _read_all(inputs, tiles, barriers, 0, following, MEMBERS)
 
 
@@ -432,7 +436,7 @@ def backward_kernel(
     turn = n * 0
     place = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, True)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     _read_all(inputs, tiles, barriers, turn, place, MEMBERS)
     while n < end:
         n += 1
