@@ -298,7 +298,6 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         load=_load,
         store=lambda ptr, value, mask=None: ptr.write(value, mask),
         atomic_add=_atomic_add,
-        thread_barrier=lambda: None,
         where=_where,
         maximum=_of_blocks(np.maximum),
         minimum=_of_blocks(np.minimum),
@@ -376,6 +375,7 @@ def _launch(
             "warpgroup_mma": _multiply_by_group,
             "warpgroup_mma_wait": _wait_for_products,
             "fence_async_shared": lambda: None,
+            "thread_barrier": lambda: None,
         }
         with np.errstate(all="ignore"):
             in_numpy(launcher.kernel, replaced)(*map(_argument, arguments), **constants)

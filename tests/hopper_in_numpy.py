@@ -1,9 +1,10 @@
-"""Runs Gluon kernels whose warps have trades of their own in numpy, as ``gluon_in_numpy.py`` does.
+"""Runs Gluon kernels for Hopper alone in numpy, as ``gluon_in_numpy.py`` does others.
 
-Every trade of every program is a thread. Copies of the tensor memory accelerator arrive some time
-after they are begun, each row at the address that its descriptor gives; products are those of the
-operands as they are when they are waited for; fresh shared memory is NaN. A barrier that is waited
-for in vain fails the test.
+Every program is a thread, and every trade of its warps where these have trades of their own. Copies
+of the tensor memory accelerator arrive some time after they are begun, each row at the address that
+its descriptor gives, and leave when they are waited for; products are those of the operands as they
+are when they are waited for; fresh shared memory is NaN. A barrier that is waited for in vain fails
+the test.
 """
 
 from __future__ import annotations
@@ -157,9 +158,11 @@ class Descriptor:
         return inside, index
 
 
-def _language(machine: Machine, program: int, num_programs: int) -> types.SimpleNamespace:
+def _language(
+    machine: Machine, program: int, num_programs: int, num_warps: int
+) -> types.SimpleNamespace:
     """Gluon's language, as one program sees it."""
-    language = gluon_in_numpy._language(program, num_programs, 4)
+    language = gluon_in_numpy._language(program, num_programs, num_warps)
 
     def allocate(dtype: type, shape: list[int], layout: object) -> object:
         if isinstance(layout, BarrierLayout):
@@ -195,7 +198,8 @@ class BarrierLayout:
 
 
 def _tensor_memory_accelerator(machine: Machine) -> types.SimpleNamespace:
-    """Copies that arrive when they like."""
+    """Copies that arrive when they like, and leave as late as they may."""
+    leaving = threading.local()  # of each trade, which alone waits for them
 
     def load(descriptor: Descriptor, coordinates: list, barrier: Barrier, tile: SharedMemory):
         def arrive() -> None:
@@ -209,13 +213,19 @@ def _tensor_memory_accelerator(machine: Machine) -> types.SimpleNamespace:
         threading.Timer(delay_s, machine.attempt, (arrive,)).start()
 
     def store(descriptor: Descriptor, coordinates: list, tile: SharedMemory) -> None:
-        inside, index = descriptor.locate(coordinates)
-        descriptor.elements[index] = tile.values[inside]
+        vars(leaving).setdefault("copies", []).append((descriptor, coordinates, tile))
+
+    def store_wait(pendings: int) -> None:
+        copies = vars(leaving).setdefault("copies", [])
+        while len(copies) > pendings:
+            descriptor, coordinates, tile = copies.pop(0)
+            inside, index = descriptor.locate(coordinates)
+            descriptor.elements[index] = tile.values[inside]
 
     return types.SimpleNamespace(
         async_copy_global_to_shared=load,
         async_copy_shared_to_global=store,
-        store_wait=lambda pending: None,
+        store_wait=store_wait,
     )
 
 
@@ -229,7 +239,9 @@ def _wait(num_outstanding: int, deps: tuple) -> object:
 def _launch(
     launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, launched: list[str]
 ) -> None:
-    constants = {name: value for name, value in constants.items() if name != "num_warps"}
+    constants = dict(constants)
+    num_warps = constants.pop("num_warps")
+    constants.pop("maxnreg", None)
     machine = Machine()
     arguments = tuple(
         Descriptor(x) if isinstance(x, TensorDescriptor) else gluon_in_numpy._argument(x)
@@ -244,17 +256,19 @@ def _launch(
     )
 
     def run(program: int) -> None:
-        language = _language(machine, program, grid[0])
+        language = _language(machine, program, grid[0], num_warps)
         replaced = {
             "gl": language,
             "tl": language,
             "mbarrier": barriers,
             "tma": _tensor_memory_accelerator(machine),
+            "mma_v2": gluon_in_numpy._multiply,
             "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=True: Product(
                 a, b, acc, use_acc
             ),
             "warpgroup_mma_wait": _wait,
             "fence_async_shared": lambda: None,
+            "thread_barrier": lambda: None,
             "range": gluon_in_numpy._range,
         }
         with np.errstate(all="ignore"):

@@ -32,10 +32,11 @@ def run() -> None:
     for dtype, width, causal in itertools.product(
         (torch.bfloat16, torch.float32), (64, 128), (False, True)
     ):
-        q, k, v = (draw(num_rows, 2, width, dtype=dtype) for _ in range(3))
+        q = draw(num_rows, 2, width, dtype=dtype)
+        k, v = (draw(num_rows, 1 if causal else 2, width, dtype=dtype) for _ in range(2))
         jagged_flash_attention(q, k, v, offsets, causal=causal).sum().backward()
         torch.cuda.synchronize()
-        print("flash attention", dtype, width, "causal" * causal, flush=True)
+        print("flash attention", dtype, width, "causal, grouped" * causal, flush=True)
 
 
 if __name__ == "__main__":

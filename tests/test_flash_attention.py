@@ -38,8 +38,10 @@ def assert_right(inputs, causal=False, timestamps=None):
     )
 
 
-def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False, width=16):
-    """Random inputs, two query heads to one key head, for the given lengths."""
+def inputs_of(
+    q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False, width=16, kv_heads=1
+):
+    """Random inputs of two query heads for the given lengths."""
     generator = torch.Generator().manual_seed(0)
     q_lengths, kv_lengths = (torch.as_tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
 
@@ -48,8 +50,8 @@ def inputs_of(q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False
 
     inputs = {
         "q": draw(int(q_lengths.sum()), 2, width),
-        "k": draw(int(kv_lengths.sum()), 1, width),
-        "v": draw(int(kv_lengths.sum()), 1, width // 2),
+        "k": draw(int(kv_lengths.sum()), kv_heads, width),
+        "v": draw(int(kv_lengths.sum()), kv_heads, width // 2),
         "q_offsets": offsets_of(q_lengths, torch.int64, device),
         "kv_offsets": offsets_of(kv_lengths, torch.int32, device),
     }
@@ -67,37 +69,142 @@ def test_self_attention(name, causal, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [48, 64, 96, 128])
+@pytest.mark.parametrize("width", [40, 48, 64, 96, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_lengths_about_tiles(causal, width, dtype):
-    lengths = [1, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 400]
-    assert_right(inputs_of(lengths, lengths, "cuda", dtype, width=width), causal)
-    assert_right(inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width), causal)
+def test_lengths_about_tiles(causal, kv_heads, width, dtype):
+    lengths = [1, 16, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 17, 400, 32]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, "cuda", dtype, width=width, kv_heads=kv_heads)
+        assert_right(inputs, causal)
 
 
-@pytest.mark.skipif(
-    not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, for the kernels around it"
-)
+@pytest.fixture(params=["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
+def hopper(request):
+    """A device and the modules of kernels in Gluon launched there, where those for Hopper run.
+
+    The modules are ``None`` on a GPU, which may be any: what comes out is the same.
+    """
+    if request.param == "gpu":
+        yield torch.device("cuda"), None
+    elif not knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1, for the kernels around those for Hopper")
+    else:
+        with hopper_in_numpy() as launched:
+            yield CPU, launched
+
+
+SHORT_FIRST = ["flash_hopper_short"] * 2  # of two sizes of samples
+
+
 @pytest.mark.parametrize("width", [48, 64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_kernels_for_hopper_in_numpy(causal, width):
-    lengths = [257, 33, 0, 130, 65, 1]
-    with hopper_in_numpy() as launched:
-        for kv_lengths in (lengths, lengths[::-1]):
-            assert_right(inputs_of(lengths, kv_lengths, dtype=torch.float16, width=width), causal)
-    assert launched == ["flash_hopper", "flash_hopper_backward"] * 2
+def test_kernels_for_hopper(causal, width, hopper):
+    device, launched = hopper
+    lengths = [257, 33, 0, 130, 65, 1, 16, 17, 32, 64]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width)
+        assert_right(inputs, causal)
+    short = SHORT_FIRST if width <= 64 else []
+    expected = [*short, "flash_hopper", *short, "flash_hopper_backward"] * 2
+    assert launched in (expected, None)
 
 
-@pytest.mark.gpu
-def test_heads_packed_with_keys_and_values():
-    packed = torch.randn(600, 3, 2, 64, device="cuda", dtype=torch.bfloat16)
-    offsets = torch.tensor([0, 70, 470, 600], device="cuda")
-    expected = jagged_flash_attention(*packed.transpose(0, 1).contiguous(), offsets)
-    assert torch.equal(jagged_flash_attention(*packed.unbind(1), offsets), expected)
-    unaligned = torch.empty(600 * 128 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(600, 2, 64)
-    unaligned.copy_(packed[:, 0])
-    _, k, v = packed.unbind(1)
-    assert_right({"q": unaligned, "k": k, "v": v, "q_offsets": offsets})
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_short_samples_on_hopper(causal, kv_heads, hopper):
+    device, _ = hopper
+    lengths = [0, 5, 64, 16, 1, 0, 33, 17, 63, 15, 0, 32, 31, 65, 2]
+    others = [(lengths, 64), (lengths[::-1], 48), ([17] * len(lengths), 64), ([0, 40, 3] * 5, 64)]
+    for kv_lengths, width in others:
+        inputs = inputs_of(
+            lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads
+        )
+        assert_right(inputs, causal)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_short_samples_are_the_same_alone(causal, kv_heads, hopper):
+    device, _ = hopper
+    attend = partial(jagged_flash_attention, causal=causal)
+    lengths, kv_lengths = [20, 64, 0, 3, 40, 16, 31, 90], [7, 64, 2, 16, 5, 0, 32, 1]
+    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=64, kv_heads=kv_heads)
+    grad_out = torch.randn_like(inputs["q"][..., :32])
+    whole = outputs_and_gradients(attend, inputs, grad_out)
+    bounds = {"q": inputs["q_offsets"].tolist(), "k": inputs["kv_offsets"].tolist()}
+    bounds |= {"out": bounds["q"], "v": bounds["k"]}
+    for b in range(len(lengths)):
+        of = {name: slice(*x[b : b + 2]) for name, x in bounds.items()}
+        alone = {name: inputs[name][of[name]] for name in "qkv"}
+        alone["q_offsets"] = inputs["q_offsets"][b : b + 2] - bounds["q"][b]
+        alone["kv_offsets"] = inputs["kv_offsets"][b : b + 2] - bounds["k"][b]
+        results = outputs_and_gradients(attend, alone, grad_out[of["out"]])
+        if lengths[b] and kv_lengths[b]:  # calls without rows take no kernel for Hopper
+            for name, rows in of.items():
+                assert torch.equal(results[name], whole[name][rows]), (b, name)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_lengths", [[0, 3, 0], [0, 3, 80]], ids=str)
+def test_long_samples_without_keys_on_hopper(kv_lengths, hopper):
+    device, _ = hopper
+    inputs = inputs_of([70, 3, 0], kv_lengths, device, torch.float16, width=64)
+    grad_out = torch.randn_like(inputs["q"][..., :32])
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["q"][:70] == 0)
+    assert torch.all(results["k"][3:] == 0)
+    assert torch.all(results["v"][3:] == 0)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_in_halves_of_one_tensor(width, hopper):
+    device, _ = hopper
+    inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
+    operands = [inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")] + [None] * 5
+    out, stats = flash_attention.forward(*operands, False, 0.2)
+
+    def differentiate(grad_k, grad_v):
+        grad_out = torch.ones_like(out)
+        of_keys = (grad_k, grad_v)
+        grads = flash_attention.backward(grad_out, *operands, out, stats, *of_keys, False, 0.2)
+        return grads[0], *of_keys
+
+    halves = inputs["k"].new_empty(89, 1, 2 * width)
+    together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
+    apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
+    assert all(map(torch.equal, together, apart))
+
+
+@pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
+def test_what_hopper_does_not_take(width, scale, hopper):
+    device, launched = hopper
+    inputs = inputs_of([3, 40, 70], [3, 40, 70], device, torch.float16, width=width)
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
+    assert launched in ([], None)
+
+
+def test_heads_packed_with_keys_and_values(hopper):
+    device, launched = hopper
+    packed = torch.randn(280, 3, 2, 64, device=device, dtype=torch.float16)
+    offsets = torch.tensor([0, 70, 90, 130, 260, 280], device=device)
+    apart = dict(zip("qkv", packed.transpose(0, 1).contiguous(), strict=True))
+    expected = outputs_and_gradients(
+        partial(jagged_flash_attention, q_offsets=offsets), apart, apart["q"]
+    )
+    together = dict(zip("qkv", packed.unbind(1), strict=True))
+    results = outputs_and_gradients(
+        partial(jagged_flash_attention, q_offsets=offsets), together, apart["q"]
+    )
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
+    num_launched = len(launched or ())
+    unaligned = torch.empty(280 * 128 + 1, device=device, dtype=torch.float16)[1:]
+    unaligned = unaligned.view(280, 2, 64).copy_(together["q"])
+    assert_right(together | {"q": unaligned, "q_offsets": offsets})
+    assert len(launched or ()) == num_launched
 
 
 @pytest.mark.gpu
@@ -159,7 +266,7 @@ def test_recency(causal, times, dtype, device):
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
-@pytest.mark.parametrize("short", [0, 32], ids=str)
+@pytest.mark.parametrize("short", [0, 32, 64], ids=str)
 @pytest.mark.parametrize("together", [0, 1024], ids=str)
 def test_tiles_are_listed_the_longest_first(together, short, is_self, device):
     if implementation(device)[0] == "reference":
@@ -501,6 +608,21 @@ def test_a_hundred_repeats_are_equal(causal, biased, width):
     for _ in range(100):
         again = outputs_and_gradients(attend, inputs, grad_out)
         assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("max_length", [16, 32, 64, 100])
+def test_repeats_of_many_short_samples_are_equal(max_length, width, kv_heads):
+    case = Case("short", 5000, max_length, 4, width, lengths="uniform", dtype=torch.bfloat16)
+    inputs = make_flash_inputs(case, "cuda", kv_heads=kv_heads)
+    grad_out = torch.randn_like(inputs["q"])
+    first = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for _ in range(20):
+        again = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert_right(assert_tail_is_as_alone(inputs, grad_out, 4900))
 
 
 @pytest.mark.gpu

@@ -7,9 +7,10 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
-are whole in one tile, and go through kernels of their own, where nothing is computed twice. On
-Hopper half precision without biases has kernels of its own, too (``flash_hopper.py`` and
-``flash_hopper_backward.py``, which computes scores once, and adds up in turns).
+are whole in one tile, and go through kernels of their own, where nothing is computed twice
+(``flash_short.py``). On Hopper half precision without biases has kernels of its own for all of this
+(``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up in
+turns; ``flash_hopper_short.py``).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query. Gradients of tables are summed by tile, then over the tiles.
@@ -22,7 +23,7 @@ import functools
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward
+from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward, flash_hopper_short
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
@@ -32,7 +33,7 @@ from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, over
 
 __all__ = ["backward", "forward", "paths"]
 
-SHORT = 32  # rows of a sample that one tile takes whole
+SHORT = 32  # rows of a sample that a tile of flash_short.py takes whole
 
 _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
@@ -63,16 +64,18 @@ def forward(
     if out.numel() == 0:
         return out, stats
     sizes = (stats[0].numel(), call.factor)
-    on_hopper = call.plain and flash_hopper.takes(*call.inputs, call.width)
     tile = call.forward_tile()
-    tiles = call.list_tiles(flash_hopper.BLOCK_M if on_hopper else tile["BLOCK_M"], of_keys=False)
-    if call.short:
+    block = flash_hopper.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
+    tiles = call.list_tiles(block, of_keys=False)
+    if call.short_on_hopper:
+        flash_hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, causal)
+    elif call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
             (*call.inputs, out, stats, *call.offsets, *sizes),
             call.shape | call.short_tile(),
         )
-    if on_hopper:
+    if call.on_hopper:
         flash_hopper.forward(*call.inputs, out, stats, tiles, call.factor, causal, call.width)
         return out, stats
     _forward(
@@ -107,34 +110,38 @@ def backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart.
     """
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
-    call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
     grad_out = grad_out.contiguous()
+    grads_of_rows = (grad_out, grad_k, grad_v)
+    call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale, grads_of_rows)
     grad_q, delta = q.new_empty(q.shape), torch.empty_like(stats[0])
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
     grad_tables = grad_relative = None
     strides = {"GRAD_K_STRIDE": grad_k.stride(0), "GRAD_V_STRIDE": grad_v.stride(0)}
     sizes = (delta.numel(), call.factor, scale)
-    grads_of_rows = (grad_out, grad_k, grad_v)
-    on_hopper = (
-        call.plain
-        and flash_hopper.takes(*call.inputs, call.width)
-        and flash_hopper_backward.takes(*grads_of_rows)
-    )
     tile = call.grad_q_tile()
-    if on_hopper:
+    prepared = ()
+    if call.on_hopper:
         tiles = call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together)
+        prepared = flash_hopper_backward.prepare(
+            grad_out, out, stats, grad_q, *call.offsets, tiles, causal, call.width, call.short,
+            call.is_self,
+        )  # fmt: skip
     else:
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
-    if call.short:
+    if call.short_on_hopper:
+        flash_hopper_short.backward(
+            grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:], causal
+        )
+    elif call.short:
         _backward_short(
             (call.num_samples * k.shape[1],),
             (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:]),
             call.shape | strides | call.short_tile(),
         )
-    if on_hopper:
+    if call.on_hopper:
         flash_hopper_backward.backward(
-            *call.inputs, out, stats, grad_q, *grads_of_rows, *call.offsets, tiles,
-            call.factor, scale, causal, call.width, call.short,
+            *call.inputs, grad_q, *grads_of_rows, *prepared, call.offsets[1], tiles,
+            call.factor, scale, causal, call.width,
         )  # fmt: skip
         return grad_q, None, None, None, None
     if q.shape[0]:
@@ -195,6 +202,7 @@ class _Call:
         relative_bias: Tensor | None,
         causal: bool,
         scale: float,
+        grads: tuple[Tensor, ...] = (),
     ) -> None:
         self.num_samples = q_offsets.numel() - 1
         self.inputs = (_rows(q), _rows(k), _rows(v))
@@ -225,9 +233,17 @@ class _Call:
         biased = bias is not None or any(sizes)
         self.tables = dict(zip("PAR", sizes, strict=True))
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
+        self.on_hopper = (
+            not biased
+            and scale >= 0
+            and flash_hopper.takes(*self.inputs, self.width)
+            and flash_hopper_backward.takes(*grads)
+        )
+        self.short_on_hopper = self.on_hopper and self.width == flash_hopper_short.WIDTH
         half = q.element_size() == 2
         self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
-        self.plain = not biased and scale >= 0
+        if self.short_on_hopper:  # in both directions
+            self.short = flash_hopper_short.MOST_ROWS
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
     def short_tile(self) -> dict:
@@ -299,6 +315,10 @@ def paths(device: torch.device) -> dict[str, str]:
     }
     if flash_hopper.multiprocessors(device):
         found["gluon, Hopper"] = f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0"
+        found["gluon, Hopper, whole samples"] = (
+            f"samples of up to {flash_hopper_short.MOST_ROWS} rows on both sides: the same, "
+            f"the larger width at most {flash_hopper_short.WIDTH}"
+        )
     return found
 
 

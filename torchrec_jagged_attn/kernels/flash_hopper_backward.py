@@ -46,7 +46,7 @@ from torchrec_jagged_attn.kernels.flash_tiles import load_rows, store_rows
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 from torchrec_jagged_attn.kernels.warp_tiles import wait_for_last_kernel
 
-__all__ = ["BLOCK_N", "backward"]
+__all__ = ["BLOCK_N", "backward", "prepare", "takes"]
 
 BLOCK_M = 64  # queries of a tile
 BLOCK_N = 128  # keys of a tile
@@ -54,9 +54,10 @@ GROUP_ROWS = gl.constexpr(64)  # keys of a group of warps
 PLACES = gl.constexpr(8)  # numbers that say where a tile lies
 WEIGHT_STAGES = gl.constexpr(2)
 TURN_STAGES = gl.constexpr(4)
+PREPARING = 16  # programs to a multiprocessor that prepare
 
 
-@triton.jit(do_not_specialize=["num_samples"])
+@triton.jit(do_not_specialize=["num_samples", "num_slots"])
 def prepare_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
     out_ptr,  # [ΣLq, H, Dv]
@@ -66,44 +67,55 @@ def prepare_kernel(
     turns_ptr,  # [tiles of queries, H] int32
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_samples,
+    num_slots,  # most tiles of queries
     H: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     CAUSAL: tl.constexpr,
     SHORT: tl.constexpr,
+    IS_SELF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What the tiles of keys need of one tile of queries of one head; and zeros if it sees none."""
+    """What the tiles of keys need of each tile of queries of one head; and zeros if it sees none.
+
+    Nothing is done where no tile of keys is listed, unless samples without keys may have queries.
+    """
     if OVERLAP:
         cuda.gdc_launch_dependents()
-    slot, head = tl.program_id(0) // H, tl.program_id(0) % H
-    sample, begin, end, start = find_tile(q_offsets_ptr, num_samples, slot, 1, BLOCK_M)
-    num_keys = tl.load(kv_offsets_ptr + sample + 1) - tl.load(kv_offsets_ptr + sample)
-    row, count = begin + start, end - begin - start
-    if (count > 0) & ((end - begin > SHORT) | (num_keys > SHORT)):
-        grad_out = load_rows(
-            grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True
-        )
-        out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True)
-        i = tl.arange(0, BLOCK_M)
-        # Rows that are not there have weights of zero.
-        lse = tl.load(stats_ptr + (row + i) * H + head, mask=i < count, other=float("inf"))
-        delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-        ptrs = row_stats_ptr + tl.program_id(0).to(tl.int64) * (2 * BLOCK_M) + i
-        tl.store(ptrs, lse)
-        tl.store(ptrs + BLOCK_M, delta)
-        tl.store(turns_ptr + tl.program_id(0), 0)
-        seen = num_keys
-        if CAUSAL:
-            seen = tl.minimum(seen, num_keys - count + tl.minimum(count, BLOCK_M))
-        if seen <= 0:
-            zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            store_rows(grad_q_ptr, zeros, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
-    if OVERLAP:
         cuda.gdc_wait()
+    num_work = num_slots * H
+    if IS_SELF:
+        num_work = tl.where(tl.load(tiles_ptr) > 0, num_work, 0)
+    work = tl.program_id(0)
+    while work < num_work:
+        slot, head = work // H, work % H
+        sample, begin, end, start = find_tile(q_offsets_ptr, num_samples, slot, 1, BLOCK_M)
+        num_keys = tl.load(kv_offsets_ptr + sample + 1) - tl.load(kv_offsets_ptr + sample)
+        row, count = begin + start, end - begin - start
+        if (count > 0) & ((end - begin > SHORT) | (num_keys > SHORT)):
+            grad_out = load_rows(
+                grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True
+            )
+            out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True)
+            i = tl.arange(0, BLOCK_M)
+            # Rows that are not there have weights of zero.
+            lse = tl.load(stats_ptr + (row + i) * H + head, mask=i < count, other=float("inf"))
+            delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+            ptrs = row_stats_ptr + work.to(tl.int64) * (2 * BLOCK_M) + i
+            tl.store(ptrs, lse)
+            tl.store(ptrs + BLOCK_M, delta)
+            tl.store(turns_ptr + work, 0)
+            seen = num_keys
+            if CAUSAL:
+                seen = tl.minimum(seen, num_keys - count + tl.minimum(count, BLOCK_M))
+            if seen <= 0:
+                zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                store_rows(grad_q_ptr, zeros, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+        work += tl.num_programs(0)
 
 
 @gluon.jit
@@ -750,57 +762,79 @@ _launch = {dtype: Launcher(backward_kernel) for dtype in (torch.bfloat16, torch.
 _FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
-def takes(grad_out: Tensor, grad_k: Tensor, grad_v: Tensor) -> bool:
+def takes(*grads: Tensor) -> bool:
     """Whether :func:`backward` takes what :func:`flash_hopper.takes` does, with these gradients."""
-    return grad_out.shape[0] > 0 and all(map(_is_addressable, (grad_out, grad_k, grad_v)))
+    return all(x.shape[0] > 0 and _is_addressable(x) for x in grads)
+
+
+def prepare(
+    grad_out: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    grad_q: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    tiles: Tensor,
+    causal: bool,
+    width: int,
+    short: int,
+    is_self: bool,
+) -> tuple[Tensor, Tensor]:
+    """``row_stats`` and ``turns`` for :func:`backward`; zeros in ``grad_q`` where no key is seen.
+
+    Of the samples that have more than ``short`` rows on a side; all have as many queries as keys if
+    ``is_self``. It waits for the kernel before it, which is to be that of the list of ``tiles``.
+    """
+    num_queries, H, D = grad_q.shape
+    num_samples = q_offsets.numel() - 1
+    num_slots = num_queries // BLOCK_M + num_samples
+    row_stats = out.new_empty(num_slots * H, 2 * BLOCK_M, dtype=torch.float32)
+    turns = out.new_empty(num_slots * H, dtype=torch.int32)
+    _prepare(
+        (min(num_slots * H, PREPARING * multiprocessors(out.device)),),
+        (
+            grad_out, out, stats, grad_q, row_stats, turns, q_offsets, kv_offsets, tiles,
+            num_samples, num_slots,
+        ),
+        {
+            "H": H,
+            "D": D,
+            "DV": out.shape[2],
+            "CAUSAL": causal,
+            "SHORT": short,
+            "IS_SELF": is_self,
+            "BLOCK_M": BLOCK_M,
+            "BLOCK_D": width,
+            "num_warps": 4,
+            **overlap_options(launches_overlap(out.device)),
+        },
+    )  # fmt: skip
+    return row_stats, turns
 
 
 def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    stats: Tensor,
     grad_q: Tensor,
     grad_out: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
-    q_offsets: Tensor,
+    row_stats: Tensor,
+    turns: Tensor,
     kv_offsets: Tensor,
     tiles: Tensor,
     factor: float,
     scale: float,
     causal: bool,
     width: int,
-    short: int,
 ) -> None:
-    """Write the gradients of the samples that have more than ``short`` rows on a side."""
-    (num_queries, H, D), (_, HK, DV) = q.shape, v.shape
-    num_samples = q_offsets.numel() - 1
-    slots = num_queries // BLOCK_M + num_samples
-    row_stats = torch.empty(slots * H, 2 * BLOCK_M, dtype=torch.float32, device=q.device)
-    turns = torch.empty(slots * H, dtype=torch.int32, device=q.device)
+    """Write the gradients of the samples in the list of ``tiles``, after :func:`prepare`."""
+    num_queries, H, _ = q.shape
+    HK = k.shape[1]
     # Only samples of several tiles of keys have sums of several.
-    of_sums = num_queries // BLOCK_M + min(num_samples, k.shape[0] // BLOCK_N)
+    of_sums = num_queries // BLOCK_M + min(kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
     sums = torch.empty(of_sums * H, BLOCK_M * width, dtype=torch.float32, device=q.device)
-    if num_queries:
-        _prepare(
-            (slots * H,),
-            (
-                grad_out, out, stats, grad_q, row_stats, turns, q_offsets, kv_offsets, num_samples,
-            ),
-            {
-                "H": H,
-                "D": D,
-                "DV": DV,
-                "CAUSAL": causal,
-                "SHORT": short,
-                "BLOCK_M": BLOCK_M,
-                "BLOCK_D": width,
-                "num_warps": 4,
-                **overlap_options(launches_overlap(q.device)),
-            },
-        )  # fmt: skip
     group = GROUP_ROWS.value
     descriptors = (
         _jagged_rows(q, BLOCK_M, width),

@@ -3,7 +3,7 @@
 A tile is a block of rows of one side, queries or keys, of one sample. A list of them is made on the
 device, so that no program is idle for a short sample and the longest begin first; how many there
 may be follows from shapes. Short samples, at most so many rows on both sides, are not in the list:
-kernels of their own take a whole sample at a time (``flash_short.py``).
+kernels of their own take a whole sample at a time (``flash_short.py``, ``flash_hopper_short.py``).
 
 What a sample gets depends on its own lengths alone, so that no result depends on other samples.
 """

@@ -16,7 +16,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from torchrec_jagged_attn.kernels.flash_hopper import END
-from torchrec_jagged_attn.kernels.warp_tiles import LOG2E, load_bias, row_buckets, row_layout
+from torchrec_jagged_attn.kernels.warp_tiles import (
+    LOG2E,
+    load_bias,
+    row_buckets,
+    row_layout,
+    thread_barrier,
+)
 
 __all__ = [
     "PROGRAMS",
@@ -114,7 +120,7 @@ def turn_ring(ring, n, desc, last, rest):
 
     All warps have read that one.
     """
-    gl.thread_barrier()
+    thread_barrier()
     ahead: gl.constexpr = ring[0].shape[0] - 1
     _copy(ring, n + ahead, desc, last, rest - ahead * ring[0].shape[3])
 

@@ -28,7 +28,12 @@ from torchrec_jagged_attn.kernels.group_tiles import (
     wait_for_tile,
 )
 from torchrec_jagged_attn.kernels.warp_forward import combine_outputs
-from torchrec_jagged_attn.kernels.warp_tiles import LOG2E, find_listed_chunk, is_last_chunk
+from torchrec_jagged_attn.kernels.warp_tiles import (
+    LOG2E,
+    find_listed_chunk,
+    is_last_chunk,
+    thread_barrier,
+)
 
 __all__ = ["forward_kernel"]
 
@@ -128,13 +133,13 @@ def forward_kernel(
             fence_async_shared()
             of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, BLOCK_N // WARPS]), 1)
             largest.store(of_warps)
-            gl.thread_barrier()
+            thread_barrier()
             if gl.max(largest.load(all_in_each), 0) > MARGIN:
                 reference, total, acc = _raise_reference(scores, reference, total, acc)
                 p = gl.exp2(scores - reference[None, :])
                 weights.store(p.to(dtype))
                 fence_async_shared()
-                gl.thread_barrier()
+                thread_barrier()
             total += p
             acc = warpgroup_mma(x.permute((1, 0)), weights, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))

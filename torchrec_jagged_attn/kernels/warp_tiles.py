@@ -48,8 +48,12 @@ __all__ = [
     "split",
     "store_parts",
     "store_rows",
+    "thread_barrier",
     "turn_ring",
 ]
+
+
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, 3.7's
 
 
 @gluon.constexpr_function
@@ -266,7 +270,7 @@ def is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
 
     Which one ends last differs from call to call: nothing of a result may depend on that.
     """
-    gl.thread_barrier()  # what any lane has stored is stored before lane 0 counts
+    thread_barrier()  # what any lane has stored is stored before lane 0 counts
     ended = gl.atomic_add(slots_ptr + num_slots + first_slot, 1, sem="acq_rel", scope="gpu")
     return ended == chunks - 1
 
