@@ -164,7 +164,9 @@ def _whole_lines(
         edge = ends < tl.where(e < VEC, tl.minimum(head, end)[:, None], end[:, None])
         if p_ptr is None:
             x, x_ends = _load_parts(x_ptr + base, at, mask, ends, edge, -float("inf"))
-            maximum = _larger(tl.reduce(x, 1, _larger), tl.gather(tl.reduce(x_ends, 1, _larger), row, 0))
+            maximum = _larger(
+                tl.reduce(x, 1, _larger), tl.gather(tl.reduce(x_ends, 1, _larger), row, 0)
+            )
             maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
             maximum += maximum - maximum  # NaN, where it is infinite
             weights = tl.exp2((x - maximum[:, None]) * LOG2E)
