@@ -35,14 +35,14 @@ LONG = 1024
 LONG_TILE = 2048
 # Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
 # maxima and sums without waiting for others.
-SPAN = 8192
+SPAN = 4096
 PAIR_CONSTANTS = {
     "SPAN": SPAN,
-    "BLOCK_I": 2,
+    "BLOCK_I": 1,
     "BLOCK_R": 512,
     "SHAPES": 4,
     "num_warps": 1,
-    "maxnreg": 96,
+    "maxnreg": 64,
 }
 
 
