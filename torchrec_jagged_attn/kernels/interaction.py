@@ -83,6 +83,7 @@ def _load_lines(ptr, at, mask):
 
 @triton.jit
 def _larger(a, b):
+    """As tl.max takes it, but NaN where one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -90,8 +91,8 @@ def _larger(a, b):
 def _round_and_count(values, bound):
     """``Σ_r values``, each rounded to units of ``bound · 2^-22``, and what was rounded off.
 
-    Up to 512 values, each less than half of ``bound``, a power of two. ``3 · bound + value`` has
-    as its lowest bit a unit; of integers, a sum is the same in any order.
+    Up to 512 values, each at most half of ``bound``, a power of two. The lowest bit of
+    ``3 · bound + value`` is a unit: its bits count them, and integers have the same sum in any order.
     """
     zero = 3.0 * bound
     shifted = values + zero[:, None]
@@ -100,19 +101,27 @@ def _round_and_count(values, bound):
 
 
 @triton.jit
+def _across(values):
+    """A value a row, from the layout of vectors to that of ends, or back.
+
+    Without a gather between them, Triton gives both one layout, and moves all elements of one.
+    """
+    return tl.gather(values, tl.arange(0, values.shape[0]), 0)
+
+
+@triton.jit
 def _sum_in_any_order(values, ends, bound, TWICE: tl.constexpr):
     """``Σ_r`` of both, with the same bits wherever a row is cut into them.
 
     TWICE also adds what rounding left, which fp32 would show.
     """
-    row = tl.arange(0, bound.shape[0])
     units, values = _round_and_count(values, bound)
-    units_of_ends, ends = _round_and_count(ends, tl.gather(bound, row, 0))
-    total = (units + tl.gather(units_of_ends, row, 0)).to(tl.float32)
+    units_of_ends, ends = _round_and_count(ends, _across(bound))
+    total = (units + _across(units_of_ends)).to(tl.float32)
     if TWICE:
         units, _ = _round_and_count(values, bound * 2.0**-21)
-        units_of_ends, _ = _round_and_count(ends, tl.gather(bound, row, 0) * 2.0**-21)
-        total += (units + tl.gather(units_of_ends, row, 0)).to(tl.float32) * 2.0**-21
+        units_of_ends, _ = _round_and_count(ends, _across(bound) * 2.0**-21)
+        total += (units + _across(units_of_ends)).to(tl.float32) * 2.0**-21
     return total * (bound * 2.0**-22)
 
 
@@ -144,7 +153,8 @@ def _whole_lines(
     """Rows of pairs that fit in a tile: each is read once.
 
     A row is what comes before the first of its aligned vectors of 16 bytes, these, and what comes
-    after: BLOCK_R elements of vectors, and VEC for each end.
+    after: BLOCK_R elements of vectors, and VEC for each end. How these share a row depends on where
+    it begins, so that what is summed must not depend on how it is cut.
     """
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     TWICE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
@@ -164,29 +174,28 @@ def _whole_lines(
         edge = ends < tl.where(e < VEC, tl.minimum(head, end)[:, None], end[:, None])
         if p_ptr is None:
             x, x_ends = _load_parts(x_ptr + base, at, mask, ends, edge, -float("inf"))
-            maximum = _larger(
-                tl.reduce(x, 1, _larger), tl.gather(tl.reduce(x_ends, 1, _larger), row, 0)
-            )
+            maximum = _across(tl.reduce(x_ends, 1, _larger))
+            maximum = _larger(maximum, tl.reduce(x, 1, _larger))
             maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
             maximum += maximum - maximum  # NaN, where it is infinite
             weights = tl.exp2((x - maximum[:, None]) * LOG2E)
-            weights_of_ends = tl.exp2((x_ends - tl.gather(maximum, row, 0)[:, None]) * LOG2E)
+            weights_of_ends = tl.exp2((x_ends - _across(maximum)[:, None]) * LOG2E)
             bound = tl.full([BLOCK_I], 2.0, tl.float32)
             total = _sum_in_any_order(weights, weights_of_ends, bound, TWICE)
             inverse = tl.div_rn(1.0, tl.where(total == 0, 1.0, total))
             out = weights * inverse[:, None]
-            out_ends = weights_of_ends * tl.gather(inverse, row, 0)[:, None]
+            out_ends = weights_of_ends * _across(inverse)[:, None]
         else:
             x, x_ends = _load_parts(x_ptr + base, at, mask, ends, edge, 0.0)
             p, p_ends = _load_parts(p_ptr + base, at, mask, ends, edge, 0.0)
             products = p * x
             products_of_ends = p_ends * x_ends
-            bits = tl.maximum(_magnitude(products), tl.gather(_magnitude(products_of_ends), row, 0))
+            bits = tl.maximum(_magnitude(products), _across(_magnitude(products_of_ends)))
             bound = ((bits & 0x7F800000) + (2 << 23)).to(tl.float32, bitcast=True)
             mean = _sum_in_any_order(products, products_of_ends, bound, TWICE)
             mean = tl.where(bits < 251 << 23, mean, float("nan"))
             out = p * (x - mean[:, None])
-            out_ends = p_ends * (x_ends - tl.gather(mean, row, 0)[:, None])
+            out_ends = p_ends * (x_ends - _across(mean)[:, None])
         tl.store(out_ptr + base + ends, out_ends, mask=edge)
         tl.store(out_ptr + base + at, out, mask=mask)
 
