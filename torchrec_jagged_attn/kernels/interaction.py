@@ -92,7 +92,7 @@ def _round_and_count(values, bound):
     """``Σ_r values``, each rounded to units of ``bound · 2^-22``, and what was rounded off.
 
     Up to 512 values, each at most half of ``bound``, a power of two. The lowest bit of
-    ``3 · bound + value`` is a unit: its bits count them, and integers have the same sum in any order.
+    ``3 · bound + value`` is a unit: its bits count units, which have the same sum in any order.
     """
     zero = 3.0 * bound
     shifted = values + zero[:, None]
