@@ -113,7 +113,7 @@ def _across(values):
 def _sum_in_any_order(values, ends, bound, TWICE: tl.constexpr):
     """``Σ_r`` of both, with the same bits wherever a row is cut into them.
 
-    TWICE also adds what rounding left, which fp32 would show.
+    TWICE also adds what rounding left: fp32 shows it, and gradients, differences from a mean.
     """
     units, values = _round_and_count(values, bound)
     units_of_ends, ends = _round_and_count(ends, _across(bound))
@@ -157,7 +157,7 @@ def _whole_lines(
     it begins, so that what is summed must not depend on how it is cut.
     """
     VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    TWICE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    TWICE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32 or p_ptr is not None
     row = tl.arange(0, BLOCK_I)
     r = tl.arange(0, BLOCK_R)
     e = tl.arange(0, 2 * VEC)[None, :]
