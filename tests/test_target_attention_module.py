@@ -813,7 +813,7 @@ def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device)
         assert not all(map(torch.equal, chosen, results[other, num_targets]))
 
 
-def test_one_head_never_takes_explicit_keys_and_values():
+def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
     """It would save no arithmetic."""
     history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
     target = torch.randn(1, 5000, 16)
@@ -826,10 +826,10 @@ def test_one_head_never_takes_explicit_keys_and_values():
 @pytest.mark.parametrize(
     ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit"),
     [
-        ("cuda", torch.bfloat16, 100, 78, 79),
-        ("cuda", torch.float32, 100, 48, 49),
-        ("cuda", torch.bfloat16, 1, 154, 155),  # too few to fill a GPU by themselves
-        ("cpu", torch.float32, 100, 48, 49),
+        ("cuda", torch.bfloat16, 1000, 18, 19),
+        ("cuda", torch.float32, 1000, 8, 9),
+        ("cuda", torch.bfloat16, 1, 163, 164),  # too few to fill a GPU by themselves
+        ("cpu", torch.float32, 1000, 48, 49),
         ("cpu", torch.float32, 1, 48, 49),
     ],
 )

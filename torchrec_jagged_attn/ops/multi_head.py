@@ -24,9 +24,10 @@ nothing of that size. With ``T`` targets per sample, each history row then takes
     backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
     together    3·D               4·D + 16·E                elements moved
 
-so that from some number of targets on explicit ones pay off, if H·D is more than E. ``"auto"`` adds
-them up, an element moved as FLOPS_PER_ELEMENT, for all samples. But attention over keys does not
-split histories over a GPU: with fewer targets in all than fill it, it takes no less time.
+so that from some number of targets on explicit ones pay off. ``"auto"`` adds them up, an element
+moved as FLOPS_PER_ELEMENT and a FLOP of attention over raw rows as FLOPS_OF_ABSORBED, for all
+samples. But attention over keys does not split histories over a GPU: with fewer targets in all than
+fill it, it takes no less time.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ __all__ = ["multi_head_target_attention"]
 # at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
 # the calls that each sample's keys and values take, where histories have about 100 rows.
 FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 32, ("cpu", 4): 32}
+# How many FLOPs of attention over keys take as long as one over raw rows does, which for many
+# targets is left to slower kernels. By trying, see docs/target_attention.md.
+FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 4): 1}
 # As how many query rows (targets · heads) fewer count that all of a batch attend over keys: on CUDA
 # by trying, for 1 and 4 users of 512 to 10,000 rows, on an H200.
-ROWS_TO_FILL = {"cuda": 1536, "cpu": 0}
+ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
 
 
 def _forward(
@@ -299,11 +303,10 @@ def _is_explicit(
     else:
         num_samples, num_targets = 1, 1 if target.dim() == 2 else target.shape[1]
         num_to_fill = 0
-    flops_per_element = FLOPS_PER_ELEMENT[device_type, min(history.element_size(), 4)]
-    more_per_sample = (
-        16 * history_dim * embed_dim + (history_dim + 16 * embed_dim) * flops_per_element
-    )
-    absorbed = 18 * num_targets * num_heads * history_dim
+    kind = device_type, min(history.element_size(), 4)
+    elements = history_dim + 16 * embed_dim
+    more_per_sample = 16 * history_dim * embed_dim + elements * FLOPS_PER_ELEMENT[kind]
+    absorbed = 18 * num_targets * num_heads * history_dim * FLOPS_OF_ABSORBED[kind]
     explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
     return absorbed > explicit
 
