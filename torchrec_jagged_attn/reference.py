@@ -34,7 +34,7 @@ SLAB_PAIRS = 1 << 18
 
 # Up to so many query rows a sample, lists of pairs take less time than calls for each sample. But
 # they add up one history row after the other, which rounds too often where a sample has very many.
-MAX_LISTED_QUERY_ROWS = 16
+MAX_LISTED_QUERY_ROWS = 12
 MAX_LISTED_HISTORY_ROWS = 1 << 12
 
 # The first CSR tensor of a process warns that their support is in beta, which is ours to know. What
@@ -377,7 +377,7 @@ def _differentiate_samples(
         q_RD, x_LD, _ = sample
         p_RL = _weights(*sample)
         dp_RL = grad_out_RD @ x_LD.T
-        ds_RL = torch._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
+        ds_RL = torch.ops.aten._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
         torch.mm(ds_RL, x_LD, out=grad_q_RD)
         torch.mm(ds_RL.T, q_RD, out=grad_x_LD).addmm_(p_RL.T, grad_out_RD)
         if grad_bias_LH is not None:
@@ -391,7 +391,7 @@ def _weights(q_RD: Tensor, x_LD: Tensor, bias_LH: Tensor | None) -> Tensor:
     if bias_LH is None:
         return scores_RL.softmax(-1)
     _by_target(scores_RL, bias_LH).add_(bias_LH.T)
-    return torch._safe_softmax(scores_RL, -1)
+    return torch.ops.aten._safe_softmax(scores_RL, -1)
 
 
 def _by_target(x_RL: Tensor, bias_LH: Tensor) -> Tensor:
