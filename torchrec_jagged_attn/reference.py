@@ -27,8 +27,8 @@ __all__ = [
     "target_attention_backward",
 ]
 
-# History rows, and pairs of a query row and a history row, to work on at a time. What is made of
-# them takes memory: 40 bytes a pair, and of half precision 8 bytes an element of the rows.
+# History rows, and pairs of a query row and a history row, to work on at a time. It bounds what is
+# made of them: lists of pairs, and rows of half precision in fp32.
 SLAB_ROWS = 1 << 16
 SLAB_PAIRS = 1 << 18
 
@@ -264,8 +264,9 @@ def _differentiate_pairs(
     grad_q_BRD = pairs.pool(ds_P, x_ND).view_as(q_BRD)
 
     place_NR = pairs.places()
-    ds_NR, p_NR = (x_P.take(place_NR) for x_P in (ds_P, p_P))
-    queries_NR = slab.sample_ids.unsqueeze(1) * slab.num_rows + torch.arange(slab.num_rows)
+    ds_NR, p_NR = (x_P[place_NR] for x_P in (ds_P, p_P))
+    own_R = torch.arange(slab.num_rows, dtype=torch.int32)
+    queries_NR = slab.sample_ids.int().unsqueeze(1) * slab.num_rows + own_R
     num_queries = q_BRD.shape[0] * slab.num_rows
     grad_x_ND = F.embedding_bag(
         torch.cat([queries_NR, queries_NR + num_queries], 1),
@@ -348,11 +349,12 @@ class _Pairs:
 
     def places(self) -> Tensor:
         """``[N, R]``: where the pair of a history row and a query row is."""
-        offsets, num_rows = self.slab.offsets.long(), self.slab.num_rows
+        offsets, num_rows = self.slab.offsets, self.slab.num_rows
         before_N = self.slab.per_row(offsets[:-1] * (num_rows - 1))
-        first_N = before_N.add_(torch.arange(len(before_N)))
+        first_N = before_N.add_(torch.arange(len(before_N), dtype=torch.int32))
         step_N = self.slab.per_row(offsets.diff())
-        return torch.addcmul(first_N.unsqueeze(1), step_N.unsqueeze(1), torch.arange(num_rows))
+        steps_R = torch.arange(num_rows, dtype=torch.int32)
+        return torch.addcmul(first_N.unsqueeze(1), step_N.unsqueeze(1), steps_R)
 
 
 def _attend_by_samples(slab: _Slab, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None) -> Tensor:
