@@ -96,7 +96,7 @@ def target_attention_backward(
     queries = query.expand(grad_out.shape)
     grad_query_dtype = _compute_dtype(query) if shared else query.dtype
     grad_query = grad_out.new_zeros(grad_out.shape, dtype=grad_query_dtype)
-    grad_history = history.new_zeros(history.shape)
+    grad_history = None
     grad_bias = None if bias is None else bias.new_zeros(bias.shape)
     grad_tables = [
         None if table is None else table.new_zeros(table.shape, dtype=torch.float64)
@@ -112,7 +112,13 @@ def target_attention_backward(
             slab, grad_out_BRD, q_BRD, x_ND, bias_NH
         )
         slab.put_query_rows(grad_query, grad_q_BRD * scale)
-        grad_history[slab.rows] = grad_x_ND.to(history.dtype)
+        if query_offsets is None and grad_x_ND.shape == history.shape:  # all rows, in their order
+            grad_history = grad_x_ND.to(history.dtype)
+        else:
+            grad_history = (
+                history.new_zeros(history.shape) if grad_history is None else grad_history
+            )
+            grad_history[slab.rows] = grad_x_ND.to(history.dtype)
         if grad_bias_NH is None:
             continue
         if grad_bias is not None:
@@ -120,6 +126,7 @@ def target_attention_backward(
         for grad, bucket in zip(grad_tables, buckets, strict=True):
             if grad is not None and bucket is not None:
                 grad.index_add_(0, bucket, grad_bias_NH.double())
+    grad_history = history.new_zeros(history.shape) if grad_history is None else grad_history
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
     grad_position, grad_age = (
