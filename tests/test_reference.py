@@ -147,12 +147,43 @@ def test_sums_over_long_histories():
     )
 
 
+@pytest.mark.parametrize("history_rows", [1, 64, 200])
+@pytest.mark.parametrize("query_rows", [1, 4])
+def test_bits_of_a_sample_do_not_depend_on_what_others_take(query_rows, history_rows, monkeypatch):
+    """Where lists of pairs end, and calls for each sample begin."""
+    inputs = inputs_of(LENGTHS, targets=[1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9])
+    grad_out = torch.randn_like(inputs["query"])
+    monkeypatch.setattr(reference, "MAX_LISTED_QUERY_ROWS", query_rows)
+    monkeypatch.setattr(reference, "MAX_LISTED_HISTORY_ROWS", history_rows)
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for order in [[12, 7, 0, 9, 3, 2, 5], [9], [6, 5]]:
+        fewer, rows = some_samples(inputs, order)
+        results = outputs_and_gradients(jagged_target_attention, fewer, grad_out[rows["query"]])
+        for name in ("out", "query", "history", "bias"):
+            of = rows["query" if name in ("out", "query") else "history"]
+            assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
+
+
+def peak_bytes(call):
+    """The most memory that ``call`` holds at any time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    return allocated.cumsum(0).max()
+
+
 def test_memory_follows_the_rows():
     inputs = inputs_of([20_000] + [8] * 500, width=64)
     grad_out = torch.randn_like(inputs["query"])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    allocated = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
     given = sum(value.nbytes for value in inputs.values())
-    assert allocated.cumsum(0).max() < 4 * given  # padded, the history alone would be 400 times
+    peak = peak_bytes(lambda: outputs_and_gradients(jagged_target_attention, inputs, grad_out))
+    assert peak < 4 * given  # padded, the history alone would be 400 times
+
+
+def test_forward_takes_less_memory_than_the_rows():
+    inputs = inputs_of([100] * 500, num_heads=4, width=64)
+    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"], inputs["bias"]
+    with torch.inference_mode():
+        peak = peak_bytes(lambda: jagged_target_attention(**inputs))
+    assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +27,22 @@ __all__ = [
     "target_attention_backward",
 ]
 
-# History rows to work on at a time: what is made of them should stay in the caches.
-SLAB_ROWS = 1 << 14
+# History rows, and pairs of a query row and a history row, to work on at a time. It bounds what is
+# made of them: lists of pairs, and rows of half precision in fp32.
+SLAB_ROWS = 1 << 16
+SLAB_PAIRS = 1 << 18
+
+# Up to so many query rows a sample, lists of pairs take less time than calls for each sample. But
+# they add up one history row after the other, which rounds too often where a sample has very many.
+MAX_LISTED_QUERY_ROWS = 12
+MAX_LISTED_HISTORY_ROWS = 1 << 12
+
+# The first CSR tensor of a process warns that their support is in beta, which is ours to know. What
+# is used of it is one product, and tested.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    _empty = torch.zeros(1, dtype=torch.int32, device="cpu")
+    torch.sparse_csr_tensor(_empty, _empty[:0], _empty[:0], (0, 0), check_invariants=False)
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -57,8 +73,8 @@ def target_attention(
         q_BRD = slab.query_rows(query) * scale
         buckets = slab.buckets(position_bias, age_bias, timestamps)
         bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
-        p_NR, total_BR = slab.exp(slab.mm(x_ND, q_BRD.mT), bias_NH)
-        slab.put_query_rows(out, slab.mm(p_NR.T, x_ND) / total_BR.unsqueeze(-1))
+        attend = _attend_by_pairs if slab.lists_pairs else _attend_by_samples
+        slab.put_query_rows(out, attend(slab, q_BRD, x_ND, bias_NH))
     rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
     return out, rest, query.new_zeros(2, *query.shape[:-1], dtype=torch.float32)
 
@@ -80,7 +96,7 @@ def target_attention_backward(
     queries = query.expand(grad_out.shape)
     grad_query_dtype = _compute_dtype(query) if shared else query.dtype
     grad_query = grad_out.new_zeros(grad_out.shape, dtype=grad_query_dtype)
-    grad_history = history.new_zeros(history.shape)
+    grad_history = None
     grad_bias = None if bias is None else bias.new_zeros(bias.shape)
     grad_tables = [
         None if table is None else table.new_zeros(table.shape, dtype=torch.float64)
@@ -88,29 +104,29 @@ def target_attention_backward(
     ]
     for slab in _slabs(queries, offsets, query_offsets):
         x_ND = slab.history_rows(history)
-        # Scores and dp come from one product with these, and ds and p go into another.
-        pair_BRD = torch.cat([slab.query_rows(queries) * scale, slab.query_rows(grad_out)], 1)
+        q_BRD, grad_out_BRD = slab.query_rows(queries) * scale, slab.query_rows(grad_out)
         buckets = slab.buckets(position_bias, age_bias, timestamps)
         bias_NH = slab.bias(bias, position_bias, age_bias, buckets, x_ND.dtype)
-
-        halves = slab.mm(x_ND, pair_BRD.mT).chunk(2, 1)
-        scores_NR, dp_NR = (half.contiguous() for half in halves)
-        p_NR, total_BR = slab.exp(scores_NR, bias_NH)
-        p_NR.div_(slab.per_row(total_BR))
-        mean_BR = slab.sum(p_NR * dp_NR)
-        ds_NR = dp_NR.sub_(slab.per_row(mean_BR)).mul_(p_NR)
-
-        slab.put_query_rows(grad_query, slab.mm(ds_NR.T, x_ND) * scale)
-        grad_x_ND = slab.mm(torch.cat([ds_NR, p_NR], 1), pair_BRD)
-        grad_history[slab.rows] = grad_x_ND.to(history.dtype)
-        if bias_NH is None:
+        differentiate = _differentiate_pairs if slab.lists_pairs else _differentiate_samples
+        grad_q_BRD, grad_x_ND, grad_bias_NH = differentiate(
+            slab, grad_out_BRD, q_BRD, x_ND, bias_NH
+        )
+        slab.put_query_rows(grad_query, grad_q_BRD * scale)
+        if query_offsets is None and grad_x_ND.shape == history.shape:  # all rows, in their order
+            grad_history = grad_x_ND.to(history.dtype)
+        else:
+            grad_history = (
+                history.new_zeros(history.shape) if grad_history is None else grad_history
+            )
+            grad_history[slab.rows] = grad_x_ND.to(history.dtype)
+        if grad_bias_NH is None:
             continue
-        grad_bias_NH = ds_NR[:, : slab.num_rows].unflatten(1, (-1, query.shape[-2])).sum(1)
         if grad_bias is not None:
             grad_bias[slab.rows] = grad_bias_NH.to(grad_bias.dtype)
         for grad, bucket in zip(grad_tables, buckets, strict=True):
             if grad is not None and bucket is not None:
                 grad.index_add_(0, bucket, grad_bias_NH.double())
+    grad_history = history.new_zeros(history.shape) if grad_history is None else grad_history
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(query.dtype)
     grad_position, grad_age = (
@@ -130,6 +146,7 @@ class _Slab:
         rows: which rows of the history they own.
         offsets: ``[B + 1]`` int32 offsets of their history rows, among themselves.
         sample_ids: ``[N]`` sample of each history row, among themselves.
+        lists_pairs: whether to work on all samples at once, by lists of pairs.
     """
 
     queries: slice | Tensor
@@ -137,17 +154,17 @@ class _Slab:
     rows: slice | Tensor
     offsets: Tensor
     sample_ids: Tensor
+    lists_pairs: bool
 
     def query_rows(self, query: Tensor) -> Tensor:
-        """``[B, R, D]``, where ``R`` is a multiple of four: zeros are added at the end."""
+        """``[B, R, D]``."""
         rows = query[self.queries].to(_compute_dtype(query))
-        rows = rows.reshape(-1, self.num_rows, query.shape[-1])
-        return F.pad(rows, (0, 0, 0, -self.num_rows % 4))
+        return rows.reshape(len(self.offsets) - 1, self.num_rows, query.shape[-1])
 
     def put_query_rows(self, query: Tensor, rows_BRD: Tensor) -> None:
         """Write what :meth:`query_rows` would read."""
-        rows = rows_BRD[:, : self.num_rows].reshape(-1, *query.shape[1:])
-        query[self.queries] = rows.to(query.dtype)
+        own = query[self.queries]
+        query[self.queries] = rows_BRD.reshape(own.shape).to(query.dtype)
 
     def history_rows(self, history: Tensor) -> Tensor:
         """``[N, D]``."""
@@ -157,36 +174,13 @@ class _Slab:
         """``[N, R]``: to each history row what its sample has."""
         return x_BR.index_select(0, self.sample_ids)
 
-    def sum(self, x_NR: Tensor) -> Tensor:
-        """``[B, R]`` over each sample's rows; in fp64, since one is added after the other."""
-        total = torch.segment_reduce(x_NR.double(), "sum", offsets=self.offsets, unsafe=True)
-        return total.to(x_NR.dtype)
-
-    def exp(self, scores_NR: Tensor, bias_NH: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Softmax of biased scores before it is divided, in their place, and its ``[B, R]`` sums.
-
-        Where no row is visible, the softmax is zero and its sum one.
-        """
-        if bias_NH is not None:
-            scores_NTH = scores_NR[:, : self.num_rows].unflatten(1, (-1, bias_NH.shape[1]))
-            scores_NTH.add_(bias_NH.unsqueeze(1))
-        largest_BR = torch.segment_reduce(scores_NR, "max", offsets=self.offsets, unsafe=True)
-        largest_BR.clamp_(min=torch.finfo(scores_NR.dtype).min)
-        p_NR = scores_NR.sub_(self.per_row(largest_BR)).exp_()
-        return p_NR, self.sum(p_NR).clamp_(min=1)
-
-    def mm(self, a: Tensor, b: Tensor) -> Tensor:
-        """``[N, K] × [B, K, M] → [N, M]`` or ``[K, N] × [N, M] → [B, K, M]``, sample by sample.
-
-        The bits of a batched product would depend on how many samples there are.
-        """
-        if _fits_grouped_mm(a) and _fits_grouped_mm(b):
-            return F.grouped_mm(a, b, offs=self.offsets[1:])
+    def each(
+        self, *queries: Tensor, rows: tuple[Tensor | None, ...]
+    ) -> Iterator[tuple[Tensor | Any, ...]]:
+        """Of each sample, its part of ``queries`` ``[B, …]`` and of ``rows`` ``[N, …]``."""
         lengths = self.offsets.diff().tolist()
-        if b.dim() == 3:
-            return torch.cat([x @ y for x, y in zip(a.split(lengths), b, strict=True)])
-        pairs = zip(a.split(lengths, 1), b.split(lengths), strict=True)
-        return torch.stack([x @ y for x, y in pairs])
+        parts = (itertools.repeat(None) if x is None else x.split(lengths) for x in rows)
+        return zip(*(x.unbind() for x in queries), *parts, strict=False)
 
     def buckets(
         self, position_bias: Tensor | None, age_bias: Tensor | None, timestamps: Tensor | None
@@ -220,7 +214,10 @@ class _Slab:
 
 
 def _slabs(query: Tensor, offsets: Tensor, query_offsets: Tensor | None) -> Iterator[_Slab]:
-    """Cut the batch into slabs of about ``SLAB_ROWS`` rows, leaving out what has nothing to do."""
+    """Cut the batch into slabs, leaving out what has nothing to do.
+
+    How a sample is worked on depends on its own numbers of rows alone, as its bits do.
+    """
     lengths = offsets.diff()
     if query_offsets is None:
         groups = [(query.shape[1], torch.arange(len(lengths)))]
@@ -228,11 +225,19 @@ def _slabs(query: Tensor, offsets: Tensor, query_offsets: Tensor | None) -> Iter
         targets = query_offsets.diff()
         groups = [(n, torch.nonzero(targets == n)[:, 0]) for n in targets.unique().tolist()]
     for num_targets, group in groups:
-        slab_ids = (lengths[group].cumsum(0) - 1) // SLAB_ROWS
+        num_rows = num_targets * query.shape[-2]
+        if num_rows == 0:
+            continue
+        slab_rows = min(SLAB_ROWS, SLAB_PAIRS // min(num_rows, MAX_LISTED_QUERY_ROWS))
+        lists = lengths[group] <= MAX_LISTED_HISTORY_ROWS
+        lists &= num_rows <= MAX_LISTED_QUERY_ROWS
+        slab_ids = (lengths[group].cumsum(0) - 1) // slab_rows * 2 + lists
         sizes = torch.unique_consecutive(slab_ids, return_counts=True)[1]
-        for samples in group.split(sizes.tolist()):
+        for samples, lists_pairs in zip(
+            group.split(sizes.tolist()), lists[sizes.cumsum(0) - 1].tolist(), strict=True
+        ):
             layout = JaggedLayout.from_lengths(lengths[samples])
-            if layout.num_rows == 0 or num_targets * query.shape[-2] == 0:
+            if layout.num_rows == 0:
                 continue
             sample_ids = layout.sample_ids()
             if query_offsets is None:
@@ -242,15 +247,166 @@ def _slabs(query: Tensor, offsets: Tensor, query_offsets: Tensor | None) -> Iter
                 queries = (query_offsets[samples, None] + torch.arange(num_targets)).flatten()
                 shift = offsets[samples] - layout.offsets[:-1]
                 rows = shift[sample_ids] + torch.arange(layout.num_rows)
-            num_rows = num_targets * query.shape[-2]
-            yield _Slab(queries, num_rows, rows, layout.offsets.int(), sample_ids)
+            own = layout.offsets.int()
+            yield _Slab(queries, num_rows, rows, own, sample_ids, lists_pairs)
 
 
-def _fits_grouped_mm(x: Tensor) -> bool:
-    """``grouped_mm`` takes fp32, in rows or columns that begin at multiples of 16 bytes."""
-    if x.dtype != torch.float32 or x.data_ptr() % 16:
-        return False
-    return all(stride % 4 == 0 for stride in sorted(x.stride())[1:])
+def _attend_by_pairs(slab: _Slab, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None) -> Tensor:
+    """``[B, R, D]`` outputs of scaled queries, all samples at once."""
+    pairs = _Pairs.of(slab)
+    p_P, total_S = pairs.exp(q_BRD, x_ND, bias_NH)
+    return pairs.pool(p_P, x_ND).div_(total_S.unsqueeze(1)).view_as(q_BRD)
+
+
+def _differentiate_pairs(
+    slab: _Slab, grad_out_BRD: Tensor, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of scaled queries, of history rows and of their biases, all samples at once."""
+    pairs = _Pairs.of(slab)
+    p_P, total_S = pairs.exp(q_BRD, x_ND, bias_NH)
+    p_P.div_(total_S.index_select(0, pairs.query_ids))
+    dp_P = pairs.dots(grad_out_BRD, x_ND)
+    mean_S = pairs.sum(p_P * dp_P)
+    ds_P = dp_P.sub_(mean_S.index_select(0, pairs.query_ids)).mul_(p_P)
+    grad_q_BRD = pairs.pool(ds_P, x_ND).view_as(q_BRD)
+
+    place_NR = pairs.places()
+    ds_NR, p_NR = (x_P[place_NR] for x_P in (ds_P, p_P))
+    own_R = torch.arange(slab.num_rows, dtype=torch.int32)
+    queries_NR = slab.sample_ids.int().unsqueeze(1) * slab.num_rows + own_R
+    num_queries = q_BRD.shape[0] * slab.num_rows
+    grad_x_ND = F.embedding_bag(
+        torch.cat([queries_NR, queries_NR + num_queries], 1),
+        torch.cat([q_BRD, grad_out_BRD]).flatten(0, 1),
+        mode="sum",
+        per_sample_weights=torch.cat([ds_NR, p_NR], 1),
+    )
+    if bias_NH is None:
+        return grad_q_BRD, grad_x_ND, None
+    return grad_q_BRD, grad_x_ND, ds_NR.unflatten(1, (-1, bias_NH.shape[1])).sum(1)
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """All pairs of a query row and a history row of its sample, ``P`` in all.
+
+    Those of one query row follow each other: a segment, of which there are ``S = B · R``.
+
+    Args:
+        slab: the samples.
+        offsets: ``[S + 1]`` where segments begin and end.
+        query_ids: ``[P]`` query row of each pair.
+        history_ids: ``[P]`` history row of each pair.
+    """
+
+    slab: _Slab
+    offsets: Tensor
+    query_ids: Tensor
+    history_ids: Tensor
+
+    @classmethod
+    def of(cls, slab: _Slab) -> _Pairs:
+        """All int32: half the memory of int64, and ``SLAB_ROWS`` bounds them."""
+        num_rows, lengths = slab.num_rows, slab.offsets.diff()
+        num_pairs = len(slab.sample_ids) * num_rows
+        lengths_S = lengths.repeat_interleave(num_rows)
+        offsets = F.pad(lengths_S.cumsum(0, dtype=torch.int32), (1, 0))
+        query_ids = torch.repeat_interleave(lengths_S, output_size=num_pairs)
+        shift_S = slab.offsets[:-1].repeat_interleave(num_rows) - offsets[:-1]
+        history_ids = torch.arange(num_pairs, dtype=torch.int32)
+        history_ids += shift_S.index_select(0, query_ids)
+        return cls(slab, offsets, query_ids, history_ids)
+
+    def dots(self, q_BRD: Tensor, x_ND: Tensor, bias_P: Tensor | None = None) -> Tensor:
+        """``[P]``: ``q · x + bias`` of each pair."""
+        bias_P = q_BRD.new_zeros(len(self.query_ids)) if bias_P is None else bias_P
+        q_SD = q_BRD.flatten(0, 1)
+        bias_SN = torch.sparse_csr_tensor(
+            self.offsets, self.history_ids, bias_P, (len(q_SD), len(x_ND)), check_invariants=False
+        )
+        return torch.sparse.sampled_addmm(bias_SN, q_SD, x_ND.T).values()
+
+    def exp(self, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``[P]`` softmax before it is divided, and its ``[S]`` sums.
+
+        Where no history row is visible, the softmax is zero and its sum one.
+        """
+        bias_P = None
+        if bias_NH is not None:
+            num_heads = bias_NH.shape[1]
+            place = self.history_ids * num_heads + self.query_ids % num_heads
+            bias_P = bias_NH.flatten().index_select(0, place)
+        scores_P = self.dots(q_BRD, x_ND, bias_P)
+        largest_S = torch.segment_reduce(scores_P, "max", offsets=self.offsets, unsafe=True)
+        largest_S.clamp_(min=torch.finfo(scores_P.dtype).min)
+        p_P = scores_P.sub_(largest_S.index_select(0, self.query_ids)).exp_()
+        return p_P, self.sum(p_P).clamp_(min=1)
+
+    def sum(self, x_P: Tensor) -> Tensor:
+        """``[S]`` over each segment; in fp64, since one is added after the other."""
+        total_S = torch.segment_reduce(x_P.double(), "sum", offsets=self.offsets, unsafe=True)
+        return total_S.to(x_P.dtype)
+
+    def pool(self, weights_P: Tensor, x_ND: Tensor) -> Tensor:
+        """``[S, D]``: the weighted sum of the history rows of each segment."""
+        return F.embedding_bag(
+            self.history_ids, x_ND, self.offsets, mode="sum", per_sample_weights=weights_P,
+            include_last_offset=True,
+        )  # fmt: skip
+
+    def places(self) -> Tensor:
+        """``[N, R]``: where the pair of a history row and a query row is."""
+        offsets, num_rows = self.slab.offsets, self.slab.num_rows
+        before_N = self.slab.per_row(offsets[:-1] * (num_rows - 1))
+        first_N = before_N.add_(torch.arange(len(before_N), dtype=torch.int32))
+        step_N = self.slab.per_row(offsets.diff())
+        steps_R = torch.arange(num_rows, dtype=torch.int32)
+        return torch.addcmul(first_N.unsqueeze(1), step_N.unsqueeze(1), steps_R)
+
+
+def _attend_by_samples(slab: _Slab, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None) -> Tensor:
+    """``[B, R, D]`` outputs of scaled queries, one sample after the other."""
+    out_BRD = torch.empty_like(q_BRD)
+    samples = slab.each(q_BRD, rows=(x_ND, bias_NH))
+    for out_RD, (q_RD, x_LD, bias_LH) in zip(out_BRD, samples, strict=True):
+        torch.mm(_weights(q_RD, x_LD, bias_LH), x_LD, out=out_RD)
+    return out_BRD
+
+
+def _differentiate_samples(
+    slab: _Slab, grad_out_BRD: Tensor, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of scaled queries, of history rows and of their biases, sample by sample."""
+    grad_q_BRD, grad_x_ND = torch.empty_like(q_BRD), torch.empty_like(x_ND)
+    grad_bias_NH = None if bias_NH is None else torch.empty_like(bias_NH)
+    grads = slab.each(grad_out_BRD, grad_q_BRD, rows=(grad_x_ND, grad_bias_NH))
+    for sample, (grad_out_RD, grad_q_RD, grad_x_LD, grad_bias_LH) in zip(
+        slab.each(q_BRD, rows=(x_ND, bias_NH)), grads, strict=True
+    ):
+        q_RD, x_LD, _ = sample
+        p_RL = _weights(*sample)
+        dp_RL = grad_out_RD @ x_LD.T
+        ds_RL = torch.ops.aten._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
+        torch.mm(ds_RL, x_LD, out=grad_q_RD)
+        torch.mm(ds_RL.T, q_RD, out=grad_x_LD).addmm_(p_RL.T, grad_out_RD)
+        if grad_bias_LH is not None:
+            grad_bias_LH.copy_(_by_target(ds_RL, grad_bias_LH).sum(0).T)
+    return grad_q_BRD, grad_x_ND, grad_bias_NH
+
+
+def _weights(q_RD: Tensor, x_LD: Tensor, bias_LH: Tensor | None) -> Tensor:
+    """``[R, L]`` softmax over one sample's rows; zeros of a query row that sees none."""
+    scores_RL = q_RD @ x_LD.T
+    if bias_LH is None:
+        return scores_RL.softmax(-1)
+    _by_target(scores_RL, bias_LH).add_(bias_LH.T)
+    return torch.ops.aten._safe_softmax(scores_RL, -1)
+
+
+def _by_target(x_RL: Tensor, bias_LH: Tensor) -> Tensor:
+    """``[T, H, L]``, of as many heads as ``bias_LH``."""
+    num_heads = bias_LH.shape[1]
+    return x_RL.view(len(x_RL) // num_heads, num_heads, x_RL.shape[1])
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -361,7 +517,7 @@ def flash_attention_backward(
 def _all_keys(k: Tensor, kv_offsets: Tensor) -> _Slab:
     """All key rows of the batch, for their biases."""
     layout = JaggedLayout(kv_offsets, k.shape[0])
-    return _Slab(slice(0), 0, slice(None), kv_offsets, layout.sample_ids())
+    return _Slab(slice(0), 0, slice(None), kv_offsets, layout.sample_ids(), lists_pairs=False)
 
 
 def _bias_gradient(
