@@ -315,49 +315,6 @@ def test_softmax_of_minus_infinity(name, device):
         torch.testing.assert_close(results["out"][3:], rest)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("skip", [0, 1, 6])
-def test_rows_of_pairs_begin_anywhere(skip, dtype, device):
-    """In a tensor that begins anywhere, too; the bits are those of each sample alone."""
-    skip_unless_supported(Case("interaction", 1, 1, 1, 1, dtype=dtype), device)
-    y_lengths = [0, 1, 7, 8, 9, 15, 16, 17, 63, 65, 255, 256, 257, 511, 512, 513, 1030]
-    x_lengths = [9 if length < 60 else 3 for length in y_lengths]
-    inputs = inputs_of("jagged2_softmax", x_lengths, y_lengths, device, dtype)
-
-    def shifted(x):
-        return x.new_full((skip + x.numel(),), torch.nan)[skip:].copy_(x.detach())
-
-    inputs["p"] = shifted(inputs["p"])
-    assert_right("jagged2_softmax", inputs)
-    grad_out = shifted(torch.randn_like(inputs["p"]))
-    whole = outputs_and_gradients(function_of("jagged2_softmax"), inputs, grad_out)
-    sizes = [x * y for x, y in zip(x_lengths, y_lengths, strict=True)]
-    parts = zip(
-        x_lengths, y_lengths, *(x.split(sizes) for x in (inputs["p"], grad_out)), strict=True
-    )
-    for sample, (x_length, y_length, p, grad) in enumerate(parts):
-        alone = inputs_of("jagged2_softmax", [x_length], [y_length], device, dtype)
-        alone["p"] = p.detach().clone()
-        results = outputs_and_gradients(function_of("jagged2_softmax"), alone, grad.clone())
-        for key, value in whole.items():
-            assert torch.equal(results[key], value.split(sizes)[sample]), f"{key}, {y_length}"
-
-
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # of numpy's, in the interpreter
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_infinities_in_softmax_of_pairs(value, device):
-    """As in PyTorch's: what they meet is NaN, and the rest is as it was."""
-    lengths = [17, 2, 600]
-    inputs = inputs_of("jagged2_softmax", [2] * 3, lengths, device)
-    for begin in (1, 17, 34, 38 + 599):
-        inputs["p"][begin] = value
-    grad_out = torch.randn_like(inputs["p"])
-    results = outputs_and_gradients(function_of("jagged2_softmax"), inputs, grad_out)
-    expected = outputs_and_gradients(softmax2_oracle, inputs, grad_out)
-    for key, value in expected.items():
-        torch.testing.assert_close(results[key], value, equal_nan=True)
-
-
 @ALL_OPS
 def test_strided_inputs_and_gradients(name, device):
     inputs = inputs_of(name, [7, 0, 20], [3, 2, 9], device)

@@ -35,7 +35,7 @@ LONG = 1024
 LONG_TILE = 2048
 # Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
 # maxima and sums without waiting for others.
-SPAN = 4096
+SPAN = 1024
 PAIR_CONSTANTS = {
     "SPAN": SPAN,
     "BLOCK_I": 1,
@@ -82,63 +82,6 @@ def _load_lines(ptr, at, mask):
 
 
 @triton.jit
-def _larger(a, b):
-    """As tl.max takes it, but NaN where one is."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _round_and_count(values, bound):
-    """``Σ_r values``, each rounded to units of ``bound · 2^-22``, and what was rounded off.
-
-    Up to 512 values, each at most half of ``bound``, a power of two. The lowest bit of
-    ``3 · bound + value`` is a unit: its bits count units, which have the same sum in any order.
-    """
-    zero = 3.0 * bound
-    shifted = values + zero[:, None]
-    units = shifted.to(tl.int32, bitcast=True) - zero.to(tl.int32, bitcast=True)[:, None]
-    return tl.sum(units, 1), values - (shifted - zero[:, None])
-
-
-@triton.jit
-def _across(values):
-    """A value a row, from the layout of vectors to that of ends, or back.
-
-    Without a gather between them, Triton gives both one layout, and moves all elements of one.
-    """
-    return tl.gather(values, tl.arange(0, values.shape[0]), 0)
-
-
-@triton.jit
-def _sum_in_any_order(values, ends, bound, TWICE: tl.constexpr):
-    """``Σ_r`` of both, with the same bits wherever a row is cut into them.
-
-    TWICE also adds what rounding left: fp32 shows it, and gradients, differences from a mean.
-    """
-    units, values = _round_and_count(values, bound)
-    units_of_ends, ends = _round_and_count(ends, _across(bound))
-    total = (units + _across(units_of_ends)).to(tl.float32)
-    if TWICE:
-        units, _ = _round_and_count(values, bound * 2.0**-21)
-        units_of_ends, _ = _round_and_count(ends, _across(bound) * 2.0**-21)
-        total += (units + _across(units_of_ends)).to(tl.float32) * 2.0**-21
-    return total * (bound * 2.0**-22)
-
-
-@triton.jit
-def _magnitude(values):
-    """Bits of the largest ``|value|``; of NaN, more than of infinity."""
-    return tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1)
-
-
-@triton.jit
-def _load_parts(ptr, at, mask, ends, edge, other):
-    """In fp32. The last load's layout is that of all that follows: vectors come last."""
-    x_ends = tl.load(ptr + ends, mask=edge, other=other).to(tl.float32)
-    return tl.load(ptr + at, mask=mask, other=other).to(tl.float32), x_ends
-
-
-@triton.jit
 def _whole_lines(
     x_ptr,
     p_ptr,
@@ -150,54 +93,21 @@ def _whole_lines(
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Rows of pairs that fit in a tile: each is read once.
-
-    A row is what comes before the first of its aligned vectors of 16 bytes, these, and what comes
-    after: BLOCK_R elements of vectors, and VEC for each end. How these share a row depends on where
-    it begins, so that what is summed must not depend on how it is cut.
-    """
-    VEC: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    TWICE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32 or p_ptr is not None
-    row = tl.arange(0, BLOCK_I)
-    r = tl.arange(0, BLOCK_R)
-    e = tl.arange(0, 2 * VEC)[None, :]
+    """Rows of pairs that fit in a tile: each is read once."""
     for i in range(line, last_line, BLOCK_I):
-        origin = first + tl.cast(i, tl.int64) * length
-        base = origin // VEC * VEC
-        begin = (origin - base).to(tl.int32) + row * length
-        end = tl.where(i + row < last_line, begin + length, begin)
-        head = tl.multiple_of((begin + (VEC - 1)) & -VEC, VEC)
-        tail = tl.maximum(end & -VEC, head)
-        at = head[:, None] + r[None, :]
-        mask = (r // VEC * VEC)[None, :] < (tail - head)[:, None]
-        ends = tl.where(e < VEC, begin[:, None], (tail - VEC)[:, None]) + e
-        edge = ends < tl.where(e < VEC, tl.minimum(head, end)[:, None], end[:, None])
+        origin, at, mask = _line_tile(first, i, 0, last_line, length, 0, True, BLOCK_I, BLOCK_R)
         if p_ptr is None:
-            x, x_ends = _load_parts(x_ptr + base, at, mask, ends, edge, -float("inf"))
-            maximum = _across(tl.reduce(x_ends, 1, _larger))
-            maximum = _larger(maximum, tl.reduce(x, 1, _larger))
+            x = tl.load(x_ptr + origin + at, mask=mask, other=-float("inf")).to(tl.float32)
+            maximum = tl.max(x, 1)
             maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
-            maximum += maximum - maximum  # NaN, where it is infinite
             weights = tl.exp2((x - maximum[:, None]) * LOG2E)
-            weights_of_ends = tl.exp2((x_ends - _across(maximum)[:, None]) * LOG2E)
-            bound = tl.full([BLOCK_I], 2.0, tl.float32)
-            total = _sum_in_any_order(weights, weights_of_ends, bound, TWICE)
-            inverse = tl.div_rn(1.0, tl.where(total == 0, 1.0, total))
-            out = weights * inverse[:, None]
-            out_ends = weights_of_ends * _across(inverse)[:, None]
+            total = tl.sum(weights, 1)
+            out = weights * tl.div_rn(1.0, tl.where(total == 0, 1.0, total))[:, None]
         else:
-            x, x_ends = _load_parts(x_ptr + base, at, mask, ends, edge, 0.0)
-            p, p_ends = _load_parts(p_ptr + base, at, mask, ends, edge, 0.0)
-            products = p * x
-            products_of_ends = p_ends * x_ends
-            bits = tl.maximum(_magnitude(products), _across(_magnitude(products_of_ends)))
-            bound = ((bits & 0x7F800000) + (2 << 23)).to(tl.float32, bitcast=True)
-            mean = _sum_in_any_order(products, products_of_ends, bound, TWICE)
-            mean = tl.where(bits < 251 << 23, mean, float("nan"))
-            out = p * (x - mean[:, None])
-            out_ends = p_ends * (x_ends - _across(mean)[:, None])
-        tl.store(out_ptr + base + ends, out_ends, mask=edge)
-        tl.store(out_ptr + base + at, out, mask=mask)
+            x = _load_lines(x_ptr + origin, at, mask)
+            p = _load_lines(p_ptr + origin, at, mask)
+            out = p * (x - tl.sum(p * x, 1)[:, None])
+        tl.store(out_ptr + origin + at, out, mask=mask)
 
 
 @triton.jit
