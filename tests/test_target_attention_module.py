@@ -745,7 +745,7 @@ def test_copies_compute_the_same(name, tmp_path):
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
     torch._dynamo.reset()
-    module = JaggedTargetAttention(16, 2, **OPTIONS[name]).to(device)
+    module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     # No two sizes of a batch are equal, so that none is taken for another.
@@ -871,6 +871,22 @@ def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
             results.append([out, *(parameter.grad for parameter in module.parameters())])
         torch.testing.assert_close(*results)
     assert counter.frame_count == 1
+
+
+def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(64, 8).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, num_targets in (
+        ([9, 0, 2, 23], 3),
+        ([30, 1, 4], MANY),
+        ([5, 7, 1], 4),
+        ([3, 8], 99),
+    ):
+        arguments = example(module, lengths, device, num_targets)
+        torch.testing.assert_close(compiled(*arguments), module(*arguments))
+    assert counter.frame_count == 2
 
 
 def test_stays_whole_under_dynamic_quantization():

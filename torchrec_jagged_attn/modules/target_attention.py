@@ -123,7 +123,8 @@ class JaggedTargetAttention(nn.Module):
             ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
         keys_and_values: ``"absorbed"``, ``"explicit"``, or ``"auto"`` for what should take less
             time with so many targets per sample (of jagged targets, in the mean). It chooses by
-            shapes alone; results differ by rounding.
+            shapes alone; results differ by rounding. Compiled, targets ``[B, T, E]`` whose ``T``
+            comes to the other choice compile once more.
         device: of the parameters.
         dtype: of the parameters.
 
