@@ -352,7 +352,7 @@ def test_small_cases_are_the_default_on_cpu():
         "cpu-half-full",
         "cpu-skewed",
         "cpu-movielens",
-        *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64)),
+        *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64, 128, 192)),
     ]
     on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases
     assert {"rank-1k", "giant", *serving.DEFAULT} <= set(on_gpu)
