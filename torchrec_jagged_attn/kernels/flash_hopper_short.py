@@ -290,9 +290,13 @@ def forward_kernel(
 
 @gluon.jit
 def _read_all(inputs, tiles, barriers, stage, place, MEMBERS: gl.constexpr):
-    """Begin to copy the rows of an item into the tiles of a stage, if it is taken."""
+    """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
+
+    None of a side to which there is no other: what is infinite there has a gradient of zero, too.
+    """
     q_desc, k_desc, v_desc, grad_out_desc = inputs
     q_end, num_rows, kv_end, num_keys, head, taken = place
+    num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
     if taken:
         barrier = barriers.index(stage)
         mbarrier.expect(barrier, 4 * q_desc.block_type.nbytes)
