@@ -1,5 +1,8 @@
 """What only the CPU path promises: bits that no other sample touches, and memory as the rows."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -187,3 +190,12 @@ def test_forward_takes_less_memory_than_the_rows():
     with torch.inference_mode():
         peak = peak_bytes(lambda: jagged_target_attention(**inputs))
     assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2
+
+
+def test_is_imported_under_a_fake_mode():
+    """Where a tensor that is made is none, and has no values."""
+    lines = (
+        "from torch._subclasses import FakeTensorMode",
+        "with FakeTensorMode(): import torchrec_jagged_attn",
+    )
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", "\n".join(lines)], check=True)

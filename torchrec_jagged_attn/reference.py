@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_jagged_attn.layout import JaggedLayout
 
@@ -38,8 +39,8 @@ MAX_LISTED_QUERY_ROWS = 12
 MAX_LISTED_HISTORY_ROWS = 1 << 12
 
 # The first CSR tensor of a process warns that their support is in beta, which is ours to know. What
-# is used of it is one product, and tested.
-with warnings.catch_warnings():
+# is used of it is one product, and tested. It is a real one, also where the import is under a mode.
+with warnings.catch_warnings(), _disable_current_modes():
     warnings.simplefilter("ignore")
     _empty = torch.zeros(1, dtype=torch.int32, device="cpu")
     torch.sparse_csr_tensor(_empty, _empty[:0], _empty[:0], (0, 0), check_invariants=False)
