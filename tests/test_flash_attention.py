@@ -159,6 +159,24 @@ def test_long_samples_without_keys_on_hopper(kv_lengths, hopper):
     assert torch.all(results["v"][3:] == 0)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("width", [32, 64], ids=["triton", "gluon"])
+def test_infinities_of_a_side_without_the_other(width, kv_heads, hopper):
+    """Where no pair is, no gradient is, either."""
+    device, _ = hopper
+    inputs = inputs_of(
+        [3, 40, 0, 20, 0], [20, 0, 50, 0, 9], device, torch.float16, width=width, kv_heads=kv_heads
+    )
+    inputs["q"][10] = torch.inf
+    inputs["k"][30], inputs["v"][40], inputs["v"][72] = torch.inf, torch.nan, torch.inf
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    grad_out[50, 0] = torch.inf
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    assert torch.all(results["q"][3:] == 0)
+    assert torch.all(results["k"][20:] == 0)
+    assert torch.all(results["v"][20:] == 0)
+
+
 @pytest.mark.parametrize("width", [64, 128])
 def test_gradients_in_halves_of_one_tensor(width, hopper):
     device, _ = hopper

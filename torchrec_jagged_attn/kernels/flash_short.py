@@ -129,15 +129,17 @@ def backward_short_kernel(
         sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL, BLOCK
     )
     if (num_rows <= BLOCK) & (num_keys <= BLOCK) & (num_rows + num_keys > 0):
-        k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
-        v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
+        # None of a side without the other: what is infinite there has a gradient of zero, too.
+        rows, keys = tl.where(num_keys > 0, num_rows, 0), tl.where(num_rows > 0, num_keys, 0)
+        k = load_rows(k_ptr, kv_row, keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
+        v = load_rows(v_ptr, kv_row, keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
         acc_k = tl.zeros([BLOCK, BLOCK_D], tl.float32)
         acc_v = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
         for member in range(H // HK):
             head = kv_head * (H // HK) + member
-            q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
+            q = load_rows(q_ptr, q_row, rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
             grad_out = load_rows(
-                grad_out_ptr, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
+                grad_out_ptr, q_row, rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
             )
             products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
             nothing = tl.full([BLOCK], -float("inf"), tl.float32)
