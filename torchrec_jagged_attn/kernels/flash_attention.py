@@ -239,7 +239,11 @@ class _Call:
             and flash_hopper.takes(*self.inputs, self.width)
             and flash_hopper_backward.takes(*grads)
         )
-        self.short_on_hopper = self.on_hopper and self.width == flash_hopper_short.WIDTH
+        self.short_on_hopper = (
+            self.on_hopper
+            and self.width == flash_hopper_short.WIDTH
+            and self.num_samples * q.shape[1] < 2**31 - flash_hopper_short.MOST_ROWS
+        )
         half = q.element_size() == 2
         self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
         if self.short_on_hopper:  # in both directions
@@ -309,17 +313,17 @@ class _Call:
 
 def paths(device: torch.device) -> dict[str, str]:
     """What kernels of their own take on ``device``, see :class:`_Call`, by the name of these."""
-    found = {
-        "triton, whole samples": f"samples of up to {SHORT} rows on both sides: half precision, "
-        "widths <= 128, no bias"
+    whole = "rows on both sides: half precision, no bias, widths"
+    found = {"triton, whole samples": f"samples of up to {SHORT} {whole} <= 128"}
+    if not flash_hopper.multiprocessors(device):
+        return found
+    return {
+        "gluon, Hopper, whole samples": f"samples of up to {flash_hopper_short.MOST_ROWS} rows on "
+        f"both sides: {flash_hopper.TAKEN}, the larger at most {flash_hopper_short.WIDTH}, "
+        "no bias, scale >= 0",
+        **{name: f"other {samples}" for name, samples in found.items()},
+        "gluon, Hopper": f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0",
     }
-    if flash_hopper.multiprocessors(device):
-        found["gluon, Hopper"] = f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0"
-        found["gluon, Hopper, whole samples"] = (
-            f"samples of up to {flash_hopper_short.MOST_ROWS} rows on both sides: the same, "
-            f"the larger width at most {flash_hopper_short.WIDTH}"
-        )
-    return found
 
 
 @functools.cache
