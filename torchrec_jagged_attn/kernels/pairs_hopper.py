@@ -4,15 +4,17 @@
 
 so that writing is most of the work. A program stays on its multiprocessor and takes one tile of
 BLOCK_M rows of x after the other. One warp does nothing but bring in rows, by the tensor memory
-accelerator: x twice, y in a ring. Each of two groups of four warps keeps half of the rows of x in
-registers, and multiplies them with all tiles of y.
+accelerator. Each of two groups of four warps keeps half of the rows of x in registers, and
+multiplies them with all tiles of y, which both groups read.
 
-Rows of the output are as long as they are, and begin anywhere. What a group has computed, it shifts
-by up to seven columns to where 16 bytes of memory begin, and writes by 16 bytes; what a row has at
-either end beside these, by two. The first eight columns of a tile of y are therefore the last eight
-of the tile before it: what is shifted out of a tile is part of the next one's first vector.
+Rows of the output begin anywhere. What a group has computed, it shifts by up to seven columns, to
+where 16 bytes of memory begin, and writes by 16 bytes. Tiles of y share eight columns, as what is
+shifted out of one belongs to the first vector of the next. Up to seven elements at either end of a
+row, beside its whole vectors, are written by two bytes: they are products of their own, with the
+sample's first and last eight rows of y, since a thread has only four elements of such a product to
+look at, and four threads beside each other have a row's.
 
-A result is a sum over D in one order, whichever tile it is in.
+Every element is a sum over D in one order, whichever product it is taken from.
 """
 
 from __future__ import annotations
@@ -185,6 +187,18 @@ def _locate_rows(first, num_n, skipped, layout: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_tile(x, ring, n, STAGES: gl.constexpr):
+    """``(product, x)``: with the ``n``-th tile of a ring, once it is there.
+
+    One at a time: if two are on their way, the compiler lets every step of any product wait.
+    """
+    product = _multiply_keys(x, ring, n, STAGES)
+    product, x = warpgroup_mma_wait(0, deps=(product, x))
+    _release(ring, n, STAGES)
+    return product, x
+
+
+@gluon.jit
 def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped, STAGES: gl.constexpr):
     """Write what rows have before the first whole vector and after the last, up to 7 elements each.
 
@@ -193,11 +207,8 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped, STAGES: gl.co
     layout: gl.constexpr = _sums_layout(VECTOR)
     r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, layout))
     x = gl.convert_layout(x, gl.DotOperandLayout(0, layout, 2))
-    head = _multiply_keys(x, ends, n, STAGES)
-    tail = _multiply_keys(x, ends, n + 1, STAGES)
-    head, tail, x = warpgroup_mma_wait(0, deps=(head, tail, x))
-    _release(ends, n, STAGES)
-    _release(ends, n + 1, STAGES)
+    head, x = _multiply_tile(x, ends, n, STAGES)
+    tail, x = _multiply_tile(x, ends, n + 1, STAGES)
     c = gl.arange(0, VECTOR, gl.SliceLayout(0, layout))
     inside = (r < count)[:, None]
     whole = gl.minimum((shift + 7) // VECTOR * VECTOR - shift, num_n)  # here vectors begin
@@ -252,9 +263,7 @@ def _multiply(
             inside = (r < count)[:, None]
             by_vector = shift[:, None] + nothing
             for tile in range(num_tiles):
-                acc = _multiply_keys(x, ys, n, STAGES_Y)
-                acc, x = warpgroup_mma_wait(0, deps=(acc, x))
-                _release(ys, n, STAGES_Y)
+                acc, x = _multiply_tile(x, ys, n, STAGES_Y)
                 n += 1
                 out = shift_columns(gl.convert_layout(acc.to(x.dtype), vectors), by_vector)
                 start = tile * (BLOCK_N - VECTOR)
