@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hopper_in_numpy import hopper_in_numpy
 from hypothesis import settings
+from triton import knobs
 
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.ops.dispatch import supported_dtypes
@@ -33,6 +35,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def backend(request: pytest.FixtureRequest) -> str:
     """How ranks talk: on two CPU processes, or on as many GPUs as there are, up to two."""
     return request.param
+
+
+@pytest.fixture(params=["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
+def hopper(request):
+    """A device and the modules of kernels in Gluon launched there, where those for Hopper run.
+
+    The modules are ``None`` on a GPU, which may be any: what comes out is the same.
+    """
+    if request.param == "gpu":
+        yield torch.device("cuda"), None
+    elif not knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1, for the kernels around those for Hopper")
+    else:
+        with hopper_in_numpy() as launched:
+            yield torch.device("cpu"), launched
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from gluon_in_numpy import Block, Layout, Pointer, in_numpy, launched_by
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward
+from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward, pairs_hopper
 from torchrec_jagged_attn.kernels.launch import Launcher
 
 __all__ = ["hopper_in_numpy"]
@@ -236,6 +236,13 @@ def _wait(num_outstanding: int, deps: tuple) -> object:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def _shift_columns(tile: Block, count: Block) -> Block:
+    """Each row to the right; NaN where anything may be."""
+    at = np.arange(tile.shape[1]) - count.values
+    values = np.take_along_axis(tile.values, np.maximum(at, 0), 1)
+    return Block(np.where(at < 0, tile.values.dtype.type(np.nan), values))
+
+
 def _launch(
     launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, launched: list[str]
 ) -> None:
@@ -270,6 +277,7 @@ def _launch(
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
             "range": gluon_in_numpy._range,
+            "shift_columns": _shift_columns,
         }
         with np.errstate(all="ignore"):
             in_numpy(launcher.kernel, replaced)(*arguments, **constants)
@@ -284,5 +292,6 @@ def hopper_in_numpy() -> Iterator[list[str]]:
         launched_by(_launch) as launched,
         mock.patch.object(flash_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
         mock.patch.object(flash_hopper_backward, "multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(pairs_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
     ):
         yield launched

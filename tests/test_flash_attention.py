@@ -6,11 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import skip_unless_supported
-from hopper_in_numpy import hopper_in_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
-from triton import knobs
 
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.kernels import flash_attention
@@ -77,21 +75,6 @@ def test_lengths_about_tiles(causal, kv_heads, width, dtype):
     for kv_lengths in (lengths, lengths[::-1]):
         inputs = inputs_of(lengths, kv_lengths, "cuda", dtype, width=width, kv_heads=kv_heads)
         assert_right(inputs, causal)
-
-
-@pytest.fixture(params=["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
-def hopper(request):
-    """A device and the modules of kernels in Gluon launched there, where those for Hopper run.
-
-    The modules are ``None`` on a GPU, which may be any: what comes out is the same.
-    """
-    if request.param == "gpu":
-        yield torch.device("cuda"), None
-    elif not knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1, for the kernels around those for Hopper")
-    else:
-        with hopper_in_numpy() as launched:
-            yield CPU, launched
 
 
 SHORT_FIRST = ["flash_hopper_short"] * 2  # of two sizes of samples

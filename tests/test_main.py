@@ -62,11 +62,11 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
     from torchrec_jagged_attn import __main__
-    from torchrec_jagged_attn.kernels import flash_hopper, target_attention
+    from torchrec_jagged_attn.kernels import flash_hopper, pairs_hopper, target_attention
 
     monkeypatch.setattr(__main__.ops, "implementation", lambda device: ("triton", "CUDA device"))
     monkeypatch.setattr(target_attention, "_room_for_warps", lambda device: room)
-    for module in (flash_hopper, target_attention):
+    for module in (flash_hopper, pairs_hopper, target_attention):
         monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
     paths = {}
     for op, _, path, why in __main__.paths():
@@ -76,5 +76,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     if multiprocessors:
         flash = ["gluon, Hopper, whole samples", *flash, "gluon, Hopper"]
     assert paths.pop("jagged_flash_attention") == ["triton", *flash]
+    of_pairs = ["triton", "gluon, Hopper"] if multiprocessors else ["triton"]
+    assert paths.pop("jagged_jagged_bmm_jagged_out") == of_pairs
     assert paths.pop("jagged_target_attention") == ["triton", *expected]
     assert all(of_op == ["triton"] for of_op in paths.values())

@@ -12,11 +12,12 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.kernels import flash_attention, target_attention
+from torchrec_jagged_attn.kernels import flash_attention, jagged_products, target_attention
 
 # Of ops that have more than one path on a device.
 KERNELS = {
     "jagged_flash_attention": flash_attention,
+    "jagged_jagged_bmm_jagged_out": jagged_products,
     "jagged_target_attention": target_attention,
 }
 

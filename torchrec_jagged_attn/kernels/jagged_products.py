@@ -4,6 +4,7 @@
 
 Where M is jagged, a program has a tile of rows, found from shapes alone as in ``find_tile``. Where
 M and N are not, K is: rows are summed up, in chunks. ``product_tiles.py`` says where samples lie.
+On Hopper pairs of rows in half precision have a kernel of their own (``pairs_hopper.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from torchrec_jagged_attn.kernels import pairs_hopper
 from torchrec_jagged_attn.kernels.common import find_tile, padded_width, product_precision
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap
 from torchrec_jagged_attn.kernels.product_tiles import (
@@ -32,6 +34,7 @@ __all__ = [
     "jagged_jagged_bmm",
     "pair_bmm",
     "pair_offsets",
+    "paths",
 ]
 
 
@@ -231,10 +234,19 @@ def pair_bmm(
 ) -> Tensor:
     """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
     out = x.new_empty(total)
-    _launch_rows(
-        x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
-    )
+    if total > 0 and pairs_hopper.takes(x, y):
+        offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
+        pairs_hopper.pair_bmm(x, y, out, *offsets)
+    else:
+        _launch_rows(
+            x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
+        )
     return out
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """What kernels of their own :func:`pair_bmm` takes on ``device``, by the name of these."""
+    return {"gluon, Hopper": pairs_hopper.TAKEN} if pairs_hopper.multiprocessors(device) else {}
 
 
 def array_jagged_bmm(
