@@ -401,6 +401,12 @@ def whole_numbers(width, device):
     return x, y, offsets, pair_bmm_oracle(x.float(), y.float(), *offsets).half()
 
 
+@pytest.fixture
+def pairs_of_any_mean(monkeypatch):
+    monkeypatch.setattr(pairs_hopper, "LEAST_MEAN_ROWS", 0)
+
+
+@pytest.mark.usefixtures("pairs_of_any_mean")
 @pytest.mark.parametrize("width", [8, 40, 64, 128])
 def test_pairs_on_hopper(width, hopper):
     device, launched = hopper
@@ -410,11 +416,12 @@ def test_pairs_on_hopper(width, hopper):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.usefixtures("pairs_of_any_mean")
 def test_pairs_on_hopper_write_nothing_else(hopper):
     """Whatever lies before and after, and wherever a sample's pairs begin modulo 16 bytes."""
     device, _ = hopper
     x, y, offsets, expected = whole_numbers(16, device)
-    if not pairs_hopper.takes(x, y):
+    if not pairs_hopper.takes(x, y, len(SIZES)):
         pytest.skip("needs a Hopper GPU")
     guard = 64
     held = torch.full((expected.numel() + 2 * guard,), torch.nan, device=device).half()
@@ -425,6 +432,28 @@ def test_pairs_on_hopper_write_nothing_else(hopper):
     assert torch.equal(out, expected)
     assert held[:guard].isnan().all()
     assert held[-guard:].isnan().all()
+
+
+def test_pairs_of_short_samples_take_another_kernel(hopper):
+    device, launched = hopper
+    x, y, offsets, expected = whole_numbers(64, device)
+    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
+    assert launched in ([], None)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8, 40, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pairs_have_the_same_bits_from_either_kernel(width, dtype, monkeypatch):
+    inputs = inputs_of(
+        "jagged_jagged_bmm_jagged_out", *zip(*SIZES, strict=True), "cuda", dtype, width=width
+    )
+    results = []
+    for least in (0, 10**6):
+        monkeypatch.setattr(pairs_hopper, "LEAST_MEAN_ROWS", least)
+        results.append(torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs))
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu
@@ -441,6 +470,7 @@ def test_more_pairs_than_31_bits_count():
         assert torch.equal(rows[part], x[3:][part] @ y[5:].T)
 
 
+@pytest.mark.usefixtures("pairs_of_any_mean")
 @pytest.mark.parametrize(
     "change",
     [

@@ -875,14 +875,14 @@ def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
 
 def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
     torch._dynamo.reset()
-    module = JaggedTargetAttention(64, 8).to(device)
+    module = JaggedTargetAttention(64, 2).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for lengths, num_targets in (
         ([9, 0, 2, 23], 3),
-        ([30, 1, 4], MANY),
+        ([30, 1, 4], 700),
         ([5, 7, 1], 4),
-        ([3, 8], 99),
+        ([3, 8], 650),
     ):
         arguments = example(module, lengths, device, num_targets)
         torch.testing.assert_close(compiled(*arguments), module(*arguments))

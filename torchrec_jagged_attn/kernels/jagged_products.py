@@ -234,7 +234,7 @@ def pair_bmm(
 ) -> Tensor:
     """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
     out = x.new_empty(total)
-    if total > 0 and pairs_hopper.takes(x, y):
+    if total > 0 and pairs_hopper.takes(x, y, x_offsets.numel() - 1):
         offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
         pairs_hopper.pair_bmm(x, y, out, *offsets)
     else:

@@ -49,6 +49,8 @@ __all__ = ["TAKEN", "pair_bmm", "takes"]
 BLOCK_M = 128  # rows of x of a tile, half of them of each group
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
+# With fewer rows of x a sample, most of a tile is empty: others are faster then, on an H200.
+LEAST_MEAN_ROWS = 96
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
 # Of a number of 61 bits: 2^30, and the rest.
 LOW = gl.constexpr(2**30)
@@ -330,13 +332,20 @@ def pairs_kernel(
 
 _launch = Launcher(pairs_kernel)
 
-TAKEN = "half precision, widths up to 128 that 8 divides, rows at multiples of 16 bytes"
+TAKEN = (
+    f"samples of {LEAST_MEAN_ROWS} rows of x or more in the mean: half precision, widths up to 128 "
+    "that 8 divides, rows at multiples of 16 bytes"
+)
 
 
-def takes(x: Tensor, y: Tensor) -> bool:
-    """Whether :func:`pair_bmm` takes these inputs, of which neither is empty: ``TAKEN``."""
+def takes(x: Tensor, y: Tensor, num_samples: int) -> bool:
+    """Whether :func:`pair_bmm` takes these inputs, of which neither is empty: ``TAKEN``.
+
+    The kernel of other inputs gives the same bits, so that the mean may have a say.
+    """
     return (
         multiprocessors(x.device) > 0
+        and x.shape[0] >= LEAST_MEAN_ROWS * num_samples
         and x.dtype in (torch.bfloat16, torch.float16)
         and 0 < x.shape[1] <= 128
         and all(t.stride(1) == 1 and _is_addressable(t.unsqueeze(1)) for t in (x, y))
