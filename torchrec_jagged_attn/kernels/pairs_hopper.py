@@ -49,8 +49,8 @@ __all__ = ["TAKEN", "pair_bmm", "takes"]
 BLOCK_M = 128  # rows of x of a tile, half of them of each group
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
-# With fewer rows of x a sample, much of a tile is empty: the other kernel is as fast or faster then,
-# on an H200, and needs no list.
+# With fewer rows of x a sample, much of a tile is empty: on an H200, the other kernel is as fast or
+# faster then, and needs no list.
 LEAST_MEAN_ROWS = 128
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
 # Of a number of 61 bits: 2^30, and the rest.
