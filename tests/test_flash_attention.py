@@ -67,6 +67,28 @@ def test_self_attention(name, causal, device):
     assert_right(make_flash_inputs(CASES[name], device), causal)
 
 
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_values_as_wide_as_keys(dtype, causal, kv_heads, device):
+    """Of any stride; samples with an empty side, and of equal and of other lengths."""
+    lengths, kv_lengths = [3, 0, 70, 17, 1, 40, 0, 33], [3, 5, 70, 0, 40, 1, 0, 40]
+    inputs = inputs_of(lengths, kv_lengths, device, dtype, kv_heads=kv_heads)
+    inputs["v"] = torch.cat([inputs["v"], -inputs["v"].roll(1, 0)], 2)
+    assert_right(inputs, causal)
+    strided = {name: inputs[name].mT.contiguous().mT for name in "qkv"}
+    assert_right(inputs | strided, causal)
+    packed = torch.cat([inputs["k"], inputs["v"]], 2)
+    assert_right(inputs | {"k": packed[..., :16], "v": packed[..., 16:]}, causal)
+
+    out, lse = jagged_flash_attention(**inputs, causal=causal, return_lse=True)
+    biased = inputs | {"bias": torch.zeros(len(inputs["k"]), 2, device=device, dtype=dtype)}
+    expected, expected_lse = jagged_flash_attention(**biased, causal=causal, return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [40, 48, 64, 96, 128])
@@ -570,7 +592,7 @@ def test_opcheck(device):
 @pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradcheck_of_the_reference(causal):
-    inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
+    inputs = inputs_of([3, 0, 5], [3, 4, 5], dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
     leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
     offsets = inputs["q_offsets"], inputs["kv_offsets"]
@@ -582,6 +604,10 @@ def test_gradcheck_of_the_reference(causal):
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(attend, leaves)
+
+    same_width = [*leaves[:2], torch.randn(12, 1, 16, dtype=torch.float64, requires_grad=True)]
+    plain = partial(jagged_flash_attention, causal=causal)
+    assert torch.autograd.gradcheck(plain, [*same_width, *offsets])
 
 
 def test_compiles_once_for_all_batches(device):

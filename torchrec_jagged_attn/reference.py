@@ -440,21 +440,31 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, one sample after the other.
 
-    Returns the output ``[ΣLq, H, Dv]``, and the statistics ``[2, ΣLq, H]`` that the kernels keep:
-    the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen.
+    Returns the output ``[ΣLq, H, Dv]``, and statistics ``[2, ΣLq, H]``, read as the kernels' are:
+    ``m`` and ``1/s`` of a log-sum-exp of ``ln(2^m · s)``; zeros where no key is seen.
     """
     out = q.new_zeros(*q.shape[:2], v.shape[2])
-    stats = q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
+    lse_MH = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
-    for rows, keys in _flash_samples(q_offsets, kv_offsets):
-        q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
-        bias_KH = None if bias_NH is None else bias_NH[keys]
-        p_HLK, stats_2HL = _flash_weights(q_HLD, k_HLD, bias_KH, relative_bias, causal, scale)
-        out[rows] = (p_HLK @ v_HLD).transpose(0, 1)
-        stats[:, rows] = stats_2HL.transpose(1, 2).float()
-    return out, stats
+    of_queries = _parts(q_offsets, q, out, lse_MH)
+    of_keys = _parts(kv_offsets, k, v, bias_NH)
+    for (q_HLD, out_HLD, lse_HL), (k_GKD, v_GKD, bias_HK) in zip(of_queries, of_keys, strict=True):
+        if not q_HLD.shape[1] or not k_GKD.shape[1]:
+            continue
+        operands = _heads(q_HLD, q), _heads(k_GKD, q), _heads(v_GKD, q)
+        if _is_fused(*operands, bias_HK, relative_bias, causal):
+            sample_out, lse = _fused_attention(*operands, causal, scale)
+        else:
+            p_HLK, lse = _flash_weights(*operands[:2], bias_HK, relative_bias, causal, scale)
+            sample_out = p_HLK @ operands[2]
+        out_HLD.copy_(sample_out)
+        lse_HL.copy_(lse)
+    seen = lse_MH != -torch.inf
+    octaves = lse_MH.masked_fill_(~seen, 0).double().div_(math.log(2))
+    whole = octaves.floor()  # so that it is exact, and the rest keeps more digits than their sum
+    return out, torch.stack([whole, torch.exp2(whole - octaves).mul_(seen)]).float()
 
 
 def flash_attention_backward(
@@ -469,6 +479,8 @@ def flash_attention_backward(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     relative_bias: Tensor | None,
+    out: Tensor,
+    stats: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
     causal: bool,
@@ -479,6 +491,8 @@ def flash_attention_backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``.
     """
     grad_q = q.new_zeros(q.shape)
+    whole, inverse = stats.double()
+    lse_MH = whole.sub_(inverse.log2_()).mul_(math.log(2)).float()
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
@@ -486,25 +500,38 @@ def flash_attention_backward(
     grad_relative = None
     if relative_bias is not None:
         grad_relative = torch.zeros_like(relative_bias, dtype=torch.float64)
-    for rows, keys in _flash_samples(q_offsets, kv_offsets):
-        q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
-        grad_out_HLD = _heads(grad_out[rows], q)
-        bias_KH = None if bias_NH is None else bias_NH[keys]
-        p_HLK, _ = _flash_weights(q_HLD, k_HLD, bias_KH, relative_bias, causal, scale)
-        dp_HLK = grad_out_HLD @ v_HLD.mT
-        ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True))
-        if grad_bias_NH is not None:
-            grad_bias_NH[keys] = ds_HLK.sum(1).T
-        if grad_relative is not None:
-            bucket = _relative_buckets(*ds_HLK.shape[1:], len(grad_relative))
-            grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
-        ds_HLK *= scale
-        grad_q[rows] = (ds_HLK @ k_HLD).transpose(0, 1)
-        for grad, grad_HKD in (
-            (grad_k, ds_HLK.mT @ q_HLD),
-            (grad_v, p_HLK.mT @ grad_out_HLD),
-        ):
-            grad[keys] = grad_HKD.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+    of_queries = _parts(q_offsets, grad_out, q, out, lse_MH, grad_q)
+    of_keys = _parts(kv_offsets, k, v, bias_NH, grad_k, grad_v, grad_bias_NH)
+    for (grad_out_HLD, q_HLD, out_HLD, lse_HL, grad_q_HLD), (
+        k_GKD, v_GKD, bias_HK, grad_k_GKD, grad_v_GKD, grad_bias_HK,
+    ) in zip(of_queries, of_keys, strict=True):  # fmt: skip
+        if not q_HLD.shape[1] or not k_GKD.shape[1]:
+            grad_k_GKD.zero_()
+            grad_v_GKD.zero_()
+            continue
+        q_HLD, k_HKD, v_HKD = operands = _heads(q_HLD, q), _heads(k_GKD, q), _heads(v_GKD, q)
+        grad_out_HLD = _heads(grad_out_HLD, q)
+        if _is_fused(*operands, bias_HK, relative_bias, causal):
+            kept = _heads(out_HLD, q), lse_HL
+            if q.dtype != torch.float32:  # of which more digits are needed than are kept
+                kept = _fused_attention(*operands, causal, scale)
+            grads = _fused_gradients(grad_out_HLD, *operands, *kept, causal, scale)
+        else:
+            p_HLK, _ = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal, scale)
+            dp_HLK = grad_out_HLD @ v_HKD.mT
+            ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True))
+            if grad_bias_HK is not None:
+                grad_bias_HK.copy_(ds_HLK.sum(1))
+            if grad_relative is not None:
+                bucket = _relative_buckets(*ds_HLK.shape[1:], len(grad_relative))
+                grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
+            ds_HLK *= scale
+            grads = ds_HLK @ k_HKD, ds_HLK.mT @ q_HLD, p_HLK.mT @ grad_out_HLD
+        grad_q_HLD.copy_(grads[0])
+        for grad_GKD, grad_HKD in zip((grad_k_GKD, grad_v_GKD), grads[1:], strict=True):
+            if len(grad_HKD) != len(grad_GKD):
+                grad_HKD = grad_HKD.unflatten(0, (len(grad_GKD), -1)).sum(1)
+            grad_GKD.copy_(grad_HKD)
     grad_bias, grad_position, grad_age = (
         _bias_gradient(grad_bias_NH, bucket, x)
         for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
@@ -533,18 +560,74 @@ def _bias_gradient(
     return grad_NH.to(x.dtype)
 
 
-def _flash_samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows of the queries, and of the keys, of each sample that has keys."""
-    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    for rows, keys in zip(itertools.pairwise(q_bounds), itertools.pairwise(kv_bounds), strict=True):
-        if keys[0] < keys[1]:
-            yield slice(*rows), slice(*keys)
+def _parts(offsets: Tensor, *tensors: Tensor | None) -> Iterator[tuple[Tensor | Any, ...]]:
+    """Of each sample, its part ``[H, L, …]`` of tensors ``[ΣL, H, …]``: views of them."""
+    lengths = offsets.diff().tolist()
+    parts = (
+        itertools.repeat(None) if x is None else x.transpose(0, 1).split(lengths, 1)
+        for x in tensors
+    )
+    return zip(*parts, strict=False)
 
 
-def _heads(x: Tensor, q: Tensor) -> Tensor:
-    """``[L, Hk, D] → [H, L, D]``: each head of ``x`` for as many of ``q`` as read it."""
-    x = x.to(_compute_dtype(q)).transpose(0, 1)
-    return x.repeat_interleave(q.shape[1] // len(x), 0)
+def _heads(x_GLD: Tensor, q: Tensor) -> Tensor:
+    """``[H, L, D]``: each head of ``x`` for as many of ``q`` as read it, elements of a row as one.
+
+    A copy only where it cannot be a view.
+    """
+    x_GLD = x_GLD.to(_compute_dtype(q))
+    if x_GLD.stride(2) != 1:
+        x_GLD = x_GLD.contiguous()
+    group = q.shape[1] // len(x_GLD)
+    return x_GLD if group == 1 else x_GLD.repeat_interleave(group, 0)
+
+
+def _is_fused(
+    q_HLD: Tensor,
+    k_HKD: Tensor,
+    v_HKD: Tensor,
+    bias_HK: Tensor | None,
+    relative_bias: Tensor | None,
+    causal: bool,
+) -> bool:
+    """Whether PyTorch's fused attention takes a sample, which has queries and keys.
+
+    It has no gradient of a bias, one width for all, and a causal mask that is aligned to the first
+    rows, where ours is to the last ones. A single query takes products: its gradient was seen to be
+    over the tolerance rule, for the rounding of the log-sum-exp.
+    """
+    has_bias = bias_HK is not None or relative_bias is not None
+    fits = q_HLD.shape[2] == v_HKD.shape[2] and (not causal or q_HLD.shape == k_HKD.shape)
+    return fits and not has_bias and q_HLD.shape[1] > 1
+
+
+def _fused_attention(
+    q_HLD: Tensor, k_HKD: Tensor, v_HKD: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``[H, L, D]`` output and ``[H, L]`` log-sum-exp; no weight of a pair is kept."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q_HLD[None], k_HKD[None], v_HKD[None], 0.0, causal, scale=scale
+    )
+    return out[0], lse[0]
+
+
+def _fused_gradients(
+    grad_out_HLD: Tensor,
+    q_HLD: Tensor,
+    k_HKD: Tensor,
+    v_HKD: Tensor,
+    out_HLD: Tensor,
+    lse_HL: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of queries, keys and values, each with as many heads as the queries have."""
+    operands = (grad_out_HLD, q_HLD, k_HKD, v_HKD, out_HLD, lse_HL)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        *(x[None] for x in operands), 0.0, causal, scale=scale
+    )
+    grad_q, grad_k, grad_v = (grad[0] for grad in grads)
+    return grad_q, grad_k, grad_v
 
 
 def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
@@ -556,16 +639,16 @@ def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
 def _flash_weights(
     q_HLD: Tensor,
     k_HKD: Tensor,
-    bias_KH: Tensor | None,
+    bias_HK: Tensor | None,
     relative_bias: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``[H, Lq, Lk]`` softmax over the keys, zero where none is visible; ``[2, H, Lq]`` stats."""
+    """``[H, Lq, Lk]`` softmax over the keys, zero where none is seen; log-sum-exp ``[H, Lq]``."""
     scores_HLK = q_HLD @ k_HKD.mT * scale
     num_rows, num_keys = scores_HLK.shape[1:]
-    if bias_KH is not None:
-        scores_HLK += bias_KH.T.unsqueeze(1)
+    if bias_HK is not None:
+        scores_HLK += bias_HK.unsqueeze(1)
     if relative_bias is not None:
         bucket = _relative_buckets(num_rows, num_keys, len(relative_bias))
         scores_HLK += relative_bias.T.to(scores_HLK.dtype)[:, bucket]
@@ -573,9 +656,7 @@ def _flash_weights(
         hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
         scores_HLK.masked_fill_(hidden, -torch.inf)
     largest_HL = scores_HLK.amax(-1, keepdim=True)
-    seen_HL = largest_HL > -torch.inf
-    largest_HL.masked_fill_(~seen_HL, 0)
-    p_HLK = scores_HLK.sub_(largest_HL).exp_()
+    unseen_HL = largest_HL == -torch.inf
+    p_HLK = scores_HLK.sub_(largest_HL.masked_fill(unseen_HL, 0)).exp_()
     total_HL = p_HLK.sum(-1, keepdim=True).clamp_(min=1)
-    stats = torch.stack([largest_HL / math.log(2), seen_HL / total_HL])
-    return p_HLK.div_(total_HL), stats.squeeze(-1)
+    return p_HLK.div_(total_HL), largest_HL.add_(total_HL.log()).squeeze(-1)

@@ -446,8 +446,9 @@ def flash_attention_backward(
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention_backward(
-            grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale
-        )
+            grad_out, q, k, v, q_offsets, kv_offsets, *biases,
+            out, stats, grad_k, grad_v, causal, scale,
+        )  # fmt: skip
     return flash_kernels.backward(
         grad_out, q, k, v, q_offsets, kv_offsets, *biases,
         out, stats, grad_k, grad_v, causal, scale,
