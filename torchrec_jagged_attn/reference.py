@@ -7,6 +7,7 @@ sample: its targets' heads, one target after the other.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_jagged_attn.layout import JaggedLayout
 
@@ -37,13 +37,6 @@ SLAB_PAIRS = 1 << 18
 # they add up one history row after the other, which rounds too often where a sample has very many.
 MAX_LISTED_QUERY_ROWS = 12
 MAX_LISTED_HISTORY_ROWS = 1 << 12
-
-# The first CSR tensor of a process warns that their support is in beta, which is ours to know. What
-# is used of it is one product, and tested. It is a real one, also where the import is under a mode.
-with warnings.catch_warnings(), _disable_current_modes():
-    warnings.simplefilter("ignore")
-    _empty = torch.zeros(1, dtype=torch.int32, device="cpu")
-    torch.sparse_csr_tensor(_empty, _empty[:0], _empty[:0], (0, 0), check_invariants=False)
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -320,6 +313,7 @@ class _Pairs:
 
     def dots(self, q_BRD: Tensor, x_ND: Tensor, bias_P: Tensor | None = None) -> Tensor:
         """``[P]``: ``q · x + bias`` of each pair."""
+        _be_warned_of_csr()
         bias_P = q_BRD.new_zeros(len(self.query_ids)) if bias_P is None else bias_P
         q_SD = q_BRD.flatten(0, 1)
         bias_SN = torch.sparse_csr_tensor(
@@ -363,6 +357,18 @@ class _Pairs:
         step_N = self.slab.per_row(offsets.diff())
         steps_R = torch.arange(num_rows, dtype=torch.int32)
         return torch.addcmul(first_N.unsqueeze(1), step_N.unsqueeze(1), steps_R)
+
+
+@functools.cache
+def _be_warned_of_csr() -> None:
+    """Take the warning of a process's first CSR tensor, that their support is in beta.
+
+    What is used of it is one product, and tested.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        none = torch.zeros(1, dtype=torch.int32)
+        torch.sparse_csr_tensor(none, none[:0], none[:0], (0, 0), check_invariants=False)
 
 
 def _attend_by_samples(slab: _Slab, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None) -> Tensor:
