@@ -30,9 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchrec_jagged_attn.kernels import flash_tiles
 from torchrec_jagged_attn.kernels.flash_hopper import END, _as_operand, _jagged_rows
+from torchrec_jagged_attn.kernels.group_tiles import as_rows, products_by_group
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 from torchrec_jagged_attn.kernels.warp_tiles import (
     launch_dependents,
+    products_by_warp,
     thread_barrier,
     wait_for_last_kernel,
 )
@@ -91,15 +93,13 @@ def _write(desc, end, count, head, tile):
 @gluon.jit
 def _rows(tile, ROWS: gl.constexpr):
     """The first rows of a tile, ``[ROWS, width]``."""
-    return tile.reshape([tile.shape[2], tile.shape[4]]).slice(0, ROWS)
+    return as_rows(tile).slice(0, ROWS)
 
 
 @gluon.constexpr_function
 def _sums_layout(columns, warps):
     """How a product lies in registers: of one warp, or of a group of four."""
-    if warps == 1:
-        return gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+    return products_by_warp(warps) if warps == 1 else products_by_group(columns, warps)
 
 
 @gluon.jit

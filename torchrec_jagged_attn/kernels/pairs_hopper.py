@@ -41,6 +41,7 @@ from torchrec_jagged_attn.kernels.flash_hopper import (
     multiprocessors,
 )
 from torchrec_jagged_attn.kernels.flash_schedule import FIELDS, list_tiles, most_tiles
+from torchrec_jagged_attn.kernels.group_tiles import products_by_group
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 from torchrec_jagged_attn.kernels.warp_tiles import thread_barrier, wait_for_last_kernel
 
@@ -165,12 +166,6 @@ def _load(
 
 
 @gluon.constexpr_function
-def _sums_layout(columns):
-    """How products lie in registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
 def _vectors_layout(columns):
     """How rows that are written by 16 bytes lie in registers, of the warp that has them there."""
     lanes = columns // 8
@@ -207,7 +202,7 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped, STAGES: gl.co
 
     They are products with the first and the last eight rows of y, two tiles of the ring.
     """
-    layout: gl.constexpr = _sums_layout(VECTOR)
+    layout: gl.constexpr = products_by_group(VECTOR, 4)
     r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, layout))
     x = gl.convert_layout(x, gl.DotOperandLayout(0, layout, 2))
     head, x = _multiply_tile(x, ends, n, STAGES)
@@ -255,13 +250,11 @@ def _multiply(
         else:
             x = xs[0].index(turn % STAGES).reshape([BLOCK_M, BLOCK_D])
             x = x.slice(skipped, GROUP_ROWS)
-            x = x.load(gl.DotOperandLayout(0, _sums_layout(BLOCK_N), 2))
+            x = x.load(gl.DotOperandLayout(0, products_by_group(BLOCK_N, 4), 2))
             thread_barrier()
             _release(xs, turn, STAGES)
             first = high.to(gl.int64) * LOW + low
-            _store_ends(
-                out_ptr, x, ends, 2 * turn, first, count, num_n, skipped, 2 * STAGES
-            )  # fmt: skip
+            _store_ends(out_ptr, x, ends, 2 * turn, first, count, num_n, skipped, 2 * STAGES)
             r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, vectors))
             inside = (r < count)[:, None]
             by_vector = shift[:, None] + nothing
@@ -270,9 +263,8 @@ def _multiply(
                 n += 1
                 out = shift_columns(gl.convert_layout(acc.to(x.dtype), vectors), by_vector)
                 start = tile * (BLOCK_N - VECTOR)
-                column = (start + c // VECTOR * VECTOR)[None, :] - shift[
-                    :, None
-                ]  # a vector's first
+                # The first column of each vector.
+                column = (start + c // VECTOR * VECTOR)[None, :] - shift[:, None]
                 whole = (column >= 0) & (column <= num_n - VECTOR)
                 new = ((c >= VECTOR) | (start == 0))[None, :]
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
