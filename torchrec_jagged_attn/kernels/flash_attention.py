@@ -313,16 +313,15 @@ class _Call:
 
 def paths(device: torch.device) -> dict[str, str]:
     """What kernels of their own take on ``device``, see :class:`_Call`, by the name of these."""
-    whole = "rows on both sides: half precision, no bias, widths"
-    found = {"triton, whole samples": f"samples of up to {SHORT} {whole} <= 128"}
+    whole = "rows on both sides: half precision, no bias, widths <= 128"
     if not flash_hopper.multiprocessors(device):
-        return found
+        return {"triton, whole samples": f"samples of up to {SHORT} {whole}"}
+    on_hopper = f"{flash_hopper.TAKEN}, no bias, scale >= 0"
     return {
         "gluon, Hopper, whole samples": f"samples of up to {flash_hopper_short.MOST_ROWS} rows on "
-        f"both sides: {flash_hopper.TAKEN}, the larger at most {flash_hopper_short.WIDTH}, "
-        "no bias, scale >= 0",
-        **{name: f"other {samples}" for name, samples in found.items()},
-        "gluon, Hopper": f"other samples: {flash_hopper.TAKEN}, no bias, scale >= 0",
+        f"both sides: {on_hopper}, the larger width at most {flash_hopper_short.WIDTH}",
+        "triton, whole samples": f"other samples of up to {SHORT} {whole}",
+        "gluon, Hopper": f"other samples: {on_hopper}",
     }
 
 
