@@ -21,7 +21,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 # JaggedTargetAttention and its collection: they take minutes there, and meet no kernel that the
 # others do not.
 KERNEL_TESTS := $(filter-out %_module.py, $(wildcard tests/test_*attention*.py)) \
-	tests/test_interaction.py tests/test_feature_interaction.py tests/test_weight_gradients.py
+	tests/test_interaction.py tests/test_feature_interaction.py tests/test_projections.py
 
 .PHONY: demo test check format benchmark sanitize clean
 

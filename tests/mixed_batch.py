@@ -1,43 +1,74 @@
 """Every kernel of attention once, forward and backward, on a batch of short and long samples.
 
-For tools that watch kernels, such as compute-sanitizer: see ``make sanitize``.
+For tools that watch kernels, such as compute-sanitizer: see ``make sanitize``. Names of functions
+here, as arguments, run those alone.
 """
 
 import itertools
+import sys
 
 import torch
 
-from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
+from torchrec_jagged_attn import (
+    jagged_flash_attention,
+    jagged_jagged_bmm_jagged_out,
+    jagged_target_attention,
+)
+from torchrec_jagged_attn.kernels.projections import add_bias_of_values, parameter_gradients
 from torchrec_jagged_attn.testing import offsets_of
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def run() -> None:
-    offsets = offsets_of(LENGTHS, torch.int64, "cuda")
-    num_rows, num_samples = int(LENGTHS.sum()), LENGTHS.numel()
-    for dtype, rows, tables in itertools.product(
-        (torch.bfloat16, torch.float32), (1, 8, 20, 70), (False, True)
-    ):
-        inputs = [draw(num_samples, rows, 1, 64, dtype=dtype), draw(num_rows, 64, dtype=dtype)]
+def tell(*what: object) -> None:
+    torch.cuda.synchronize()
+    print(*what, flush=True)
+
+
+def target_attention(offsets: torch.Tensor, num_rows: int) -> None:
+    for dtype, rows, tables in itertools.product(DTYPES, (1, 8, 20, 70), (False, True)):
+        inputs = [draw(LENGTHS.numel(), rows, 1, 64, dtype=dtype), draw(num_rows, 64, dtype=dtype)]
         position_bias = draw(30, 1, dtype=dtype) if tables else None
         out = jagged_target_attention(*inputs, offsets, position_bias=position_bias)
         out.sum().backward()
-        torch.cuda.synchronize()
-        print("target attention", dtype, rows, "query rows", "and a table" * tables, flush=True)
-    for dtype, width, causal in itertools.product(
-        (torch.bfloat16, torch.float32), (64, 128), (False, True)
-    ):
+        tell("target attention", dtype, rows, "query rows", "and a table" * tables)
+
+
+def flash_attention(offsets: torch.Tensor, num_rows: int) -> None:
+    for dtype, width, causal in itertools.product(DTYPES, (64, 128), (False, True)):
         q = draw(num_rows, 2, width, dtype=dtype)
         k, v = (draw(num_rows, 1 if causal else 2, width, dtype=dtype) for _ in range(2))
         jagged_flash_attention(q, k, v, offsets, causal=causal).sum().backward()
-        torch.cuda.synchronize()
-        print("flash attention", dtype, width, "causal, grouped" * causal, flush=True)
+        tell("flash attention", dtype, width, "causal, grouped" * causal)
 
+
+def projections(offsets: torch.Tensor, num_rows: int) -> None:
+    for dtype in DTYPES:
+        rows = [draw(num_rows, 64, dtype=dtype).detach() for _ in range(5)]
+        filled = torch.ones(num_rows, dtype=dtype, device="cuda")
+        absorbed = tuple(draw(num_rows, 2, width, dtype=dtype).detach() for width in (32, 64, 64))
+        shapes = (64, 64), (64, 64), (2, 32, 64), (2, 32, 64), (192,), (64,)
+        grads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
+        add_bias_of_values(rows[0], rows[1][0], filled)
+        parameter_gradients(*rows, filled, absorbed, *grads)
+        tell("projections", dtype)
+
+
+def pairs(offsets: torch.Tensor, num_rows: int) -> None:
+    for dtype in DTYPES:
+        x, y = draw(num_rows, 64, dtype=dtype), draw(num_rows, 64, dtype=dtype)
+        jagged_jagged_bmm_jagged_out(x, y, offsets).sum().backward()
+        tell("pairs", dtype)
+
+
+PARTS = (target_attention, flash_attention, projections, pairs)
 
 if __name__ == "__main__":
-    run()
+    for part in PARTS:
+        if part.__name__ in (sys.argv[1:] or [part.__name__]):
+            part(offsets_of(LENGTHS, torch.int64, "cuda"), int(LENGTHS.sum()))

@@ -474,10 +474,22 @@ _BACKWARD = {
     64: {"HALVES": False, "ITEMS": 4, "STAGES": 1, "num_warps": 4},
     32: {"HALVES": True, "ITEMS": 4, "STAGES": 2, "num_warps": 1},
 }
+# With fewer rows a sample, most have up to 32. The kernel for longer ones passes those by, many to
+# a program.
+FEW_MEAN_ROWS = 24
+ITEMS_OF_FEW = 16
 # A launcher does not ask for the dtype of a descriptor.
 _DTYPES = (torch.bfloat16, torch.float16)
 _launch_forward = {dtype: Launcher(forward_kernel) for dtype in _DTYPES}
 _launch_backward = {dtype: Launcher(backward_kernel) for dtype in _DTYPES}
+
+
+def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
+    """Sizes of samples and compile-time arguments of their kernels, by the rows of the batch."""
+    sizes = dict(direction)
+    if num_rows < FEW_MEAN_ROWS * num_samples:
+        sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
+    return list(sizes.items())
 
 
 def forward(
@@ -495,8 +507,9 @@ def forward(
 
     It takes the inputs that :func:`flash_hopper.takes` does with the width ``WIDTH``.
     """
-    num_items = (q_offsets.numel() - 1) * q.shape[1]
-    for block, options in _FORWARD.items():
+    num_samples = q_offsets.numel() - 1
+    num_items = num_samples * q.shape[1]
+    for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
         _launch_forward[q.dtype](
             (triton.cdiv(num_items, options["ITEMS"]),),
             (
@@ -530,8 +543,9 @@ def backward(
 ) -> None:
     """Write the gradients of samples of at most ``MOST_ROWS`` rows."""
     H, HK = q.shape[1], k.shape[1]
-    num_items = (q_offsets.numel() - 1) * H
-    for block, options in _BACKWARD.items():
+    num_samples = q_offsets.numel() - 1
+    num_items = num_samples * H
+    for block, options in _sizes(_BACKWARD, max(q.shape[0], k.shape[0]), num_samples):
         items = triton.cdiv(options["ITEMS"], H // HK) * (H // HK)  # heads that share keys together
         descriptors = [
             _jagged_rows(x, block, WIDTH) for x in (q, k, v, grad_out, grad_q, grad_k, grad_v)

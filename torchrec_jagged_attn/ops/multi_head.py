@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.kernels.weight_gradients import weight_gradients
+from torchrec_jagged_attn.kernels.projections import add_bias_of_values, parameter_gradients
 from torchrec_jagged_attn.ops.attention import (
     flash_attention_backward,
     flash_attention_forward,
@@ -143,7 +143,7 @@ def _forward(
         pooled = pooled.view_as(u)
         values = _multiply(pooled.to(dtype=dtype), w_v.mT).view(-1, width)
         if b_v is not None:
-            values.addcmul_(filled.unsqueeze(1), b_v)
+            _add_bias_of_values(values, b_v, filled)
         if not for_backward:
             u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
         elif u.element_size() == 2:
@@ -235,6 +235,7 @@ def _backward(
             if grad is not None and need
         ]
         grad_history = grad_kv @ w_kv if needs_history else None
+        absorbed = None
         if any(needs_weights):
             grad_w_kv = (grad_kv.T @ history).view(2, *w_k.shape)
             grad_w_k.copy_(grad_w_kv[0])
@@ -251,34 +252,31 @@ def _backward(
         grad_history = grads_of_tables.pop(0) if needs_history else None
         grad_u = grad_u.view_as(u).to(dtype=dtype)
         grad_q_by_head = _multiply(grad_u, w_k.mT)
-        if any(needs_weights):
-            pooled = pooled.to(dtype=dtype)
-            _sum_outer_products(q, grad_u, grad_values_by_head, pooled, grad_w_k, grad_w_v)
+        absorbed = q, grad_u, pooled.to(dtype=dtype)
     grad_q = grad_q_by_head.view_as(values)
 
+    grad_out_weight = out_weight.new_empty(*out_weight.shape, dtype=dtype)
+    grad_bias = None if in_bias is None else grad_q.new_empty(*in_bias.shape)
+    grad_out_bias = None if out_bias is None else grad_q.new_empty(*out_bias.shape)
+    if any((*needs_weights, needs_bias, needs_out_weight, needs_out_bias)):
+        _parameter_gradients(
+            grad_q, target.reshape_as(values).to(dtype=dtype), grad_out, values, grad_values,
+            filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
+            grad_out_bias,
+        )  # fmt: skip
     grads = []
     if needs_target:
         grads.append((grad_q @ w_q).view_as(target).to(dtype=target.dtype))
     if grad_history is not None:
         grads.append(grad_history)
-    if any(needs_weights):
-        torch.mm(grad_q.T, target.reshape_as(values).to(dtype=dtype), out=grad_w_q)
-        grads += [
-            grad.to(dtype=weight.dtype)
-            for grad, weight, need in zip(grad_weights, weights, needs_weights, strict=False)
-            if need
-        ]
-    ones = grad_q.new_ones(grad_q.shape[0])
-    if in_bias is not None and needs_bias:
-        grad_bias = grad_q.new_zeros(*in_bias.shape)
-        grad_b_q, _, grad_b_v = grad_bias.chunk(3)
-        _weighted_sum(grad_q, ones, out=grad_b_q)
-        _weighted_sum(grad_values, filled, out=grad_b_v)
-        grads.append(grad_bias.to(dtype=in_bias.dtype))
-    if needs_out_weight:
-        grads.append((grad_out.T @ values).to(dtype=out_weight.dtype))
-    if out_bias is not None and needs_out_bias:
-        grads.append(_weighted_sum(grad_out, ones).to(dtype=out_bias.dtype))
+    parameters = (*weights, in_bias, out_weight, out_bias)
+    grads_of_parameters = (*grad_weights, grad_bias, grad_out_weight, grad_out_bias)
+    needs = (*needs_weights[: len(weights)], needs_bias, needs_out_weight, needs_out_bias)
+    grads += [
+        grad.to(dtype=parameter.dtype)
+        for grad, parameter, need in zip(grads_of_parameters, parameters, needs, strict=True)
+        if grad is not None and parameter is not None and need
+    ]
     return grads + grads_of_tables
 
 
@@ -382,31 +380,55 @@ def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
     return out
 
 
-def _sum_outer_products(
-    q: Tensor,
-    grad_u: Tensor,
+def _has_kernels(x: Tensor) -> bool:
+    """Whether kernels take ``x``. A layer may compute in another dtype than its attention: fp64."""
+    return implementation(x.device)[0] != "reference" and x.dtype in supported_dtypes(x.device)
+
+
+def _add_bias_of_values(values: Tensor, bias: Tensor, filled: Tensor) -> None:
+    """Add ``bias`` ``[E]`` to rows of ``values`` ``[R, E]`` that are ``filled`` ``[R]``."""
+    if _has_kernels(values):
+        add_bias_of_values(values, bias, filled)
+    else:
+        values.addcmul_(filled.unsqueeze(1), bias)
+
+
+def _parameter_gradients(
+    grad_q: Tensor,
+    target: Tensor,
+    grad_out: Tensor,
+    values: Tensor,
     grad_values: Tensor,
-    pooled: Tensor,
+    filled: Tensor,
+    absorbed: tuple[Tensor, Tensor, Tensor] | None,
+    grad_w_q: Tensor,
+    grad_w_out: Tensor,
     grad_w_k: Tensor,
     grad_w_v: Tensor,
+    grad_b_in: Tensor | None,
+    grad_b_out: Tensor | None,
 ) -> None:
-    """Write ``Σ_r q_rh ⊗ grad_u_rh`` and ``Σ_r grad_values_rh ⊗ pooled_rh``, ``[H, E / H, D]``.
-
-    A layer may compute in another dtype than its attention: fp64 has no kernel.
-    """
-    of_reference = implementation(q.device)[0] == "reference"
-    if of_reference or q.dtype not in supported_dtypes(q.device):
+    """Write gradients of weights and biases, see :func:`parameter_gradients`."""
+    if _has_kernels(grad_q):
+        parameter_gradients(
+            grad_q, target, grad_out, values, grad_values, filled if filled.numel() else None,
+            absorbed, grad_w_q, grad_w_out, grad_w_k, grad_w_v, grad_b_in, grad_b_out,
+        )  # fmt: skip
+        return
+    torch.mm(grad_q.T, target, out=grad_w_q)
+    torch.mm(grad_out.T, values, out=grad_w_out)
+    if absorbed is not None:
+        q, grad_u, pooled = absorbed
         torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
-        torch.bmm(grad_values.permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
-    else:
-        weight_gradients(q, grad_u, grad_values, pooled, grad_w_k, grad_w_v)
-
-
-def _weighted_sum(x: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-    """``[E]``: sum of the rows of ``x`` ``[R, E]``, each times its own of ``[R]`` weights."""
-    if x.device.type == "cpu":  # where a product adds one row after the other, and rounds as often
-        return torch.sum(x * weights.unsqueeze(1), 0, out=out)
-    return torch.mv(x.T, weights, out=out)
+        torch.bmm(grad_values.view_as(q).permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
+    # Sums, not products with ones: those add one row after the other on a CPU, and round as often.
+    if grad_b_in is not None:
+        grad_b_q, grad_b_k, grad_b_v = grad_b_in.chunk(3)
+        torch.sum(grad_q, 0, out=grad_b_q)
+        grad_b_k.zero_()
+        torch.sum(grad_values * filled.unsqueeze(1), 0, out=grad_b_v)
+    if grad_b_out is not None:
+        torch.sum(grad_out, 0, out=grad_b_out)
 
 
 def _query_shape(
@@ -422,15 +444,15 @@ def _filled(
     target: Tensor, offsets: Tensor, query_offsets: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``[R]``: one for a target whose sample has a history, zero for another."""
-    filled = offsets.new_empty(offsets.numel() - 1, dtype=dtype)
-    torch.gt(offsets[1:], offsets[:-1], out=filled)
+    num_targets = target.shape[1] if target.dim() == 3 else 1
+    filled = offsets.new_empty(offsets.numel() - 1, num_targets, dtype=dtype)
+    begins, ends = (x.unsqueeze(1).expand_as(filled) for x in (offsets[:-1], offsets[1:]))
+    torch.gt(ends, begins, out=filled)
     if query_offsets is not None:
         rows = torch.arange(target.shape[0], dtype=query_offsets.dtype, device=query_offsets.device)
         samples = torch.searchsorted(query_offsets[1:], rows, right=True)
-        return filled.index_select(0, samples)
-    if target.dim() == 3:
-        return filled.unsqueeze(1).expand(target.shape[:2]).flatten()
-    return filled
+        return filled.view(-1).index_select(0, samples)
+    return filled.view(-1)
 
 
 multi_head_target_attention = register_op(
