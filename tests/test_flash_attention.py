@@ -401,6 +401,26 @@ def test_relative_bias(causal, dtype, device):
     )
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias_on_hopper(causal, width, hopper):
+    device, launched = hopper
+    lengths = [140, 0, 70, 64, 1, 5]
+    for kv_lengths, kv_heads in ((lengths, 1), ([150, 3, 33, 200, 0, 1], 2)):
+        inputs = inputs_of(
+            lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads
+        )
+        table = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+        if kv_lengths == lengths:  # where each query sees itself
+            table[12:] = -torch.inf
+        assert_matches_oracle(
+            partial(jagged_flash_attention, causal=causal),
+            *[partial(with_relative_bias, causal=causal)] * 2,
+            inputs | {"relative_bias": table},
+        )
+    assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
     inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype)

@@ -13,7 +13,9 @@ are whole in one tile, and go through kernels of their own, where nothing is com
 turns; ``flash_hopper_short.py``).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
-distance to the query. Gradients of tables are summed by tile, then over the tiles.
+distance to the query (``distance_bias.py``; the kernels of Hopper take this one). Gradients of
+tables are summed by tile, then over the tiles; that of distances on Hopper by the kernel that has
+the gradient of queries elsewhere, which computes scores once more for it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward, flash_hopper_short
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
+from torchrec_jagged_attn.kernels.distance_bias import list_by_distance
 from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
@@ -63,7 +66,7 @@ def forward(
     stats = q.new_empty([2, *q.shape[:2]], dtype=torch.float32)
     if out.numel() == 0:
         return out, stats
-    sizes = (stats[0].numel(), call.factor)
+    sizes = (stats[0].numel(), call.reach, call.factor)
     tile = call.forward_tile()
     block = flash_hopper.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
     tiles = call.list_tiles(block, of_keys=False)
@@ -72,11 +75,13 @@ def forward(
     elif call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
-            (*call.inputs, out, stats, *call.offsets, *sizes),
+            (*call.inputs, out, stats, *call.offsets, stats[0].numel(), call.factor),
             call.shape | call.short_tile(),
         )
     if call.on_hopper:
-        flash_hopper.forward(*call.inputs, out, stats, tiles, call.factor, causal, call.width)
+        flash_hopper.forward(
+            *call.inputs, out, stats, call.by_distance, tiles, call.factor, causal, call.width
+        )
         return out, stats
     _forward(
         ((tiles.shape[0] - 1) * q.shape[1],),
@@ -117,7 +122,7 @@ def backward(
     grad_bias = None if bias is None else bias.new_empty(bias.shape)
     grad_tables = grad_relative = None
     strides = {"GRAD_K_STRIDE": grad_k.stride(0), "GRAD_V_STRIDE": grad_v.stride(0)}
-    sizes = (delta.numel(), call.factor, scale)
+    sizes = (delta.numel(), call.reach, call.factor, scale)
     tile = call.grad_q_tile()
     prepared = ()
     if call.on_hopper:
@@ -130,33 +135,35 @@ def backward(
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     if call.short_on_hopper:
         flash_hopper_short.backward(
-            grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:], causal
-        )
+            grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, call.factor, scale,
+            causal,
+        )  # fmt: skip
     elif call.short:
         _backward_short(
             (call.num_samples * k.shape[1],),
-            (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, *sizes[1:]),
+            (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, call.factor, scale),
             call.shape | strides | call.short_tile(),
         )
     if call.on_hopper:
         flash_hopper_backward.backward(
-            *call.inputs, grad_q, *grads_of_rows, *prepared, call.offsets[1], tiles,
-            call.factor, scale, causal, call.width,
+            *call.inputs, grad_q, *grads_of_rows, *prepared, call.by_distance, call.offsets[1],
+            tiles, call.factor, scale, causal, call.width,
         )  # fmt: skip
-        return grad_q, None, None, None, None
-    if q.shape[0]:
+        tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
+    if q.shape[0] and (relative_bias is not None or not call.on_hopper):
         num_programs = (tiles.shape[0] - 1) * q.shape[1]
         if relative_bias is not None:
             grad_relative = delta.new_zeros(num_programs, relative_bias.shape[0])
+        of_queries = (None, None) if call.on_hopper else (grad_q, delta)
         _grad_q(
             (num_programs,),
             (
-                grad_out, *call.inputs, *call.biases, out, stats, grad_q, delta, grad_relative,
+                grad_out, *call.inputs, *call.biases, out, stats, *of_queries, grad_relative,
                 call.offsets[1], tiles, *sizes,
             ),
             call.shape | call.tables | tile,
         )  # fmt: skip
-    if k.shape[0]:
+    if k.shape[0] and not call.on_hopper:
         tile = call.grad_kv_tile()
         tiles = call.list_tiles(tile["BLOCK_N"], of_keys=True)
         num_tiles = tiles.shape[0] - 1
@@ -209,8 +216,13 @@ class _Call:
         self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
         self.is_self = q_offsets.data_ptr() == kv_offsets.data_ptr()
         self.lists: dict[tuple[int, int], Tensor] = {}
-        biases = (bias, position_bias, age_bias, timestamps, relative_bias)
+        self.by_distance, self.reach = None, 0
+        if relative_bias is not None:
+            self.by_distance = list_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
+            self.reach = self.by_distance.shape[1] // 2
+        biases = (bias, position_bias, age_bias, timestamps)
         self.biases = tuple(None if x is None else x.contiguous() for x in biases)
+        self.biases += (self.by_distance,)
         self.factor = abs(scale) * LOG2E.value
         self.precision = dot_precision(q.dtype)
         # One width for all: values narrower than keys come out wrong of Triton 3.6, on an H200.
@@ -230,17 +242,19 @@ class _Call:
             "BLOCK_DV": self.width,
         }
         sizes = [0 if x is None else x.shape[0] for x in (position_bias, age_bias, relative_bias)]
-        biased = bias is not None or any(sizes)
+        biased_by_keys = bias is not None or any(sizes[:2])
+        biased = biased_by_keys or relative_bias is not None
         self.tables = dict(zip("PAR", sizes, strict=True))
         self.tables |= {"BIASED": biased, "PRECISION": self.precision}
         self.on_hopper = (
-            not biased
+            not biased_by_keys
             and scale >= 0
             and flash_hopper.takes(*self.inputs, self.width)
             and flash_hopper_backward.takes(*grads)
         )
         self.short_on_hopper = (
             self.on_hopper
+            and not biased
             and self.width == flash_hopper_short.WIDTH
             and self.num_samples * q.shape[1] < 2**31 - flash_hopper_short.MOST_ROWS
         )
@@ -267,12 +281,15 @@ class _Call:
 
     def grad_q_tile(self) -> dict:
         """Tile of the gradient of queries."""
-        bucket_block = {"BLOCK_R": padded_width(self.tables["R"])}
+        num_buckets = self.tables["R"]
+        groups = {"GROUPS": padded_width(num_buckets) // 16}
         if self.row_bytes > 256 or self.precision == "ieee":
-            return self._small_tile() | bucket_block
+            return self._small_tile() | groups
         stages = 4 if self.row_bytes <= 128 else 3
         tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
-        return tile | bucket_block
+        if num_buckets:  # at least as many columns as rows, see distance_bias.add_gradient
+            tile |= {"BLOCK_N": 64, "num_stages": 2}
+        return tile | groups
 
     def grad_kv_tile(self) -> dict:
         """Tile of the gradients of keys and values."""

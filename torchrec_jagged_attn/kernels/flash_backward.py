@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common import LOG2E, mean_grad
+from torchrec_jagged_attn.kernels.distance_bias import add_gradient, scores_by_distance
 from torchrec_jagged_attn.kernels.flash_schedule import locate_tile
 from torchrec_jagged_attn.kernels.flash_tiles import (
-    add_relative_grad,
-    distance_bias,
     key_bias,
     load_rows,
     softmax_of_stats,
@@ -58,13 +57,12 @@ def _grad_of_queries(
     position_bias_ptr,
     age_bias_ptr,
     timestamps_ptr,
-    relative_bias_ptr,
+    by_distance_ptr,
     kv_offsets_ptr,
     sample,
     base,
     first,
     last,
-    count,
     num_keys,
     high,
     diagonal,
@@ -86,7 +84,8 @@ def _grad_of_queries(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OF_QUERIES: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -95,10 +94,10 @@ def _grad_of_queries(
         row, rest = base + start, num_keys - start
         k = load_rows(k_ptr, row, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
         v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, MASKED)
-        j = start + tl.arange(0, BLOCK_N)[None, :]
         bias, visible = key_bias(
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
-            kv_offsets_ptr, sample, base, j, num_keys, high, diagonal, head, H, P, A, R, BIASED,
+            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
+            kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
+            H, P, A, R, BIASED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = softmax_of_stats(
@@ -109,19 +108,17 @@ def _grad_of_queries(
         if MASKED:
             delta = mean_grad(p, dp, visible, delta, last <= BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
-        # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
-        acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
-        if BIASED:
-            residual += tl.sum(ds, 1)
+        if OF_QUERIES:
+            # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
+            acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
+            if BIASED:
+                residual += tl.sum(ds, 1)
         if R > 0:
-            own = visible & (tl.arange(0, BLOCK_M) < count)[:, None]
-            grad_relative = add_relative_grad(
-                grad_relative, ds, diagonal[:, None] - j, own, R, BLOCK_R
-            )
+            grad_relative = add_gradient(grad_relative, ds, diagonal - start, R, GROUPS)
     return acc, residual, grad_relative, delta
 
 
-@triton.jit(do_not_specialize=["num_stats"])
+@triton.jit(do_not_specialize=["num_stats", "reach"])
 def grad_q_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
@@ -131,15 +128,16 @@ def grad_q_kernel(
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
-    relative_bias_ptr,  # [R, H]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py
     out_ptr,  # [ΣLq, H, Dv]
     stats_ptr,  # [2, ΣLq, H] fp32
-    grad_q_ptr,  # [ΣLq, H, D]
-    delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
+    grad_q_ptr,  # [ΣLq, H, D], or None, for nothing but grad_relative
+    delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out; or None, too
     grad_relative_ptr,  # [tiles, H, R] fp32
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
+    reach,
     factor,  # |scale| · log2(e), rounded once
     scale,
     H: tl.constexpr,
@@ -158,7 +156,7 @@ def grad_q_kernel(
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -187,29 +185,34 @@ def grad_q_kernel(
         high = high[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     residual = tl.zeros([BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
-    grad_relative = tl.zeros([BLOCK_R], tl.float32)
+    grad_relative = tl.zeros([GROUPS, 16], tl.float32)
+    OF_QUERIES: tl.constexpr = grad_q_ptr is not None
+    if R > 0:
+        by_distance_ptr += head.to(tl.int64) * (2 * reach) + reach
     full = num_keys * 0
     if not BIASED:
         full = seen_by_all // BLOCK_N * BLOCK_N
         acc, residual, grad_relative, delta = _grad_of_queries(
             acc, residual, grad_relative, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
-            kv_offsets_ptr, sample, base, 0, full, count, num_keys, high, diagonal, factor,
+            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
+            kv_offsets_ptr, sample, base, 0, full, num_keys, high, diagonal, factor,
             scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BLOCK_R, MASKED=False, EXACT=EXACT,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, GROUPS, OF_QUERIES, MASKED=False, EXACT=EXACT,
         )  # fmt: skip
     acc, residual, grad_relative, delta = _grad_of_queries(
         acc, residual, grad_relative, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
-        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
-        kv_offsets_ptr, sample, base, full, seen_by_any, count, num_keys, high, diagonal, factor,
+        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
+        kv_offsets_ptr, sample, base, full, seen_by_any, num_keys, high, diagonal, factor,
         scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, BLOCK_R, MASKED=True, EXACT=EXACT,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, GROUPS, OF_QUERIES, MASKED=True, EXACT=EXACT,
     )  # fmt: skip
-    # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
-    tl.store(delta_ptr + stat, delta + residual, mask=i < count)
-    store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+    if OF_QUERIES:
+        # A delta larger by the residual would have made it zero; gradients of biases add up many
+        # rows.
+        tl.store(delta_ptr + stat, delta + residual, mask=i < count)
+        store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
     if R > 0:
-        r = tl.arange(0, BLOCK_R)
+        r = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
         ptrs = grad_relative_ptr + tl.program_id(0).to(tl.int64) * R + r
         tl.store(ptrs, grad_relative, mask=r < R)
 
@@ -226,7 +229,7 @@ def _grad_of_keys(
     diagonal,
     grad_out_ptr,
     q_ptr,
-    relative_bias_ptr,
+    by_distance_ptr,
     stats_ptr,
     delta_ptr,
     num_stats,
@@ -253,7 +256,7 @@ def _grad_of_keys(
 ):
     """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``.
 
-    ``bias`` (``[BLOCK_N]``) is that of the keys alone.
+    ``bias`` (``[BLOCK_N]``) is that of the keys alone, times log2(e).
     """
     for start in range(first, last, BLOCK_M):
         i = start + tl.arange(0, BLOCK_M)
@@ -275,13 +278,14 @@ def _grad_of_keys(
         if BIASED:
             scores_bias = bias[:, None]
             if R > 0:
-                distance = i[None, :] - diagonal[:, None]
-                scores_bias += distance_bias(relative_bias_ptr, distance, head, H, R)
+                scores_bias += scores_by_distance(
+                    by_distance_ptr, diagonal - start, k.shape[0], BLOCK_M
+                )
             visible = visible & (scores_bias > -float("inf"))
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         products = -products if NEGATIVE else products
         p = softmax_of_stats(
-            products, factor, scores_bias * LOG2E, visible, maximum[None, :], inverse[None, :],
+            products, factor, scores_bias, visible, maximum[None, :], inverse[None, :],
             BIASED, MASKED, EXACT,
         )  # fmt: skip
         acc_v = tl.dot(p.to(grad_out.dtype), grad_out, acc_v, input_precision=PRECISION)
@@ -302,7 +306,7 @@ def _store_bucket_sums(ptr, values, buckets, head, H: tl.constexpr, NUM_BUCKETS:
         tl.store(ptr + b * H + head, tl.sum(of_bucket, 1), mask=b < NUM_BUCKETS)
 
 
-@triton.jit(do_not_specialize=["num_stats"])
+@triton.jit(do_not_specialize=["num_stats", "reach"])
 def grad_kv_kernel(
     grad_out_ptr,  # [ΣLq, H, Dv]
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
@@ -312,7 +316,7 @@ def grad_kv_kernel(
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
-    relative_bias_ptr,  # [R, H]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py
     stats_ptr,  # [2, ΣLq, H] fp32
     delta_ptr,  # [ΣLq, H] fp32
     grad_k_ptr,  # [ΣLk, Hk, D], rows GRAD_K_STRIDE apart
@@ -322,6 +326,7 @@ def grad_kv_kernel(
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
+    reach,
     factor,  # |scale| · log2(e), rounded once
     scale,
     H: tl.constexpr,
@@ -374,26 +379,30 @@ def grad_kv_kernel(
                 bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
                 j, own, head, H, H, P, A,
             )  # fmt: skip
+        bias *= LOG2E
+        zero_ptr = by_distance_ptr
+        if R > 0:
+            zero_ptr += head.to(tl.int64) * (2 * reach) + reach
         grad_bias = tl.zeros([BLOCK_N], tl.float32)
         rest = first
         if not BIASED:
             if CAUSAL:
                 acc_k, acc_v, grad_bias = _grad_of_keys(
                     acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
-                    relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, first, seeing_all,
+                    zero_ptr, stats_ptr, delta_ptr, num_stats, base, first, seeing_all,
                     num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE,
                     PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
                 )  # fmt: skip
             acc_k, acc_v, grad_bias = _grad_of_keys(
                 acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
-                relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, seeing_all, full,
+                zero_ptr, stats_ptr, delta_ptr, num_stats, base, seeing_all, full,
                 num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
                 BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
             )  # fmt: skip
             rest = full
         acc_k, acc_v, grad_bias = _grad_of_keys(
             acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
-            relative_bias_ptr, stats_ptr, delta_ptr, num_stats, base, rest, num_rows,
+            zero_ptr, stats_ptr, delta_ptr, num_stats, base, rest, num_rows,
             num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
             BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
         )  # fmt: skip

@@ -25,7 +25,7 @@ def _scores(
     position_bias_ptr,
     age_bias_ptr,
     timestamps_ptr,
-    relative_bias_ptr,
+    by_distance_ptr,
     kv_offsets_ptr,
     sample,
     base,
@@ -52,9 +52,9 @@ def _scores(
     k = load_rows(k_ptr, base + start, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     bias, visible = key_bias(
-        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
-        kv_offsets_ptr, sample, base, start + tl.arange(0, BLOCK_N)[None, :], num_keys,
-        high, diagonal, head, H, P, A, R, BIASED,
+        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
+        kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
+        H, P, A, R, BIASED, q.shape[0], BLOCK_N,
     )  # fmt: skip
     return products, bias, visible
 
@@ -72,7 +72,7 @@ def _attend(
     position_bias_ptr,
     age_bias_ptr,
     timestamps_ptr,
-    relative_bias_ptr,
+    by_distance_ptr,
     kv_offsets_ptr,
     sample,
     base,
@@ -107,7 +107,7 @@ def _attend(
     for start in range(last - BLOCK_N, first - 1, -BLOCK_N):
         products, bias, visible = _scores(
             q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
-            relative_bias_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
+            by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
             head, kv_head, H, D, P, A, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED,
         )  # fmt: skip
         row, rest = base + start + BLOCK_N, num_keys - start - BLOCK_N
@@ -122,7 +122,7 @@ def _attend(
     return acc, p, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_stats"])
+@triton.jit(do_not_specialize=["num_stats", "reach"])
 def forward_kernel(
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
@@ -131,12 +131,13 @@ def forward_kernel(
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
-    relative_bias_ptr,  # [R, H]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py
     out_ptr,  # [ΣLq, H, Dv]
     stats_ptr,  # [2, ΣLq, H] fp32
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
+    reach,
     factor,  # |scale| · log2(e), rounded once
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -177,6 +178,8 @@ def forward_kernel(
         return
     q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
     q = -q if NEGATIVE else q
+    if R > 0:
+        by_distance_ptr += head.to(tl.int64) * (2 * reach) + reach
 
     seen_by_all, seen_by_any = num_keys, num_keys
     if CAUSAL:
@@ -186,7 +189,7 @@ def forward_kernel(
     # From the last tile of keys to the first: those that not all rows see come first.
     start = tl.maximum(tl.cdiv(seen_by_any, BLOCK_N) - 1, 0) * BLOCK_N
     products, bias, visible = _scores(
-        q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, relative_bias_ptr,
+        q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head, kv_head,
         H, D, P, A, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
     )  # fmt: skip
@@ -199,14 +202,14 @@ def forward_kernel(
     if BIASED or CAUSAL:
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
-            timestamps_ptr, relative_bias_ptr, kv_offsets_ptr, sample, base, full, start,
+            timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, full, start,
             num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, R, BIASED,
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True,
         )  # fmt: skip
     if not BIASED:
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
-            timestamps_ptr, relative_bias_ptr, kv_offsets_ptr, sample, base, 0, full, num_keys,
+            timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, 0, full, num_keys,
             high, diagonal, factor, head, kv_head, H, D, DV, P, A, R, BIASED,
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Forward of jagged flash attention on Hopper, of half precision without biases, in Gluon.
+"""Forward of jagged flash attention on Hopper, of half precision, in Gluon.
 
 A program stays on its multiprocessor and takes one tile of queries after the other. One warp does
 nothing but bring in rows, ahead of two groups of four warps, each of which attends for half of a
@@ -6,7 +6,8 @@ tile's queries. These multiply their weights with the values of one tile of keys
 the weights of the next one.
 
 Rows arrive by the tensor memory accelerator, which is told where a sample ends: rows beyond that
-are zeros and are never read, and results beyond it are not written.
+are zeros and are never read, and results beyond it are not written. Of biases it has the one by
+distance (``distance_bias.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torchrec_jagged_attn.kernels.flash_schedule import FIELDS
 from torchrec_jagged_attn.kernels.launch import Launcher, launches_overlap, overlap_options
 from torchrec_jagged_attn.kernels.warp_tiles import wait_for_last_kernel
 
-__all__ = ["BLOCK_M", "TAKEN", "forward", "multiprocessors", "takes"]
+__all__ = ["BLOCK_M", "TAKEN", "forward", "multiprocessors", "scores_by_distance", "takes"]
 
 BLOCK_M = 128  # queries of a tile
 BLOCK_N = 128  # keys of a tile
@@ -175,14 +176,37 @@ def _load(
 
 
 @gluon.jit
-def _softmax(products, factor, start, high, maximum, total, MASKED: gl.constexpr):
+def scores_by_distance(zero_ptr, first, scores):
+    """As :func:`distance_bias.scores_by_distance`, of as many rows and columns as ``scores``."""
+    layout: gl.constexpr = scores.type.layout
+    i = gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))[None, :]
+    return gl.load(zero_ptr + first + (i - j))
+
+
+@gluon.jit
+def _softmax(
+    products,
+    factor,
+    zero_ptr,
+    start,
+    diagonal,
+    high,
+    maximum,
+    total,
+    BY_DISTANCE: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """One step of the online softmax; the keys from ``start`` on are seen up to ``high``."""
     visible = True
+    bias = 0.0
+    if BY_DISTANCE:
+        bias = scores_by_distance(zero_ptr, diagonal - start, products)
     if MASKED:
         BLOCK_N: gl.constexpr = products.shape[1]
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
         visible = (start + index)[None, :] < high
-    return online_softmax(products, factor, 0.0, visible, maximum, total, False, MASKED)
+    return online_softmax(products, factor, bias, visible, maximum, total, BY_DISTANCE, MASKED)
 
 
 @gluon.jit
@@ -215,8 +239,11 @@ def _attend_to(
     last,
     high,
     factor,
+    zero_ptr,
+    diagonal,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Attend to the tiles of keys before ``last``, from the later ones down to ``first``.
@@ -230,7 +257,7 @@ def _attend_to(
         products = warpgroup_mma_wait(1, deps=(products,))
         _release(keys, n + 1, STAGES)
         weights, rescale, maximum, total = _softmax(
-            products, factor, start, high, maximum, total, MASKED
+            products, factor, zero_ptr, start, diagonal, high, maximum, total, BY_DISTANCE, MASKED
         )
         next_p = _as_operand(weights, p.dtype)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -255,6 +282,7 @@ def _leave_out(keys, values, n, num_tiles, STAGES: gl.constexpr):
 @gluon.jit
 def _attend(
     stats_ptr,
+    by_distance_ptr,
     out_desc,
     queries,
     keys,
@@ -262,6 +290,7 @@ def _attend(
     places,
     outs,
     num_stats,
+    reach,
     factor,
     H: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -269,6 +298,7 @@ def _attend(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """What four warps do: attend for their half of each tile's queries."""
@@ -292,6 +322,8 @@ def _attend(
                 high = gl.minimum(num_keys, r + (num_keys - count + 1))[:, None]
                 seen_by_all = gl.minimum(num_keys, num_keys - count + 1 + skipped)
             full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
+            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
+            diagonal = num_keys - count + skipped
             q = queries[0].index(turn % STAGES).reshape([BLOCK_M, BLOCK_D])
             q = q.slice(skipped, GROUP_ROWS)
             maximum = gl.full([GROUP_ROWS], -float("inf"), gl.float32, by_query)
@@ -300,17 +332,17 @@ def _attend(
             products = warpgroup_mma_wait(0, deps=(_multiply_keys(q, keys, n, STAGES),))
             _release(keys, n, STAGES)
             weights, _, maximum, total = _softmax(
-                products, factor, last, high, maximum, total, True
+                products, factor, zero_ptr, last, diagonal, high, maximum, total, BY_DISTANCE, True
             )
             p = _as_operand(weights, outs.dtype)
             if CAUSAL:
                 acc, p, maximum, total, n = _attend_to(
                     acc, p, maximum, total, q, keys, values, n, full, last, high, factor,
-                    BLOCK_N, STAGES, MASKED=True,
+                    zero_ptr, diagonal, BLOCK_N, STAGES, BY_DISTANCE, MASKED=True,
                 )  # fmt: skip
             acc, p, maximum, total, n = _attend_to(
                 acc, p, maximum, total, q, keys, values, n, 0, full, high, factor,
-                BLOCK_N, STAGES, MASKED=False,
+                zero_ptr, diagonal, BLOCK_N, STAGES, BY_DISTANCE, MASKED=False,
             )  # fmt: skip
             _release(queries, turn, STAGES)
             acc = warpgroup_mma(p, _wait_full(values, n, STAGES), acc, is_async=True)
@@ -334,15 +366,17 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_stats"])
+@gluon.jit(do_not_specialize=["num_stats", "reach"])
 def forward_kernel(
     stats_ptr,  # [2, ΣLq, H] fp32
     q_desc,  # of [ΣLq, H, D], see _jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
     out_desc,  # of [ΣLq, H, Dv]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
+    reach,
     factor,  # scale · log2(e), rounded once
     H: gl.constexpr,
     HK: gl.constexpr,
@@ -351,6 +385,7 @@ def forward_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Tiles of queries of one head, over all keys of their sample, until the list is done."""
@@ -365,12 +400,14 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                stats_ptr, out_desc, queries, keys, values, places, outs, num_stats, factor,
-                H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, 0,
+                stats_ptr, by_distance_ptr, out_desc, queries, keys, values, places, outs,
+                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+                BY_DISTANCE, 0,
             )),
             (_attend, (
-                stats_ptr, out_desc, queries, keys, values, places, outs, num_stats, factor,
-                H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, 1,
+                stats_ptr, by_distance_ptr, out_desc, queries, keys, values, places, outs,
+                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
+                BY_DISTANCE, 1,
             )),
             (_load, (
                 q_desc, k_desc, v_desc, queries, keys, values, places, tiles_ptr,
@@ -420,12 +457,15 @@ def forward(
     v: Tensor,
     out: Tensor,
     stats: Tensor,
+    by_distance: Tensor | None,
     tiles: Tensor,
     factor: float,
     causal: bool,
     width: int,
 ) -> None:
     """Write the rows of ``out`` and ``stats`` that are in the list of ``tiles``."""
+    reach = 0 if by_distance is None else by_distance.shape[1] // 2
+    list_or_other = stats if by_distance is None else by_distance
     descriptors = (
         _jagged_rows(q, BLOCK_M, width),
         _jagged_rows(k, BLOCK_N, width),
@@ -435,7 +475,7 @@ def forward(
     num_work = (tiles.shape[0] - 1) * q.shape[1]
     _launch[q.dtype](
         (min(num_work, multiprocessors(q.device)),),
-        (stats, *descriptors, tiles, stats[0].numel(), factor),
+        (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, factor),
         {
             "H": q.shape[1],
             "HK": k.shape[1],
@@ -444,6 +484,7 @@ def forward(
             "BLOCK_N": BLOCK_N,
             "BLOCK_D": width,
             "STAGES": STAGES,
+            "BY_DISTANCE": by_distance is not None,
             "num_warps": 4,
             **overlap_options(launches_overlap(q.device)),
         },

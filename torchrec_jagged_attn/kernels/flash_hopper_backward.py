@@ -1,4 +1,4 @@
-"""Backward of jagged flash attention on Hopper, of half precision without biases, in Gluon.
+"""Backward of jagged flash attention on Hopper, of half precision, in Gluon.
 
 A program stays on its multiprocessor and takes one tile of keys after the other, with all queries
 that see it: five products for each pair of tiles. Two groups of four warps have half of the keys
@@ -40,6 +40,7 @@ from torchrec_jagged_attn.kernels.flash_hopper import (
     _is_addressable,
     _jagged_rows,
     multiprocessors,
+    scores_by_distance,
 )
 from torchrec_jagged_attn.kernels.flash_schedule import FIELDS
 from torchrec_jagged_attn.kernels.flash_tiles import load_rows, store_rows
@@ -389,12 +390,15 @@ def _add_queries(
     place,
     high,
     own,
+    zero_ptr,
+    diagonal,
     factor,
     scale,
     H: gl.constexpr,
     CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     GROUP: gl.constexpr,
     ALONE: gl.constexpr,
 ):
@@ -431,6 +435,8 @@ def _add_queries(
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = stats.index(n % STAGES)
         lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
+        if BY_DISTANCE:
+            lse -= scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
         products = warpgroup_mma_wait(1 if ALONE else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
         if m < seeing_all:
@@ -490,6 +496,7 @@ def _grad_of_keys(
     BLOCK_D: gl.constexpr,
     KV_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     GROUP: gl.constexpr,
     ALONE: gl.constexpr,
 ):
@@ -507,6 +514,8 @@ def _grad_of_keys(
         outs,
         tiles,
         places,
+        by_distance_ptr,
+        reach,
         factor,
         scale,
     ) = operands
@@ -535,11 +544,13 @@ def _grad_of_keys(
         k = k_tile.slice(skipped, GROUP_ROWS)
         v = _rows(values, turn, KV_STAGES).slice(skipped, GROUP_ROWS)
         for member in range(H // HK):
-            at = (count, base, num_rows, kv_head * (H // HK) + member, tile, of_sums)
+            head = kv_head * (H // HK) + member
+            at = (count, base, num_rows, head, tile, of_sums)
+            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             acc_k, acc_v, n = _add_queries(
                 acc_k, acc_v, k, v, k_tile, queries, stats, grads, weights, sums, n, first,
-                seeing_all, end, at, high, own, factor, scale,
-                H, CAUSAL, BLOCK_N, STAGES, GROUP, ALONE,
+                seeing_all, end, at, high, own, zero_ptr, num_rows - count + skipped, factor,
+                scale, H, CAUSAL, BLOCK_N, STAGES, BY_DISTANCE, GROUP, ALONE,
             )  # fmt: skip
         _release(keys, turn, KV_STAGES)
         _release(values, turn, KV_STAGES)
@@ -653,7 +664,7 @@ def _pass_turns(
         _, count, _, num_rows, kv_head, _, place, _ = _next_tile(tiles, places, turn, 2)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["reach"])
 def backward_kernel(
     sums_ptr,  # [tiles of queries of several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
     turns_ptr,  # [tiles of queries, H] int32, zeros
@@ -665,8 +676,10 @@ def backward_kernel(
     grad_q_desc,  # of [ΣLq, H, D]
     grad_k_desc,  # of [ΣLk, Hk, D]
     grad_v_desc,  # of [ΣLk, Hk, Dv]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    reach,
     factor,  # scale · log2(e), rounded once
     scale,
     H: gl.constexpr,
@@ -677,6 +690,7 @@ def backward_kernel(
     BLOCK_D: gl.constexpr,
     KV_STAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_DISTANCE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Tiles of keys of one head, with all queries of their sample, until the list is done."""
@@ -702,7 +716,7 @@ def backward_kernel(
     outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)
     of_keys = (
         grad_k_desc, grad_v_desc, queries, stats, keys, values, grads, weights, sums, outs, tiles,
-        places, factor, scale,
+        places, by_distance_ptr, reach, factor, scale,
     )  # fmt: skip
     of_queries = (sums, keys, weights, tiles, places, scale)
     load = (
@@ -713,10 +727,12 @@ def backward_kernel(
         gl.warp_specialize(
             [
                 (_grad_of_keys, (
-                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES, 0, True,
+                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES,
+                    BY_DISTANCE, 0, True,
                 )),
                 (_grad_of_keys, (
-                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES, 1, True,
+                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES,
+                    BY_DISTANCE, 1, True,
                 )),
                 (_grad_of_queries, (
                     of_queries, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES,
@@ -737,10 +753,12 @@ def backward_kernel(
         gl.warp_specialize(
             [
                 (_grad_of_keys, (
-                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES, 0, False,
+                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES,
+                    BY_DISTANCE, 0, False,
                 )),
                 (_grad_of_keys, (
-                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES, 1, False,
+                    of_keys, H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, KV_STAGES, STAGES,
+                    BY_DISTANCE, 1, False,
                 )),
                 (_load, (load, H, HK, CAUSAL, BLOCK_M, BLOCK_N, KV_STAGES, STAGES, OVERLAP)),
                 (_await_turns, (turns_ptr, granted, tiles, places, H, HK, CAUSAL, BLOCK_M)),
@@ -822,6 +840,7 @@ def backward(
     grad_v: Tensor,
     row_stats: Tensor,
     turns: Tensor,
+    by_distance: Tensor | None,
     kv_offsets: Tensor,
     tiles: Tensor,
     factor: float,
@@ -846,10 +865,12 @@ def backward(
         _jagged_rows(grad_k, group, width),
         _jagged_rows(grad_v, group, width),
     )
+    reach = 0 if by_distance is None else by_distance.shape[1] // 2
+    list_or_other = sums if by_distance is None else by_distance
     num_work = (tiles.shape[0] - 1) * HK
     _launch[q.dtype](
         (min(num_work, multiprocessors(q.device)),),
-        (sums, turns, *descriptors, kv_offsets, tiles, factor, scale),
+        (sums, turns, *descriptors, list_or_other, kv_offsets, tiles, reach, factor, scale),
         {
             "H": H,
             "HK": HK,
@@ -859,6 +880,7 @@ def backward(
             "BLOCK_D": width,
             "KV_STAGES": 2 if width == 64 else 1,
             "STAGES": 4 if width == 64 else 2,
+            "BY_DISTANCE": by_distance is not None,
             "num_warps": 4,
             **overlap_options(launches_overlap(q.device)),
         },

@@ -180,8 +180,8 @@ def locate_tile(tiles_ptr, index, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr, B
         ``(listed, sample, row, count, base, num_other, low, high, diagonal)``: whether there is
         such a tile; its sample; its first row, and how many its sample has from there on; the first
         of the ``num_other`` rows of the sample's other side; and, counted from that one, which each
-        row of the tile sees (``low`` to ``high - 1``) and which is as far from its side's end as
-        the row is (``[BLOCK]`` int32). ``low`` or ``high`` is a scalar where it is one for all.
+        row of the tile sees (``low`` to ``high - 1``, ``[BLOCK]`` int32, or a scalar where it is
+        one for all) and which is as far from its side's end as the tile's first row is.
     """
     listed = index < tl.load(tiles_ptr)
     tile_ptr = tiles_ptr + (1 + index) * FIELDS
@@ -189,9 +189,9 @@ def locate_tile(tiles_ptr, index, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr, B
     count = tl.load(tile_ptr + 2).to(tl.int32)
     base, num_other = tl.load(tile_ptr + 3), tl.load(tile_ptr + 4).to(tl.int32)
     low, high = num_other * 0, num_other
-    diagonal = tl.arange(0, BLOCK) + (num_other - count)
+    diagonal = num_other - count
     if CAUSAL and OF_KEYS:
-        low = tl.maximum(low, diagonal)
+        low = tl.maximum(low, diagonal + tl.arange(0, BLOCK))
     elif CAUSAL:
-        high = tl.minimum(high, diagonal + 1)
+        high = tl.minimum(high, diagonal + tl.arange(0, BLOCK) + 1)
     return listed, sample, row, count, base, num_other, low, high, diagonal

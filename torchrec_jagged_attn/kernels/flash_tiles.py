@@ -5,12 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import LOG2E, recency_bucket, store_stats
+from torchrec_jagged_attn.kernels.common import LOG2E, store_stats
+from torchrec_jagged_attn.kernels.distance_bias import scores_by_distance
 from torchrec_jagged_attn.kernels.score_bias import load_bias
 
 __all__ = [
-    "add_relative_grad",
-    "distance_bias",
     "key_bias",
     "load_rows",
     "online_softmax",
@@ -75,11 +74,11 @@ def key_bias(
     position_bias_ptr,
     age_bias_ptr,
     timestamps_ptr,
-    relative_bias_ptr,
+    by_distance_ptr,
     kv_offsets_ptr,
     sample,
     base,
-    j,
+    start,
     num_keys,
     high,
     diagonal,
@@ -89,12 +88,15 @@ def key_bias(
     A: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Biases of the keys ``j`` (``[1, BLOCK_N]``) for a tile of queries, and which these see.
+    """Biases of the keys from ``start`` on for a tile of queries, and which these see.
 
     Of a head, and times log2(e), as the scores are. ``high`` is a scalar or ``[BLOCK_M, 1]``. A
     bias of ``-inf`` hides its key.
     """
+    j = start + tl.arange(0, BLOCK_N)[None, :]
     visible = j < high
     bias = 0.0
     if BIASED:
@@ -102,17 +104,11 @@ def key_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
             base + j, j < num_keys, head, H, H, P, A,
         )  # fmt: skip
+        bias *= LOG2E
         if R > 0:
-            bias += distance_bias(relative_bias_ptr, diagonal[:, None] - j, head, H, R)
+            bias += scores_by_distance(by_distance_ptr, diagonal - start, BLOCK_M, BLOCK_N)
         visible = visible & (bias > -float("inf"))
-    return bias * LOG2E, visible
-
-
-@triton.jit
-def distance_bias(relative_bias_ptr, distance, head, H: tl.constexpr, R: tl.constexpr):
-    """Bias of a head by the bucket of ``distance``, in rows, either way."""
-    bucket = recency_bucket(tl.abs(distance), R)
-    return tl.load(relative_bias_ptr + bucket * H + head).to(tl.float32)
+    return bias, visible
 
 
 @triton.jit
@@ -139,7 +135,7 @@ def online_softmax(
         top = tl.where(top == -float("inf"), top, top * factor)
     new_maximum = tl.maximum(maximum, top)
     shift = new_maximum
-    if MASKED:
+    if MASKED or BIASED:
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     if BIASED:
         weights = tl.exp2(products * factor + (bias - shift[:, None]))
@@ -189,15 +185,3 @@ def softmax_of_stats(
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
     return weights
-
-
-@triton.jit
-def add_relative_grad(grads, ds, distance, visible, R: tl.constexpr, BLOCK_R: tl.constexpr):
-    """``grads`` (``[BLOCK_R]``) plus the sum of ``ds`` over the distances of each bucket."""
-    bucket = recency_bucket(tl.abs(distance), R)
-    first = tl.min(tl.min(tl.where(visible, bucket, R), 1), 0)
-    last = tl.max(tl.max(tl.where(visible, bucket, -1), 1), 0)
-    for r in range(first, last + 1):
-        of_bucket = tl.sum(tl.sum(tl.where(bucket == r, ds, 0.0), 1), 0)
-        grads += tl.where(tl.arange(0, BLOCK_R) == r, of_bucket, 0.0)
-    return grads
