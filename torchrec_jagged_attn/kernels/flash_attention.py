@@ -14,8 +14,7 @@ turns; ``flash_hopper_short.py``).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query (``distance_bias.py``; the kernels of Hopper take this one). Gradients of
-tables are summed by tile, then over the tiles; that of distances on Hopper by the kernel that has
-the gradient of queries elsewhere, which computes scores once more for it.
+tables are summed by tile, then over the tiles; for that of distances scores are computed once more.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ from torch import Tensor
 from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward, flash_hopper_short
 from torchrec_jagged_attn.kernels.common import LOG2E, dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.distance_bias import list_by_distance
-from torchrec_jagged_attn.kernels.flash_backward import grad_kv_kernel, grad_q_kernel
+from torchrec_jagged_attn.kernels.flash_backward import (
+    grad_kv_kernel,
+    grad_q_kernel,
+    grad_relative_kernel,
+)
 from torchrec_jagged_attn.kernels.flash_forward import forward_kernel
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash_short import backward_short_kernel, forward_short_kernel
@@ -42,6 +45,7 @@ _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
 _grad_q = Launcher(grad_q_kernel)
 _grad_kv = Launcher(grad_kv_kernel)
+_grad_relative = Launcher(grad_relative_kernel)
 _backward_short = Launcher(backward_short_kernel)
 
 
@@ -128,8 +132,8 @@ def backward(
     if call.on_hopper:
         tiles = call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together)
         prepared = flash_hopper_backward.prepare(
-            grad_out, out, stats, grad_q, *call.offsets, tiles, causal, call.width, call.short,
-            call.is_self,
+            grad_out, out, stats, grad_q, None if relative_bias is None else delta, *call.offsets,
+            tiles, causal, call.width, call.short, call.is_self,
         )  # fmt: skip
     else:
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
@@ -149,20 +153,29 @@ def backward(
             *call.inputs, grad_q, *grads_of_rows, *prepared, call.by_distance, call.offsets[1],
             tiles, call.factor, scale, causal, call.width,
         )  # fmt: skip
-        tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
-    if q.shape[0] and (relative_bias is not None or not call.on_hopper):
-        num_programs = (tiles.shape[0] - 1) * q.shape[1]
-        if relative_bias is not None:
-            grad_relative = delta.new_zeros(num_programs, relative_bias.shape[0])
-        of_queries = (None, None) if call.on_hopper else (grad_q, delta)
+    elif q.shape[0]:
         _grad_q(
-            (num_programs,),
+            ((tiles.shape[0] - 1) * q.shape[1],),
             (
-                grad_out, *call.inputs, *call.biases, out, stats, *of_queries, grad_relative,
-                call.offsets[1], tiles, *sizes,
+                grad_out, *call.inputs, *call.biases, out, stats, grad_q, delta, call.offsets[1],
+                tiles, *sizes,
             ),
             call.shape | call.tables | tile,
         )  # fmt: skip
+    if relative_bias is not None:
+        tile = call.grad_relative_tile()
+        tiles = call.list_tiles(tile["BLOCK"], of_keys=False)
+        num_programs = (tiles.shape[0] - 1) * q.shape[1]
+        grad_relative = delta.new_zeros(num_programs, relative_bias.shape[0])
+        if num_programs:
+            _grad_relative(
+                (num_programs,),
+                (
+                    grad_out, *call.inputs, *call.biases, stats, delta, grad_relative,
+                    *call.offsets, tiles, *sizes[:-1],
+                ),
+                call.shape | call.tables | tile,
+            )  # fmt: skip
     if k.shape[0] and not call.on_hopper:
         tile = call.grad_kv_tile()
         tiles = call.list_tiles(tile["BLOCK_N"], of_keys=True)
@@ -281,15 +294,18 @@ class _Call:
 
     def grad_q_tile(self) -> dict:
         """Tile of the gradient of queries."""
-        num_buckets = self.tables["R"]
-        groups = {"GROUPS": padded_width(num_buckets) // 16}
         if self.row_bytes > 256 or self.precision == "ieee":
-            return self._small_tile() | groups
+            return self._small_tile()
         stages = 4 if self.row_bytes <= 128 else 3
-        tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
-        if num_buckets:  # at least as many columns as rows, see distance_bias.add_gradient
-            tile |= {"BLOCK_N": 64, "num_stages": 2}
-        return tile | groups
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
+
+    def grad_relative_tile(self) -> dict:
+        """Tile of the gradient of scores by distance."""
+        tile = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
+        if self.row_bytes > 256 or self.precision == "ieee":
+            small = self._small_tile()
+            tile = {"BLOCK": small["BLOCK_M"], "num_warps": small["num_warps"], "num_stages": 1}
+        return tile | {"GROUPS": padded_width(self.tables["R"]) // 16}
 
     def grad_kv_tile(self) -> dict:
         """Tile of the gradients of keys and values."""

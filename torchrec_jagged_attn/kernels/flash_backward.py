@@ -1,7 +1,8 @@
 """Backward kernels of jagged flash attention: tiles of queries, then tiles of keys; no atomics.
 
 A tile of queries leaves ``delta``, which the tiles of keys read. Gradients of tables are summed by
-tile, and then over the tiles.
+tile, and then over the tiles. That of distances has a kernel of its own, which goes along diagonals
+of a sample's tiles of pairs, where distances are the same in each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchrec_jagged_attn.kernels.flash_tiles import (
 )
 from torchrec_jagged_attn.kernels.score_bias import load_bias, row_buckets
 
-__all__ = ["grad_kv_kernel", "grad_q_kernel"]
+__all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel"]
 
 
 @triton.jit
@@ -45,7 +46,6 @@ def _load_stats(stats_ptr, num_stats, rows, mask, MASKED: tl.constexpr, EXACT: t
 def _grad_of_queries(
     acc,
     residual,
-    grad_relative,
     delta,
     q,
     grad_out,
@@ -84,8 +84,6 @@ def _grad_of_queries(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    GROUPS: tl.constexpr,
-    OF_QUERIES: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -108,14 +106,11 @@ def _grad_of_queries(
         if MASKED:
             delta = mean_grad(p, dp, visible, delta, last <= BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
-        if OF_QUERIES:
-            # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
-            acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
-            if BIASED:
-                residual += tl.sum(ds, 1)
-        if R > 0:
-            grad_relative = add_gradient(grad_relative, ds, diagonal - start, R, GROUPS)
-    return acc, residual, grad_relative, delta
+        # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
+        acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
+        if BIASED:
+            residual += tl.sum(ds, 1)
+    return acc, residual, delta
 
 
 @triton.jit(do_not_specialize=["num_stats", "reach"])
@@ -131,9 +126,8 @@ def grad_q_kernel(
     by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py
     out_ptr,  # [ΣLq, H, Dv]
     stats_ptr,  # [2, ΣLq, H] fp32
-    grad_q_ptr,  # [ΣLq, H, D], or None, for nothing but grad_relative
-    delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out; or None, too
-    grad_relative_ptr,  # [tiles, H, R] fp32
+    grad_q_ptr,  # [ΣLq, H, D]
+    delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
     num_stats,
@@ -156,7 +150,6 @@ def grad_q_kernel(
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -185,36 +178,28 @@ def grad_q_kernel(
         high = high[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     residual = tl.zeros([BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
-    grad_relative = tl.zeros([GROUPS, 16], tl.float32)
-    OF_QUERIES: tl.constexpr = grad_q_ptr is not None
     if R > 0:
         by_distance_ptr += head.to(tl.int64) * (2 * reach) + reach
     full = num_keys * 0
     if not BIASED:
         full = seen_by_all // BLOCK_N * BLOCK_N
-        acc, residual, grad_relative, delta = _grad_of_queries(
-            acc, residual, grad_relative, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
+        acc, residual, delta = _grad_of_queries(
+            acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
             kv_offsets_ptr, sample, base, 0, full, num_keys, high, diagonal, factor,
             scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, GROUPS, OF_QUERIES, MASKED=False, EXACT=EXACT,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
         )  # fmt: skip
-    acc, residual, grad_relative, delta = _grad_of_queries(
-        acc, residual, grad_relative, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
+    acc, residual, delta = _grad_of_queries(
+        acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
         bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, full, seen_by_any, num_keys, high, diagonal, factor,
         scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, GROUPS, OF_QUERIES, MASKED=True, EXACT=EXACT,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
     )  # fmt: skip
-    if OF_QUERIES:
-        # A delta larger by the residual would have made it zero; gradients of biases add up many
-        # rows.
-        tl.store(delta_ptr + stat, delta + residual, mask=i < count)
-        store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
-    if R > 0:
-        r = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        ptrs = grad_relative_ptr + tl.program_id(0).to(tl.int64) * R + r
-        tl.store(ptrs, grad_relative, mask=r < R)
+    # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
+    tl.store(delta_ptr + stat, delta + residual, mask=i < count)
+    store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -420,3 +405,105 @@ def grad_kv_kernel(
         grad_k_ptr, acc_k * scale, row, count, GRAD_K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D
     )
     store_rows(grad_v_ptr, acc_v, row, count, GRAD_V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["num_stats", "reach"])
+def grad_relative_kernel(
+    grad_out_ptr,  # [ΣLq, H, Dv]
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
+    k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
+    v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
+    bias_ptr,  # [ΣLk, H]
+    position_bias_ptr,  # [P, H]
+    age_bias_ptr,  # [A, H]
+    timestamps_ptr,  # [ΣLk]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py
+    stats_ptr,  # [2, ΣLq, H] fp32
+    delta_ptr,  # [ΣLq, H] fp32
+    grads_ptr,  # [tiles, H, R] fp32
+    q_offsets_ptr,  # [B + 1]
+    kv_offsets_ptr,  # [B + 1]
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, of queries, see flash_schedule.list_tiles
+    num_stats,
+    reach,
+    factor,  # |scale| · log2(e), rounded once
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """What some diagonals of a sample's tiles of pairs, of BLOCK queries and keys, give to the
+    gradient of one head's column of the table.
+
+    As many diagonals as there are tiles of queries before the next one of a program, so that all
+    programs of a sample have as many tiles.
+    """
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    BY_KEYS: tl.constexpr = (bias_ptr is not None) or P > 0 or A > 0
+    tile, head = tl.program_id(0) // H, tl.program_id(0) % H
+    kv_head = head // (H // HK)
+    listed, sample, row, count, base, num_keys, _, _, _ = locate_tile(
+        tiles_ptr, tile, False, False, BLOCK
+    )
+    if not listed:
+        return
+    begin = tl.load(q_offsets_ptr + sample).to(tl.int64)
+    num_rows = (row + count - begin).to(tl.int32)
+    num_tiles, num_key_tiles = tl.cdiv(num_rows, BLOCK), tl.cdiv(num_keys, BLOCK)
+    zero_ptr = by_distance_ptr + head.to(tl.int64) * (2 * reach) + reach
+    i, j = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    grads = tl.zeros([GROUPS, 16], tl.float32)
+    for diagonal in range((row - begin).to(tl.int32) // BLOCK, -num_key_tiles, -num_tiles):
+        first = num_keys - num_rows + diagonal * BLOCK
+        low, high = tl.maximum(diagonal, 0), tl.minimum(num_tiles, num_key_tiles + diagonal)
+        bias = scores_by_distance(zero_ptr, first, BLOCK, BLOCK)
+        if CAUSAL:
+            bias = tl.where(first + i[:, None] >= j[None, :], bias, -float("inf"))
+            high = tl.where(first + BLOCK > 0, high, low)
+        acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for m in range(low, high):
+            start, key = m * BLOCK, (m - diagonal) * BLOCK
+            rest, keys = num_rows - start, num_keys - key
+            q = load_rows(q_ptr, begin + start, rest, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
+            k = load_rows(k_ptr, base + key, keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
+            v = load_rows(
+                v_ptr, base + key, keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True
+            )
+            grad_out = load_rows(
+                grad_out_ptr, begin + start, rest, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
+            )
+            stat, own = (begin + start + i) * H + head, i < rest
+            maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, True, EXACT)
+            delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
+            scores_bias = bias
+            if BY_KEYS:
+                scores_bias += LOG2E * load_bias(
+                    bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr,
+                    sample, base + key + j[None, :], j[None, :] < keys, head, H, H, P, A,
+                )  # fmt: skip
+            products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            products = -products if NEGATIVE else products
+            visible = (j[None, :] < keys) & (scores_bias > -float("inf"))
+            p = softmax_of_stats(
+                products, factor, scores_bias, visible, maximum[:, None], inverse[:, None],
+                BIASED, True, EXACT,
+            )  # fmt: skip
+            dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            acc += p * (dp - delta[:, None])
+        grads = add_gradient(grads, acc, first, R, GROUPS)
+    r = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(grads_ptr + tl.program_id(0).to(tl.int64) * R + r, grads, mask=r < R)

@@ -66,6 +66,7 @@ def prepare_kernel(
     grad_q_ptr,  # [ΣLq, H, D]
     row_stats_ptr,  # [tiles of queries, H, 2, BLOCK_M] fp32: log-sum-exp, Σ_d grad_out · out
     turns_ptr,  # [tiles of queries, H] int32
+    delta_ptr,  # [ΣLq, H] fp32: the second of row_stats, if it is not None
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
@@ -109,6 +110,8 @@ def prepare_kernel(
             ptrs = row_stats_ptr + work.to(tl.int64) * (2 * BLOCK_M) + i
             tl.store(ptrs, lse)
             tl.store(ptrs + BLOCK_M, delta)
+            if delta_ptr is not None:
+                tl.store(delta_ptr + (row + i) * H + head, delta, mask=i < count)
             tl.store(turns_ptr + work, 0)
             seen = num_keys
             if CAUSAL:
@@ -790,6 +793,7 @@ def prepare(
     out: Tensor,
     stats: Tensor,
     grad_q: Tensor,
+    delta: Tensor | None,
     q_offsets: Tensor,
     kv_offsets: Tensor,
     tiles: Tensor,
@@ -799,6 +803,8 @@ def prepare(
     is_self: bool,
 ) -> tuple[Tensor, Tensor]:
     """``row_stats`` and ``turns`` for :func:`backward`; zeros in ``grad_q`` where no key is seen.
+
+    Where it is wanted, ``delta`` ``[ΣLq, H]`` becomes Σ_d grad_out · out.
 
     Of the samples that have more than ``short`` rows on a side; all have as many queries as keys if
     ``is_self``. It waits for the kernel before it, which is to be that of the list of ``tiles``.
@@ -811,7 +817,7 @@ def prepare(
     _prepare(
         (min(num_slots * H, PREPARING * multiprocessors(out.device)),),
         (
-            grad_out, out, stats, grad_q, row_stats, turns, q_offsets, kv_offsets, tiles,
+            grad_out, out, stats, grad_q, row_stats, turns, delta, q_offsets, kv_offsets, tiles,
             num_samples, num_slots,
         ),
         {
