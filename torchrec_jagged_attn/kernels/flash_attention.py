@@ -301,7 +301,8 @@ class _Call:
 
     def grad_relative_tile(self) -> dict:
         """Tile of the gradient of scores by distance."""
-        tile = {"BLOCK": 64, "num_warps": 4, "num_stages": 2}
+        stages = 2 if self.row_bytes <= 128 else 1
+        tile = {"BLOCK": 64, "num_warps": 4, "num_stages": stages}
         if self.row_bytes > 256 or self.precision == "ieee":
             small = self._small_tile()
             tile = {"BLOCK": small["BLOCK_M"], "num_warps": small["num_warps"], "num_stages": 1}
@@ -349,12 +350,12 @@ def paths(device: torch.device) -> dict[str, str]:
     whole = "rows on both sides: half precision, no bias, widths <= 128"
     if not flash_hopper.multiprocessors(device):
         return {"triton, whole samples": f"samples of up to {SHORT} {whole}"}
-    on_hopper = f"{flash_hopper.TAKEN}, no bias, scale >= 0"
+    on_hopper = f"{flash_hopper.TAKEN}, scale >= 0"
     return {
         "gluon, Hopper, whole samples": f"samples of up to {flash_hopper_short.MOST_ROWS} rows on "
-        f"both sides: {on_hopper}, the larger width at most {flash_hopper_short.WIDTH}",
+        f"both sides: {on_hopper}, no bias, the larger width at most {flash_hopper_short.WIDTH}",
         "triton, whole samples": f"other samples of up to {SHORT} {whole}",
-        "gluon, Hopper": f"other samples: {on_hopper}",
+        "gluon, Hopper": f"other samples: {on_hopper}, no bias but by distance",
     }
 
 

@@ -467,7 +467,9 @@ def grad_relative_kernel(
     zero_ptr = by_distance_ptr + head.to(tl.int64) * (2 * reach) + reach
     i, j = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     grads = tl.zeros([GROUPS, 16], tl.float32)
-    for diagonal in range((row - begin).to(tl.int32) // BLOCK, -num_key_tiles, -num_tiles):
+    highest = (row - begin).to(tl.int32) // BLOCK
+    for turn in range(tl.cdiv(highest + num_key_tiles, num_tiles)):
+        diagonal = highest - turn * num_tiles
         first = num_keys - num_rows + diagonal * BLOCK
         low, high = tl.maximum(diagonal, 0), tl.minimum(num_tiles, num_key_tiles + diagonal)
         bias = scores_by_distance(zero_ptr, first, BLOCK, BLOCK)
