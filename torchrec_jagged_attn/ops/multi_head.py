@@ -10,8 +10,9 @@ targets' side:
     values_h = pooled_h · W_V,hᵀ + b_V,h      [R, E / H]  the bias only where there is a history
     out = values · W_Oᵀ + b_O                 [R, E]
 
-Forward is two products before the attention and two after it; backward eight, written into their
-place in the gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(E + D) FLOPs a
+Forward is two products before the attention and two after it; backward four, and a kernel for all
+gradients of weights and biases (``kernels/projections.py``), written into their place in the
+gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(E + D) FLOPs a
 target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·E·H·D, which is no less from two
 heads on where D = E, and the product ``M`` besides.
 
