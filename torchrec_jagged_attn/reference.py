@@ -518,7 +518,7 @@ def flash_attention_backward(
         if grad_bias_HK is not None:
             grad_bias_HK.copy_(ds_HLK.sum(1))
         if grad_relative is not None:
-            bucket = _relative_buckets(*ds_HLK.shape[1:], len(grad_relative))
+            bucket = _relative_buckets(q_HLD.shape[1], k_HKD.shape[1], len(grad_relative))
             grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
         grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
         for grad_GKD, grad_HKD in (
