@@ -451,17 +451,25 @@ def flash_attention(
     the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen.
     """
     out = q.new_zeros(*q.shape[:2], v.shape[2])
-    stats = q.new_zeros(2, *q.shape[:2], dtype=torch.float32)
+    q = q.to(_compute_dtype(q)) * scale
+    largest_MH, inverse_MH = stats = q.new_zeros(2, *q.shape[:2])
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
-    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
-    for rows, keys in _flash_samples(q_offsets, kv_offsets):
-        q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
-        bias_KH = None if bias_NH is None else bias_NH[keys]
-        p_HLK, stats_2HL = _flash_weights(q_HLD, k_HLD, bias_KH, relative_bias, causal, scale)
-        out[rows] = (p_HLK @ v_HLD).transpose(0, 1)
-        stats[:, rows] = stats_2HL.transpose(1, 2).float()
-    return out, stats
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, q.dtype)
+    for (q_HLD, out_HLD, largest_HL, inverse_HL), (k_GKD, v_GKD, bias_HK) in zip(
+        _parts(q_offsets, q, out, largest_MH, inverse_MH),
+        _parts(kv_offsets, k, v, bias_NH),
+        strict=True,
+    ):
+        if not k_GKD.shape[1]:
+            continue
+        k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
+        scores_HLK, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
+        out_HLD.copy_(torch.bmm(p_HLK, v_HKD))
+        torch.amax(scores_HLK, 2, out=largest_HL)
+        torch.amax(p_HLK, 2, out=inverse_HL)
+    largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
+    return out, stats.float()
 
 
 def flash_attention_backward(
@@ -485,40 +493,48 @@ def flash_attention_backward(
 
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``.
     """
+    dtype, q = q.dtype, q.to(_compute_dtype(q)) * scale
     grad_q = q.new_zeros(q.shape)
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
-    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, q.dtype)
     grad_bias_NH = None if bias_NH is None else torch.zeros_like(bias_NH)
     grad_relative = None
     if relative_bias is not None:
         grad_relative = torch.zeros_like(relative_bias, dtype=torch.float64)
-    for rows, keys in _flash_samples(q_offsets, kv_offsets):
-        q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
-        grad_out_HLD = _heads(grad_out[rows], q)
-        bias_KH = None if bias_NH is None else bias_NH[keys]
-        p_HLK, _ = _flash_weights(q_HLD, k_HLD, bias_KH, relative_bias, causal, scale)
-        dp_HLK = grad_out_HLD @ v_HLD.mT
-        ds_HLK = p_HLK * (dp_HLK - (p_HLK * dp_HLK).sum(-1, keepdim=True))
-        if grad_bias_NH is not None:
-            grad_bias_NH[keys] = ds_HLK.sum(1).T
+    for (grad_out_HLD, q_HLD, grad_q_HLD), (k_GKD, v_GKD, bias_HK, *grads_of_keys) in zip(
+        _parts(q_offsets, grad_out, q, grad_q),
+        _parts(kv_offsets, k, v, bias_NH, grad_k, grad_v, grad_bias_NH),
+        strict=True,
+    ):
+        if not k_GKD.shape[1]:
+            continue
+        grad_k_GKD, grad_v_GKD, grad_bias_HK = grads_of_keys
+        k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
+        grad_out_HLD = grad_out_HLD.to(q.dtype)
+        _, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
+        dp_HLK = torch.bmm(grad_out_HLD, v_HKD.mT)
+        ds_HLK = torch.ops.aten._softmax_backward_data(dp_HLK, p_HLK, 2, p_HLK.dtype)
+        if grad_bias_HK is not None:
+            grad_bias_HK.copy_(ds_HLK.sum(1))
         if grad_relative is not None:
-            bucket = _relative_buckets(*ds_HLK.shape[1:], len(grad_relative))
+            bucket = _relative_buckets(q_HLD.shape[1], k_HKD.shape[1], len(grad_relative))
             grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
-        ds_HLK *= scale
-        grad_q[rows] = (ds_HLK @ k_HLD).transpose(0, 1)
-        for grad, grad_HKD in (
-            (grad_k, ds_HLK.mT @ q_HLD),
-            (grad_v, p_HLK.mT @ grad_out_HLD),
+        grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
+        for grad_GKD, grad_HKD in (
+            (grad_k_GKD, torch.bmm(ds_HLK.mT, q_HLD)),
+            (grad_v_GKD, torch.bmm(p_HLK.mT, grad_out_HLD)),
         ):
-            grad[keys] = grad_HKD.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
+            if len(grad_GKD) != len(grad_HKD):
+                grad_HKD = grad_HKD.unflatten(0, (len(grad_GKD), -1)).sum(1)
+            grad_GKD.copy_(grad_HKD)
     grad_bias, grad_position, grad_age = (
         _bias_gradient(grad_bias_NH, bucket, x)
         for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
     )
     if relative_bias is not None and grad_relative is not None:
         grad_relative = grad_relative.to(relative_bias.dtype)
-    return grad_q, grad_bias, grad_position, grad_age, grad_relative
+    return grad_q.mul_(scale).to(dtype), grad_bias, grad_position, grad_age, grad_relative
 
 
 def _all_keys(k: Tensor, kv_offsets: Tensor) -> _Slab:
@@ -540,18 +556,20 @@ def _bias_gradient(
     return grad_NH.to(x.dtype)
 
 
-def _flash_samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Rows of the queries, and of the keys, of each sample that has keys."""
-    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    for rows, keys in zip(itertools.pairwise(q_bounds), itertools.pairwise(kv_bounds), strict=True):
-        if keys[0] < keys[1]:
-            yield slice(*rows), slice(*keys)
+def _parts(offsets: Tensor, *tensors: Tensor | None) -> Iterator[tuple[Tensor | Any, ...]]:
+    """Of each sample, its part ``[H, L, …]`` of tensors ``[ΣL, H, …]``: views of them."""
+    lengths = offsets.diff().tolist()
+    parts = (
+        [None] * len(lengths) if x is None else x.transpose(0, 1).split(lengths, 1) for x in tensors
+    )
+    return zip(*parts, strict=True)
 
 
-def _heads(x: Tensor, q: Tensor) -> Tensor:
-    """``[L, Hk, D] → [H, L, D]``: each head of ``x`` for as many of ``q`` as read it."""
-    x = x.to(_compute_dtype(q)).transpose(0, 1)
-    return x.repeat_interleave(q.shape[1] // len(x), 0)
+def _heads(x_GLD: Tensor, q: Tensor) -> Tensor:
+    """``[H, L, D]``, in the dtype of ``q``: each head of ``x`` for as many of ``q`` as read it."""
+    x_GLD = x_GLD.to(q.dtype)
+    group = q.shape[1] // x_GLD.shape[0]
+    return x_GLD if group == 1 else x_GLD.repeat_interleave(group, 0)
 
 
 def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
@@ -563,26 +581,21 @@ def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
 def _flash_weights(
     q_HLD: Tensor,
     k_HKD: Tensor,
-    bias_KH: Tensor | None,
+    bias_HK: Tensor | None,
     relative_bias: Tensor | None,
     causal: bool,
-    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``[H, Lq, Lk]`` softmax over the keys, zero where none is visible; ``[2, H, Lq]`` stats."""
-    scores_HLK = q_HLD @ k_HKD.mT * scale
+    """``[H, Lq, Lk]`` scores and their softmax over the keys, zero where none is visible."""
+    scores_HLK = torch.bmm(q_HLD, k_HKD.mT)
+    if bias_HK is None and relative_bias is None and not causal:
+        return scores_HLK, scores_HLK.softmax(2)
     num_rows, num_keys = scores_HLK.shape[1:]
-    if bias_KH is not None:
-        scores_HLK += bias_KH.T.unsqueeze(1)
+    if bias_HK is not None:
+        scores_HLK += bias_HK.unsqueeze(1)
     if relative_bias is not None:
         bucket = _relative_buckets(num_rows, num_keys, len(relative_bias))
         scores_HLK += relative_bias.T.to(scores_HLK.dtype)[:, bucket]
     if causal:
         hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
         scores_HLK.masked_fill_(hidden, -torch.inf)
-    largest_HL = scores_HLK.amax(-1, keepdim=True)
-    seen_HL = largest_HL > -torch.inf
-    largest_HL.masked_fill_(~seen_HL, 0)
-    p_HLK = scores_HLK.sub_(largest_HL).exp_()
-    total_HL = p_HLK.sum(-1, keepdim=True).clamp_(min=1)
-    stats = torch.stack([largest_HL / math.log(2), seen_HL / total_HL])
-    return p_HLK.div_(total_HL), stats.squeeze(-1)
+    return scores_HLK, torch.ops.aten._safe_softmax(scores_HLK, 2)
