@@ -7,11 +7,13 @@ sample: its targets' heads, one target after the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,9 @@ SLAB_PAIRS = 1 << 18
 # they add up one history row after the other, which rounds too often where a sample has very many.
 MAX_LISTED_QUERY_ROWS = 12
 MAX_LISTED_HISTORY_ROWS = 1 << 12
+
+# Multiply-adds of a sample's product from which on it takes less time with more than one thread.
+LEAST_SHARED_WORK = 1 << 22
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -128,6 +133,39 @@ def target_attention_backward(
         for table, grad in zip((position_bias, age_bias), grad_tables, strict=True)
     )
     return grad_query, grad_history, grad_bias, grad_position, grad_age
+
+
+class _Threads:
+    """How many threads PyTorch computes a sample's products with: one, if they are small.
+
+    Threads that wait for each other after each little product wait for long where a machine has
+    other work. How many it is depends on the sample alone, as its bits do. It is a number of the
+    process: of loops over samples that run side by side, the last to end restores it.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.num_loops, self.num_threads = threading.Lock(), 0, 1
+
+    @contextlib.contextmanager
+    def by_work(self) -> Iterator[Callable[[int], None]]:
+        """What to call before each sample, with the multiply-adds of a product of it."""
+        with self.lock:
+            if self.num_loops == 0:
+                self.num_threads = torch.get_num_threads()
+            self.num_loops += 1
+        try:
+            yield self._share
+        finally:
+            with self.lock:
+                self.num_loops -= 1
+                if self.num_loops == 0:
+                    torch.set_num_threads(self.num_threads)
+
+    def _share(self, work: int) -> None:
+        torch.set_num_threads(1 if work < LEAST_SHARED_WORK else self.num_threads)
+
+
+_threads = _Threads()
 
 
 @dataclass(frozen=True)
@@ -375,8 +413,10 @@ def _attend_by_samples(slab: _Slab, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor
     """``[B, R, D]`` outputs of scaled queries, one sample after the other."""
     out_BRD = torch.empty_like(q_BRD)
     samples = slab.each(q_BRD, rows=(x_ND, bias_NH))
-    for out_RD, (q_RD, x_LD, bias_LH) in zip(out_BRD, samples, strict=True):
-        torch.mm(_weights(q_RD, x_LD, bias_LH), x_LD, out=out_RD)
+    with _threads.by_work() as share:
+        for out_RD, (q_RD, x_LD, bias_LH) in zip(out_BRD, samples, strict=True):
+            share(len(q_RD) * x_LD.numel())
+            torch.mm(_weights(q_RD, x_LD, bias_LH), x_LD, out=out_RD)
     return out_BRD
 
 
@@ -387,17 +427,19 @@ def _differentiate_samples(
     grad_q_BRD, grad_x_ND = torch.empty_like(q_BRD), torch.empty_like(x_ND)
     grad_bias_NH = None if bias_NH is None else torch.empty_like(bias_NH)
     grads = slab.each(grad_out_BRD, grad_q_BRD, rows=(grad_x_ND, grad_bias_NH))
-    for sample, (grad_out_RD, grad_q_RD, grad_x_LD, grad_bias_LH) in zip(
-        slab.each(q_BRD, rows=(x_ND, bias_NH)), grads, strict=True
-    ):
-        q_RD, x_LD, _ = sample
-        p_RL = _weights(*sample)
-        dp_RL = grad_out_RD @ x_LD.T
-        ds_RL = torch.ops.aten._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
-        torch.mm(ds_RL, x_LD, out=grad_q_RD)
-        torch.mm(ds_RL.T, q_RD, out=grad_x_LD).addmm_(p_RL.T, grad_out_RD)
-        if grad_bias_LH is not None:
-            grad_bias_LH.copy_(_by_target(ds_RL, grad_bias_LH).sum(0).T)
+    with _threads.by_work() as share:
+        for sample, (grad_out_RD, grad_q_RD, grad_x_LD, grad_bias_LH) in zip(
+            slab.each(q_BRD, rows=(x_ND, bias_NH)), grads, strict=True
+        ):
+            q_RD, x_LD, _ = sample
+            share(len(q_RD) * x_LD.numel())
+            p_RL = _weights(*sample)
+            dp_RL = grad_out_RD @ x_LD.T
+            ds_RL = torch.ops.aten._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
+            torch.mm(ds_RL, x_LD, out=grad_q_RD)
+            torch.mm(ds_RL.T, q_RD, out=grad_x_LD).addmm_(p_RL.T, grad_out_RD)
+            if grad_bias_LH is not None:
+                grad_bias_LH.copy_(_by_target(ds_RL, grad_bias_LH).sum(0).T)
     return grad_q_BRD, grad_x_ND, grad_bias_NH
 
 
@@ -456,18 +498,20 @@ def flash_attention(
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, q.dtype)
-    for (q_HLD, out_HLD, largest_HL, inverse_HL), (k_GKD, v_GKD, bias_HK) in zip(
-        _parts(q_offsets, q, out, largest_MH, inverse_MH),
-        _parts(kv_offsets, k, v, bias_NH),
-        strict=True,
-    ):
-        if not k_GKD.shape[1]:
-            continue
-        k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
-        scores_HLK, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
-        out_HLD.copy_(torch.bmm(p_HLK, v_HKD))
-        torch.amax(scores_HLK, 2, out=largest_HL)
-        torch.amax(p_HLK, 2, out=inverse_HL)
+    with _threads.by_work() as share:
+        for (q_HLD, out_HLD, largest_HL, inverse_HL), (k_GKD, v_GKD, bias_HK) in zip(
+            _parts(q_offsets, q, out, largest_MH, inverse_MH),
+            _parts(kv_offsets, k, v, bias_NH),
+            strict=True,
+        ):
+            if not k_GKD.shape[1]:
+                continue
+            share(q_HLD.numel() * k_GKD.shape[1])
+            k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
+            scores_HLK, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
+            out_HLD.copy_(torch.bmm(p_HLK, v_HKD))
+            torch.amax(scores_HLK, 2, out=largest_HL)
+            torch.amax(p_HLK, 2, out=inverse_HL)
     largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
     return out, stats.float()
 
@@ -502,32 +546,34 @@ def flash_attention_backward(
     grad_relative = None
     if relative_bias is not None:
         grad_relative = torch.zeros_like(relative_bias, dtype=torch.float64)
-    for (grad_out_HLD, q_HLD, grad_q_HLD), (k_GKD, v_GKD, bias_HK, *grads_of_keys) in zip(
-        _parts(q_offsets, grad_out, q, grad_q),
-        _parts(kv_offsets, k, v, bias_NH, grad_k, grad_v, grad_bias_NH),
-        strict=True,
-    ):
-        if not k_GKD.shape[1]:
-            continue
-        grad_k_GKD, grad_v_GKD, grad_bias_HK = grads_of_keys
-        k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
-        grad_out_HLD = grad_out_HLD.to(q.dtype)
-        _, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
-        dp_HLK = torch.bmm(grad_out_HLD, v_HKD.mT)
-        ds_HLK = torch.ops.aten._softmax_backward_data(dp_HLK, p_HLK, 2, p_HLK.dtype)
-        if grad_bias_HK is not None:
-            grad_bias_HK.copy_(ds_HLK.sum(1))
-        if grad_relative is not None:
-            bucket = _relative_buckets(q_HLD.shape[1], k_HKD.shape[1], len(grad_relative))
-            grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
-        grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
-        for grad_GKD, grad_HKD in (
-            (grad_k_GKD, torch.bmm(ds_HLK.mT, q_HLD)),
-            (grad_v_GKD, torch.bmm(p_HLK.mT, grad_out_HLD)),
+    with _threads.by_work() as share:
+        for (grad_out_HLD, q_HLD, grad_q_HLD), (k_GKD, v_GKD, bias_HK, *grads_of_keys) in zip(
+            _parts(q_offsets, grad_out, q, grad_q),
+            _parts(kv_offsets, k, v, bias_NH, grad_k, grad_v, grad_bias_NH),
+            strict=True,
         ):
-            if len(grad_GKD) != len(grad_HKD):
-                grad_HKD = grad_HKD.unflatten(0, (len(grad_GKD), -1)).sum(1)
-            grad_GKD.copy_(grad_HKD)
+            if not k_GKD.shape[1]:
+                continue
+            share(q_HLD.numel() * k_GKD.shape[1])
+            grad_k_GKD, grad_v_GKD, grad_bias_HK = grads_of_keys
+            k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
+            grad_out_HLD = grad_out_HLD.to(q.dtype)
+            _, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
+            dp_HLK = torch.bmm(grad_out_HLD, v_HKD.mT)
+            ds_HLK = torch.ops.aten._softmax_backward_data(dp_HLK, p_HLK, 2, p_HLK.dtype)
+            if grad_bias_HK is not None:
+                grad_bias_HK.copy_(ds_HLK.sum(1))
+            if grad_relative is not None:
+                bucket = _relative_buckets(q_HLD.shape[1], k_HKD.shape[1], len(grad_relative))
+                grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
+            grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
+            for grad_GKD, grad_HKD in (
+                (grad_k_GKD, torch.bmm(ds_HLK.mT, q_HLD)),
+                (grad_v_GKD, torch.bmm(p_HLK.mT, grad_out_HLD)),
+            ):
+                if len(grad_GKD) != len(grad_HKD):
+                    grad_HKD = grad_HKD.unflatten(0, (len(grad_GKD), -1)).sum(1)
+                grad_GKD.copy_(grad_HKD)
     grad_bias, grad_position, grad_age = (
         _bias_gradient(grad_bias_NH, bucket, x)
         for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
