@@ -605,6 +605,22 @@ def test_gradcheck_of_the_reference(causal):
     assert torch.autograd.gradcheck(attend, leaves)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])
+@pytest.mark.parametrize("lengths", [[2, 4, 6], [0, 0, 0]], ids=str)
+def test_gradients_are_contiguous(lengths, transposed, device):
+    """As the fakes are, which is what a compiled graph is made for."""
+    inputs = inputs_of([3, 0, 5], lengths, device)
+    tables = {"bias": sum(lengths), "position_bias": 3, "age_bias": 5, "relative_bias": 4}
+    for name, size in tables.items():
+        shape = (2, size) if transposed else (size, 2)
+        table = torch.randn(shape, device=device)
+        inputs[name] = table.T if transposed else table
+    leaves = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
+    out = jagged_flash_attention(**inputs, timestamps=torch.arange(sum(lengths), device=device))
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(grad.is_contiguous() for grad in grads)
+
+
 def test_compiles_once_for_all_batches(device):
     counter = CompileCounter()
     compiled = torch.compile(jagged_flash_attention, backend=counter, fullgraph=True, dynamic=True)

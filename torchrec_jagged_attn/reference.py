@@ -489,10 +489,10 @@ def flash_attention_backward(
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, _compute_dtype(q))
-    grad_bias_NH = None if bias_NH is None else torch.zeros_like(bias_NH)
+    grad_bias_NH = None if bias_NH is None else bias_NH.new_zeros(bias_NH.shape)
     grad_relative = None
     if relative_bias is not None:
-        grad_relative = torch.zeros_like(relative_bias, dtype=torch.float64)
+        grad_relative = relative_bias.new_zeros(relative_bias.shape, dtype=torch.float64)
     for rows, keys in _flash_samples(q_offsets, kv_offsets):
         q_HLD, k_HLD, v_HLD = _heads(q[rows], q), _heads(k[keys], q), _heads(v[keys], q)
         grad_out_HLD = _heads(grad_out[rows], q)

@@ -196,7 +196,8 @@ def backward(
         of_position, of_age = grad_tables.sum(0).split(num_buckets)
         grads[:2] = of_position, of_age.clone()  # which share no memory
     if grad_relative is not None:
-        grads[2] = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).sum(0).T
+        by_tile = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).mT
+        grads[2] = torch.sum(by_tile, 0, out=delta.new_empty(by_tile.shape[1:]))  # contiguous
     tables = (position_bias, age_bias, relative_bias)
     return grad_q, grad_bias, *map(_as_table, grads, tables)
 
@@ -376,4 +377,4 @@ def _rows(x: Tensor) -> Tensor:
 def _as_table(grad: Tensor | None, table: Tensor | None) -> Tensor | None:
     if table is None:
         return None
-    return torch.zeros_like(table) if grad is None else grad.to(table.dtype)
+    return table.new_zeros(table.shape) if grad is None else grad.to(table.dtype)
