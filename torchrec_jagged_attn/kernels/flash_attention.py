@@ -8,9 +8,9 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
 are whole in one tile, and go through kernels of their own, where nothing is computed twice
-(``flash_short.py``). On Hopper half precision without biases has kernels of its own for all of this
-(``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up in
-turns; ``flash_hopper_short.py``).
+(``flash_short.py``). On Hopper half precision without biases of keys has kernels of its own for all
+of this (``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up
+in turns; ``flash_hopper_short.py``, without any bias).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query (``distance_bias.py``; the kernels of Hopper take this one). Gradients of
