@@ -6,6 +6,7 @@ here, as arguments, run those alone.
 
 import itertools
 import sys
+from functools import partial
 
 import torch
 
@@ -43,8 +44,11 @@ def flash_attention(offsets: torch.Tensor, num_rows: int) -> None:
     for dtype, width, causal in itertools.product(DTYPES, (64, 128), (False, True)):
         q = draw(num_rows, 2, width, dtype=dtype)
         k, v = (draw(num_rows, 1 if causal else 2, width, dtype=dtype) for _ in range(2))
-        jagged_flash_attention(q, k, v, offsets, causal=causal).sum().backward()
-        tell("flash attention", dtype, width, "causal, grouped" * causal)
+        for relative_bias in (None, draw(40, 2, dtype=dtype)):
+            attend = partial(jagged_flash_attention, causal=causal, relative_bias=relative_bias)
+            attend(q, k, v, offsets).sum().backward()
+            tables = "with scores by distance" * (relative_bias is not None)
+            tell("flash attention", dtype, width, "causal, grouped" * causal, tables)
 
 
 def projections(offsets: torch.Tensor, num_rows: int) -> None:

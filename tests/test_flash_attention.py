@@ -363,8 +363,11 @@ def test_more_elements_than_int32_counts():
     assert x.numel() - tail["q"].numel() > 2**31
 
 
-def with_relative_bias(q, k, v, q_offsets, kv_offsets=None, relative_bias=None, causal=False):
+def with_relative_bias(
+    q, k, v, q_offsets, kv_offsets=None, relative_bias=None, bias=None, causal=False, scale=None
+):
     """Each sample by itself, through a mask that PyTorch adds to the scores."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     bounds = [x.tolist() for x in (q_offsets, q_offsets if kv_offsets is None else kv_offsets)]
     outs = [v.new_zeros(0, q.shape[1], v.shape[2])]
     for (begin, end), (kv_begin, kv_end) in zip(*map(pairwise, bounds), strict=True):
@@ -374,6 +377,8 @@ def with_relative_bias(q, k, v, q_offsets, kv_offsets=None, relative_bias=None, 
         bucket = torch.tensor([d.bit_length() - 1 for d in quarters], dtype=torch.int64)
         bucket = bucket.clamp(max=len(relative_bias) - 1).view(rows, keys).to(q.device)
         mask = relative_bias[bucket].permute(2, 0, 1).to(q.dtype)
+        if bias is not None:
+            mask = mask + bias[kv_begin:kv_end].T.unsqueeze(1)
         hidden = (distance < 0).to(q.device) & causal
         some = ~hidden.all(1, keepdim=True)
         mask = mask.masked_fill(hidden & some, -torch.inf)
@@ -381,7 +386,7 @@ def with_relative_bias(q, k, v, q_offsets, kv_offsets=None, relative_bias=None, 
             x[kv_begin:kv_end].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
             for x in (k, v)
         )
-        scores = q[begin:end].transpose(0, 1) @ k_sample.mT * q.shape[2] ** -0.5 + mask
+        scores = q[begin:end].transpose(0, 1) @ k_sample.mT * scale + mask
         weights = torch.softmax(scores, -1) * some if keys else scores
         outs.append((weights @ v_sample).transpose(0, 1))
     return torch.cat(outs)
@@ -399,6 +404,32 @@ def test_relative_bias(causal, dtype, device):
         *[partial(with_relative_bias, causal=causal)] * 2,
         inputs,
     )
+
+
+@pytest.mark.parametrize(
+    ("num_buckets", "scale", "width"), [(1, 0.25, 16), (16, -0.25, 64), (100, 0.25, 20)]
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias_beside_one_of_keys(causal, num_buckets, scale, width, device):
+    inputs = inputs_of(
+        [9, 70, 0, 64, 3], [70, 9, 5, 64, 0], device, bias=True, width=width, kv_heads=2
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(num_buckets, 2, generator=generator).to(device)
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=causal, scale=scale),
+        *[partial(with_relative_bias, causal=causal, scale=scale)] * 2,
+        inputs,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_relative_bias_of_far_keys(dtype):
+    """Of 70,000 keys and a query: 65 buckets, and one that is empty."""
+    inputs = inputs_of([1], [70_000], "cuda", dtype, width=64)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 132, device="cuda").view(66, 2)
+    assert_matches_oracle(jagged_flash_attention, *[with_relative_bias] * 2, inputs)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -603,6 +634,22 @@ def test_gradcheck_of_the_reference(causal):
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(attend, leaves)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])
+@pytest.mark.parametrize("lengths", [[2, 4, 6], [0, 0, 0]], ids=str)
+def test_gradients_are_contiguous(lengths, transposed, device):
+    """As the fakes are, which is what a compiled graph is made for."""
+    inputs = inputs_of([3, 0, 5], lengths, device)
+    tables = {"bias": sum(lengths), "position_bias": 3, "age_bias": 5, "relative_bias": 4}
+    for name, size in tables.items():
+        shape = (2, size) if transposed else (size, 2)
+        table = torch.randn(shape, device=device)
+        inputs[name] = table.T if transposed else table
+    leaves = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
+    out = jagged_flash_attention(**inputs, timestamps=torch.arange(sum(lengths), device=device))
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(grad.is_contiguous() for grad in grads)
 
 
 def test_compiles_once_for_all_batches(device):

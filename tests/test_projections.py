@@ -144,6 +144,14 @@ def test_bias_of_values(num_rows, width, dtype, device):
     assert torch.equal(values, expected)
 
 
+@pytest.mark.parametrize("strided", [lambda x: x[::2], lambda x: x[:1].expand(16)])
+def test_bias_of_values_that_is_strided(strided, device):
+    values, filled = torch.zeros(3, 16, device=device), torch.ones(3, device=device)
+    bias = strided(torch.arange(1.0, 33, device=device))
+    _add_bias_of_values(values, bias, filled)
+    assert torch.equal(values, bias.expand(3, 16))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [4096, 100_000])

@@ -542,10 +542,10 @@ def flash_attention_backward(
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
     bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, q.dtype)
-    grad_bias_NH = None if bias_NH is None else torch.zeros_like(bias_NH)
+    grad_bias_NH = None if bias_NH is None else bias_NH.new_zeros(bias_NH.shape)
     grad_relative = None
     if relative_bias is not None:
-        grad_relative = torch.zeros_like(relative_bias, dtype=torch.float64)
+        grad_relative = relative_bias.new_zeros(relative_bias.shape, dtype=torch.float64)
     with _threads.by_work() as share:
         for (grad_out_HLD, q_HLD, grad_q_HLD), (k_GKD, v_GKD, bias_HK, *grads_of_keys) in zip(
             _parts(q_offsets, grad_out, q, grad_q),

@@ -8,9 +8,9 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
 are whole in one tile, and go through kernels of their own, where nothing is computed twice
-(``flash_short.py``). On Hopper half precision without biases has kernels of its own for all of this
-(``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up in
-turns; ``flash_hopper_short.py``).
+(``flash_short.py``). On Hopper half precision without biases of keys has kernels of its own for all
+of this (``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up
+in turns; ``flash_hopper_short.py``, without any bias).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query (``distance_bias.py``; the kernels of Hopper take this one). Gradients of
@@ -196,7 +196,8 @@ def backward(
         of_position, of_age = grad_tables.sum(0).split(num_buckets)
         grads[:2] = of_position, of_age.clone()  # which share no memory
     if grad_relative is not None:
-        grads[2] = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).sum(0).T
+        by_tile = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).mT
+        grads[2] = torch.sum(by_tile, 0, out=delta.new_empty(by_tile.shape[1:]))  # contiguous
     tables = (position_bias, age_bias, relative_bias)
     return grad_q, grad_bias, *map(_as_table, grads, tables)
 
@@ -376,4 +377,4 @@ def _rows(x: Tensor) -> Tensor:
 def _as_table(grad: Tensor | None, table: Tensor | None) -> Tensor | None:
     if table is None:
         return None
-    return torch.zeros_like(table) if grad is None else grad.to(table.dtype)
+    return table.new_zeros(table.shape) if grad is None else grad.to(table.dtype)

@@ -66,7 +66,7 @@ def add_bias_of_values(values: Tensor, bias: Tensor, filled: Tensor) -> None:
     rows = 4096 // block
     _add_bias(
         (-(-num_rows // rows), -(-width // block)),
-        (values, bias, filled, num_rows),
+        (values, bias.contiguous(), filled, num_rows),
         {"E": width, "BLOCK_R": rows, "BLOCK_E": block, "num_warps": 4},
     )
 
