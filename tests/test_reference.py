@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchrec_jagged_attn import jagged_target_attention, reference
+from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention, reference
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
@@ -190,6 +190,43 @@ def test_forward_takes_less_memory_than_the_rows():
     with torch.inference_mode():
         peak = peak_bytes(lambda: jagged_target_attention(**inputs))
     assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2
+
+
+@pytest.mark.parametrize("targets", [1, 20], ids=["pairs", "samples"])
+def test_number_of_threads_stays(targets, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        inputs = inputs_of(LENGTHS, targets=[targets] * len(LENGTHS))
+        outputs_and_gradients(jagged_target_attention, inputs, torch.ones_like(inputs["query"]))
+        assert torch.get_num_threads() == 2
+        rows = inputs["history"].unsqueeze(1).requires_grad_()
+        jagged_flash_attention(rows, rows, rows, inputs["offsets"]).sum().backward()
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr(reference, "_flash_weights", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            jagged_flash_attention(rows, rows, rows, inputs["offsets"])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_number_of_threads_of_loops_side_by_side():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, second = (reference._threads.by_work() for _ in range(2))
+        share = first.__enter__()
+        share(1)
+        assert torch.get_num_threads() == 1
+        second.__enter__()(reference.LEAST_SHARED_WORK)
+        assert torch.get_num_threads() == 2
+        share(1)
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_is_imported_under_a_fake_mode():

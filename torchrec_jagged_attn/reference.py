@@ -41,7 +41,7 @@ MAX_LISTED_QUERY_ROWS = 12
 MAX_LISTED_HISTORY_ROWS = 1 << 12
 
 # Multiply-adds of a sample's product from which on it takes less time with more than one thread.
-LEAST_SHARED_WORK = 1 << 22
+LEAST_SHARED_WORK = 1 << 19
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
