@@ -628,8 +628,8 @@ def test_opcheck(device):
     timestamps = torch.arange(12, device=device)
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    torch.library.opcheck(op, (*arguments, *biases, timestamps, relative_bias, True, 0.25))
-    torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25))
+    torch.library.opcheck(op, (*arguments, *biases, timestamps, relative_bias, True, 0.25, True))
+    torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25, False))
 
 
 @pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")

@@ -215,16 +215,27 @@ def test_number_of_threads_of_loops_side_by_side():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first, second = (reference._threads.by_work() for _ in range(2))
-        share = first.__enter__()
-        share(1)
-        assert torch.get_num_threads() == 1
-        second.__enter__()(reference.LEAST_SHARED_WORK)
+        with reference._one_thread:
+            assert torch.get_num_threads() == 1
+            with reference._one_thread:
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 2
-        share(1)
-        first.__exit__(None, None, None)
-        second.__exit__(None, None, None)
-        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_by_the_size_of_a_sample():
+    seen, least = [], reference.LEAST_SHARED_WORK
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        reference._for_each(
+            lambda name: seen.append((name, torch.get_num_threads())),
+            zip("abcd", strict=True),
+            [least - 1, least, 0, least + 1],
+        )
+        assert sorted(seen) == [("a", 1), ("b", 2), ("c", 1), ("d", 2)]
     finally:
         torch.set_num_threads(before)
 

@@ -7,13 +7,12 @@ sample: its targets' heads, one target after the other.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,37 +134,51 @@ def target_attention_backward(
     return grad_query, grad_history, grad_bias, grad_position, grad_age
 
 
-class _Threads:
-    """How many threads PyTorch computes a sample's products with: one, if they are small.
+class _OneThread:
+    """While entered, PyTorch computes each product with one thread.
 
-    Threads that wait for each other after each little product wait for long where a machine has
-    other work. How many it is depends on the sample alone, as its bits do. It is a number of the
-    process: of loops over samples that run side by side, the last to end restores it.
+    That is a number of the process: of loops over samples that run side by side, the last to end
+    restores it.
     """
 
     def __init__(self) -> None:
         self.lock, self.num_loops, self.num_threads = threading.Lock(), 0, 1
 
-    @contextlib.contextmanager
-    def by_work(self) -> Iterator[Callable[[int], None]]:
-        """What to call before each sample, with the multiply-adds of a product of it."""
+    def __enter__(self) -> None:
         with self.lock:
             if self.num_loops == 0:
                 self.num_threads = torch.get_num_threads()
             self.num_loops += 1
-        try:
-            yield self._share
-        finally:
-            with self.lock:
-                self.num_loops -= 1
-                if self.num_loops == 0:
-                    torch.set_num_threads(self.num_threads)
+        torch.set_num_threads(1)
 
-    def _share(self, work: int) -> None:
-        torch.set_num_threads(1 if work < LEAST_SHARED_WORK else self.num_threads)
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.num_loops -= 1
+            if self.num_loops == 0:
+                torch.set_num_threads(self.num_threads)
 
 
-_threads = _Threads()
+_one_thread = _OneThread()
+
+
+def _for_each(
+    work: Callable[..., None], samples: Iterable[tuple[Any, ...]], sizes: list[int]
+) -> None:
+    """Do ``work`` on each sample, whose products have ``sizes`` multiply-adds.
+
+    On small samples with one thread: threads that wait for each other after each little product
+    gain nothing, and wait for long where a machine has other work. Which are small depends on the
+    sample alone, as its bits do.
+    """
+    small = []
+    for sample, size in zip(samples, sizes, strict=True):
+        if size < LEAST_SHARED_WORK:
+            small.append(sample)
+        else:
+            work(*sample)
+    with _one_thread:
+        for sample in small:
+            work(*sample)
 
 
 @dataclass(frozen=True)
@@ -213,6 +226,10 @@ class _Slab:
         lengths = self.offsets.diff().tolist()
         parts = (itertools.repeat(None) if x is None else x.split(lengths) for x in rows)
         return zip(*(x.unbind() for x in queries), *parts, strict=False)
+
+    def sizes(self, q_BRD: Tensor) -> list[int]:
+        """How many multiply-adds each sample's product of query rows and history rows has."""
+        return (self.offsets.diff() * q_BRD[0].numel()).tolist()
 
     def buckets(
         self, position_bias: Tensor | None, age_bias: Tensor | None, timestamps: Tensor | None
@@ -412,11 +429,11 @@ def _be_warned_of_csr() -> None:
 def _attend_by_samples(slab: _Slab, q_BRD: Tensor, x_ND: Tensor, bias_NH: Tensor | None) -> Tensor:
     """``[B, R, D]`` outputs of scaled queries, one sample after the other."""
     out_BRD = torch.empty_like(q_BRD)
-    samples = slab.each(q_BRD, rows=(x_ND, bias_NH))
-    with _threads.by_work() as share:
-        for out_RD, (q_RD, x_LD, bias_LH) in zip(out_BRD, samples, strict=True):
-            share(len(q_RD) * x_LD.numel())
-            torch.mm(_weights(q_RD, x_LD, bias_LH), x_LD, out=out_RD)
+
+    def attend(out_RD: Tensor, q_RD: Tensor, x_LD: Tensor, bias_LH: Tensor | None) -> None:
+        torch.mm(_weights(q_RD, x_LD, bias_LH), x_LD, out=out_RD)
+
+    _for_each(attend, slab.each(out_BRD, q_BRD, rows=(x_ND, bias_NH)), slab.sizes(q_BRD))
     return out_BRD
 
 
@@ -426,20 +443,22 @@ def _differentiate_samples(
     """Gradients of scaled queries, of history rows and of their biases, sample by sample."""
     grad_q_BRD, grad_x_ND = torch.empty_like(q_BRD), torch.empty_like(x_ND)
     grad_bias_NH = None if bias_NH is None else torch.empty_like(bias_NH)
-    grads = slab.each(grad_out_BRD, grad_q_BRD, rows=(grad_x_ND, grad_bias_NH))
-    with _threads.by_work() as share:
-        for sample, (grad_out_RD, grad_q_RD, grad_x_LD, grad_bias_LH) in zip(
-            slab.each(q_BRD, rows=(x_ND, bias_NH)), grads, strict=True
-        ):
-            q_RD, x_LD, _ = sample
-            share(len(q_RD) * x_LD.numel())
-            p_RL = _weights(*sample)
-            dp_RL = grad_out_RD @ x_LD.T
-            ds_RL = torch.ops.aten._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
-            torch.mm(ds_RL, x_LD, out=grad_q_RD)
-            torch.mm(ds_RL.T, q_RD, out=grad_x_LD).addmm_(p_RL.T, grad_out_RD)
-            if grad_bias_LH is not None:
-                grad_bias_LH.copy_(_by_target(ds_RL, grad_bias_LH).sum(0).T)
+
+    def differentiate(
+        grad_out_RD: Tensor, q_RD: Tensor, grad_q_RD: Tensor,
+        x_LD: Tensor, bias_LH: Tensor | None, grad_x_LD: Tensor, grad_bias_LH: Tensor | None,
+    ) -> None:  # fmt: skip
+        p_RL = _weights(q_RD, x_LD, bias_LH)
+        dp_RL = grad_out_RD @ x_LD.T
+        ds_RL = torch.ops.aten._softmax_backward_data(dp_RL, p_RL, -1, p_RL.dtype)
+        torch.mm(ds_RL, x_LD, out=grad_q_RD)
+        torch.mm(ds_RL.T, q_RD, out=grad_x_LD).addmm_(p_RL.T, grad_out_RD)
+        if grad_bias_LH is not None:
+            grad_bias_LH.copy_(_by_target(ds_RL, grad_bias_LH).sum(0).T)
+
+    queries = (grad_out_BRD, q_BRD, grad_q_BRD)
+    rows = (x_ND, bias_NH, grad_x_ND, grad_bias_NH)
+    _for_each(differentiate, slab.each(*queries, rows=rows), slab.sizes(q_BRD))
     return grad_q_BRD, grad_x_ND, grad_bias_NH
 
 
@@ -486,32 +505,34 @@ def flash_attention(
     relative_bias: Tensor | None,
     causal: bool,
     scale: float,
+    needs_stats: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, one sample after the other.
+    """``[ΣLq, H, D]`` over ``[ΣLk, Hk, D]`` and ``[ΣLk, Hk, Dv]``, sample by sample.
 
     Returns the output ``[ΣLq, H, Dv]``, and the statistics ``[2, ΣLq, H]`` that the kernels keep:
-    the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen.
+    the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen, or
+    where ``needs_stats`` is false.
     """
     out = q.new_zeros(*q.shape[:2], v.shape[2])
-    q = q.to(_compute_dtype(q)) * scale
-    largest_MH, inverse_MH = stats = q.new_zeros(2, *q.shape[:2])
+    largest_MH, inverse_MH = stats = q.new_zeros(2, *q.shape[:2], dtype=_compute_dtype(q))
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
-    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, q.dtype)
-    with _threads.by_work() as share:
-        for (q_HLD, out_HLD, largest_HL, inverse_HL), (k_GKD, v_GKD, bias_HK) in zip(
-            _parts(q_offsets, q, out, largest_MH, inverse_MH),
-            _parts(kv_offsets, k, v, bias_NH),
-            strict=True,
-        ):
-            if not k_GKD.shape[1]:
-                continue
-            share(q_HLD.numel() * k_GKD.shape[1])
-            k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
-            scores_HLK, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
-            out_HLD.copy_(torch.bmm(p_HLK, v_HKD))
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, stats.dtype)
+    q, k, v = q.to(stats.dtype) * scale, _by_head(k, q), _by_head(v, q)
+
+    def attend(
+        q_HLD: Tensor, out_HLD: Tensor, largest_HL: Tensor, inverse_HL: Tensor,
+        k_HKD: Tensor, v_HKD: Tensor, bias_HK: Tensor | None,
+    ) -> None:  # fmt: skip
+        scores_HLK = torch.bmm(q_HLD, k_HKD.mT)
+        p_HLK = _flash_weights(scores_HLK, bias_HK, relative_bias, causal)
+        out_HLD.copy_(torch.bmm(p_HLK, v_HKD))
+        if needs_stats:
             torch.amax(scores_HLK, 2, out=largest_HL)
             torch.amax(p_HLK, 2, out=inverse_HL)
+
+    queries, keys = (q, out, largest_MH, inverse_MH), (k, v, bias_NH)
+    _for_each(attend, *_samples(q_offsets, queries, kv_offsets, keys))
     largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
     return out, stats.float()
 
@@ -537,50 +558,53 @@ def flash_attention_backward(
 
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``.
     """
-    dtype, q = q.dtype, q.to(_compute_dtype(q)) * scale
-    grad_q = q.new_zeros(q.shape)
+    dtype = _compute_dtype(q)
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
-    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, q.dtype)
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, dtype)
     grad_bias_NH = None if bias_NH is None else bias_NH.new_zeros(bias_NH.shape)
     grad_relative = None
     if relative_bias is not None:
         grad_relative = relative_bias.new_zeros(relative_bias.shape, dtype=torch.float64)
-    with _threads.by_work() as share:
-        for (grad_out_HLD, q_HLD, grad_q_HLD), (k_GKD, v_GKD, bias_HK, *grads_of_keys) in zip(
-            _parts(q_offsets, grad_out, q, grad_q),
-            _parts(kv_offsets, k, v, bias_NH, grad_k, grad_v, grad_bias_NH),
-            strict=True,
-        ):
-            if not k_GKD.shape[1]:
-                continue
-            share(q_HLD.numel() * k_GKD.shape[1])
-            grad_k_GKD, grad_v_GKD, grad_bias_HK = grads_of_keys
-            k_HKD, v_HKD = _heads(k_GKD, q), _heads(v_GKD, q)
-            grad_out_HLD = grad_out_HLD.to(q.dtype)
-            _, p_HLK = _flash_weights(q_HLD, k_HKD, bias_HK, relative_bias, causal)
-            dp_HLK = torch.bmm(grad_out_HLD, v_HKD.mT)
-            ds_HLK = torch.ops.aten._softmax_backward_data(dp_HLK, p_HLK, 2, p_HLK.dtype)
-            if grad_bias_HK is not None:
-                grad_bias_HK.copy_(ds_HLK.sum(1))
-            if grad_relative is not None:
-                bucket = _relative_buckets(q_HLD.shape[1], k_HKD.shape[1], len(grad_relative))
-                grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
-            grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
-            for grad_GKD, grad_HKD in (
-                (grad_k_GKD, torch.bmm(ds_HLK.mT, q_HLD)),
-                (grad_v_GKD, torch.bmm(p_HLK.mT, grad_out_HLD)),
-            ):
-                if len(grad_GKD) != len(grad_HKD):
-                    grad_HKD = grad_HKD.unflatten(0, (len(grad_GKD), -1)).sum(1)
-                grad_GKD.copy_(grad_HKD)
+    k, v = _by_head(k, q), _by_head(v, q)
+    grads_by_head = [
+        grad if grad.shape == x.shape and grad.dtype == dtype else torch.empty_like(x)
+        for grad, x in ((grad_k, k), (grad_v, v))
+    ]
+    grad_q = q.new_zeros(q.shape, dtype=dtype)
+    grad_out = grad_out.to(dtype)
+
+    def differentiate(
+        q_HLD: Tensor, grad_out_HLD: Tensor, grad_q_HLD: Tensor,
+        k_HKD: Tensor, v_HKD: Tensor, bias_HK: Tensor | None,
+        grad_k_HKD: Tensor, grad_v_HKD: Tensor, grad_bias_HK: Tensor | None,
+    ) -> None:  # fmt: skip
+        p_HLK = _flash_weights(torch.bmm(q_HLD, k_HKD.mT), bias_HK, relative_bias, causal)
+        dp_HLK = torch.bmm(grad_out_HLD, v_HKD.mT)
+        ds_HLK = torch.ops.aten._softmax_backward_data(dp_HLK, p_HLK, 2, dtype)
+        if grad_bias_HK is not None:
+            grad_bias_HK.copy_(ds_HLK.sum(1))
+        if grad_relative is not None:
+            _, num_rows, num_keys = ds_HLK.shape
+            bucket = _relative_buckets(num_rows, num_keys, len(grad_relative))
+            grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
+        grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
+        grad_k_HKD.copy_(torch.bmm(ds_HLK.mT, q_HLD))
+        grad_v_HKD.copy_(torch.bmm(p_HLK.mT, grad_out_HLD))
+
+    queries = (q.to(dtype) * scale, grad_out, grad_q)
+    keys = (k, v, bias_NH, *grads_by_head, grad_bias_NH)
+    _for_each(differentiate, *_samples(q_offsets, queries, kv_offsets, keys))
+    for grad, by_head in zip((grad_k, grad_v), grads_by_head, strict=True):
+        if grad is not by_head:
+            grad.copy_(by_head.unflatten(1, (grad.shape[1], -1)).sum(2))
     grad_bias, grad_position, grad_age = (
         _bias_gradient(grad_bias_NH, bucket, x)
         for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
     )
     if relative_bias is not None and grad_relative is not None:
         grad_relative = grad_relative.to(relative_bias.dtype)
-    return grad_q.mul_(scale).to(dtype), grad_bias, grad_position, grad_age, grad_relative
+    return grad_q.mul_(scale).to(q.dtype), grad_bias, grad_position, grad_age, grad_relative
 
 
 def _all_keys(k: Tensor, kv_offsets: Tensor) -> _Slab:
@@ -602,20 +626,31 @@ def _bias_gradient(
     return grad_NH.to(x.dtype)
 
 
-def _parts(offsets: Tensor, *tensors: Tensor | None) -> Iterator[tuple[Tensor | Any, ...]]:
-    """Of each sample, its part ``[H, L, …]`` of tensors ``[ΣL, H, …]``: views of them."""
-    lengths = offsets.diff().tolist()
-    parts = (
-        [None] * len(lengths) if x is None else x.transpose(0, 1).split(lengths, 1) for x in tensors
-    )
-    return zip(*parts, strict=True)
+def _samples(
+    q_offsets: Tensor,
+    queries: tuple[Tensor, ...],
+    kv_offsets: Tensor,
+    keys: tuple[Tensor | None, ...],
+) -> tuple[list[tuple[Any, ...]], list[int]]:
+    """Of each sample that has keys, its part of all tensors, and a product's multiply-adds.
+
+    The part of a tensor ``[ΣL, H, …]`` is a view ``[H, L, …]``.
+    """
+    q_lengths, k_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
+    parts = [x.transpose(0, 1).split(q_lengths, 1) for x in queries]
+    parts += [
+        itertools.repeat(None) if x is None else x.transpose(0, 1).split(k_lengths, 1) for x in keys
+    ]
+    width = queries[0].shape[1:].numel()
+    sizes = [width * m * n for m, n in zip(q_lengths, k_lengths, strict=True) if n]
+    return list(itertools.compress(zip(*parts, strict=False), k_lengths)), sizes
 
 
-def _heads(x_GLD: Tensor, q: Tensor) -> Tensor:
-    """``[H, L, D]``, in the dtype of ``q``: each head of ``x`` for as many of ``q`` as read it."""
-    x_GLD = x_GLD.to(q.dtype)
-    group = q.shape[1] // x_GLD.shape[0]
-    return x_GLD if group == 1 else x_GLD.repeat_interleave(group, 0)
+def _by_head(x: Tensor, q: Tensor) -> Tensor:
+    """``[N, H, D]``, in fp32 or fp64: each head of ``x`` for as many of ``q`` as read it."""
+    x = x.to(_compute_dtype(x))
+    group = q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, 1)
 
 
 def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
@@ -625,16 +660,11 @@ def _relative_buckets(num_rows: int, num_keys: int, num_buckets: int) -> Tensor:
 
 
 def _flash_weights(
-    q_HLD: Tensor,
-    k_HKD: Tensor,
-    bias_HK: Tensor | None,
-    relative_bias: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """``[H, Lq, Lk]`` scores and their softmax over the keys, zero where none is visible."""
-    scores_HLK = torch.bmm(q_HLD, k_HKD.mT)
+    scores_HLK: Tensor, bias_HK: Tensor | None, relative_bias: Tensor | None, causal: bool
+) -> Tensor:
+    """Add biases to scores; their softmax over the keys, zero where none is visible."""
     if bias_HK is None and relative_bias is None and not causal:
-        return scores_HLK, scores_HLK.softmax(2)
+        return scores_HLK.softmax(2)
     num_rows, num_keys = scores_HLK.shape[1:]
     if bias_HK is not None:
         scores_HLK += bias_HK.unsqueeze(1)
@@ -644,4 +674,4 @@ def _flash_weights(
     if causal:
         hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
         scores_HLK.masked_fill_(hidden, -torch.inf)
-    return scores_HLK, torch.ops.aten._safe_softmax(scores_HLK, 2)
+    return torch.ops.aten._safe_softmax(scores_HLK, 2)

@@ -149,7 +149,7 @@ def _attend(
     if is_scripting():
         scale = 1 / math.sqrt(width)
         tables = (None, None, None, None, relative_bias)
-        out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *tables, causal, scale)
+        out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *tables, causal, scale, False)
     else:
         out = jagged_flash_attention(q, k, v, offsets, relative_bias=relative_bias, causal=causal)
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)

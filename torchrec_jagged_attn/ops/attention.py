@@ -351,7 +351,7 @@ def jagged_flash_attention(
         scale = 1 / math.sqrt(q.shape[2])
     out, stats = _flash_attention(
         q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
-        relative_bias, causal, scale,
+        relative_bias, causal, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return out
@@ -373,13 +373,19 @@ def flash_attention_forward(
     relative_bias: Tensor | None,
     causal: bool,
     scale: float,
+    needs_stats: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``."""
+    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``.
+
+    Kernels keep those for backward; the reference makes them only if ``needs_stats``, else zeros.
+    """
     check_offsets_values(q_offsets, q.shape[0], "q_offsets")
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
-        return reference.flash_attention(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
+        return reference.flash_attention(
+            q, k, v, q_offsets, kv_offsets, *biases, causal, scale, needs_stats
+        )
     return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
 
 
@@ -404,6 +410,7 @@ def _flash_attention_backward(
     relative_bias: Tensor | None,
     causal: bool,
     scale: float,
+    needs_stats: bool,
     out: Tensor,
     stats: Tensor,
 ) -> list[Tensor]:
@@ -415,8 +422,16 @@ def _flash_attention_backward(
     )  # fmt: skip
     *grads_of_keys, grad_relative_bias = grads_of_biases
     grads = (
-        grad_q, grad_k, grad_v, None, None, *grads_of_keys, None, grad_relative_bias, None, None
-    )  # fmt: skip
+        grad_q,
+        grad_k,
+        grad_v,
+        None,
+        None,
+        *grads_of_keys,
+        None,
+        grad_relative_bias,
+        *[None] * 3,
+    )
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
 

@@ -131,7 +131,7 @@ def _forward(
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
             q.to(dtype=history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
-            *biases, None, False, scale,
+            *biases, None, False, scale, False,
         )  # fmt: skip
         values = values.to(dtype=dtype).view(-1, width)
         stats = stats.view(2, *shape[:-1])
