@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -184,6 +185,42 @@ def test_memory_follows_the_rows():
     assert peak < 4 * given  # padded, the history alone would be 400 times
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_attention_over_keys_converts_few_at_a_time(dtype, monkeypatch):
+    """Keys and values, of half precision or of fewer heads than queries."""
+    lengths = torch.full((400,), 50)
+    offsets = offsets_of(lengths, torch.int64, "cpu")
+    q_offsets = offsets_of(torch.ones_like(lengths), torch.int64, "cpu")
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    q, k, v = draw(400, 8, 16), draw(20_000, 1, 16), draw(20_000, 1, 16)
+
+    def both():
+        return torch.autograd.grad(
+            jagged_flash_attention(q, k, v, q_offsets, offsets).sum(), (q, k, v)
+        )
+
+    few = peak_bytes(both)
+    results = both()
+    monkeypatch.setattr(reference, "BLOCK_ROWS", 1 << 20)
+    assert few < peak_bytes(both) / 2
+    for one, other in zip(results, both(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_large_samples_have_their_size(monkeypatch):
+    """Of 2³¹ multiply-adds, where int32 ends: on all threads."""
+    seen = []
+    monkeypatch.setattr(reference, "_for_each", lambda work, samples, sizes: seen.extend(sizes))
+    jagged_target_attention(
+        torch.zeros(1, 512, 8, 64), torch.zeros(8192, 64), torch.tensor([0, 8192])
+    )
+    assert seen == [2**31]
+
+
 def test_forward_takes_less_memory_than_the_rows():
     inputs = inputs_of([100] * 500, num_heads=4, width=64)
     del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"], inputs["bias"]
@@ -212,17 +249,29 @@ def test_number_of_threads_stays(targets, monkeypatch):
 
 
 def test_number_of_threads_of_loops_side_by_side():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with reference._one_thread:
-            assert torch.get_num_threads() == 1
-            with reference._one_thread:
-                assert torch.get_num_threads() == 1
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    """Each thread has its own again, in whichever order they begin and end."""
+    number, barrier, ends = torch.get_num_threads(), threading.Barrier(2), []
+
+    def loop(leaves_first):
+        torch.set_num_threads(2)
+        assert torch.get_num_threads() == 2  # the first call sets what the process had last
+        barrier.wait()
+        with reference._one_thread():
+            ends.append(torch.get_num_threads())
+            barrier.wait()
+            if not leaves_first:
+                barrier.wait()
+        if leaves_first:
+            barrier.wait()
+        ends.append(torch.get_num_threads())
+
+    threads = [threading.Thread(target=loop, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(number)
+    assert sorted(ends) == [1, 1, 2, 2]
 
 
 def test_threads_by_the_size_of_a_sample():

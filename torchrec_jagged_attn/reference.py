@@ -7,12 +7,12 @@ sample: its targets' heads, one target after the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,13 @@ __all__ = [
 ]
 
 # History rows, and pairs of a query row and a history row, to work on at a time. It bounds what is
-# made of them: lists of pairs, and rows of half precision in fp32.
+# made of them for attention over raw rows: lists of pairs, and rows of half precision in fp32.
 SLAB_ROWS = 1 << 16
 SLAB_PAIRS = 1 << 18
+
+# Rows of queries and keys to convert at a time, of half precision or of heads that are shared: what
+# a core's cache holds.
+BLOCK_ROWS = 1 << 12
 
 # Up to so many query rows a sample, lists of pairs take less time than calls for each sample. But
 # they add up one history row after the other, which rounds too often where a sample has very many.
@@ -134,31 +138,18 @@ def target_attention_backward(
     return grad_query, grad_history, grad_bias, grad_position, grad_age
 
 
-class _OneThread:
-    """While entered, PyTorch computes each product with one thread.
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """While entered, the calling thread computes each product with one thread.
 
-    That is a number of the process: of loops over samples that run side by side, the last to end
-    restores it.
+    A thread of the process that begins meanwhile is given one by PyTorch, too, and keeps it.
     """
-
-    def __init__(self) -> None:
-        self.lock, self.num_loops, self.num_threads = threading.Lock(), 0, 1
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if self.num_loops == 0:
-                self.num_threads = torch.get_num_threads()
-            self.num_loops += 1
-        torch.set_num_threads(1)
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.num_loops -= 1
-            if self.num_loops == 0:
-                torch.set_num_threads(self.num_threads)
-
-
-_one_thread = _OneThread()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _for_each(
@@ -176,7 +167,7 @@ def _for_each(
             small.append(sample)
         else:
             work(*sample)
-    with _one_thread:
+    with _one_thread():
         for sample in small:
             work(*sample)
 
@@ -229,7 +220,7 @@ class _Slab:
 
     def sizes(self, q_BRD: Tensor) -> list[int]:
         """How many multiply-adds each sample's product of query rows and history rows has."""
-        return (self.offsets.diff() * q_BRD[0].numel()).tolist()
+        return (self.offsets.diff().long() * q_BRD[0].numel()).tolist()
 
     def buckets(
         self, position_bias: Tensor | None, age_bias: Tensor | None, timestamps: Tensor | None
@@ -513,27 +504,33 @@ def flash_attention(
     the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen, or
     where ``needs_stats`` is false.
     """
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
-    largest_MH, inverse_MH = stats = q.new_zeros(2, *q.shape[:2], dtype=_compute_dtype(q))
+    dtype, out = _compute_dtype(q), q.new_zeros(*q.shape[:2], v.shape[2])
+    largest_MH, inverse_MH = stats = q.new_zeros(2, *q.shape[:2], dtype=dtype)
     all_keys = _all_keys(k, kv_offsets)
     buckets = all_keys.buckets(position_bias, age_bias, timestamps)
-    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, stats.dtype)
-    q, k, v = q.to(stats.dtype) * scale, _by_head(k, q), _by_head(v, q)
+    bias_NH = all_keys.bias(bias, position_bias, age_bias, buckets, dtype)
 
     def attend(
-        q_HLD: Tensor, out_HLD: Tensor, largest_HL: Tensor, inverse_HL: Tensor,
+        q_HLD: Tensor, out_HLD: Tensor, largest_HL: Tensor | None, inverse_HL: Tensor | None,
         k_HKD: Tensor, v_HKD: Tensor, bias_HK: Tensor | None,
     ) -> None:  # fmt: skip
         scores_HLK = torch.bmm(q_HLD, k_HKD.mT)
         p_HLK = _flash_weights(scores_HLK, bias_HK, relative_bias, causal)
         out_HLD.copy_(torch.bmm(p_HLK, v_HKD))
-        if needs_stats:
+        if largest_HL is not None and inverse_HL is not None:
             torch.amax(scores_HLK, 2, out=largest_HL)
             torch.amax(p_HLK, 2, out=inverse_HL)
 
-    queries, keys = (q, out, largest_MH, inverse_MH), (k, v, bias_NH)
-    _for_each(attend, *_samples(q_offsets, queries, kv_offsets, keys))
-    largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
+    for block in _blocks(q_offsets, kv_offsets):
+        of_queries, of_keys = block.queries, block.keys
+        scaled_q, parts_of_stats = q[of_queries].to(dtype) * scale, (None, None)
+        if needs_stats:
+            parts_of_stats = largest_MH[of_queries], inverse_MH[of_queries]
+        queries = scaled_q, out[of_queries], *parts_of_stats
+        keys = _by_head(k[of_keys], q), _by_head(v[of_keys], q), _rows(bias_NH, of_keys)
+        _for_each(attend, *block.samples(queries, keys))
+    if needs_stats:
+        largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
     return out, stats.float()
 
 
@@ -566,18 +563,12 @@ def flash_attention_backward(
     grad_relative = None
     if relative_bias is not None:
         grad_relative = relative_bias.new_zeros(relative_bias.shape, dtype=torch.float64)
-    k, v = _by_head(k, q), _by_head(v, q)
-    grads_by_head = [
-        grad if grad.shape == x.shape and grad.dtype == dtype else torch.empty_like(x)
-        for grad, x in ((grad_k, k), (grad_v, v))
-    ]
-    grad_q = q.new_zeros(q.shape, dtype=dtype)
-    grad_out = grad_out.to(dtype)
+    grad_q = q.new_zeros(q.shape)
 
     def differentiate(
         q_HLD: Tensor, grad_out_HLD: Tensor, grad_q_HLD: Tensor,
         k_HKD: Tensor, v_HKD: Tensor, bias_HK: Tensor | None,
-        grad_k_HKD: Tensor, grad_v_HKD: Tensor, grad_bias_HK: Tensor | None,
+        grad_k_GKD: Tensor, grad_v_GKD: Tensor, grad_bias_HK: Tensor | None,
     ) -> None:  # fmt: skip
         p_HLK = _flash_weights(torch.bmm(q_HLD, k_HKD.mT), bias_HK, relative_bias, causal)
         dp_HLK = torch.bmm(grad_out_HLD, v_HKD.mT)
@@ -589,22 +580,32 @@ def flash_attention_backward(
             bucket = _relative_buckets(num_rows, num_keys, len(grad_relative))
             grad_relative.index_add_(0, bucket.flatten(), ds_HLK.flatten(1).T.double())
         grad_q_HLD.copy_(torch.bmm(ds_HLK, k_HKD))
-        grad_k_HKD.copy_(torch.bmm(ds_HLK.mT, q_HLD))
-        grad_v_HKD.copy_(torch.bmm(p_HLK.mT, grad_out_HLD))
+        for grad_GKD, grad_HKD in (
+            (grad_k_GKD, torch.bmm(ds_HLK.mT, q_HLD)),
+            (grad_v_GKD, torch.bmm(p_HLK.mT, grad_out_HLD)),
+        ):
+            if len(grad_GKD) != len(grad_HKD):
+                grad_HKD = grad_HKD.unflatten(0, (len(grad_GKD), -1)).sum(1)
+            grad_GKD.copy_(grad_HKD)
 
-    queries = (q.to(dtype) * scale, grad_out, grad_q)
-    keys = (k, v, bias_NH, *grads_by_head, grad_bias_NH)
-    _for_each(differentiate, *_samples(q_offsets, queries, kv_offsets, keys))
-    for grad, by_head in zip((grad_k, grad_v), grads_by_head, strict=True):
-        if grad is not by_head:
-            grad.copy_(by_head.unflatten(1, (grad.shape[1], -1)).sum(2))
+    for block in _blocks(q_offsets, kv_offsets):
+        of_queries, of_keys = block.queries, block.keys
+        scaled_q, grad_out_rows = q[of_queries].to(dtype) * scale, grad_out[of_queries].to(dtype)
+        grad_scaled_q = torch.zeros_like(scaled_q)
+        queries = scaled_q, grad_out_rows, grad_scaled_q
+        keys = (
+            _by_head(k[of_keys], q), _by_head(v[of_keys], q), _rows(bias_NH, of_keys),
+            grad_k[of_keys], grad_v[of_keys], _rows(grad_bias_NH, of_keys),
+        )  # fmt: skip
+        _for_each(differentiate, *block.samples(queries, keys))
+        grad_q[of_queries] = grad_scaled_q.mul_(scale).to(q.dtype)
     grad_bias, grad_position, grad_age = (
         _bias_gradient(grad_bias_NH, bucket, x)
         for bucket, x in zip((None, *buckets), (bias, position_bias, age_bias), strict=True)
     )
     if relative_bias is not None and grad_relative is not None:
         grad_relative = grad_relative.to(relative_bias.dtype)
-    return grad_q.mul_(scale).to(q.dtype), grad_bias, grad_position, grad_age, grad_relative
+    return grad_q, grad_bias, grad_position, grad_age, grad_relative
 
 
 def _all_keys(k: Tensor, kv_offsets: Tensor) -> _Slab:
@@ -626,24 +627,53 @@ def _bias_gradient(
     return grad_NH.to(x.dtype)
 
 
-def _samples(
-    q_offsets: Tensor,
-    queries: tuple[Tensor, ...],
-    kv_offsets: Tensor,
-    keys: tuple[Tensor | None, ...],
-) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """Of each sample that has keys, its part of all tensors, and a product's multiply-adds.
+@dataclass(frozen=True)
+class _Block:
+    """Some samples one after the other, which rows of queries and keys they own, and how many."""
 
-    The part of a tensor ``[ΣL, H, …]`` is a view ``[H, L, …]``.
-    """
-    q_lengths, k_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
-    parts = [x.transpose(0, 1).split(q_lengths, 1) for x in queries]
-    parts += [
-        itertools.repeat(None) if x is None else x.transpose(0, 1).split(k_lengths, 1) for x in keys
-    ]
-    width = queries[0].shape[1:].numel()
-    sizes = [width * m * n for m, n in zip(q_lengths, k_lengths, strict=True) if n]
-    return list(itertools.compress(zip(*parts, strict=False), k_lengths)), sizes
+    queries: slice
+    keys: slice
+    q_lengths: list[int]
+    k_lengths: list[int]
+
+    def samples(
+        self, queries: Sequence[Tensor | None], keys: Sequence[Tensor | None]
+    ) -> tuple[list[tuple[Any, ...]], list[int]]:
+        """Of each sample that has keys, its part of all tensors, and a product's multiply-adds.
+
+        The first are scaled queries. The part of a tensor of the block's rows, ``[ΣL, H, …]``, is a
+        view ``[H, L, …]``.
+        """
+        parts = [
+            itertools.repeat(None) if x is None else x.transpose(0, 1).split(lengths, 1)
+            for tensors, lengths in ((queries, self.q_lengths), (keys, self.k_lengths))
+            for x in tensors
+        ]
+        samples = list(itertools.compress(zip(*parts, strict=False), self.k_lengths))
+        first_key = len(queries)
+        sizes = [of_one[0].numel() * of_one[first_key].shape[1] for of_one in samples]
+        return samples, sizes
+
+
+def _blocks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[_Block]:
+    """All samples, in blocks of about BLOCK_ROWS rows or of one sample of more."""
+    q_ends, k_ends = q_offsets.tolist(), kv_offsets.tolist()
+    first, num_samples = 0, len(q_ends) - 1
+    for last in range(1, num_samples + 1):
+        num_rows = q_ends[last] - q_ends[first] + k_ends[last] - k_ends[first]
+        if last < num_samples and num_rows < BLOCK_ROWS:
+            continue
+        yield _Block(
+            slice(q_ends[first], q_ends[last]),
+            slice(k_ends[first], k_ends[last]),
+            q_offsets[first : last + 1].diff().tolist(),
+            kv_offsets[first : last + 1].diff().tolist(),
+        )
+        first = last
+
+
+def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    return None if x is None else x[rows]
 
 
 def _by_head(x: Tensor, q: Tensor) -> Tensor:
