@@ -70,9 +70,8 @@ def pairs(offsets: torch.Tensor, num_rows: int) -> None:
         tell("pairs", dtype)
 
 
-PARTS = (target_attention, flash_attention, projections, pairs)
+PARTS = {part.__name__: part for part in (target_attention, flash_attention, projections, pairs)}
 
 if __name__ == "__main__":
-    for part in PARTS:
-        if part.__name__ in (sys.argv[1:] or [part.__name__]):
-            part(offsets_of(LENGTHS, torch.int64, "cuda"), int(LENGTHS.sum()))
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name](offsets_of(LENGTHS, torch.int64, "cuda"), int(LENGTHS.sum()))
