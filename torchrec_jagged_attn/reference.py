@@ -629,12 +629,18 @@ def _bias_gradient(
 
 @dataclass(frozen=True)
 class _Block:
-    """Some samples one after the other, which rows of queries and keys they own, and how many."""
+    """Some samples one after the other: where the queries of each begin and end, and the keys."""
 
-    queries: slice
-    keys: slice
-    q_lengths: list[int]
-    k_lengths: list[int]
+    q_offsets: list[int]
+    k_offsets: list[int]
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.q_offsets[0], self.q_offsets[-1])
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_offsets[0], self.k_offsets[-1])
 
     def samples(
         self, queries: Sequence[Tensor | None], keys: Sequence[Tensor | None]
@@ -644,32 +650,29 @@ class _Block:
         The first are scaled queries. The part of a tensor of the block's rows, ``[ΣL, H, …]``, is a
         view ``[H, L, …]``.
         """
+        q_lengths, k_lengths = (
+            [end - begin for begin, end in itertools.pairwise(offsets)]
+            for offsets in (self.q_offsets, self.k_offsets)
+        )
         parts = [
             itertools.repeat(None) if x is None else x.transpose(0, 1).split(lengths, 1)
-            for tensors, lengths in ((queries, self.q_lengths), (keys, self.k_lengths))
+            for tensors, lengths in ((queries, q_lengths), (keys, k_lengths))
             for x in tensors
         ]
-        samples = list(itertools.compress(zip(*parts, strict=False), self.k_lengths))
-        first_key = len(queries)
-        sizes = [of_one[0].numel() * of_one[first_key].shape[1] for of_one in samples]
-        return samples, sizes
+        samples = list(itertools.compress(zip(*parts, strict=False), k_lengths))
+        seen = [n for n in k_lengths if n]
+        return samples, [q.numel() * n for (q, *_), n in zip(samples, seen, strict=True)]
 
 
 def _blocks(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[_Block]:
     """All samples, in blocks of about BLOCK_ROWS rows or of one sample of more."""
-    q_ends, k_ends = q_offsets.tolist(), kv_offsets.tolist()
-    first, num_samples = 0, len(q_ends) - 1
+    q_bounds, k_bounds = q_offsets.tolist(), kv_offsets.tolist()
+    first, num_samples = 0, len(q_bounds) - 1
     for last in range(1, num_samples + 1):
-        num_rows = q_ends[last] - q_ends[first] + k_ends[last] - k_ends[first]
-        if last < num_samples and num_rows < BLOCK_ROWS:
-            continue
-        yield _Block(
-            slice(q_ends[first], q_ends[last]),
-            slice(k_ends[first], k_ends[last]),
-            q_offsets[first : last + 1].diff().tolist(),
-            kv_offsets[first : last + 1].diff().tolist(),
-        )
-        first = last
+        num_rows = q_bounds[last] - q_bounds[first] + k_bounds[last] - k_bounds[first]
+        if last == num_samples or num_rows >= BLOCK_ROWS:
+            yield _Block(q_bounds[first : last + 1], k_bounds[first : last + 1])
+            first = last
 
 
 def _rows(x: Tensor | None, rows: slice) -> Tensor | None:

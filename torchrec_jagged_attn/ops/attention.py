@@ -421,17 +421,10 @@ def _flash_attention_backward(
         relative_bias, causal, scale, out, stats, grad_k, grad_v,
     )  # fmt: skip
     *grads_of_keys, grad_relative_bias = grads_of_biases
+    constants = (None, None, None)
     grads = (
-        grad_q,
-        grad_k,
-        grad_v,
-        None,
-        None,
-        *grads_of_keys,
-        None,
-        grad_relative_bias,
-        *[None] * 3,
-    )
+        grad_q, grad_k, grad_v, None, None, *grads_of_keys, None, grad_relative_bias, *constants
+    )  # fmt: skip
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
 
