@@ -19,6 +19,7 @@ from torchrec_jagged_attn.kernels.flash_tiles import (
     softmax_of_stats,
     store_rows,
 )
+from torchrec_jagged_attn.kernels.product_tiles import multiply
 from torchrec_jagged_attn.kernels.score_bias import load_bias, row_buckets
 
 __all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel"]
@@ -273,10 +274,10 @@ def _grad_of_keys(
             products, factor, scores_bias, visible, maximum[None, :], inverse[None, :],
             BIASED, MASKED, EXACT,
         )  # fmt: skip
-        acc_v = tl.dot(p.to(grad_out.dtype), grad_out, acc_v, input_precision=PRECISION)
+        acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, PRECISION)
         dp = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
         ds = p * (dp - delta[None, :])
-        acc_k = tl.dot(ds.to(q.dtype), q, acc_k, input_precision=PRECISION)
+        acc_k = multiply(ds.to(q.dtype), q, acc_k, PRECISION)
         if BIASED:
             grad_bias += tl.sum(ds, 1)
     return acc_k, acc_v, grad_bias

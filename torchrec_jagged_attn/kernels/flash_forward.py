@@ -13,6 +13,7 @@ from torchrec_jagged_attn.kernels.flash_tiles import (
     store_rows,
     store_softmax_stats,
 )
+from torchrec_jagged_attn.kernels.product_tiles import multiply
 
 __all__ = ["forward_kernel"]
 
@@ -114,7 +115,7 @@ def _attend(
         v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
         # A product whose sum is next needed in the next iteration would stay in flight till then,
         # and ptxas wait after every instruction (C7515).
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = multiply(p.to(v.dtype), v, acc, PRECISION)
         p, rescale, maximum, total = online_softmax(
             products, factor, bias, visible, maximum, total, BIASED, MASKED
         )
@@ -214,7 +215,7 @@ def forward_kernel(
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False,
         )  # fmt: skip
     v = load_rows(v_ptr, base, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = multiply(p.to(v.dtype), v, acc, PRECISION)
 
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
