@@ -1,17 +1,25 @@
-"""What only the CPU path promises: bits that no other sample touches, and memory as the rows."""
+"""What only the CPU path promises: bits that no other sample touches, memory as the rows, and
+the same without a compiler."""
 
+import functools
+import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention, reference
+from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
+from torchrec_jagged_attn.kernels import cpu_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
+    Case,
     assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    make_flash_inputs,
     offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
@@ -75,23 +83,7 @@ def some_samples(inputs, order):
     return fewer, rows
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("targets", [1, 9, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
-@pytest.mark.parametrize(
-    ("num_heads", "width", "dtype"),
-    [
-        (1, 8, torch.float32),
-        (2, 20, torch.float32),
-        (3, 33, torch.float32),  # does not fit grouped_mm
-        (4, 128, torch.float32),
-        (1, 256, torch.float32),
-        (4, 32, torch.bfloat16),
-        (2, 16, torch.float64),
-    ],
-)
-def test_bits_do_not_depend_on_the_batch(num_heads, width, dtype, targets):
-    inputs = inputs_of(LENGTHS, targets=targets, num_heads=num_heads, width=width, dtype=dtype)
-    grad_out = torch.randn_like(inputs["query"])
+def assert_bits_do_not_depend_on_the_batch(inputs, grad_out):
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     alone = [[sample] for sample in range(len(LENGTHS))]
     for order in [[12, 7, 0, 9, 3, 2, 5], [9, 6], *alone]:
@@ -102,17 +94,57 @@ def test_bits_do_not_depend_on_the_batch(num_heads, width, dtype, targets):
             assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
 
 
-@pytest.mark.parametrize("targets", [2, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
-def test_bits_do_not_depend_on_the_slabs(targets, monkeypatch):
-    inputs = inputs_of(LENGTHS, targets=targets)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("targets", [1, 9, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "width", "dtype"),
+    [
+        (1, 8, torch.float32),
+        (2, 20, torch.float32),
+        (3, 33, torch.float32),
+        (4, 128, torch.float32),
+        (1, 256, torch.float32),
+        (4, 32, torch.bfloat16),
+        (2, 16, torch.float64),
+    ],
+)
+def test_bits_do_not_depend_on_the_batch(num_heads, width, dtype, targets):
+    inputs = inputs_of(LENGTHS, targets=targets, num_heads=num_heads, width=width, dtype=dtype)
     grad_out = torch.randn_like(inputs["query"])
-    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    monkeypatch.setattr(reference, "SLAB_ROWS", 50)
-    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    for name in ("out", "query", "history", "bias"):
-        assert torch.equal(results[name], expected[name])
-    for name in ("position_bias", "age_bias"):  # sums over all samples, in fp64
-        torch.testing.assert_close(results[name], expected[name])
+    assert_bits_do_not_depend_on_the_batch(inputs, grad_out)
+
+
+@pytest.mark.usefixtures("threads")
+def test_bits_beside_a_sample_that_all_cores_share():
+    """That of 700 rows, whose products have more than 2²⁴ multiply-adds."""
+    inputs = inputs_of(LENGTHS, targets=64, num_heads=8, width=64)
+    assert_bits_do_not_depend_on_the_batch(inputs, torch.randn_like(inputs["query"]))
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    inputs, before = inputs_of(LENGTHS, targets=3), torch.get_num_threads()
+    grad_out = torch.randn_like(inputs["query"])
+    results = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        results.append(outputs_and_gradients(jagged_target_attention, inputs, grad_out))
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(others[name], results[0][name]) for name in results[0])
+
+
+def test_calls_side_by_side():
+    """From several threads of the process."""
+    inputs = inputs_of(LENGTHS, targets=3)
+    grad_out = torch.randn_like(inputs["query"])
+
+    def call(_):
+        return outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(call, range(16))
+    for results in others:
+        assert all(torch.equal(results[name], first[name]) for name in first)
 
 
 @pytest.mark.usefixtures("threads")
@@ -126,7 +158,7 @@ def test_gradients_of_tables_repeat():
 
 
 @pytest.mark.parametrize("width", [1, 33, 50])
-def test_widths_that_do_not_fit_grouped_mm(width):
+def test_odd_widths(width):
     inputs = inputs_of([3, 0, 70, 1], targets=3, width=width)
     del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
     assert_matches_oracle(
@@ -151,27 +183,13 @@ def test_sums_over_long_histories():
     )
 
 
-@pytest.mark.parametrize("history_rows", [1, 64, 200])
-@pytest.mark.parametrize("query_rows", [1, 4])
-def test_bits_of_a_sample_do_not_depend_on_what_others_take(query_rows, history_rows, monkeypatch):
-    """Where lists of pairs end, and calls for each sample begin."""
-    inputs = inputs_of(LENGTHS, targets=[1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9])
-    grad_out = torch.randn_like(inputs["query"])
-    monkeypatch.setattr(reference, "MAX_LISTED_QUERY_ROWS", query_rows)
-    monkeypatch.setattr(reference, "MAX_LISTED_HISTORY_ROWS", history_rows)
-    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    for order in [[12, 7, 0, 9, 3, 2, 5], [9], [6, 5]]:
-        fewer, rows = some_samples(inputs, order)
-        results = outputs_and_gradients(jagged_target_attention, fewer, grad_out[rows["query"]])
-        for name in ("out", "query", "history", "bias"):
-            of = rows["query" if name in ("out", "query") else "history"]
-            assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
-
-
 def peak_bytes(call):
-    """The most memory that ``call`` holds at any time."""
+    """The most memory that ``call`` holds at any time, with one thread: others are not seen."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
+    torch.set_num_threads(before)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     allocated = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
     return allocated.cumsum(0).max()
@@ -185,40 +203,24 @@ def test_memory_follows_the_rows():
     assert peak < 4 * given  # padded, the history alone would be 400 times
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_attention_over_keys_converts_few_at_a_time(dtype, monkeypatch):
-    """Keys and values, of half precision or of fewer heads than queries."""
+def test_attention_over_keys_converts_few_at_a_time():
+    """Keys and values of half precision, that several heads share."""
     lengths = torch.full((400,), 50)
     offsets = offsets_of(lengths, torch.int64, "cpu")
     q_offsets = offsets_of(torch.ones_like(lengths), torch.int64, "cpu")
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        return torch.randn(shape, generator=generator).bfloat16().requires_grad_()
 
-    q, k, v = draw(400, 8, 16), draw(20_000, 1, 16), draw(20_000, 1, 16)
-
-    def both():
-        return torch.autograd.grad(
+    q, k, v = draw(400, 8, 16), draw(20_000, 2, 16), draw(20_000, 2, 16)
+    peak = peak_bytes(
+        lambda: torch.autograd.grad(
             jagged_flash_attention(q, k, v, q_offsets, offsets).sum(), (q, k, v)
         )
-
-    few = peak_bytes(both)
-    results = both()
-    monkeypatch.setattr(reference, "BLOCK_ROWS", 1 << 20)
-    assert few < peak_bytes(both) / 2
-    for one, other in zip(results, both(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_large_samples_have_their_size(monkeypatch):
-    """Of 2³¹ multiply-adds, where int32 ends: on all threads."""
-    seen = []
-    monkeypatch.setattr(reference, "_for_each", lambda work, samples, sizes: seen.extend(sizes))
-    jagged_target_attention(
-        torch.zeros(1, 512, 8, 64), torch.zeros(8192, 64), torch.tensor([0, 8192])
     )
-    assert seen == [2**31]
+    gradients = k.nbytes + v.nbytes
+    assert peak < 1.5 * gradients  # in fp32, keys and values alone would be twice as much
 
 
 def test_forward_takes_less_memory_than_the_rows():
@@ -229,64 +231,72 @@ def test_forward_takes_less_memory_than_the_rows():
     assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2
 
 
-@pytest.mark.parametrize("targets", [1, 20], ids=["pairs", "samples"])
-def test_number_of_threads_stays(targets, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        inputs = inputs_of(LENGTHS, targets=[targets] * len(LENGTHS))
-        outputs_and_gradients(jagged_target_attention, inputs, torch.ones_like(inputs["query"]))
-        assert torch.get_num_threads() == 2
-        rows = inputs["history"].unsqueeze(1).requires_grad_()
-        jagged_flash_attention(rows, rows, rows, inputs["offsets"]).sum().backward()
-        assert torch.get_num_threads() == 2
-        monkeypatch.setattr(reference, "_flash_weights", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            jagged_flash_attention(rows, rows, rows, inputs["offsets"])
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+@pytest.fixture
+def without_compiled(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "library", lambda: None)
 
 
-def test_number_of_threads_of_loops_side_by_side():
-    """Each thread has its own again, in whichever order they begin and end."""
-    number, barrier, ends = torch.get_num_threads(), threading.Barrier(2), []
-
-    def loop(leaves_first):
-        torch.set_num_threads(2)
-        assert torch.get_num_threads() == 2  # the first call sets what the process had last
-        barrier.wait()
-        with reference._one_thread():
-            ends.append(torch.get_num_threads())
-            barrier.wait()
-            if not leaves_first:
-                barrier.wait()
-        if leaves_first:
-            barrier.wait()
-        ends.append(torch.get_num_threads())
-
-    threads = [threading.Thread(target=loop, args=(first,)) for first in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.set_num_threads(number)
-    assert sorted(ends) == [1, 1, 2, 2]
+@pytest.mark.usefixtures("without_compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("targets", [2, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
+def test_target_attention_in_python(targets, dtype):
+    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    inputs = inputs_of(LENGTHS, targets=targets, dtype=dtype)
+    timestamps = inputs.pop("timestamps")
+    assert_matches_oracle(
+        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
+    )
 
 
-def test_threads_by_the_size_of_a_sample():
-    seen, least = [], reference.LEAST_SHARED_WORK
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        reference._for_each(
-            lambda name: seen.append((name, torch.get_num_threads())),
-            zip("abcd", strict=True),
-            [least - 1, least, 0, least + 1],
-        )
-        assert sorted(seen) == [("a", 1), ("b", 2), ("c", 1), ("d", 2)]
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.usefixtures("without_compiled")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_flash_attention_in_python(dtype, cross, causal):
+    functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+    case = Case("python", 7, 40, 4, 24, dtype=dtype)
+    inputs = make_flash_inputs(case, "cpu", cross=cross, kv_heads=2, value_width=16, bias=True)
+    assert_matches_oracle(
+        *(functools.partial(function, causal=causal) for function in functions), inputs
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_python_agrees(causal, monkeypatch):
+    """On the bias by distance and the log-sum-exps, too; the tests elsewhere have C++."""
+    inputs = make_flash_inputs(
+        Case("both", 9, 40, 4, 24, dtype=torch.float64), "cpu", cross=True, kv_heads=2, bias=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    grad_out = torch.randn(inputs["q"].shape, generator=generator, dtype=torch.float64)
+    attend = functools.partial(jagged_flash_attention, causal=causal)
+    results, lses = [], []
+    for _ in range(2):
+        results.append(outputs_and_gradients(attend, inputs, grad_out))
+        lses.append(attend(**inputs, return_lse=True)[1])
+        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(lses[0], lses[1])
+
+
+def test_without_a_compiler(tmp_path):
+    """A warning says what is missing, and results are the same."""
+    lines = (
+        "import torch, torchrec_jagged_attn as ours",
+        "x, offsets = torch.ones(3, 8), torch.tensor([0, 1, 3])",
+        "print(ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum().item())",
+    )
+    hidden = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "none"}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, **hidden},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout) == 16
+    assert "cpu_attention.cpp was not built" in done.stderr
 
 
 def test_is_imported_under_a_fake_mode():

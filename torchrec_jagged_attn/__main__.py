@@ -12,7 +12,12 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.kernels import flash_attention, jagged_products, target_attention
+from torchrec_jagged_attn.kernels import (
+    cpu_attention,
+    flash_attention,
+    jagged_products,
+    target_attention,
+)
 
 # Of ops that have more than one path on a device.
 KERNELS = {
@@ -68,6 +73,8 @@ def paths() -> list[tuple[str, str, str, str]]:
 def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
     """Paths of an op on a device, and what takes each; the first one takes all else."""
     path, why = ops.implementation(device)
+    if path == "reference" and name in ("jagged_flash_attention", "jagged_target_attention"):
+        path = "reference" if cpu_attention.library() is None else "c++"
     found = [(path, why)]
     if path == "triton" and name in KERNELS:
         found += KERNELS[name].paths(device).items()

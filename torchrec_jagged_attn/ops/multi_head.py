@@ -57,7 +57,7 @@ __all__ = ["multi_head_target_attention"]
 # How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
 # at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
 # the calls that each sample's keys and values take, where histories have about 100 rows.
-FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 8, ("cpu", 4): 8}
+FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 28, ("cpu", 4): 28}
 # How many FLOPs of attention over keys take as long as one over raw rows does, which for many
 # targets is left to slower kernels. By trying, see docs/target_attention.md.
 FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 4): 1}

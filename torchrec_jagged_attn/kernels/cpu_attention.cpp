@@ -1,0 +1,225 @@
+// Attention within each sample of a batch on a CPU: what `reference.py` computes one sample after
+// the other, with the samples shared out to all cores.
+//
+// Shapes: `q` [ΣLq, H, D], scaled and in the dtype that is computed in; `k` [ΣLk, K, D] and `v`
+// [ΣLk, K, Dv], of K heads for H, in any dtype. A sample is the rows between two offsets. In it, G
+// = H / K heads of queries read one head of keys, so that a product has Lq · G rows of queries. Of
+// one head of keys, which is what attention over raw rows has, all tensors are matrices.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <optional>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+// Multiply-adds of a sample's product from which on all cores work on it together.
+constexpr int64_t SHARED_WORK = int64_t{1} << 24;
+
+struct Sample {
+  int64_t q_begin, q_end, k_begin, k_end;
+  int64_t distances_begin;  // each has max(Lq, Lk) of them
+  int64_t queries() const { return q_end - q_begin; }
+  int64_t keys() const { return k_end - k_begin; }
+  int64_t distances() const { return std::max(queries(), keys()); }
+};
+
+// Those that have keys: the others' outputs and gradients are zeros.
+std::vector<Sample> samples_of(const Tensor& q_offsets, const Tensor& kv_offsets) {
+  const Tensor q = q_offsets.to(at::kLong).contiguous(), k = kv_offsets.to(at::kLong).contiguous();
+  const int64_t *q_at = q.const_data_ptr<int64_t>(), *k_at = k.const_data_ptr<int64_t>();
+  std::vector<Sample> samples;
+  int64_t distances = 0;
+  for (int64_t b = 0; b + 1 < q.numel(); ++b) {
+    const Sample s{q_at[b], q_at[b + 1], k_at[b], k_at[b + 1], distances};
+    distances += s.distances();
+    if (s.keys()) samples.push_back(s);
+  }
+  return samples;
+}
+
+// Does `work` on each sample: on large ones with all cores, then on each of the others with one.
+// Which are large depends on the sample alone, as its bits do.
+template <class Work>
+void for_each(const std::vector<Sample>& samples, int64_t row_size, const Work& work) {
+  const auto is_large = [&](const Sample& s) {
+    return s.queries() * row_size * s.keys() >= SHARED_WORK;
+  };
+  for (const Sample& s : samples)
+    if (is_large(s)) work(s);
+  std::atomic<size_t> next{0};
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    for (size_t i; (i = next++) < samples.size();)
+      if (!is_large(samples[i])) work(samples[i]);
+  });
+}
+
+Tensor product(const Tensor& a, const Tensor& b) { return a.dim() == 2 ? a.mm(b) : a.bmm(b); }
+
+// Writes a product where `out`, of the same shape, may have another dtype.
+void put_product(Tensor out, const Tensor& a, const Tensor& b) {
+  if (out.dim() == 2 && out.scalar_type() == a.scalar_type())
+    at::mm_out(out, a, b);
+  else
+    out.copy_(product(a, b));
+}
+
+// All rows of keys: [ΣLk, D] of one head, else [K, ΣLk, D].
+Tensor by_key(const Tensor& x) { return x.size(1) == 1 ? x.select(1, 0) : x.transpose(0, 1); }
+
+Tensor keys_of(const Tensor& x, const Sample& s) {
+  return x.slice(x.dim() - 2, s.k_begin, s.k_end);
+}
+
+// [Lq, Lk]: how far a key is from a query, where the last of both are at one place.
+Tensor distances(const Sample& s) {
+  const Tensor rows = at::arange(s.keys() - s.queries(), s.keys());
+  return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
+}
+
+struct Attention {
+  int64_t heads, key_heads;
+  const optional<Tensor>&bias, &by_distance;  // [ΣLk, H] and [distances, H], added to scores
+  bool causal;
+
+  // All rows of queries: [ΣLq · H, D] over one head of keys, else [K, ΣLq, G, D].
+  Tensor by_query(const Tensor& x) const {
+    if (key_heads == 1) return x.reshape({x.size(0) * heads, x.size(2)});
+    return x.unflatten(1, {key_heads, heads / key_heads}).transpose(0, 1);
+  }
+
+  // A sample's of these: [Lq · H, D] or [K, Lq · G, D].
+  Tensor queries_of(const Tensor& rows, const Sample& s) const {
+    if (key_heads == 1) return rows.slice(0, s.q_begin * heads, s.q_end * heads);
+    return rows.slice(1, s.q_begin, s.q_end).flatten(1, 2);
+  }
+
+  // Writes a product there.
+  void put_queries(const Tensor& rows, const Sample& s, const Tensor& a, const Tensor& b) const {
+    if (key_heads == 1) return put_product(queries_of(rows, s), a, b);
+    const Tensor own = rows.slice(1, s.q_begin, s.q_end);
+    own.copy_(a.bmm(b).view(own.sizes()));
+  }
+
+  // [K, Lq, G, Lk] of what a sample has for each pair of a row of queries and one of keys.
+  Tensor by_pair(const Tensor& x, const Sample& s) const {
+    return x.view({key_heads, s.queries(), heads / key_heads, s.keys()});
+  }
+
+  // Softmax over the keys of a sample, zeros where none is visible. Adds biases to the scores.
+  Tensor weights(const Tensor& scores, const Sample& s) const {
+    if (!bias && !by_distance && !causal) return at::_softmax(scores, -1, false);
+    Tensor x = by_pair(scores, s);
+    if (bias) {
+      const Tensor own = bias->slice(0, s.k_begin, s.k_end).t();  // [H, Lk]
+      x.add_(own.unflatten(0, {key_heads, -1}).unsqueeze(1));
+    }
+    if (by_distance) {
+      const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
+      x.add_(own.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
+    }
+    if (causal) {
+      const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
+      const Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
+      x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
+    }
+    return at::_safe_softmax(scores, -1);
+  }
+
+  // [Lq, H] of what a sample has for each row of a product.
+  Tensor by_head(const Tensor& x, const Sample& s) const {
+    return x.view({key_heads, s.queries(), heads / key_heads}).transpose(0, 1).flatten(1);
+  }
+};
+
+// Outputs [ΣLq, H, Dv] in the dtype of `q`. `stats`, of no element or [2, ΣLq, H], receive the
+// largest score and the largest weight, which is one by the softmax's sum.
+Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
+               const Tensor& kv_offsets, const optional<Tensor>& bias,
+               const optional<Tensor>& by_distance, bool causal, const Tensor& stats) {
+  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal};
+  Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
+  const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
+  const Tensor k_rows = by_key(k), v_rows = by_key(v);
+  for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
+    const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
+    const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
+    const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
+    const Tensor p = attention.weights(scores, s);
+    attention.put_queries(out_rows, s, p, own_v);
+    if (stats.numel() == 0) return;
+    const Tensor own = stats.slice(1, s.q_begin, s.q_end);
+    own.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
+    own.select(0, 1).copy_(attention.by_head(p.amax(-1), s));
+  });
+  return out;
+}
+
+// Gradients of `q`, and those of `k` and `v` into `grad_k` and `grad_v`, of `bias` into `grad_bias`
+// [ΣLk, H] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
+// `grad_v`, keys are values: `grad_k` receives the sum.
+Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& bias,
+                const optional<Tensor>& by_distance, bool causal, const Tensor& grad_k,
+                const optional<Tensor>& grad_v, const optional<Tensor>& grad_bias,
+                const optional<Tensor>& grad_by_distance) {
+  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal};
+  Tensor grad_q = q.new_zeros(q.sizes());
+  const Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
+  const Tensor grad_out_rows = attention.by_query(grad_out);
+  const Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
+  for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
+    const Tensor own_q = attention.queries_of(q_rows, s);
+    const Tensor own_grad_out = attention.queries_of(grad_out_rows, s);
+    const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
+    const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
+    const Tensor p = attention.weights(product(own_q, own_k.mT()), s);
+    const Tensor dp = product(own_grad_out, own_v.mT());
+    const Tensor ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
+    attention.put_queries(grad_q_rows, s, ds, own_k);
+    Tensor own_grad_k = keys_of(grad_k_rows, s);
+    if (grad_v) {
+      put_product(own_grad_k, ds.mT(), own_q);
+      put_product(keys_of(by_key(*grad_v), s), p.mT(), own_grad_out);
+    } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == q.scalar_type()) {
+      at::mm_out(own_grad_k, ds.t(), own_q);
+      own_grad_k.addmm_(p.t(), own_grad_out);
+    } else {
+      own_grad_k.copy_(product(ds.mT(), own_q).add_(product(p.mT(), own_grad_out)));
+    }
+    if (grad_bias) {
+      const Tensor own = grad_bias->slice(0, s.k_begin, s.k_end);
+      own.copy_(attention.by_pair(ds, s).sum(1).flatten(0, 1).t());
+    }
+    if (grad_by_distance) {
+      const Tensor own = grad_by_distance->narrow(0, s.distances_begin, s.distances());
+      const Tensor pairs = attention.by_pair(ds, s).permute({1, 3, 0, 2});  // [Lq, Lk, K, G]
+      const Tensor terms = pairs.flatten(2).flatten(0, 1).to(own.scalar_type());
+      own.index_add_(0, distances(s).flatten(), terms);
+    }
+  });
+  return grad_q;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(torchrec_jagged_attn_cpu, library) {
+  library.def(
+      "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, Tensor? bias,"
+      " Tensor? by_distance, bool causal, Tensor(a!) stats) -> Tensor",
+      forward);
+  library.def(
+      "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
+      " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, Tensor(a!) grad_k,"
+      " Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
+      backward);
+}
