@@ -72,15 +72,15 @@ def target_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
-    rows, q_offsets = _by_target(query, offsets, query_offsets)
-    keys, grad_history = history.unsqueeze(1), torch.zeros_like(history)
-    grad_rows, grad_bias, grad_position, grad_age, _ = _gradients(
+    rows, q_offsets = _by_target(query.to(_compute_dtype(query)), offsets, query_offsets)
+    keys, grad_history = history.unsqueeze(1), history.new_zeros(history.shape)
+    grad_rows, grad_bias, grad_position, grad_age, _ = flash_attention_backward(
         grad_out.flatten(0, -3), rows.flatten(0, -3), keys, keys, q_offsets, offsets,
         bias, position_bias, age_bias, timestamps, None, grad_history.unsqueeze(1), None, False,
         scale,
     )  # fmt: skip
     grad_query = grad_rows.view(rows.shape)
-    if rows.shape != query.shape:
+    if rows.shape != query.shape:  # one that all samples share
         grad_query = grad_query.sum(0, keepdim=True)
     return grad_query.to(query.dtype), grad_history, grad_bias, grad_position, grad_age
 
@@ -144,41 +144,14 @@ def flash_attention_backward(
     timestamps: Tensor | None,
     relative_bias: Tensor | None,
     grad_k: Tensor,
-    grad_v: Tensor,
+    grad_v: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``.
-    """
-    grad_q, grad_bias, grad_position, grad_age, grad_relative = _gradients(
-        grad_out, q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
-        relative_bias, grad_k, grad_v, causal, scale,
-    )  # fmt: skip
-    return grad_q.to(q.dtype), grad_bias, grad_position, grad_age, grad_relative
-
-
-def _gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    grad_k: Tensor,
-    grad_v: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As :func:`flash_attention_backward`, but that of ``q`` in the dtype that is computed in.
-
-    Without ``grad_v``, the keys are the values, and ``grad_k`` receives both gradients' sum.
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
+    must be ``v``, and their sum into ``grad_k``.
     """
     dtype = _compute_dtype(q)
     bias_NH, buckets = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
@@ -198,7 +171,7 @@ def _gradients(
     )  # fmt: skip
     position_bucket, age_bucket = buckets
     return (
-        grad_q.mul_(scale),
+        grad_q.mul_(scale).to(q.dtype),
         _bias_gradient(grad_bias_NH, None, bias),
         _bias_gradient(grad_bias_NH, position_bucket, position_bias),
         _bias_gradient(grad_bias_NH, age_bucket, age_bias),
