@@ -280,23 +280,44 @@ def test_python_agrees(causal, monkeypatch):
     torch.testing.assert_close(lses[0], lses[1])
 
 
-def test_without_a_compiler(tmp_path):
+@pytest.mark.parametrize("missing", ["compiler", "folder"])
+def test_where_nothing_can_be_built(missing, tmp_path):
     """A warning says what is missing, and results are the same."""
-    lines = (
+    (tmp_path / "file").touch()
+    hidden = {
+        "compiler": {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-such-compiler"},
+        "folder": {"TORCH_EXTENSIONS_DIR": str(tmp_path / "file" / "folder")},
+    }
+    done = run_python(
         "import torch, torchrec_jagged_attn as ours",
         "x, offsets = torch.ones(3, 8), torch.tensor([0, 1, 3])",
         "print(ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum().item())",
+        **hidden[missing],
     )
-    hidden = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "none"}
-    done = subprocess.run(
+    assert float(done.stdout) == 16
+    assert "cpu_attention.cpp was not built" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_is_built_once(tmp_path):
+    """And by a process that has no ``ninja`` on its path."""
+    lines = (
+        "from torchrec_jagged_attn.kernels import cpu_attention",
+        "assert cpu_attention.library() is not None",
+    )
+    run_python(*lines, PATH=os.defpath, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
+    run_python(*lines, TORCH_EXTENSIONS_DIR=str(tmp_path), CXX="no-such-compiler")
+
+
+def run_python(*lines, **environment):
+    return subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
-        env={**os.environ, **hidden},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert float(done.stdout) == 16
-    assert "cpu_attention.cpp was not built" in done.stderr
 
 
 def test_is_imported_under_a_fake_mode():

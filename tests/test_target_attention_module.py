@@ -829,8 +829,8 @@ def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
         ("cuda", torch.bfloat16, 1000, 18, 19),
         ("cuda", torch.float32, 1000, 8, 9),
         ("cuda", torch.bfloat16, 1, 163, 164),  # too few to fill a GPU by themselves
-        ("cpu", torch.float32, 1000, 40, 41),
-        ("cpu", torch.float32, 1, 40, 41),
+        ("cpu", torch.float32, 1000, 46, 47),
+        ("cpu", torch.float32, 1, 46, 47),
     ],
 )
 def test_auto_counts_what_either_way_takes(

@@ -1,1 +1,1 @@
-"""Triton kernels and their launchers; no autograd, no modules, no TorchRec."""
+"""Kernels in Triton, and in C++ for CPUs, and their launchers; no autograd, modules, TorchRec."""

@@ -29,7 +29,7 @@ def implementation(device: torch.device) -> tuple[str, str]:
     Returns:
         ``(name, reason)``. The name is one of ``"triton"`` (compiled kernels),
         ``"triton-interpreter"`` (the same kernels, run by Triton's interpreter) and
-        ``"reference"`` (plain PyTorch).
+        ``"reference"`` (plain PyTorch, but attention in C++ where that can be built).
 
     Raises:
         NotImplementedError: no op runs on ``device``.
