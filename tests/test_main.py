@@ -65,6 +65,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     from torchrec_jagged_attn import __main__
     from torchrec_jagged_attn.kernels import flash_hopper, pairs_hopper, target_attention
 
+    monkeypatch.setattr(__main__, "devices", lambda: [(torch.device("cuda"), "a GPU")])
     monkeypatch.setattr(__main__.ops, "implementation", lambda device: ("triton", "CUDA device"))
     monkeypatch.setattr(target_attention, "_room_for_warps", lambda device: room)
     for module in (flash_hopper, pairs_hopper, target_attention):

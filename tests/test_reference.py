@@ -313,7 +313,7 @@ def test_is_built_once(tmp_path):
 def run_python(*lines, **environment):
     return subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONWARNINGS": "default", **environment},
         capture_output=True,
         text=True,
         check=True,
