@@ -3,6 +3,7 @@ the same without a compiler."""
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -300,14 +301,22 @@ def test_where_nothing_can_be_built(missing, tmp_path):
 
 
 def test_is_built_once(tmp_path):
-    """And by a process that has no ``ninja`` on its path."""
+    """By the first of two threads, and in a process that has no ``ninja`` on its path."""
+    tools, folder = tmp_path / "tools", tmp_path / "folder"
+    tools.mkdir()
+    for name in ("c++", "g++", "as", "ld", "sh", "which"):
+        if (found := shutil.which(name)) is not None:
+            (tools / name).symlink_to(found)
     lines = (
+        "from concurrent.futures import ThreadPoolExecutor",
         "from torchrec_jagged_attn.kernels import cpu_attention",
-        "assert cpu_attention.library() is not None",
+        "with ThreadPoolExecutor(2) as pool:",
+        "    found = [pool.submit(cpu_attention.library) for _ in range(2)]",
+        "assert None not in [future.result() for future in found]",
     )
-    run_python(*lines, PATH=os.defpath, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 1
-    run_python(*lines, TORCH_EXTENSIONS_DIR=str(tmp_path), CXX="no-such-compiler")
+    run_python(*lines, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(folder))
+    assert len(list(folder.iterdir())) == 1
+    run_python(*lines, TORCH_EXTENSIONS_DIR=str(folder), CXX="no-such-compiler")
 
 
 def run_python(*lines, **environment):

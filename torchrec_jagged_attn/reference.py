@@ -1,9 +1,9 @@
-"""Each op in plain PyTorch, on jagged tensors and without padding: what runs on CPU.
+"""Attention on jagged tensors and without padding: what runs on CPU.
 
 Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the kernels. All attention is
-one of ``H`` heads of queries over ``K`` heads of keys and values, one sample after the other; of
-raw history rows, which are keys and values of one head. ``kernels/cpu_attention.cpp`` does the same
-on all cores; without it, :func:`_attend` and :func:`_differentiate` do.
+one of ``H`` heads of queries over ``K`` heads of keys and values; raw history rows are keys and
+values of one head. ``kernels/cpu_attention.cpp`` computes it on all cores; where that cannot be
+built, :func:`_attend` and :func:`_differentiate` do the same in plain PyTorch.
 
 In names, ``N`` are rows of keys, ``L`` those of queries of one sample and ``S`` those of keys.
 """
@@ -50,13 +50,13 @@ def target_attention(
     """
     rows, q_offsets = _by_target(query, offsets, query_offsets)
     keys = history.unsqueeze(1)
-    out, _ = flash_attention(
+    out, stats = flash_attention(
         rows.flatten(0, -3), keys, keys, q_offsets, offsets,
         bias, position_bias, age_bias, timestamps, None, False, scale, False,
     )  # fmt: skip
     out = out.view(rows.shape)
     rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
-    return out, rest, out.new_zeros(2, *out.shape[:-1], dtype=torch.float32)
+    return out, rest, stats.view(2, *out.shape[:-1])
 
 
 def target_attention_backward(
@@ -72,6 +72,7 @@ def target_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
+    # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     rows, q_offsets = _by_target(query.to(_compute_dtype(query)), offsets, query_offsets)
     keys, grad_history = history.unsqueeze(1), history.new_zeros(history.shape)
     grad_rows, grad_bias, grad_position, grad_age, _ = flash_attention_backward(
@@ -123,8 +124,8 @@ def flash_attention(
     largest_MH, inverse_MH = stats
     attend = _attend if (compiled := cpu_attention.library()) is None else compiled.forward
     out = attend(
-        q.to(dtype) * scale, k, v, q_offsets, kv_offsets, bias_NH, by_distance, causal,
-        stats if needs_stats else stats[:0],
+        (q.to(dtype) * scale).contiguous(), k, v, q_offsets, kv_offsets, bias_NH, by_distance,
+        causal, stats if needs_stats else stats[:0],
     )  # fmt: skip
     if needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
@@ -166,8 +167,8 @@ def flash_attention_backward(
     compiled = cpu_attention.library()
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
-        grad_out.to(dtype), q.to(dtype) * scale, k, v, q_offsets, kv_offsets, bias_NH, by_distance,
-        causal, grad_k, grad_v, grad_bias_NH, grad_by_distance,
+        grad_out.to(dtype).contiguous(), (q.to(dtype) * scale).contiguous(), k, v, q_offsets,
+        kv_offsets, bias_NH, by_distance, causal, grad_k, grad_v, grad_bias_NH, grad_by_distance,
     )  # fmt: skip
     position_bucket, age_bucket = buckets
     return (
@@ -298,7 +299,8 @@ def _by_distance(
         return None
     lengths = torch.maximum(q_offsets.diff(), kv_offsets.diff())
     distances = torch.arange(int(lengths.max()) if len(lengths) else 0)
-    return relative_bias.to(dtype)[recency_buckets(distances, len(relative_bias))]
+    buckets = recency_buckets(distances, len(relative_bias))
+    return relative_bias.to(dtype)[buckets].contiguous()
 
 
 def _bias_of_keys(
@@ -321,7 +323,8 @@ def _bias_of_keys(
         newest = times[kv_offsets[1:][layout.sample_ids()] - 1]
         ages = recency_buckets((newest - times).clamp(min=0), len(age_bias))
         parts.append(age_bias.to(dtype)[ages])
-    return sum(parts[1:], parts[0]) if parts else None, (positions, ages)
+    total = sum(parts[1:], parts[0]).contiguous() if parts else None
+    return total, (positions, ages)
 
 
 def _bias_gradient(

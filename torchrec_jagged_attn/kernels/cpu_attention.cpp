@@ -1,19 +1,24 @@
 // Attention within each sample of a batch on a CPU: what `reference.py` computes one sample after
-// the other, with the samples shared out to all cores.
+// the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
+// sample is so small that calling them takes longer than what they do.
 //
-// Shapes: `q` [ΣLq, H, D], scaled and in the dtype that is computed in; `k` [ΣLk, K, D] and `v`
-// [ΣLk, K, Dv], of K heads for H, in any dtype. A sample is the rows between two offsets. In it, G
-// = H / K heads of queries read one head of keys, so that a product has Lq · G rows of queries. Of
-// one head of keys, which is what attention over raw rows has, all tensors are matrices.
+// Shapes: `q` [ΣLq, H, D] is scaled, contiguous and in the dtype that is computed in, as the
+// gradient of outputs is; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have K heads for H, and any dtype. A
+// sample is the rows between two offsets. In it, G = H / K heads of queries read one head of keys,
+// so that a product has Lq · G rows of queries. Of one head of keys, which is what attention over
+// raw rows has, all tensors are matrices.
 
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -21,7 +26,9 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-// Multiply-adds of a sample's product from which on all cores work on it together.
+// Multiply-adds of a sample's product up to which loops compute it, and from which on all cores
+// work on it together.
+constexpr int64_t LOOPED_WORK = int64_t{1} << 12;
 constexpr int64_t SHARED_WORK = int64_t{1} << 24;
 
 struct Sample {
@@ -57,7 +64,7 @@ void for_each(const std::vector<Sample>& samples, int64_t row_size, const Work& 
     if (is_large(s)) work(s);
   std::atomic<size_t> next{0};
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
-    at::AutoDispatchBelowADInplaceOrView guard;
+    at::AutoDispatchBelowADInplaceOrView guard;  // where the caller is; other threads begin above
     for (size_t i; (i = next++) < samples.size();)
       if (!is_large(samples[i])) work(samples[i]);
   });
@@ -86,10 +93,18 @@ Tensor distances(const Sample& s) {
   return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
 }
 
+bool has_infinities(const optional<Tensor>& x) { return x && x->isinf().any().item<bool>(); }
+
 struct Attention {
   int64_t heads, key_heads;
-  const optional<Tensor>&bias, &by_distance;  // [ΣLk, H] and [distances, H], added to scores
+  const optional<Tensor>& bias;         // [ΣLk, H], added to scores
+  const optional<Tensor>& by_distance;  // [distances, H], added to scores
   bool causal;
+  bool hides = has_infinities(bias) || has_infinities(by_distance);  // perhaps all keys of a row
+
+  bool is_small(const Sample& s, int64_t width) const {
+    return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
+  }
 
   // All rows of queries: [ΣLq · H, D] over one head of keys, else [K, ΣLq, G, D].
   Tensor by_query(const Tensor& x) const {
@@ -132,12 +147,137 @@ struct Attention {
       const Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
       x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
     }
+    if (!hides && !(causal && s.queries() > s.keys())) return at::_softmax(scores, -1, false);
     return at::_safe_softmax(scores, -1);
   }
 
   // [Lq, H] of what a sample has for each row of a product.
   Tensor by_head(const Tensor& x, const Sample& s) const {
     return x.view({key_heads, s.queries(), heads / key_heads}).transpose(0, 1).flatten(1);
+  }
+};
+
+// The rows of one head follow each other at equal distances.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t row, head;
+  explicit Rows(const Tensor& x)
+      : data(x.data_ptr<T>()), row(x.stride(0)), head(x.stride(1)) {}
+  T* at(int64_t i, int64_t h) const { return data + i * row + h * head; }
+};
+
+bool has_rows(const Tensor& x, at::ScalarType dtype) {
+  return x.scalar_type() == dtype && (x.stride(2) == 1 || x.size(2) == 1);
+}
+
+template <typename T>
+T dot(const T* a, const T* b, int64_t size) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+template <typename T>
+void add(T* to, T factor, const T* x, int64_t size) {
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
+}
+
+// A small sample's attention, one row of queries after the other.
+template <typename T>
+struct Loops {
+  const Attention& attention;
+  const Sample& s;
+  int64_t width, value_width;
+  const T* bias;         // as the attention's
+  const T* by_distance;
+  std::vector<T> p = std::vector<T>(s.keys()), ds = p;  // of one row
+
+  Loops(const Attention& attention, const Sample& s, const Tensor& k, const Tensor& v)
+      : attention(attention), s(s), width(k.size(2)), value_width(v.size(2)),
+        bias(attention.bias ? attention.bias->const_data_ptr<T>() : nullptr),
+        by_distance(attention.by_distance ? attention.by_distance->const_data_ptr<T>() : nullptr) {}
+
+  int64_t distance(int64_t i, int64_t j) const {
+    return std::abs(s.keys() - s.queries() + i - j);
+  }
+
+  // Sets `p` to the weights of a row. Returns the largest score, and one by the softmax's sum,
+  // which is zero where no key is visible.
+  std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
+    const int64_t heads = attention.heads, group = heads / attention.key_heads;
+    const int64_t earlier = std::max(s.keys() - s.queries() + i + 1, int64_t{0});
+    const int64_t seen = attention.causal ? std::min(earlier, s.keys()) : s.keys();
+    T largest = -std::numeric_limits<T>::infinity();
+    double sum = 0;
+    std::fill(p.begin(), p.end(), T{0});
+    for (int64_t j = 0; j < seen; ++j) {
+      p[j] = dot(q, k.at(s.k_begin + j, h / group), width);
+      if (bias) p[j] += bias[(s.k_begin + j) * heads + h];
+      if (by_distance) p[j] += by_distance[distance(i, j) * heads + h];
+      largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
+    }
+    if (largest == -std::numeric_limits<T>::infinity()) {
+      std::fill(p.begin(), p.end(), T{0});
+      return {largest, T{0}};
+    }
+    for (int64_t j = 0; j < seen; ++j) sum += p[j] = std::exp(p[j] - largest);
+    for (int64_t j = 0; j < seen; ++j) p[j] /= T(sum);
+    return {largest, T(1 / sum)};
+  }
+
+  void forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+               const Tensor& stats) {
+    const Rows<T> q_rows(q), k_rows(k), v_rows(v), out_rows(out);
+    const int64_t group = attention.heads / attention.key_heads;
+    for (int64_t i = 0; i < s.queries(); ++i)
+      for (int64_t h = 0; h < attention.heads; ++h) {
+        const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
+        T* const own = out_rows.at(s.q_begin + i, h);
+        for (int64_t j = 0; j < s.keys(); ++j)
+          add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
+        if (stats.numel() == 0) continue;
+        T* const stat = stats.data_ptr<T>() + (s.q_begin + i) * attention.heads + h;
+        stat[0] = largest;
+        stat[stats.stride(0)] = inverse;
+      }
+  }
+
+  void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                const Tensor& grad_q, const Tensor& grad_k, const optional<Tensor>& grad_v,
+                const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
+    const Rows<T> grad_out_rows(grad_out), q_rows(q), k_rows(k), v_rows(v), grad_q_rows(grad_q);
+    const Rows<T> grad_k_rows(grad_k), grad_v_rows(grad_v ? *grad_v : grad_k);
+    const int64_t heads = attention.heads, group = heads / attention.key_heads;
+    for (int64_t j = s.k_begin; j < s.k_end; ++j)
+      for (int64_t h = 0; h < attention.key_heads; ++h) {
+        std::fill_n(grad_k_rows.at(j, h), width, T{0});
+        std::fill_n(grad_v_rows.at(j, h), value_width, T{0});
+      }
+    for (int64_t i = 0; i < s.queries(); ++i)
+      for (int64_t h = 0; h < heads; ++h) {
+        const T* const own_q = q_rows.at(s.q_begin + i, h);
+        const T* const own_grad_out = grad_out_rows.at(s.q_begin + i, h);
+        weigh(own_q, k_rows, i, h);
+        double mean = 0;
+        for (int64_t j = 0; j < s.keys(); ++j) {
+          ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
+          mean += double{p[j]} * ds[j];
+        }
+        for (int64_t j = 0; j < s.keys(); ++j) {
+          ds[j] = T(p[j] * (ds[j] - mean));
+          const int64_t row = s.k_begin + j, head = h / group;
+          add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
+          add(grad_k_rows.at(row, head), ds[j], own_q, width);
+          add(grad_v_rows.at(row, head), p[j], own_grad_out, value_width);
+          if (grad_bias) grad_bias->data_ptr<T>()[row * heads + h] += ds[j];
+          if (!grad_by_distance) continue;
+          const int64_t place = s.distances_begin + distance(i, j);
+          grad_by_distance->data_ptr<double>()[place * heads + h] += ds[j];
+        }
+      }
   }
 };
 
@@ -150,7 +290,15 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
   const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v);
+  const auto dtype = q.scalar_type();
+  const bool loops = has_rows(k, dtype) && has_rows(v, dtype);
   for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
+    if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
+      AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
+        Loops<scalar_t>(attention, s, k, v).forward(q, k, v, out, stats);
+      });
+      return;
+    }
     const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
     const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
     const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
@@ -177,7 +325,18 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
   const Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
   const Tensor grad_out_rows = attention.by_query(grad_out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
+  const Tensor grad_v_rows = grad_v ? by_key(*grad_v) : grad_k_rows;
+  const auto dtype = q.scalar_type();
+  const bool loops = has_rows(k, dtype) && has_rows(v, dtype) && has_rows(grad_k, dtype) &&
+                     (!grad_v || has_rows(*grad_v, dtype));
   for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
+    if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
+      AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
+        Loops<scalar_t>(attention, s, k, v)
+            .backward(grad_out, q, k, v, grad_q, grad_k, grad_v, grad_bias, grad_by_distance);
+      });
+      return;
+    }
     const Tensor own_q = attention.queries_of(q_rows, s);
     const Tensor own_grad_out = attention.queries_of(grad_out_rows, s);
     const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
@@ -189,7 +348,7 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
     Tensor own_grad_k = keys_of(grad_k_rows, s);
     if (grad_v) {
       put_product(own_grad_k, ds.mT(), own_q);
-      put_product(keys_of(by_key(*grad_v), s), p.mT(), own_grad_out);
+      put_product(keys_of(grad_v_rows, s), p.mT(), own_grad_out);
     } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == q.scalar_type()) {
       at::mm_out(own_grad_k, ds.t(), own_q);
       own_grad_k.addmm_(p.t(), own_grad_out);
