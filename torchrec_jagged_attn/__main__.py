@@ -1,4 +1,7 @@
-"""``python -m torchrec_jagged_attn``: versions, devices, and the paths of each op here, and why."""
+"""``python -m torchrec_jagged_attn``: versions, devices, and the paths of each op here, and why.
+
+Attention on a CPU is built first, where it was not.
+"""
 
 from __future__ import annotations
 

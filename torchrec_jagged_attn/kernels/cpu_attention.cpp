@@ -171,8 +171,15 @@ bool has_rows(const Tensor& x, at::ScalarType dtype) {
   return x.scalar_type() == dtype && (x.stride(2) == 1 || x.size(2) == 1);
 }
 
+// What is built is for any processor, and takes vectors of 256 bits where there are such.
+#if defined(__x86_64__) && defined(__linux__)
+#define WIDE_VECTORS __attribute__((target_clones("arch=haswell", "default")))
+#else
+#define WIDE_VECTORS
+#endif
+
 template <typename T>
-T dot(const T* a, const T* b, int64_t size) {
+WIDE_VECTORS T dot(const T* a, const T* b, int64_t size) {
   T sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < size; ++i) sum += a[i] * b[i];
@@ -180,7 +187,7 @@ T dot(const T* a, const T* b, int64_t size) {
 }
 
 template <typename T>
-void add(T* to, T factor, const T* x, int64_t size) {
+WIDE_VECTORS void add(T* to, T factor, const T* x, int64_t size) {
 #pragma omp simd
   for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
 }
