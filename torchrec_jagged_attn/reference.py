@@ -118,13 +118,13 @@ def flash_attention(
     where ``needs_stats`` is false.
     """
     dtype = _compute_dtype(q)
-    bias_NH, _ = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
+    bias_HN, _ = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
     largest_MH, inverse_MH = stats
     attend = _attend if (compiled := cpu_attention.library()) is None else compiled.forward
     out = attend(
-        (q.to(dtype) * scale).contiguous(), k, v, q_offsets, kv_offsets, bias_NH, by_distance,
+        (q.to(dtype) * scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
         causal, stats if needs_stats else stats[:0],
     )  # fmt: skip
     if needs_stats:
@@ -155,8 +155,8 @@ def flash_attention_backward(
     must be ``v``, and their sum into ``grad_k``.
     """
     dtype = _compute_dtype(q)
-    bias_NH, buckets = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
-    grad_bias_NH = None if bias_NH is None else bias_NH.new_zeros(bias_NH.shape)
+    bias_HN, buckets = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
+    grad_bias_HN = None if bias_HN is None else bias_HN.new_zeros(bias_HN.shape)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     grad_by_distance = bucket_of_distance = None
     if relative_bias is not None:
@@ -168,8 +168,9 @@ def flash_attention_backward(
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
         grad_out.to(dtype).contiguous(), (q.to(dtype) * scale).contiguous(), k, v, q_offsets,
-        kv_offsets, bias_NH, by_distance, causal, grad_k, grad_v, grad_bias_NH, grad_by_distance,
+        kv_offsets, bias_HN, by_distance, causal, grad_k, grad_v, grad_bias_HN, grad_by_distance,
     )  # fmt: skip
+    grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     position_bucket, age_bucket = buckets
     return (
         grad_q.mul_(scale).to(q.dtype),
@@ -186,7 +187,7 @@ def _attend(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
-    bias_NH: Tensor | None,
+    bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
     stats: Tensor,
@@ -194,7 +195,7 @@ def _attend(
     """Outputs of scaled ``q``, in its dtype, and statistics if ``stats`` has room for them."""
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     for queries, keys, _ in _samples(q_offsets, kv_offsets):
-        own_bias = None if bias_NH is None else bias_NH[keys]
+        own_bias = None if bias_HN is None else bias_HN[:, keys]
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
         p_HLS = _weights(scores_HLS, own_bias, by_distance, causal)
         out[queries] = (p_HLS @ _by_head(v[keys], q)).transpose(0, 1)
@@ -210,12 +211,12 @@ def _differentiate(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
-    bias_NH: Tensor | None,
+    bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
     grad_k: Tensor,
     grad_v: Tensor | None,
-    grad_bias_NH: Tensor | None,
+    grad_bias_HN: Tensor | None,
     grad_by_distance: Tensor | None,
 ) -> Tensor:
     """Gradients of scaled ``q``, and of all others into their place.
@@ -224,7 +225,7 @@ def _differentiate(
     """
     grad_q = q.new_zeros(q.shape)
     for queries, keys, distances in _samples(q_offsets, kv_offsets):
-        own_bias = None if bias_NH is None else bias_NH[keys]
+        own_bias = None if bias_HN is None else bias_HN[:, keys]
         q_HLD, k_HSD, v_HSD = _by_head(q[queries]), _by_head(k[keys], q), _by_head(v[keys], q)
         grad_out_HLD = _by_head(grad_out[queries])
         p_HLS = _weights(q_HLD @ k_HSD.mT, own_bias, by_distance, causal)
@@ -240,8 +241,8 @@ def _differentiate(
         else:
             grad_v[keys] = grad_v_SKD.to(v.dtype)
         grad_k[keys] = grad_k_SKD.to(k.dtype)
-        if grad_bias_NH is not None:
-            grad_bias_NH[keys] = ds_HLS.sum(1).T
+        if grad_bias_HN is not None:
+            grad_bias_HN[:, keys] = ds_HLS.sum(1)
         if grad_by_distance is not None:
             distance = _distances(*ds_HLS.shape[1:]).flatten()
             grad_by_distance[distances].index_add_(0, distance, ds_HLS.flatten(1).T.double())
@@ -271,12 +272,12 @@ def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
 
 
 def _weights(
-    scores_HLS: Tensor, bias_SH: Tensor | None, by_distance: Tensor | None, causal: bool
+    scores_HLS: Tensor, bias_HS: Tensor | None, by_distance: Tensor | None, causal: bool
 ) -> Tensor:
     """Softmax over the keys, zero where none is visible. Adds biases to the scores."""
     num_rows, num_keys = scores_HLS.shape[1:]
-    if bias_SH is not None:
-        scores_HLS += bias_SH.T.unsqueeze(1)
+    if bias_HS is not None:
+        scores_HLS += bias_HS.unsqueeze(1)
     if by_distance is not None:
         scores_HLS += by_distance.T[:, _distances(num_rows, num_keys)]
     if causal:
@@ -311,19 +312,22 @@ def _bias_of_keys(
     timestamps: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """``[N, H]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
+    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
     parts, positions, ages = [] if bias is None else [bias.to(dtype)], None, None
-    if position_bias is not None:
-        layout = JaggedLayout(kv_offsets, int(kv_offsets[-1]))
-        positions = recency_buckets(layout.positions_from_end(), len(position_bias))
-        parts.append(position_bias.to(dtype)[positions])
-    if age_bias is not None and timestamps is not None:
-        times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
-        layout = JaggedLayout(kv_offsets, int(kv_offsets[-1]))
-        newest = times[kv_offsets[1:][layout.sample_ids()] - 1]
-        ages = recency_buckets((newest - times).clamp(min=0), len(age_bias))
-        parts.append(age_bias.to(dtype)[ages])
-    total = sum(parts[1:], parts[0]).contiguous() if parts else None
+    if position_bias is not None or age_bias is not None:
+        num_rows = int(kv_offsets[-1])
+        newest = (kv_offsets[1:] - 1).index_select(
+            0, JaggedLayout(kv_offsets, num_rows).sample_ids()
+        )
+        if position_bias is not None:
+            positions = recency_buckets(newest - torch.arange(num_rows), len(position_bias))
+            parts.append(position_bias.to(dtype).index_select(0, positions))
+        if age_bias is not None and timestamps is not None:
+            times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
+            passed = times.index_select(0, newest) - times
+            ages = recency_buckets(passed.clamp(min=0), len(age_bias))
+            parts.append(age_bias.to(dtype).index_select(0, ages))
+    total = sum(parts[1:], parts[0]).T.contiguous() if parts else None
     return total, (positions, ages)
 
 

@@ -93,14 +93,18 @@ Tensor distances(const Sample& s) {
   return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
 }
 
-bool has_infinities(const optional<Tensor>& x) { return x && x->isinf().any().item<bool>(); }
+bool is_finite(const optional<Tensor>& x) {
+  if (!x || x->numel() == 0) return true;
+  const auto [least, most] = x->aminmax();
+  return std::isfinite(least.item<double>()) && std::isfinite(most.item<double>());
+}
 
 struct Attention {
   int64_t heads, key_heads;
-  const optional<Tensor>& bias;         // [ΣLk, H], added to scores
+  const optional<Tensor>& bias;         // [H, ΣLk], added to scores
   const optional<Tensor>& by_distance;  // [distances, H], added to scores
   bool causal;
-  bool hides = has_infinities(bias) || has_infinities(by_distance);  // perhaps all keys of a row
+  bool hides = !is_finite(bias) || !is_finite(by_distance);  // perhaps all keys of a row
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
@@ -135,8 +139,8 @@ struct Attention {
     if (!bias && !by_distance && !causal) return at::_softmax(scores, -1, false);
     Tensor x = by_pair(scores, s);
     if (bias) {
-      const Tensor own = bias->slice(0, s.k_begin, s.k_end).t();  // [H, Lk]
-      x.add_(own.unflatten(0, {key_heads, -1}).unsqueeze(1));
+      const Tensor own = bias->slice(1, s.k_begin, s.k_end);
+      x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
     }
     if (by_distance) {
       const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
@@ -197,13 +201,13 @@ template <typename T>
 struct Loops {
   const Attention& attention;
   const Sample& s;
-  int64_t width, value_width;
+  int64_t num_keys, width, value_width;  // num_keys: of all samples
   const T* bias;         // as the attention's
   const T* by_distance;
   std::vector<T> p = std::vector<T>(s.keys()), ds = p;  // of one row
 
   Loops(const Attention& attention, const Sample& s, const Tensor& k, const Tensor& v)
-      : attention(attention), s(s), width(k.size(2)), value_width(v.size(2)),
+      : attention(attention), s(s), num_keys(k.size(0)), width(k.size(2)), value_width(v.size(2)),
         bias(attention.bias ? attention.bias->const_data_ptr<T>() : nullptr),
         by_distance(attention.by_distance ? attention.by_distance->const_data_ptr<T>() : nullptr) {}
 
@@ -222,7 +226,7 @@ struct Loops {
     std::fill(p.begin(), p.end(), T{0});
     for (int64_t j = 0; j < seen; ++j) {
       p[j] = dot(q, k.at(s.k_begin + j, h / group), width);
-      if (bias) p[j] += bias[(s.k_begin + j) * heads + h];
+      if (bias) p[j] += bias[h * num_keys + s.k_begin + j];
       if (by_distance) p[j] += by_distance[distance(i, j) * heads + h];
       largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
     }
@@ -279,7 +283,7 @@ struct Loops {
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
           add(grad_k_rows.at(row, head), ds[j], own_q, width);
           add(grad_v_rows.at(row, head), p[j], own_grad_out, value_width);
-          if (grad_bias) grad_bias->data_ptr<T>()[row * heads + h] += ds[j];
+          if (grad_bias) grad_bias->data_ptr<T>()[h * num_keys + row] += ds[j];
           if (!grad_by_distance) continue;
           const int64_t place = s.distances_begin + distance(i, j);
           grad_by_distance->data_ptr<double>()[place * heads + h] += ds[j];
@@ -320,7 +324,7 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 }
 
 // Gradients of `q`, and those of `k` and `v` into `grad_k` and `grad_v`, of `bias` into `grad_bias`
-// [ΣLk, H] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
+// [H, ΣLk] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
 // `grad_v`, keys are values: `grad_k` receives the sum.
 Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& bias,
@@ -363,8 +367,9 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
       own_grad_k.copy_(product(ds.mT(), own_q).add_(product(p.mT(), own_grad_out)));
     }
     if (grad_bias) {
-      const Tensor own = grad_bias->slice(0, s.k_begin, s.k_end);
-      own.copy_(attention.by_pair(ds, s).sum(1).flatten(0, 1).t());
+      const Tensor own = grad_bias->slice(1, s.k_begin, s.k_end);
+      const Tensor terms = attention.by_pair(ds, s);  // [K, Lq, G, Lk]
+      own.copy_(s.queries() == 1 ? ds.view(own.sizes()) : terms.sum(1).view(own.sizes()));
     }
     if (grad_by_distance) {
       const Tensor own = grad_by_distance->narrow(0, s.distances_begin, s.distances());
