@@ -1,6 +1,6 @@
 """What ``JaggedTargetAttention`` computes, projections included: one op with one gradient.
 
-With ``R`` targets in all, ``[R, E]``, history rows of width ``D``, and ``W_K,h`` ``[E / H, D]`` the
+With ``R`` targets in all, ``[R, C]``, history rows of width ``D``, and ``W_K,h`` ``[E / H, D]`` the
 rows of ``W_K`` that belong to head ``h``, the projections of keys and values are absorbed on the
 targets' side:
 
@@ -12,9 +12,9 @@ targets' side:
 
 Forward is two products before the attention and two after it; backward four, and a kernel for all
 gradients of weights and biases (``kernels/projections.py``), written into their place in the
-gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(E + D) FLOPs a
-target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·E·H·D, which is no less from two
-heads on where D = E, and the product ``M`` besides.
+gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(C + D) FLOPs a
+target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·C·H·D, which is no less from two
+heads on where C = D = E, and the product ``M`` besides.
 
 Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
 head attends over its own E / H columns of them. Backward makes them again, so that a layer keeps
@@ -88,11 +88,11 @@ def _forward(
     """The output, and what its gradient needs.
 
     Args:
-        target: ``[B, E]``, ``[B, T, E]`` or, with ``query_offsets``, ``[ΣT, E]``, of any dtype.
+        target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
         history: ``[N, D]``, read in its own dtype.
         offsets: ``[B + 1]`` int32 or int64.
         query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
-        q_weight: ``[E, E]``; or, without the next two, ``[3 · E, E]`` for all three.
+        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
         k_weight: ``[E, D]``.
         v_weight: ``[E, D]``.
         in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing.
@@ -108,8 +108,8 @@ def _forward(
         for_backward: whether a gradient may be taken.
 
     Returns:
-        The output, shaped as ``target`` and in ``dtype``; then what its gradient needs: ``q``
-        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, unused or
+        The output, ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]`` in ``dtype``; then what its gradient
+        needs: ``q`` ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, unused or
         without a row where nothing asks for them (see :func:`_empty_absorbed`); what ``pooled`` was
         rounded by; the statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones
         for targets with a history, zeros for others (no element without ``in_bias``).
@@ -119,14 +119,14 @@ def _forward(
     b_q = b_v = None
     if in_bias is not None:
         b_q, _, b_v = in_bias.to(dtype=dtype).chunk(3)
-    width = target.shape[-1]
-    q = F.linear(target.reshape(-1, width).to(dtype=dtype), w_q, b_q)
+    width = out_weight.shape[0]
+    q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype=dtype), w_q, b_q)
     q = q.view(-1, num_heads, width // num_heads)
     filled = q.new_empty(0) if b_v is None else _filled(target, offsets, query_offsets, dtype)
     biases = (None, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
-    layout = (target, history, offsets, query_offsets, num_heads)
+    layout = (target, history, offsets, query_offsets, num_heads, width)
     if _is_explicit(keys_and_values, *layout):
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
@@ -151,7 +151,7 @@ def _forward(
             rest = rest.view_as(u)
     b_out = None if out_bias is None else out_bias.to(dtype=dtype)
     out = F.linear(values, out_weight.to(dtype=dtype), b_out)
-    return out.view_as(target), q, u, pooled, rest, stats, values, filled
+    return out.view(*target.shape[:-1], width), q, u, pooled, rest, stats, values, filled
 
 
 def _fake(
@@ -163,19 +163,20 @@ def _fake(
     k_weight: Tensor | None,
     v_weight: Tensor | None,
     in_bias: Tensor | None,
+    out_weight: Tensor,
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_heads, dtype, keys_and_values, for_backward = others[-4:]
-    width, rows = target.shape[-1], math.prod(target.shape[:-1])
+    width, rows = out_weight.shape[0], math.prod(target.shape[:-1])
     q = target.new_empty(rows, num_heads, width // num_heads, dtype=dtype)
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
     query = history.new_empty(shape)
     _, _, stats = target_attention_fake(query, history, offsets, query_offsets, for_backward)
-    layout = (target, history, offsets, query_offsets, num_heads)
+    layout = (target, history, offsets, query_offsets, num_heads, width)
     u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
     values = q.new_empty(rows, width)
     filled = q.new_empty(0 if in_bias is None else rows)
-    return q.new_empty(target.shape), q, u, pooled, rest, stats, values, filled
+    return q.new_empty(*target.shape[:-1], width), q, u, pooled, rest, stats, values, filled
 
 
 def _backward(
@@ -220,7 +221,8 @@ def _backward(
     grad_values_by_head = grad_values.view_as(q)
     biases = (None, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
-    if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
+    layout = (target, history, offsets, query_offsets, num_heads, values.shape[1])
+    if _is_explicit(keys_and_values, *layout):
         k, v, w_kv = _keys_and_values(history, weights, in_bias, num_heads)
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
         grad_k, grad_v = _by_head(grad_kv, num_heads)
@@ -261,8 +263,8 @@ def _backward(
     grad_out_bias = None if out_bias is None else grad_q.new_empty(*out_bias.shape)
     if any((*needs_weights, needs_bias, needs_out_weight, needs_out_bias)):
         _parameter_gradients(
-            grad_q, target.reshape_as(values).to(dtype=dtype), grad_out, values, grad_values,
-            filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
+            grad_q, target.reshape(-1, target.shape[-1]).to(dtype=dtype), grad_out, values,
+            grad_values, filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
             grad_out_bias,
         )  # fmt: skip
     grads = []
@@ -288,14 +290,15 @@ def _is_explicit(
     offsets: Tensor,
     query_offsets: Tensor | None,
     num_heads: int,
+    embed_dim: int,
 ) -> bool:
     """Whether to make keys and values; where ``"auto"``, by what the top of this file counts.
 
-    From shapes alone; of targets ``[B, T, E]`` not from ``B``, which what is traced leaves open.
+    From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
     """
     if keys_and_values != "auto":
         return keys_and_values == "explicit"
-    embed_dim, history_dim, device_type = target.shape[-1], history.shape[1], history.device.type
+    history_dim, device_type = history.shape[1], history.device.type
     if query_offsets is not None:
         num_samples, num_targets = offsets.numel() - 1, target.shape[0]
         num_to_fill = ROWS_TO_FILL[device_type] // num_heads
@@ -318,6 +321,7 @@ def _empty_absorbed(
     offsets: Tensor,
     query_offsets: Tensor | None,
     num_heads: int,
+    embed_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``u``, ``pooled`` and what that was rounded by, of ``R`` rows, with nothing in them.
 
@@ -325,7 +329,7 @@ def _empty_absorbed(
     ``R`` where the number of jagged targets decides: no shape may depend on what it says.
     """
     depends = query_offsets is not None and keys_and_values == "auto"
-    layout = (target, history, offsets, query_offsets, num_heads)
+    layout = (target, history, offsets, query_offsets, num_heads, embed_dim)
     unused = not for_backward or (not depends and _is_explicit(keys_and_values, *layout))
     rows = 0 if unused else math.prod(target.shape[:-1])
     u, pooled = (history.new_empty(rows, num_heads, history.shape[1]) for _ in range(2))
@@ -335,7 +339,7 @@ def _empty_absorbed(
 def _projections(
     weights: list[Tensor], num_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``W_Q`` ``[E, E]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
+    """``W_Q`` ``[E, C]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
     weights = [weight.to(dtype=dtype) for weight in weights]
     w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
     embed_dim, history_dim = w_k.shape
