@@ -266,6 +266,67 @@ def test_recency(causal, times, dtype, device):
     assert_right(inputs, causal, timestamps)
 
 
+def draw_prior_weights(num_keys, device, dtype=torch.float32):
+    """About a third of them zeros, and all of the last 64 keys but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(num_keys, generator=generator)
+    weights = weights.masked_fill(torch.rand(num_keys, generator=generator) < 0.3, 0)
+    weights[-65:-1] = 0
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize("others", ["", "tables", "bias", "bias and tables"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_prior_weights(causal, kv_heads, dtype, others, device):
+    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
+    q_lengths, kv_lengths = [4, 9, 2, 70, 0, 64, 1], [0, 90, 0, 3, 5, 64, 1]
+    inputs = inputs_of(
+        q_lengths, kv_lengths, device, dtype, bias="bias" in others, kv_heads=kv_heads
+    )
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if "tables" in others:
+        inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(163, device=device) ** 2
+    for dtype_of_weights in {torch.float32, dtype}:
+        inputs["prior_weights"] = draw_prior_weights(163, device, dtype_of_weights)
+        assert_right(inputs, causal, timestamps)
+
+
+def test_keys_of_no_prior_weight_give_zeros(device):
+    inputs = inputs_of([3, 40, 2], [70, 5, 0], device)
+    inputs["prior_weights"] = torch.zeros(75, device=device)
+    inputs["prior_weights"][72] = 2
+    results = outputs_and_gradients(
+        jagged_flash_attention, inputs, torch.ones(45, 2, 8, device=device)
+    )
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["out"][:3] == 0)
+    torch.testing.assert_close(results["out"][3:43], inputs["v"][72:73].expand(40, 2, 8))
+    for name in ("k", "v", "prior_weights"):
+        assert torch.all(results[name][:70] == 0), name
+
+
+def test_prior_weights_and_distances(device):
+    """As the same scores given as a bias."""
+    inputs = inputs_of([70, 3, 40], [70, 3, 40], device)
+    inputs["relative_bias"] = torch.randn(20, 2, device=device)
+    inputs["q_offsets"] = inputs["kv_offsets"]
+    weights = draw_prior_weights(113, device)
+    grad_out = torch.randn(113, 2, 8, device=device)
+    for causal in (False, True):
+        attend = partial(jagged_flash_attention, causal=causal)
+        by_bias = inputs | {"bias": weights.log().unsqueeze(1).repeat(1, 2)}
+        expected = outputs_and_gradients(attend, by_bias, grad_out)
+        actual = outputs_and_gradients(attend, inputs | {"prior_weights": weights}, grad_out)
+        of_bias, of_weights = expected.pop("bias"), actual.pop("prior_weights")
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(of_weights * weights, of_bias.sum(1))
+
+
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("short", [0, 32, 64], ids=str)
 @pytest.mark.parametrize("together", [0, 1024], ids=str)
@@ -615,7 +676,10 @@ def test_opcheck(device):
     timestamps = torch.arange(12, device=device)
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    torch.library.opcheck(op, (*arguments, *biases, timestamps, relative_bias, True, 0.25, True))
+    others = (timestamps, relative_bias, True, 0.25, True)
+    torch.library.opcheck(op, (*arguments, *biases, *others))
+    biases[0] = draw_prior_weights(12, device).requires_grad_()
+    torch.library.opcheck(op, (*arguments, *biases, *others))
     torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25, False))
 
 
@@ -625,14 +689,18 @@ def test_gradcheck_of_the_reference(causal):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
     leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
+    leaves.append(torch.rand(12, dtype=torch.float64, requires_grad=True))
     offsets = inputs["q_offsets"], inputs["kv_offsets"]
 
-    def attend(q, k, v, bias, position_bias, age_bias, relative_bias):
+    def attend(q, k, v, bias, position_bias, age_bias, relative_bias, prior_weights):
         return jagged_flash_attention(
             q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
-            timestamps=torch.arange(12), relative_bias=relative_bias, causal=causal,
+            timestamps=torch.arange(12), prior_weights=prior_weights, relative_bias=relative_bias,
+            causal=causal,
         )  # fmt: skip
 
+    assert torch.autograd.gradcheck(attend, leaves)
+    leaves[3] = None  # without the bias
     assert torch.autograd.gradcheck(attend, leaves)
 
 
@@ -760,6 +828,8 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
         ({"bias": torch.zeros(7, 1)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
         ({"relative_bias": torch.zeros(7, 1)}, ValueError, r"relative_bias must have shape \[R, H"),
         ({"relative_bias": torch.zeros(0, 2)}, ValueError, "relative_bias must have at least one"),
+        ({"prior_weights": torch.ones(7, 2)}, ValueError, r"prior_weights must have shape \[N\]"),
+        ({"prior_weights": -torch.ones(7)}, ValueError, "finite and not negative, got -1.0 at pos"),
         ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
         ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
         ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),

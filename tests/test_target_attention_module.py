@@ -88,11 +88,21 @@ def inputs_of_case(module, case, device, targets=None):
     )
 
 
-def attend(module, *, target, history, offsets, target_offsets=None, timestamps=None, **parameters):
+def attend(
+    module,
+    *,
+    target,
+    history,
+    offsets,
+    target_offsets=None,
+    timestamps=None,
+    prior_weights=None,
+    **parameters,
+):
     """``module`` with ``parameters`` in place of its own."""
     if target_offsets is not None:
         target = JaggedTensor(target, offsets=target_offsets)
-    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps)
+    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps, prior_weights)
     return functional_call(module, parameters, arguments, strict=True)
 
 
@@ -102,9 +112,20 @@ def bucket(distance, num_buckets):
 
 
 def attend_by_sample(
-    module, *, target, history, offsets, target_offsets=None, timestamps=None, **parameters
+    module,
+    *,
+    target,
+    history,
+    offsets,
+    target_offsets=None,
+    timestamps=None,
+    prior_weights=None,
+    **parameters,
 ):
-    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask."""
+    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
+
+    And with the logarithms of prior weights, on the rows that these leave.
+    """
     tables = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
     if module.target_dim != module.embed_dim:  # which it does not know: queries are made before
         target = F.linear(target, parameters.pop("q_proj_weight"))
@@ -128,25 +149,29 @@ def attend_by_sample(
     else:
         targets = (target if target.dim() == 3 else target.unsqueeze(1)).unbind()
     times = [None] * len(lengths) if timestamps is None else timestamps.split(lengths)
+    if prior_weights is None:
+        prior_weights = history.new_ones(len(history))
+    priors = prior_weights.split(lengths)
     outs = [target.new_zeros(0, module.embed_dim)]
-    for q_TE, x_LD, t_L in zip(targets, history.split(lengths), times, strict=True):
-        if len(x_LD) == 0:
+    for q_TE, x_LD, t_L, w_L in zip(targets, history.split(lengths), times, priors, strict=True):
+        left = w_L > 0
+        if not left.any():
             out_bias = parameters.get("out_proj.bias")
             outs.append(F.linear(torch.zeros_like(q_TE), parameters["out_proj.weight"], out_bias))
             continue
         if len(q_TE) == 0:
             continue
-        mask = None
+        mask = w_L.masked_fill(~left, 1).log().unsqueeze(1).expand(-1, module.num_heads)
         if tables:
             table = tables["recency_bias.position_weight"]
             positions = range(len(x_LD) - 1, -1, -1)
-            mask = table[[bucket(position, len(table)) for position in positions]]
+            mask = mask + table[[bucket(position, len(table)) for position in positions]]
         if t_L is not None:
             table = tables["recency_bias.age_weight"]
             ages = [max(t_L[-1].item() - time, 0) for time in t_L.tolist()]
             mask = mask + table[[bucket(age, len(table)) for age in ages]]
-        if mask is not None:
-            mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
+        x_LD, mask = x_LD[left], mask[left].to(x_LD.dtype)
+        mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
         out, _ = functional_call(
             mha, parameters, (q_TE, x_LD, x_LD), {"attn_mask": mask}, strict=True
         )
@@ -640,6 +665,74 @@ def test_bias_starts_at_the_slopes_of_alibi(num_heads, slopes):
     assert torch.all(start <= (line - slopes) / 2**0.25 + slopes + 1e-5)
 
 
+# Prior weights
+
+
+def draw_prior_weights(lengths, device=CPU, dtype=torch.float32):
+    """About a third of them zeros, and all of the longest sample but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(sum(lengths), generator=generator)
+    weights = weights.masked_fill(torch.rand(sum(lengths), generator=generator) < 0.3, 0)
+    by_sample = list(weights.split(lengths))
+    longest_but_one = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2]
+    by_sample[longest_but_one].zero_()
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize("targets", [None, 3, 40, [0, 3, 1, 9, 2]], ids=["1", "3", "40", "jagged"])
+@pytest.mark.parametrize("recency", [{"age_bias": True}, {"recency_bias": False}], ids=str)
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+def test_prior_weights(name, recency, targets, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, **recency, **road)
+    lengths = [70, 0, 30, 1, 20]
+    inputs = make_inputs(module, lengths, device, case.dtype, targets=targets)
+    inputs["prior_weights"] = draw_prior_weights(lengths, device)
+    timestamps = torch.arange(121, device=device) ** 2 if recency.get("age_bias") else None
+    assert_right(module, inputs, timestamps=timestamps)
+
+
+def test_removed_rows_are_an_empty_history(road, device):
+    module = JaggedTargetAttention(16, 2, **road).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    target = torch.randn(3, 4, 16, device=device)
+    rows = torch.randn(9, 16, device=device)
+    lengths = torch.tensor([3, 4, 2], device=device)
+    weights = torch.tensor([0, 0, 0, 1, 0, 2, 3, 0, 0.0], device=device)
+    results = []
+    for x, of_samples, w in (
+        (rows, lengths, weights),
+        (rows[3:7], lengths * (lengths == 4), weights[3:7]),
+    ):
+        x = x.detach().requires_grad_()
+        module.zero_grad()
+        out = module(target, JaggedTensor(x, lengths=of_samples), prior_weights=w)
+        out.square().sum().backward()
+        results.append((out, x.grad, [parameter.grad for parameter in module.parameters()]))
+    (out, grad, grads), (expected, expected_grad, expected_grads) = results
+    assert torch.equal(out[[0, 2]], module.out_proj.bias.expand(2, 4, 16))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grad[3:7], expected_grad)
+    assert torch.all(grad[[0, 1, 2, 4, 7, 8]] == 0)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_prior_weights_travel(device):
+    """Through FX, TorchScript and a compiler."""
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2).to(device)
+    target, history = example(module, [5, 0, 40], device)
+    weights = draw_prior_weights([5, 0, 40], device)
+    expected = module(target, history, prior_weights=weights)
+    assert not torch.allclose(expected, module(target, history))
+    traced = torch.fx.symbolic_trace(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
+        assert torch.equal(same(target, history, None, weights), expected)
+
+
 # How it starts, and how it travels
 
 
@@ -960,6 +1053,7 @@ def op_arguments(
     history_dtype=torch.float32,
     history_dim=16,
     target_dim=16,
+    prior=False,
     keys_and_values="auto",
 ):
     """All arguments of the op, by name; the floating-point ones need a gradient."""
@@ -969,6 +1063,7 @@ def op_arguments(
         return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
     target_offsets = torch.tensor([0, 1, 1, 6], device=device) if jagged else None
+    prior_weights = torch.tensor([0.5, 0, 2, 0, 0, 1, 3, 0.25], device=device)
     if history_dim == target_dim == 16:
         weights = {"q_weight": draw(48, 16), "k_weight": None, "v_weight": None}
     else:
@@ -986,6 +1081,7 @@ def op_arguments(
         "position_bias": draw(3, 2),
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
+        "prior_weights": prior_weights.requires_grad_() if prior else None,
         "num_heads": 2,
         "dtype": torch.float32,
         "keys_and_values": keys_and_values,
@@ -1000,6 +1096,8 @@ def op_arguments(
         {"jagged": True},
         {"history_dim": 20},
         {"target_dim": 24},
+        {"prior": True},
+        {"prior": True, "jagged": True, "history_dtype": torch.float16},
         {"history_dtype": torch.float16},
     ],
     ids=str,
@@ -1022,10 +1120,10 @@ def test_opcheck_without_a_gradient(history_dtype, jagged, road, device):
 
 
 @pytest.mark.parametrize(
-    "widths", [{}, {"history_dim": 20}, {"target_dim": 24}], ids=["same", "history", "target"]
+    "options", [{}, {"history_dim": 20}, {"target_dim": 24}, {"prior": True}], ids=str
 )
-def test_gradients_are_those_asked_for(widths, road, device):
-    arguments = op_arguments(device, **widths, **road)
+def test_gradients_are_those_asked_for(options, road, device):
+    arguments = op_arguments(device, **options, **road)
     leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
     out = OP(*arguments.values())[0]
     grad_out = torch.randn_like(out)
@@ -1197,6 +1295,15 @@ def zeros(lengths, width=8, dtype=torch.float32):
             ValueError,
             "timestamps must be given where age_bias=True, got None",
         ),
+        ({"prior_weights": [1.0] * 5}, TypeError, "prior_weights must be a tensor, got a list"),
+        ({"prior_weights": torch.ones(5).int()}, TypeError, "prior_weights must be one of"),
+        ({"prior_weights": torch.ones(4)}, ValueError, "prior_weights must have shape [N] = [5]"),
+        ({"prior_weights": torch.ones(5).to("meta")}, ValueError, "prior_weights must be on cpu"),
+        (
+            {"prior_weights": torch.tensor([1, 0, -0.5, 1, 1])},
+            ValueError,
+            "prior_weights must be finite and not negative, got -0.5 at position 2",
+        ),
         ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
         ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
@@ -1234,6 +1341,7 @@ def test_errors_name_the_argument(change, error, message):
         "target": torch.zeros(2, 8),
         "history": zeros([2, 3]),
         "timestamps": torch.zeros(5),
+        "prior_weights": None,
     }
     for name, value in change.items():
         (arguments if name in arguments else options)[name] = value

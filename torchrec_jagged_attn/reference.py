@@ -46,13 +46,15 @@ def target_attention(
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
     Returns the output, shaped as one query row per sample and target, and zeros for what the
-    kernels keep of rounding and for their statistics: the gradient needs neither here.
+    kernels keep of rounding and, without prior weights, for their statistics: the gradient needs
+    neither here.
     """
     rows, q_offsets = _by_target(query, offsets, query_offsets)
     keys = history.unsqueeze(1)
+    weighted = bias is not None and bias.dim() == 1
     out, stats = flash_attention(
         rows.flatten(0, -3), keys, keys, q_offsets, offsets,
-        bias, position_bias, age_bias, timestamps, None, False, scale, False,
+        bias, position_bias, age_bias, timestamps, None, False, scale, weighted,
     )  # fmt: skip
     out = out.view(rows.shape)
     rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
@@ -118,7 +120,7 @@ def flash_attention(
     where ``needs_stats`` is false.
     """
     dtype = _compute_dtype(q)
-    bias_HN, _ = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
+    bias_HN, _ = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
     largest_MH, inverse_MH = stats
@@ -151,11 +153,12 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
-    must be ``v``, and their sum into ``grad_k``.
+    That of prior weights is of their logarithms, ``[N, H]``. Those of ``k`` and ``v`` are written
+    into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k`` must be ``v``, and their sum into
+    ``grad_k``.
     """
     dtype = _compute_dtype(q)
-    bias_HN, buckets = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
+    bias_HN, buckets = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
     grad_bias_HN = None if bias_HN is None else bias_HN.new_zeros(bias_HN.shape)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     grad_by_distance = bucket_of_distance = None
@@ -305,15 +308,22 @@ def _by_distance(
 
 
 def _bias_of_keys(
+    q: Tensor,
     kv_offsets: Tensor,
     bias: Tensor | None,
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
-    dtype: torch.dtype,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
-    parts, positions, ages = [] if bias is None else [bias.to(dtype)], None, None
+    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
+
+    A bias of ``[N]`` is the logarithm of that.
+    """
+    dtype, positions, ages = _compute_dtype(q), None, None
+    parts = [] if bias is None else [bias.to(dtype)]
+    if bias is not None and bias.dim() == 1:
+        logs = bias.to(_compute_dtype(bias)).log().to(dtype)
+        parts = [logs.unsqueeze(1).expand(-1, q.shape[1])]
     if position_bias is not None or age_bias is not None:
         num_rows = int(kv_offsets[-1])
         newest = (kv_offsets[1:] - 1).index_select(
@@ -337,6 +347,8 @@ def _bias_gradient(
     """Gradient of the bias ``x``: of the rows, or of a table that has a row for each bucket."""
     if grad_NH is None or x is None:
         return None
+    if x.dim() == 1:  # prior weights
+        return grad_NH
     if bucket is not None:
         grad_NH = grad_NH.new_zeros(x.shape, dtype=torch.float64).index_add_(
             0, bucket, grad_NH.double()

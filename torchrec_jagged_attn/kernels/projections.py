@@ -12,8 +12,8 @@ targets' side,
 
 There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs and the
 operands read once. So rows are split into parts, as many as fill a GPU, and their sums added in one
-order, whatever GPU it is. A product of cuBLAS has a program for each tile of outputs, and in fp32 adds one
-row after the other; and these are seven of them.
+order, whatever GPU it is. A product of cuBLAS has a program for each tile of outputs, and in fp32
+adds one row after the other; and these are seven of them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from torchrec_jagged_attn.ops.checks import (
     check_float,
     check_heads,
     check_offsets_values,
+    check_prior_weights,
     check_same,
     check_shape,
     check_timestamps,
@@ -229,6 +230,7 @@ class JaggedTargetAttention(nn.Module):
         target: Tensor | JaggedTensor,
         history: JaggedTensor,
         timestamps: Tensor | None = None,
+        prior_weights: Tensor | None = None,
     ) -> Tensor:
         """Attend ``target`` over ``history``.
 
@@ -239,6 +241,9 @@ class JaggedTargetAttention(nn.Module):
                 read in their own dtype, also under autocast. Its weights are not read.
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
+            prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
+                target, see :func:`jagged_target_attention`. Zero removes the row, and a history
+                whose rows are all removed is an empty one; but positions and ages count it.
 
         Returns:
             One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``, in the dtype of the
@@ -262,6 +267,7 @@ class JaggedTargetAttention(nn.Module):
             target,
             history,
             timestamps,
+            prior_weights,
             *weights,
             self.in_proj_bias,
             self.out_proj.weight,
@@ -287,6 +293,7 @@ def _attend(
     target: Tensor | JaggedTensor,
     history: JaggedTensor,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor | None,
     v_weight: Tensor | None,
@@ -311,7 +318,10 @@ def _attend(
     rows, offsets = history.values(), history.offsets()
     dtype = out_weight.dtype
     if not is_scripting():
-        _check(query, query_offsets, rows, offsets, age_bias, timestamps, target_dim, history_dim)
+        _check(
+            query, query_offsets, rows, offsets, age_bias, timestamps, prior_weights, target_dim,
+            history_dim,
+        )  # fmt: skip
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
             dtype = torch.get_autocast_dtype(device_type)
@@ -329,6 +339,7 @@ def _attend(
         position_bias,
         age_bias,
         timestamps,
+        prior_weights,
         num_heads,
         dtype,
         keys_and_values,
@@ -347,6 +358,7 @@ def _check(
     offsets: Tensor,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     target_dim: int,
     history_dim: int,
 ) -> None:
@@ -384,7 +396,10 @@ def _check(
         target=target,
         target_offsets=query_offsets,
         timestamps=timestamps,
+        prior_weights=prior_weights,
     )
+    if prior_weights is not None:
+        check_prior_weights(prior_weights, rows.shape[0])
     check_offsets_values(offsets, rows.shape[0], "history.offsets()")
     if query_offsets is not None:
         check_offsets_values(query_offsets, target.shape[0], "target.offsets()")

@@ -10,6 +10,8 @@ targets' side:
     values_h = pooled_h · W_V,hᵀ + b_V,h      [R, E / H]  the bias only where there is a history
     out = values · W_Oᵀ + b_O                 [R, E]
 
+A history whose rows are all removed, by prior weights of zero, is none.
+
 Forward is two products before the attention and two after it; backward four, and a kernel for all
 gradients of weights and biases (``kernels/projections.py``), written into their place in the
 gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(C + D) FLOPs a
@@ -80,6 +82,7 @@ def _forward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
@@ -101,6 +104,7 @@ def _forward(
         position_bias: see :func:`jagged_target_attention`.
         age_bias: see there.
         timestamps: see there.
+        prior_weights: see there.
         num_heads: ``H``.
         dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
             keys and values in that of ``history``.
@@ -109,10 +113,11 @@ def _forward(
 
     Returns:
         The output, ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]`` in ``dtype``; then what its gradient
-        needs: ``q`` ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, unused or
-        without a row where nothing asks for them (see :func:`_empty_absorbed`); what ``pooled`` was
-        rounded by; the statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones
-        for targets with a history, zeros for others (no element without ``in_bias``).
+        needs: ``q`` ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of
+        ``history``, unused or without a row where nothing asks for them (see
+        :func:`_empty_absorbed`); what ``pooled`` was rounded by; the statistics of the attention;
+        ``values`` ``[R, E]``; and ``[R]`` ones for targets with a history, zeros for others (no
+        element without ``in_bias``).
     """
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
@@ -122,16 +127,19 @@ def _forward(
     width = out_weight.shape[0]
     q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype=dtype), w_q, b_q)
     q = q.view(-1, num_heads, width // num_heads)
-    filled = q.new_empty(0) if b_v is None else _filled(target, offsets, query_offsets, dtype)
-    biases = (None, position_bias, age_bias, timestamps)
+    filled = q.new_empty(0)
+    if b_v is not None and prior_weights is None:
+        filled = _filled(target, offsets, query_offsets, dtype)
+    biases = (prior_weights, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
     layout = (target, history, offsets, query_offsets, num_heads, width)
-    if _is_explicit(keys_and_values, *layout):
+    explicit = _is_explicit(keys_and_values, *layout)
+    if explicit:
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
             q.to(dtype=history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
-            *biases, None, False, scale, False,
+            *biases, None, False, scale, prior_weights is not None,
         )  # fmt: skip
         values = values.to(dtype=dtype).view(-1, width)
         stats = stats.view(2, *shape[:-1])
@@ -143,12 +151,15 @@ def _forward(
         )
         pooled = pooled.view_as(u)
         values = _multiply(pooled.to(dtype=dtype), w_v.mT).view(-1, width)
-        if b_v is not None:
-            _add_bias_of_values(values, b_v, filled)
         if not for_backward:
             u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
         elif u.element_size() == 2:
             rest = rest.view_as(u)
+    if b_v is not None:
+        if prior_weights is not None:
+            filled = _see_rows(stats, q)
+        if not explicit:
+            _add_bias_of_values(values, b_v, filled)
     b_out = None if out_bias is None else out_bias.to(dtype=dtype)
     out = F.linear(values, out_weight.to(dtype=dtype), b_out)
     return out.view(*target.shape[:-1], width), q, u, pooled, rest, stats, values, filled
@@ -195,6 +206,7 @@ def _backward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
@@ -210,7 +222,7 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of those inputs that need one."""
     needs_target, needs_history, _, _, *needs_weights, needs_bias = needs_grad[:8]
-    needs_out_weight, needs_out_bias, needs_position, needs_age = needs_grad[8:12]
+    needs_out_weight, needs_out_bias, needs_position, needs_age, _, needs_prior = needs_grad[8:14]
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
     grad_weights = [weight.new_empty(*weight.shape, dtype=dtype) for weight in weights]
@@ -219,22 +231,24 @@ def _backward(
     grad_out = grad_out.reshape_as(values)
     grad_values = grad_out @ out_weight.to(dtype=dtype)
     grad_values_by_head = grad_values.view_as(q)
-    biases = (None, position_bias, age_bias, timestamps)
+    biases = (prior_weights, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     layout = (target, history, offsets, query_offsets, num_heads, values.shape[1])
     if _is_explicit(keys_and_values, *layout):
         k, v, w_kv = _keys_and_values(history, weights, in_bias, num_heads)
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
         grad_k, grad_v = _by_head(grad_kv, num_heads)
-        grad_q_by_head, _, *grads_of_tables, _ = flash_attention_backward(
+        grad_q_by_head, *grads_of_scores, _ = flash_attention_backward(
             grad_values_by_head.to(dtype=history.dtype), q.to(dtype=history.dtype), k, v,
             _row_offsets(target, offsets, query_offsets), offsets, *biases, None, False, scale,
-            values.to(dtype=history.dtype).view_as(q), stats.view(2, *q.shape[:2]), grad_k, grad_v,
+            needs_prior, values.to(dtype=history.dtype).view_as(q), stats.view(2, *q.shape[:2]),
+            grad_k, grad_v,
         )  # fmt: skip
         grad_q_by_head = grad_q_by_head.to(dtype=dtype)
-        grads_of_tables = [
+        needs_scores = needs_prior, needs_position, needs_age
+        grads_of_scores = [
             grad
-            for grad, need in zip(grads_of_tables, (needs_position, needs_age), strict=True)
+            for grad, need in zip(grads_of_scores, needs_scores, strict=True)
             if grad is not None and need
         ]
         grad_history = grad_kv @ w_kv if needs_history else None
@@ -246,13 +260,16 @@ def _backward(
     else:
         shape = _query_shape(target, query_offsets, *u.shape[1:])
         grad_pooled = _multiply(grad_values_by_head, w_v).to(dtype=history.dtype)
-        grad_u, *grads_of_tables = target_attention_backward(
+        grad_u, *grads_of_scores = target_attention_backward(
             grad_pooled.view(*shape),
-            (True, needs_history, *[False] * 3, needs_position, needs_age, *[False] * 3),
+            (
+                True, needs_history, False, False, needs_prior, needs_position, needs_age,
+                False, False, False,
+            ),
             u.view(*shape), history, offsets, query_offsets, *biases, scale, for_backward,
             pooled.view(*shape), rest, stats,
         )  # fmt: skip
-        grad_history = grads_of_tables.pop(0) if needs_history else None
+        grad_history = grads_of_scores.pop(0) if needs_history else None
         grad_u = grad_u.view_as(u).to(dtype=dtype)
         grad_q_by_head = _multiply(grad_u, w_k.mT)
         absorbed = q, grad_u, pooled.to(dtype=dtype)
@@ -280,7 +297,9 @@ def _backward(
         for grad, parameter, need in zip(grads_of_parameters, parameters, needs, strict=True)
         if grad is not None and parameter is not None and need
     ]
-    return grads + grads_of_tables
+    if needs_prior:  # which come last
+        grads_of_scores.append(grads_of_scores.pop(0))
+    return grads + grads_of_scores
 
 
 def _is_explicit(
@@ -458,6 +477,14 @@ def _filled(
         samples = torch.searchsorted(query_offsets[1:], rows, right=True)
         return filled.view(-1).index_select(0, samples)
     return filled.view(-1)
+
+
+def _see_rows(stats: Tensor, q: Tensor) -> Tensor:
+    """``[R]``: as :func:`_filled`, but one for a target that sees a row, by the attention's
+    statistics. In the dtype of ``q`` ``[R, H, E / H]``.
+    """
+    _, inverse = stats.view(2, *q.shape[:2])
+    return (inverse > 0).any(1).to(q.dtype)
 
 
 multi_head_target_attention = register_op(
