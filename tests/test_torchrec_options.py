@@ -306,7 +306,7 @@ def test_lookups_in_half_precision(trained, option: str):
     def round_bags(_module: nn.Module, _inputs: tuple, bags: KeyedTensor) -> KeyedTensor:
         return KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().to(dtype).float())
 
-    collection.embedding_collection.register_forward_hook(round_sequences)
+    collection.embedding_collections["8"].register_forward_hook(round_sequences)
     collection.embedding_bag_collection.register_forward_hook(round_bags)
     assert_losses_near(losses, unsharded(model, backend, device), dtype)
 

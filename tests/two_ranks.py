@@ -156,8 +156,9 @@ def make_model(
     device: torch.device = CPU,
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
-    encoder_layers: int = 0,
+    **options: Any,
 ) -> DLRMTrain:
+    """With ``options`` of the attention."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
@@ -176,7 +177,7 @@ def make_model(
         ["hist", "hist_cat"],
         num_heads=2,
         timestamps="times",
-        encoder_layers=encoder_layers,
+        **options,
     )
     collection = TargetAttentionEmbeddingBagCollection(tables, [attention], device=device)
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
@@ -281,10 +282,11 @@ def make_sharded_model(
     optimizer: str = "SGD",
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
+    max_history: int | None = None,
     **options: Any,
 ) -> DistributedModelParallel:
     """``make_model()``, sharded; replicated tables are left to the optimizer of dense layers."""
-    model = make_model(data_type=data_type, tags=tags)
+    model = make_model(data_type=data_type, tags=tags, max_history=max_history)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharding != ShardingType.DATA_PARALLEL:
         optimize_tables(model, optimizer)

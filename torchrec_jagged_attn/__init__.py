@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         JaggedTargetAttention,
         TargetAttentionConfig,
         TargetAttentionEmbeddingBagCollection,
+        embedding_bag_keys,
         embedding_parameters,
+        rename_keys,
     )
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
     "array_jagged_bmm_jagged_out",
+    "embedding_bag_keys",
     "embedding_parameters",
     "jagged2_softmax",
     "jagged_dense_add",
@@ -48,6 +51,7 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
+    "rename_keys",
 ]
 
 
