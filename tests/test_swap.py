@@ -157,7 +157,7 @@ def sequences_alone(device: torch.device) -> dict[str, Any]:
 
 
 TAKE_TABLES = r"apply_optimizer_in_backward must be given embedding_parameters\(model\)"
-LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\): "
+LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got none"
 REFUSED = {
     listed_parameters: (ValueError, TAKE_TABLES),
     listed_parameters_of_real_device: (ValueError, TAKE_TABLES),

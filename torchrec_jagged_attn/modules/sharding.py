@@ -84,8 +84,8 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
     ):
         names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in left})
         raise RuntimeError(
-            f"sharders of DistributedModelParallel must include {' and '.join(names)}: the tables "
-            f"of {len(left)} collections are not sharded, got a replica of them on each rank"
+            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got none: "
+            "each rank would train its tables whole, and from another start"
         )
     return False
 
