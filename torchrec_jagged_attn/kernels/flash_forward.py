@@ -40,6 +40,7 @@ def _scores(
     D: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -55,7 +56,7 @@ def _scores(
     bias, visible = key_bias(
         bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
-        H, P, A, R, BIASED, q.shape[0], BLOCK_N,
+        H, P, A, PRIOR, R, BIASED, q.shape[0], BLOCK_N,
     )  # fmt: skip
     return products, bias, visible
 
@@ -90,6 +91,7 @@ def _attend(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -109,7 +111,8 @@ def _attend(
         products, bias, visible = _scores(
             q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
             by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
-            head, kv_head, H, D, P, A, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED,
+            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
+            MASKED,
         )  # fmt: skip
         row, rest = base + start + BLOCK_N, num_keys - start - BLOCK_N
         v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
@@ -128,7 +131,7 @@ def forward_kernel(
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    bias_ptr,  # [ΣLk, H]
+    bias_ptr,  # [ΣLk, H], or of PRIOR weights [ΣLk]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
@@ -146,6 +149,7 @@ def forward_kernel(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     Q_STRIDE: tl.constexpr,
@@ -192,7 +196,7 @@ def forward_kernel(
     products, bias, visible = _scores(
         q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head, kv_head,
-        H, D, P, A, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
+        H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
     )  # fmt: skip
     p, _, maximum, total = online_softmax(
         products, factor, bias, visible, maximum, total, BIASED, True
@@ -204,14 +208,14 @@ def forward_kernel(
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
             timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, full, start,
-            num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, R, BIASED,
+            num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True,
         )  # fmt: skip
     if not BIASED:
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
             timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, 0, full, num_keys,
-            high, diagonal, factor, head, kv_head, H, D, DV, P, A, R, BIASED,
+            high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False,
         )  # fmt: skip
     v = load_rows(v_ptr, base, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)

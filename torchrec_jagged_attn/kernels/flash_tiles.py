@@ -86,6 +86,7 @@ def key_bias(
     H: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,7 +103,7 @@ def key_bias(
     if BIASED:
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
-            base + j, j < num_keys, head, H, H, P, A,
+            base + j, j < num_keys, head, H, H, P, A, PRIOR,
         )  # fmt: skip
         bias *= LOG2E
         if R > 0:

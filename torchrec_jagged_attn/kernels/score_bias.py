@@ -51,15 +51,20 @@ def load_bias(
     H: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
 ):
     """All biases of the rows ``n`` for the query rows ``r``, both as in scores.
 
-    Zero for the query rows from ``count`` on: they have no maximum to keep it from overflowing.
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
+    from ``count`` on: they have no maximum to keep it from overflowing.
     """
     mask = visible & (r < count)
     head = (r % H).to(tl.int32)
     bias = 0.0
-    if bias_ptr is not None:
+    if PRIOR:
+        weights = tl.load(bias_ptr + n, mask=visible, other=1.0).to(tl.float32)
+        bias += tl.where(mask, tl.log(weights), 0.0)
+    elif bias_ptr is not None:
         bias += tl.load(bias_ptr + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:
         of_position, of_age = row_buckets(n, visible, offsets_ptr, timestamps_ptr, sample, P, A)

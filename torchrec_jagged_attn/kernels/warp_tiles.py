@@ -428,15 +428,20 @@ def load_bias(
     H: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
 ):
     """All biases of the rows ``n`` for the query rows ``r``; what is of either, shaped as scores.
 
-    Zero for the query rows from ``count`` on.
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
+    from ``count`` on.
     """
     head = r % H
     mask = visible & (r < count)
     bias = 0.0
-    if bias_ptr is not None:
+    if PRIOR:
+        weights = gl.load(bias_ptr + n, mask=visible, other=1.0).to(gl.float32)
+        bias += gl.where(mask, gl.log(weights), 0.0)
+    elif bias_ptr is not None:
         bias += gl.load(bias_ptr + (n * H + head), mask=mask, other=0.0).to(gl.float32)
     if P > 0:
         ptrs = position_bias_ptr + (of_position * H + head)

@@ -154,8 +154,6 @@ def target_attention_forward(
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
     if _are_prior_weights(bias):
         check_prior_weights_values(bias)
-        if implementation(bias.device)[0] != "reference":
-            raise NotImplementedError("prior_weights must be on a CPU, for now")
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         forward = reference.target_attention
@@ -413,8 +411,6 @@ def flash_attention_forward(
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
     if _are_prior_weights(bias):
         check_prior_weights_values(bias)
-        if implementation(bias.device)[0] != "reference":
-            raise NotImplementedError("prior_weights must be on a CPU, for now")
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention(
