@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from gluon_in_numpy import gluon_in_numpy
-from test_target_attention import inputs_of
+from test_target_attention import draw_prior_weights, inputs_of
 from triton import knobs
 
 from torchrec_jagged_attn import jagged_target_attention
@@ -130,6 +130,42 @@ def test_bias_of_each_row(num_heads, launched):
     inputs["position_bias"] = torch.ones(5, num_heads).half()
     assert_right(inputs)
     assert "warp_backward" in launched or "block_backward" in launched
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "dtype", "groups", "kernels"),
+    [
+        (1, 3, 16, torch.float16, False, {"warp_forward", "warp_backward"}),
+        (3, 2, 48, torch.float32, False, {"warp_forward", "warp_backward"}),
+        (9, 2, 40, torch.float32, False, {"block_forward", "block_backward"}),
+        (9, 2, 64, torch.float16, False, {"block_forward", "block_backward"}),
+        (9, 2, 64, torch.float16, True, {"hopper_forward", "hopper_backward"}),
+        (5, 9, 96, torch.float16, True, {"hopper_forward", "hopper_backward"}),
+    ],
+)
+@pytest.mark.parametrize("tables", [False, True], ids=["alone", "tables"])
+def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, kernels):
+    lengths = [1100 if groups else 560, 0, 3, 64, 1]
+    inputs = inputs_of(lengths, torch.device("cpu"), dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    inputs["prior_weights"] = draw_prior_weights(lengths, torch.device("cpu"))
+    timestamps = None
+    if tables:
+        generator = torch.Generator().manual_seed(1)
+        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(dtype)
+        inputs["age_bias"] = torch.randn(64, num_heads, generator=generator).to(dtype)
+        timestamps = torch.arange(sum(lengths)) ** 2
+    with gluon_in_numpy(groups) as launched:
+        assert_right(inputs, timestamps)
+        inputs["prior_weights"].zero_()
+        grad_out = torch.ones_like(inputs["query"])
+        results = outputs_and_gradients(
+            functools.partial(jagged_target_attention, timestamps=timestamps), inputs, grad_out
+        )
+    assert all(torch.all(value == 0) for value in results.values())
+    if dtype == torch.float16 and not groups and not tables:
+        kernels = kernels - {"block_backward"}  # which is slower there
+    assert set(launched) == kernels
 
 
 @pytest.mark.parametrize("num_targets", [2, 7])
