@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.kernels import flash_attention
+from torchrec_jagged_attn.kernels.distance_bias import list_by_distance
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -177,6 +178,20 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
     together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
     apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
     assert all(map(torch.equal, together, apart))
+
+
+@pytest.mark.parametrize("other", ["stride", "dtype"])
+def test_offsets_that_begin_at_one_address(other, device):
+    """Those of keys are read in another way than those of queries."""
+    if other == "stride":
+        numbers = torch.tensor([0, 60, 90, 100, 170], device=device)
+        q_offsets, kv_offsets = numbers[:3], numbers[::2]
+    else:
+        numbers = torch.tensor([0, 0, 90, 0, 100, 0], dtype=torch.int32, device=device)
+        q_offsets, kv_offsets = numbers.view(torch.int64), numbers[:3]
+    lengths = (x.diff().cpu() for x in (q_offsets, kv_offsets))
+    inputs = inputs_of(*lengths, device) | {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
+    assert_right(inputs)
 
 
 @pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
@@ -450,6 +465,13 @@ def test_relative_bias_on_hopper(causal, width, hopper):
             inputs | {"relative_bias": table},
         )
     assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+
+
+def test_relative_bias_of_more_rows_than_its_list_counts():
+    rows = 2**30 - 128
+    message = f"at most {rows - 1} rows with relative_bias, got {rows}"
+    with pytest.raises(NotImplementedError, match=message):
+        list_by_distance(torch.zeros(3, 2), rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
