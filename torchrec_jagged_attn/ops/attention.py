@@ -202,6 +202,7 @@ _target_attention = register_op(
     forward=target_attention_forward,
     fake=target_attention_fake,
     backward=target_attention_backward,
+    constants=("timestamps",),
 )
 
 
@@ -467,4 +468,5 @@ _flash_attention = register_op(
     forward=flash_attention_forward,
     fake=_flash_attention_fake,
     backward=_flash_attention_backward,
+    constants=("timestamps",),
 )

@@ -457,5 +457,9 @@ def _filled(
 
 
 multi_head_target_attention = register_op(
-    "multi_head_target_attention", forward=_forward, fake=_fake, backward=_backward
+    "multi_head_target_attention",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    constants=("timestamps",),
 )
