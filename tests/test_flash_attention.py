@@ -8,6 +8,7 @@ import torch
 from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torch._dynamo.testing import CompileCounter
 
 from torchrec_jagged_attn import jagged_flash_attention
@@ -555,6 +556,21 @@ def test_tables_are_the_bias_of_their_rows(device):
     assert torch.equal(actual, expected)
     by_age = {"age_bias": position_bias, "timestamps": -torch.tensor(positions, device=device)}
     assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+def test_ages_beyond_all_numbers(times, device):
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs, expected = inputs_of_far_times(times, device)
+    keys, recency = (
+        inputs["history"].unsqueeze(1),
+        {name: inputs[name] for name in ("age_bias", "timestamps")},
+    )
+    offsets = torch.arange(len(expected) + 1, device=device), inputs["offsets"]
+    out = jagged_flash_attention(inputs["query"].squeeze(1), keys, keys, *offsets, **recency)
+    apart = buckets_apart(out)
+    assert torch.equal(apart, expected.view(-1, 1, 1).expand_as(apart))
 
 
 def test_strided_inputs_and_gradients(device):

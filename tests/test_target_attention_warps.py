@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from gluon_in_numpy import gluon_in_numpy
-from test_target_attention import inputs_of
+from test_target_attention import FAR_TIMES, buckets_apart, inputs_of, inputs_of_far_times
 from triton import knobs
 
 from torchrec_jagged_attn import jagged_target_attention
@@ -67,6 +67,22 @@ def test_right(num_targets, num_heads, width, tables, dtype, launched):
     else:
         one_pass = tables or dtype == torch.float32
         assert set(launched) == {"block_forward"} | ({"block_backward"} if one_pass else set())
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_ages_beyond_all_numbers(groups, num_targets, times):
+    inputs, expected = inputs_of_far_times(
+        times, torch.device("cpu"), torch.float16, num_targets, width=64
+    )
+    with gluon_in_numpy(groups) as launched:
+        apart = buckets_apart(jagged_target_attention(**inputs))
+    by_group = groups and num_targets > 8
+    assert launched == [
+        f"{'hopper' if by_group else 'warp' if num_targets == 1 else 'block'}_forward"
+    ]
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
 @pytest.mark.parametrize("seed", range(18))

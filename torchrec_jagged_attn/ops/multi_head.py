@@ -461,5 +461,5 @@ multi_head_target_attention = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    constants=("timestamps",),
+    non_differentiable=("timestamps",),
 )

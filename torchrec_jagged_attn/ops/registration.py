@@ -49,7 +49,7 @@ def register_op(
     forward: Callable[..., tuple[Tensor, ...]],
     fake: Callable[..., tuple[Tensor, ...]],
     backward: Callable[..., list[Tensor]],
-    constants: tuple[str, ...] = (),
+    non_differentiable: tuple[str, ...] = (),
 ) -> torch._ops.OpOverload:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
@@ -65,8 +65,8 @@ def register_op(
         fake: ``forward`` on tensors without data.
         backward: ``(grad_out, needs_grad, *inputs, out, *saved)``, with a bool for each input, to
             the gradient of each input that needs one, in their order, shapes and dtypes.
-        constants: names of tensors among the inputs that may be floating-point, and of which the
-            output is piecewise constant: they have no gradient, even where they require one.
+        non_differentiable: names of tensors among the inputs that may be floating-point, and of
+            which the output is piecewise constant: they have no gradient, even if they require one.
 
     Returns:
         The op, a function of ``forward``'s inputs.
@@ -131,7 +131,7 @@ def register_op(
             "is_grads_batched=True: join its samples by offsets, or take one after the other"
         )
 
-    _differentiate(op, run, library, node_forward, node_backward, constants)
+    _differentiate(op, run, library, node_forward, node_backward, non_differentiable)
     _differentiate(backward_op, run_backward, backward_library, once_forward, refuse)
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
@@ -207,10 +207,10 @@ def _differentiate(
     library: torch.library.Library,
     forward: Callable[..., Any],
     backward: Callable[..., Any],
-    constants: tuple[str, ...] = (),
+    non_differentiable: tuple[str, ...] = (),
 ) -> None:
-    """Where an input of ``op`` needs a gradient, and is none of ``constants``, it runs as the node
-    of ``forward``.
+    """Where an input of ``op`` needs a gradient, other than one that is ``non_differentiable``, it
+    runs as the node of ``forward``.
 
     That has one more input: what to call below autograd, ``op`` again or, if all it would do is
     call ``run``, that.
@@ -218,7 +218,7 @@ def _differentiate(
     name = op._schema.name.split("::")[1]
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     node = type(name, (torch.autograd.Function,), functions)
-    places = [at for at, x in enumerate(op._schema.arguments) if x.name in constants]
+    places = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
 
     def autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
