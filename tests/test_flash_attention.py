@@ -534,6 +534,39 @@ def test_bias_of_minus_infinity_hides_keys(device, causal):
     assert torch.all(results["bias"][155:] == 0)
 
 
+@pytest.mark.parametrize("name", ["bias", "position_bias", "relative_bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_bias_that_is_no_number_hides_nothing(value, name, device):
+    """Those who see it become NaN."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs = inputs_of([20], [20], device)
+    inputs[name] = torch.zeros(20, 2, device=device)
+    inputs[name][4] = value  # of a distance or position of 1, or of key 4
+    first = {"bias": 4, "position_bias": 18, "relative_bias": 1}[name]
+    out = jagged_flash_attention(**inputs, causal=True)
+    assert torch.isfinite(out[:first]).all()
+    assert torch.isnan(out[first:]).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "value"), [(64, False, torch.nan), (128, True, torch.inf)], ids=str
+)
+def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
+    device, launched = hopper
+    inputs = inputs_of([70], [70], device, torch.float16, width=width)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 80, device=device).view(40, 2)
+    attend = partial(jagged_flash_attention, causal=causal)
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    inputs["relative_bias"] = inputs["relative_bias"].clone()
+    inputs["relative_bias"][25:] = value  # distances from 75 on, which a tile of 128 has
+    results = outputs_and_gradients(attend, inputs, grad_out)
+    for name, expected_value in expected.items():
+        assert torch.equal(results[name], expected_value), name
+    assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+
+
 def test_bias_shifts_nothing(device):
     inputs = inputs_of([5, 70], [90, 3], device, bias=True)
     grad_out = torch.randn(75, 2, 8, device=device)
@@ -590,6 +623,45 @@ def test_strided_inputs_and_gradients(device):
         results = outputs_and_gradients(jagged_flash_attention, changed, stride_0)
         for name, expected in plain.items():
             torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "kind", "more_keys"),
+    [
+        (torch.float32, 70, "plain", 0),
+        (torch.float32, 50, "biased", 7),
+        (torch.float16, 70, "plain", 7),
+        (torch.float16, 70, "biased", 0),
+        (torch.float16, 25, "plain", 0),
+        (torch.float16, 25, "plain", 7),
+    ],
+    ids=["fp32", "fp32-biased", "fp16", "fp16-biased", "short", "short-and-more-keys"],
+)
+def test_keys_hidden_by_causality_reach_no_earlier_row(more_keys, kind, length, dtype, device):
+    """Not even by 0 · NaN: neither outputs nor gradients of queries."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    lengths, kv_lengths = [3, length], [3, length + more_keys]
+    inputs = inputs_of(lengths, kv_lengths, device, dtype, bias=kind == "biased")
+    if kind == "biased":
+        inputs["relative_bias"] = torch.randn(9, 2, device=device)
+    attend = partial(jagged_flash_attention, causal=True)
+    grad_out = torch.randn_like(inputs["q"][..., :8])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    key = 3 + more_keys + 17  # the second sample's query 17 is the first to see it
+    unseen = slice(3 + 17)
+    for name, at, value in (
+        ("v", (key, 0, 3), torch.nan),
+        ("v", (slice(key, key + 2),), -torch.inf),
+        ("k", (key,), torch.nan),
+    ):
+        poisoned = inputs | {name: inputs[name].clone()}
+        poisoned[name][at] = value
+        results = outputs_and_gradients(attend, poisoned, grad_out)
+        for of_rows in ("out", "q"):
+            torch.testing.assert_close(results[of_rows][unseen], expected[of_rows][unseen])
+            seeing = results[of_rows][unseen.stop :].flatten(1)
+            assert not torch.isfinite(seeing).all(1).any()
 
 
 @pytest.mark.usefixtures("nan_filled_memory")

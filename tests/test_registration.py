@@ -187,6 +187,13 @@ def test_forward_mode_is_refused(function, leaves):
             torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
 
 
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module])
+def test_second_derivatives_are_refused(function, leaves):
+    out = function(leaves).sum()
+    with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
+        torch.autograd.grad(out, leaves[1], create_graph=True)
+
+
 DIFFERENTIABLE = [attend, attend_flash, attend_by_module, softmax, multiply, add]
 
 

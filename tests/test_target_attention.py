@@ -210,6 +210,27 @@ def test_shared_queries(name, device):
     assert_right(inputs)
 
 
+def inputs_of_gradients_that_cancel(num_targets, device):
+    """Of a shared query, in half precision: two samples have some that it does not hold, but whose
+    sum is zero; the third one's are 4. And the gradient of the output.
+    """
+    history = torch.tensor([64.0, -64, 64, -64, 1, -1]).view(6, 1).repeat(1, 16)
+    inputs = {
+        "query": torch.zeros(1, num_targets, 1, 16, dtype=torch.float16, device=device),
+        "history": history.to(device, torch.float16),
+        "offsets": torch.tensor([0, 2, 4, 6], device=device),
+    }
+    grad_out = torch.tensor([16.0, -16, 1]).view(3, 1, 1, 1).repeat(1, num_targets, 1, 16)
+    return inputs, grad_out.to(device, torch.float16)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets, device):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, device)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
+
+
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
 def test_jagged_queries(name, device):
     case = CASES[name]

@@ -5,7 +5,13 @@ import functools
 import pytest
 import torch
 from gluon_in_numpy import gluon_in_numpy
-from test_target_attention import FAR_TIMES, buckets_apart, inputs_of, inputs_of_far_times
+from test_target_attention import (
+    FAR_TIMES,
+    buckets_apart,
+    inputs_of,
+    inputs_of_far_times,
+    inputs_of_gradients_that_cancel,
+)
 from triton import knobs
 
 from torchrec_jagged_attn import jagged_target_attention
@@ -155,6 +161,16 @@ def test_queries_of_all_samples(num_targets, launched):
     inputs["query"] = inputs["query"][:1].contiguous()
     inputs["position_bias"] = torch.ones(20, 2).half()
     assert_right(inputs)
+    assert launched
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(groups, num_targets):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, torch.device("cpu"))
+    with gluon_in_numpy(groups) as launched:
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
     assert launched
 
 
