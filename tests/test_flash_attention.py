@@ -8,10 +8,12 @@ import torch
 from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torch._dynamo.testing import CompileCounter
 
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.kernels import flash_attention
+from torchrec_jagged_attn.kernels.distance_bias import list_by_distance
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -177,6 +179,20 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
     together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
     apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
     assert all(map(torch.equal, together, apart))
+
+
+@pytest.mark.parametrize("other", ["stride", "dtype"])
+def test_offsets_that_begin_at_one_address(other, device):
+    """Those of keys are read in another way than those of queries."""
+    if other == "stride":
+        numbers = torch.tensor([0, 60, 90, 100, 170], device=device)
+        q_offsets, kv_offsets = numbers[:3], numbers[::2]
+    else:
+        numbers = torch.tensor([0, 0, 90, 0, 100, 0], dtype=torch.int32, device=device)
+        q_offsets, kv_offsets = numbers.view(torch.int64), numbers[:3]
+    lengths = (x.diff().cpu() for x in (q_offsets, kv_offsets))
+    inputs = inputs_of(*lengths, device) | {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
+    assert_right(inputs)
 
 
 @pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
@@ -519,6 +535,13 @@ def test_relative_bias_on_hopper(causal, width, hopper):
     assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
 
 
+def test_relative_bias_of_more_rows_than_its_list_counts():
+    rows = 2**30 - 128
+    message = f"at most {rows - 1} rows with relative_bias, got {rows}"
+    with pytest.raises(NotImplementedError, match=message):
+        list_by_distance(torch.zeros(3, 2), rows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
     inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype)
@@ -578,6 +601,39 @@ def test_bias_of_minus_infinity_hides_keys(device, causal):
     assert torch.all(results["bias"][155:] == 0)
 
 
+@pytest.mark.parametrize("name", ["bias", "position_bias", "relative_bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_bias_that_is_no_number_hides_nothing(value, name, device):
+    """Those who see it become NaN."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs = inputs_of([20], [20], device)
+    inputs[name] = torch.zeros(20, 2, device=device)
+    inputs[name][4] = value  # of a distance or position of 1, or of key 4
+    first = {"bias": 4, "position_bias": 18, "relative_bias": 1}[name]
+    out = jagged_flash_attention(**inputs, causal=True)
+    assert torch.isfinite(out[:first]).all()
+    assert torch.isnan(out[first:]).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "value"), [(64, False, torch.nan), (128, True, torch.inf)], ids=str
+)
+def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
+    device, launched = hopper
+    inputs = inputs_of([70], [70], device, torch.float16, width=width)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 80, device=device).view(40, 2)
+    attend = partial(jagged_flash_attention, causal=causal)
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    inputs["relative_bias"] = inputs["relative_bias"].clone()
+    inputs["relative_bias"][25:] = value  # distances from 75 on, which a tile of 128 has
+    results = outputs_and_gradients(attend, inputs, grad_out)
+    for name, expected_value in expected.items():
+        assert torch.equal(results[name], expected_value), name
+    assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+
+
 def test_bias_shifts_nothing(device):
     inputs = inputs_of([5, 70], [90, 3], device, bias=True)
     grad_out = torch.randn(75, 2, 8, device=device)
@@ -602,6 +658,21 @@ def test_tables_are_the_bias_of_their_rows(device):
     assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
 
 
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+def test_ages_beyond_all_numbers(times, device):
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs, expected = inputs_of_far_times(times, device)
+    keys, recency = (
+        inputs["history"].unsqueeze(1),
+        {name: inputs[name] for name in ("age_bias", "timestamps")},
+    )
+    offsets = torch.arange(len(expected) + 1, device=device), inputs["offsets"]
+    out = jagged_flash_attention(inputs["query"].squeeze(1), keys, keys, *offsets, **recency)
+    apart = buckets_apart(out)
+    assert torch.equal(apart, expected.view(-1, 1, 1).expand_as(apart))
+
+
 def test_strided_inputs_and_gradients(device):
     inputs = inputs_of([7, 0, 20], [3, 5, 0], device, bias=True)
     shape = (27, 2, 8)
@@ -619,6 +690,45 @@ def test_strided_inputs_and_gradients(device):
         results = outputs_and_gradients(jagged_flash_attention, changed, stride_0)
         for name, expected in plain.items():
             torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "kind", "more_keys"),
+    [
+        (torch.float32, 70, "plain", 0),
+        (torch.float32, 50, "biased", 7),
+        (torch.float16, 70, "plain", 7),
+        (torch.float16, 70, "biased", 0),
+        (torch.float16, 25, "plain", 0),
+        (torch.float16, 25, "plain", 7),
+    ],
+    ids=["fp32", "fp32-biased", "fp16", "fp16-biased", "short", "short-and-more-keys"],
+)
+def test_keys_hidden_by_causality_reach_no_earlier_row(more_keys, kind, length, dtype, device):
+    """Not even by 0 · NaN: neither outputs nor gradients of queries."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    lengths, kv_lengths = [3, length], [3, length + more_keys]
+    inputs = inputs_of(lengths, kv_lengths, device, dtype, bias=kind == "biased")
+    if kind == "biased":
+        inputs["relative_bias"] = torch.randn(9, 2, device=device)
+    attend = partial(jagged_flash_attention, causal=True)
+    grad_out = torch.randn_like(inputs["q"][..., :8])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    key = 3 + more_keys + 17  # the second sample's query 17 is the first to see it
+    unseen = slice(3 + 17)
+    for name, at, value in (
+        ("v", (key, 0, 3), torch.nan),
+        ("v", (slice(key, key + 2),), -torch.inf),
+        ("k", (key,), torch.nan),
+    ):
+        poisoned = inputs | {name: inputs[name].clone()}
+        poisoned[name][at] = value
+        results = outputs_and_gradients(attend, poisoned, grad_out)
+        for of_rows in ("out", "q"):
+            torch.testing.assert_close(results[of_rows][unseen], expected[of_rows][unseen])
+            seeing = results[of_rows][unseen.stop :].flatten(1)
+            assert not torch.isfinite(seeing).all(1).any()
 
 
 @pytest.mark.usefixtures("nan_filled_memory")

@@ -256,12 +256,88 @@ def test_buckets_at_their_edges(device):
     assert torch.equal((scores * 40).round().long().cpu(), buckets)
 
 
+# Times of two rows of a sample, and how far apart the buckets of their ages are, modulo 20: of 140
+# buckets, the last one is 19 there, those of 2^32 and 2^31 are 8 and 4.
+FAR_TIMES = {
+    torch.int32: [(-(2**31), 2**31 - 1, 8), (2**31 - 1, -(2**31), 0), (-1, 2**31 - 1, 4)],
+    torch.int64: [
+        *((-(2**63), newest, 19) for newest in (-1, 0, 1, 2**62, 2**63 - 1)),
+        *((2**63 - 1, newest, 0) for newest in (-2, -1, 0, -(2**63))),
+        (-(2**63), -(2**63), 0),
+        (-(2**63), 7 - 2**63, 12),
+    ],
+    torch.float32: [
+        (-math.inf, 0, 19),
+        (math.inf, 0, 0),
+        (math.nan, 0, 19),
+        (7, math.nan, 0),  # both are in the last one
+        (7, math.inf, 0),
+        (-3e38, 3e38, 19),
+    ],
+}
+FAR_TIMES[torch.float64] = [*FAR_TIMES[torch.float32], (-1e308, 1e308, 19)]
+
+
+def inputs_of_far_times(times, device, dtype=torch.float32, num_targets=1, width=16):
+    """Samples whose outputs :func:`buckets_apart` reads."""
+    *rows, apart = zip(*FAR_TIMES[times], strict=True)
+    num_samples = len(apart)
+    inputs = {
+        "query": torch.zeros(num_samples, num_targets, 1, width),
+        "history": torch.tensor([[1.0], [0.0]]).repeat(num_samples, width),
+        "age_bias": (torch.arange(140.0) % 20).unsqueeze(1) / 8,
+    }
+    inputs = {name: x.to(device, dtype) for name, x in inputs.items()}
+    inputs["offsets"] = torch.arange(num_samples + 1, device=device) * 2
+    inputs["timestamps"] = torch.tensor(rows, dtype=times, device=device).T.flatten()
+    return inputs, torch.tensor(apart)
+
+
+def buckets_apart(out):
+    """Of the older and the newer row of each sample, in each row of its output."""
+    return (8 * torch.logit(out.double().cpu())).round().long()
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize(
+    ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
+)
+def test_ages_beyond_all_numbers(num_targets, dtype, times, device):
+    """What int64 does not hold, or is NaN, is the oldest; what is newer than the last is no age."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
+    apart = buckets_apart(jagged_target_attention(**inputs))
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
 def test_shared_queries(name, device):
     skip_unless_supported(CASES[name], device)
     inputs = make_target_inputs(CASES[name], device)
     inputs["query"] = inputs["query"][:1].contiguous()
     assert_right(inputs)
+
+
+def inputs_of_gradients_that_cancel(num_targets, device):
+    """Of a shared query, in half precision: two samples have some that it does not hold, but whose
+    sum is zero; the third one's are 4. And the gradient of the output.
+    """
+    history = torch.tensor([64.0, -64, 64, -64, 1, -1]).view(6, 1).repeat(1, 16)
+    inputs = {
+        "query": torch.zeros(1, num_targets, 1, 16, dtype=torch.float16, device=device),
+        "history": history.to(device, torch.float16),
+        "offsets": torch.tensor([0, 2, 4, 6], device=device),
+    }
+    grad_out = torch.tensor([16.0, -16, 1]).view(3, 1, 1, 1).repeat(1, num_targets, 1, 16)
+    return inputs, grad_out.to(device, torch.float16)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets, device):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, device)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
 
 
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])

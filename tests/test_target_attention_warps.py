@@ -5,7 +5,14 @@ import functools
 import pytest
 import torch
 from gluon_in_numpy import gluon_in_numpy
-from test_target_attention import draw_prior_weights, inputs_of
+from test_target_attention import (
+    FAR_TIMES,
+    buckets_apart,
+    draw_prior_weights,
+    inputs_of,
+    inputs_of_far_times,
+    inputs_of_gradients_that_cancel,
+)
 from triton import knobs
 
 from torchrec_jagged_attn import jagged_target_attention
@@ -67,6 +74,22 @@ def test_right(num_targets, num_heads, width, tables, dtype, launched):
     else:
         one_pass = tables or dtype == torch.float32
         assert set(launched) == {"block_forward"} | ({"block_backward"} if one_pass else set())
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_ages_beyond_all_numbers(groups, num_targets, times):
+    inputs, expected = inputs_of_far_times(
+        times, torch.device("cpu"), torch.float16, num_targets, width=64
+    )
+    with gluon_in_numpy(groups) as launched:
+        apart = buckets_apart(jagged_target_attention(**inputs))
+    by_group = groups and num_targets > 8
+    assert launched == [
+        f"{'hopper' if by_group else 'warp' if num_targets == 1 else 'block'}_forward"
+    ]
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
 @pytest.mark.parametrize("seed", range(18))
@@ -175,6 +198,16 @@ def test_queries_of_all_samples(num_targets, launched):
     inputs["query"] = inputs["query"][:1].contiguous()
     inputs["position_bias"] = torch.ones(20, 2).half()
     assert_right(inputs)
+    assert launched
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(groups, num_targets):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, torch.device("cpu"))
+    with gluon_in_numpy(groups) as launched:
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
     assert launched
 
 

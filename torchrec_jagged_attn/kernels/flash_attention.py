@@ -238,7 +238,7 @@ class _Call:
         self.num_samples = q_offsets.numel() - 1
         self.inputs = (_rows(q), _rows(k), _rows(v))
         self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
-        self.is_self = q_offsets.data_ptr() == kv_offsets.data_ptr()
+        self.is_self = _is_same(q_offsets, kv_offsets)
         self.lists: dict[tuple[int, int], Tensor] = {}
         self.by_distance, self.reach = None, 0
         if relative_bias is not None:
@@ -381,6 +381,11 @@ def _room(device: torch.device) -> int:
         return 2**31
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two vectors of one size are the same memory, read alike."""
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import recency_bucket
+from torchrec_jagged_attn.kernels.common import age_bucket, recency_bucket
 
 __all__ = ["add_heads", "add_to_table", "load_bias", "row_buckets"]
 
@@ -30,9 +30,7 @@ def row_buckets(
     if A > 0:
         time = tl.load(timestamps_ptr + n, mask=visible, other=0)
         newest = tl.load(timestamps_ptr + last)
-        if time.dtype == tl.int32:
-            time, newest = time.to(tl.int64), newest.to(tl.int64)
-        of_age = recency_bucket(tl.maximum(newest - time, 0), A)
+        of_age = age_bucket(time, newest, A)
     return of_position, of_age
 
 

@@ -74,6 +74,7 @@ LOG2E = common.LOG2E
 LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
+age_bucket = gluon.jit(common.age_bucket.fn)
 recency_bucket = gluon.jit(common.recency_bucket.fn)
 rows_of_chunk = gluon.jit(target_schedule.rows_of_chunk.fn)
 
@@ -408,9 +409,7 @@ def row_buckets(n, first, length, timestamps_ptr, P: gl.constexpr, A: gl.constex
     if A > 0:
         time = gl.load(timestamps_ptr + first + n, mask=n < length, other=0)
         newest = gl.load(timestamps_ptr + first + length - 1)
-        if time.dtype == gl.int32:
-            time, newest = time.to(gl.int64), newest.to(gl.int64)
-        of_age = recency_bucket(gl.maximum(newest - time, 0), A)
+        of_age = age_bucket(time, newest, A)
     return of_position, of_age
 
 

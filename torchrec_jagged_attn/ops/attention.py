@@ -222,6 +222,7 @@ _target_attention = register_op(
     forward=target_attention_forward,
     fake=target_attention_fake,
     backward=target_attention_backward,
+    non_differentiable=("timestamps",),
 )
 
 
@@ -502,6 +503,7 @@ _flash_attention = register_op(
     forward=flash_attention_forward,
     fake=_flash_attention_fake,
     backward=_flash_attention_backward,
+    non_differentiable=("timestamps",),
 )
 
 

@@ -488,5 +488,9 @@ def _see_rows(stats: Tensor, q: Tensor) -> Tensor:
 
 
 multi_head_target_attention = register_op(
-    "multi_head_target_attention", forward=_forward, fake=_fake, backward=_backward
+    "multi_head_target_attention",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    non_differentiable=("timestamps",),
 )
