@@ -355,6 +355,7 @@ def show_progress(num_cases: int, console: Console) -> Iterator[Callable[[str], 
         console=display,
         transient=True,
         auto_refresh=False,  # nothing draws while a call is timed
+        speed_estimate_period=np.inf,  # a case may take minutes
     )
     with bar:
         task, done = bar.add_task("", total=num_cases), itertools.count()
