@@ -2,6 +2,7 @@
 the same without a compiler."""
 
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -279,6 +280,97 @@ def test_python_agrees(causal, monkeypatch):
         monkeypatch.setattr(cpu_attention, "library", lambda: None)
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(lses[0], lses[1])
+
+
+def rows_at(x, stride):
+    """``x``, with the elements of a row ``stride`` apart: apart, they are none that loops read."""
+    return x.new_zeros(*x.shape, stride).index_copy_(-1, torch.tensor([0]), x.unsqueeze(-1))[..., 0]
+
+
+def outcomes(inputs, grad_out, monkeypatch, **options):
+    """By loops, by PyTorch's operators, and by plain Python."""
+    attend = functools.partial(jagged_flash_attention, **options)
+    apart = {**inputs, "k": rows_at(inputs["k"], 2)}
+    results = [outputs_and_gradients(attend, given, grad_out) for given in (inputs, apart)]
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_attention, "library", lambda: None)
+        return [*results, outputs_and_gradients(attend, inputs, grad_out)]
+
+
+def special_inputs(lengths, *, biased):
+    """Scores of NaN and of both infinities: a sample of each, and those of the first are finite."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = offsets_of(torch.tensor(lengths), torch.int64, "cpu")
+    q, k, v = (torch.rand(sum(lengths), 2, 4, generator=generator) + 0.5 for _ in range(3))
+    of_finite, of_nan, of_inf, of_minus_inf, of_bias, of_distance = (
+        slice(*bounds) for bounds in itertools.pairwise(offsets.tolist())
+    )
+    k[of_nan.stop - 2, 0, 1] = torch.nan
+    k[of_inf.start, 1, 2] = torch.inf
+    q[of_minus_inf.start] = -torch.inf  # all keys are positive: the row has no other score
+    inputs = {"q": q, "k": k, "v": v, "q_offsets": offsets}
+    if biased:
+        inputs["bias"] = torch.randn(sum(lengths), 2, generator=generator)
+        inputs["bias"][of_bias, 1] = -torch.inf
+        inputs["bias"][of_finite.start, 0] = -torch.inf  # one key of several
+    return inputs, torch.randn(q.shape, generator=generator)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_that_are_not_finite(causal, biased, monkeypatch):
+    """Zeros where all that a row sees is -inf, and NaN where it sees NaN or +inf, on any path."""
+    lengths = [5, 4, 3, 3, 4, 5]
+    inputs, grad_out = special_inputs(lengths, biased=biased)
+    results = outcomes(inputs, grad_out, monkeypatch, causal=causal)
+    expected = torch.zeros(sum(lengths), 2, dtype=torch.bool)
+    expected[5:9, 0] = True
+    expected[9:12, 1] = True
+    if causal:
+        expected[5:7, 0] = False  # they do not see the key before the last
+    for name, of_loops in results[0].items():
+        for others in results[1:]:
+            torch.testing.assert_close(others[name], of_loops, equal_nan=True, msg=name)
+    out = results[0]["out"]
+    assert torch.equal(out.isnan().any(2), expected)
+    assert torch.equal(out.isnan().all(2), expected)
+    assert torch.all(out[12] == 0)
+    if biased:
+        assert torch.all(out[15:19, 1] == 0)
+        assert torch.all(results[0]["bias"][15:19, 1] == 0)
+
+
+@pytest.mark.parametrize("of", ["loops", "operators", "python"])
+def test_scores_that_are_not_finite_are_of_their_sample_alone(of, monkeypatch):
+    """Each gives alone what it gives beside others, whose bias hides all keys."""
+    if of == "python":
+        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    lengths = [5, 4, 3, 3, 4, 5]
+    inputs, grad_out = special_inputs(lengths, biased=True)
+    if of == "operators":
+        inputs["k"] = rows_at(inputs["k"], 2)
+    whole = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for first, last in itertools.pairwise(inputs["q_offsets"].tolist()):
+        alone = {name: inputs[name][first:last] for name in ("q", "k", "v", "bias")}
+        alone["q_offsets"] = torch.tensor([0, last - first])
+        found = outputs_and_gradients(jagged_flash_attention, alone, grad_out[first:last])
+        for name, of_sample in found.items():
+            torch.testing.assert_close(
+                of_sample, whole[name][first:last], rtol=0, atol=0, equal_nan=True
+            )
+
+
+def test_a_table_by_distance_hides_all_keys(monkeypatch):
+    """Of one head, so that its rows and all their gradients are zeros."""
+    inputs = make_flash_inputs(Case("small", 4, 5, 2, 4), "cpu")
+    grad_out = torch.ones_like(inputs["q"])
+    inputs["relative_bias"] = torch.zeros(3, 2).index_fill_(1, torch.tensor([1]), -torch.inf)
+    for results in outcomes(inputs, grad_out, monkeypatch):
+        for name in ("out", "q", "k", "v", "relative_bias"):
+            assert torch.all(results[name][:, 1] == 0), name
+            assert torch.all(results[name].isfinite()), name
+        assert torch.any(results["out"][:, 0] != 0)
 
 
 @pytest.mark.parametrize("missing", ["compiler", "folder"])

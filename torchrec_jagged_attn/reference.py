@@ -274,16 +274,21 @@ def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
 def _weights(
     scores_HLS: Tensor, bias_HS: Tensor | None, by_distance: Tensor | None, causal: bool
 ) -> Tensor:
-    """Softmax over the keys, zero where none is visible. Adds biases to the scores."""
+    """Softmax over the keys. Adds biases to the scores.
+
+    A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN for
+    all that it sees.
+    """
     num_rows, num_keys = scores_HLS.shape[1:]
     if bias_HS is not None:
         scores_HLS += bias_HS.unsqueeze(1)
     if by_distance is not None:
         scores_HLS += by_distance.T[:, _distances(num_rows, num_keys)]
-    if causal:
-        hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
-        scores_HLS.masked_fill_(hidden, -torch.inf)
-    return torch.ops.aten._safe_softmax(scores_HLS, 2)
+    if not causal:
+        return torch.ops.aten._safe_softmax(scores_HLS, 2)
+    hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+    scores_HLS.masked_fill_(hidden, -torch.inf)
+    return torch.ops.aten._safe_softmax(scores_HLS, 2).masked_fill_(hidden, 0)
 
 
 def _distances(num_rows: int, num_keys: int) -> Tensor:

@@ -93,10 +93,14 @@ Tensor distances(const Sample& s) {
   return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
 }
 
-bool is_finite(const optional<Tensor>& x) {
-  if (!x || x->numel() == 0) return true;
-  const auto [least, most] = x->aminmax();
-  return std::isfinite(least.item<double>()) && std::isfinite(most.item<double>());
+// Whether there is a row whose softmax is NaN: its scores are all -inf, or NaN or +inf is among them.
+bool has_nan(const Tensor& softmax) {
+  return AT_DISPATCH_FLOATING_TYPES(softmax.scalar_type(), "has_nan", [&] {
+    const scalar_t* const begin = softmax.const_data_ptr<scalar_t>();
+    for (int64_t i = 0; i < softmax.numel(); i += softmax.size(-1))
+      if (std::isnan(begin[i])) return true;
+    return false;
+  });
 }
 
 struct Attention {
@@ -104,7 +108,6 @@ struct Attention {
   const optional<Tensor>& bias;         // [H, ΣLk], added to scores
   const optional<Tensor>& by_distance;  // [distances, H], added to scores
   bool causal;
-  bool hides = !is_finite(bias) || !is_finite(by_distance);  // perhaps all keys of a row
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
@@ -134,25 +137,31 @@ struct Attention {
     return x.view({key_heads, s.queries(), heads / key_heads, s.keys()});
   }
 
-  // Softmax over the keys of a sample, zeros where none is visible. Adds biases to the scores.
+  // Softmax over the keys of a sample: of a row that sees no score but -inf, zeros; of one that sees
+  // NaN or +inf, NaN for all that it sees. Adds biases to the scores.
   Tensor weights(const Tensor& scores, const Sample& s) const {
-    if (!bias && !by_distance && !causal) return at::_softmax(scores, -1, false);
-    Tensor x = by_pair(scores, s);
-    if (bias) {
-      const Tensor own = bias->slice(1, s.k_begin, s.k_end);
-      x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
+    Tensor hidden;
+    if (bias || by_distance || causal) {
+      Tensor x = by_pair(scores, s);
+      if (bias) {
+        const Tensor own = bias->slice(1, s.k_begin, s.k_end);
+        x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
+      }
+      if (by_distance) {
+        const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
+        x.add_(own.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
+      }
+      if (causal) {
+        const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
+        hidden = pairs.triu(s.keys() - s.queries() + 1).unsqueeze(1);
+        x.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+      }
     }
-    if (by_distance) {
-      const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
-      x.add_(own.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
-    }
-    if (causal) {
-      const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
-      const Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
-      x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
-    }
-    if (!hides && !(causal && s.queries() > s.keys())) return at::_softmax(scores, -1, false);
-    return at::_safe_softmax(scores, -1);
+    Tensor p = at::_softmax(scores, -1, false);
+    if (!has_nan(p)) return p;
+    p = at::_safe_softmax(scores, -1);
+    if (causal) by_pair(p, s).masked_fill_(hidden, 0);
+    return p;
   }
 
   // [Lq, H] of what a sample has for each row of a product.
