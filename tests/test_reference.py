@@ -302,11 +302,12 @@ def special_inputs(lengths, *, biased):
     generator = torch.Generator().manual_seed(0)
     offsets = offsets_of(torch.tensor(lengths), torch.int64, "cpu")
     q, k, v = (torch.rand(sum(lengths), 2, 4, generator=generator) + 0.5 for _ in range(3))
-    of_finite, of_nan, of_inf, of_minus_inf, of_bias, of_distance = (
+    of_finite, of_nan, of_inf, of_minus_inf, of_bias, _ = (
         slice(*bounds) for bounds in itertools.pairwise(offsets.tolist())
     )
     k[of_nan.stop - 2, 0, 1] = torch.nan
     k[of_inf.start, 1, 2] = torch.inf
+    q[of_nan.start, 1, 3] = torch.nan
     q[of_minus_inf.start] = -torch.inf  # all keys are positive: the row has no other score
     inputs = {"q": q, "k": k, "v": v, "q_offsets": offsets}
     if biased:
@@ -325,7 +326,7 @@ def test_scores_that_are_not_finite(causal, biased, monkeypatch):
     inputs, grad_out = special_inputs(lengths, biased=biased)
     results = outcomes(inputs, grad_out, monkeypatch, causal=causal)
     expected = torch.zeros(sum(lengths), 2, dtype=torch.bool)
-    expected[5:9, 0] = True
+    expected[5:9, 0] = expected[5, 1] = True
     expected[9:12, 1] = True
     if causal:
         expected[5:7, 0] = False  # they do not see the key before the last
@@ -339,6 +340,36 @@ def test_scores_that_are_not_finite(causal, biased, monkeypatch):
     if biased:
         assert torch.all(out[15:19, 1] == 0)
         assert torch.all(results[0]["bias"][15:19, 1] == 0)
+
+
+@pytest.mark.parametrize("queries", [4, 6], ids=["keys-are-more", "queries-are-more"])
+def test_what_causality_hides_may_be_nan(queries, monkeypatch):
+    """The last key, or the last query, and what comes before is as without it."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = {"q_offsets": torch.tensor([0, queries]), "kv_offsets": torch.tensor([0, 5])}
+    q = torch.randn(queries, 2, 4, generator=generator)
+    k, v = torch.randn(2, 5, 2, 4, generator=generator)
+    bias, relative_bias = torch.randn(2, 5, 2, generator=generator)
+    inputs = {"q": q, "k": k, "v": v, "bias": bias, "relative_bias": relative_bias, **offsets}
+    grad_out = torch.randn(q.shape, generator=generator)
+    grad_out[-1] = 0
+    expected = outputs_and_gradients(
+        functools.partial(jagged_flash_attention, causal=True), inputs, grad_out
+    )
+    del expected["relative_bias"]  # the last query's own is in it
+    inputs["k"][4, 0, 1] = inputs["v"][4, 1, 0] = torch.nan
+    for results in outcomes(inputs, grad_out, monkeypatch, causal=True):
+        for name in ("out", "q"):
+            torch.testing.assert_close(results[name][:-1], expected[name][:-1], msg=name)
+        assert torch.all(results["out"][-1].isnan().any(-1))
+    inputs["k"][4] = inputs["v"][4] = 1.0
+    inputs["q"][0], grad_out[0] = torch.nan, torch.nan
+    unseen = slice(max(5 - queries + 1, 0), None)
+    for results in outcomes(inputs, grad_out, monkeypatch, causal=True):
+        for name in ("k", "v", "bias"):
+            assert torch.all(results[name][unseen].isfinite()), name
+        for name in ("out", "q"):
+            assert torch.all(results[name][1:].isfinite()), name
 
 
 @pytest.mark.parametrize("of", ["loops", "operators", "python"])

@@ -197,8 +197,9 @@ def _attend(
     for queries, keys, _ in _samples(q_offsets, kv_offsets):
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
-        p_HLS = _weights(scores_HLS, own_bias, by_distance, causal)
-        out[queries] = (p_HLS @ _by_head(v[keys], q)).transpose(0, 1)
+        hidden_LS = _hidden(*scores_HLS.shape[1:]) if causal else None
+        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
+        out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
         for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
             stat[queries] = x_HLS.amax(2).T
     return out
@@ -228,13 +229,23 @@ def _differentiate(
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         q_HLD, k_HSD, v_HSD = _by_head(q[queries]), _by_head(k[keys], q), _by_head(v[keys], q)
         grad_out_HLD = _by_head(grad_out[queries])
-        p_HLS = _weights(q_HLD @ k_HSD.mT, own_bias, by_distance, causal)
-        dp_HLS = grad_out_HLD @ v_HSD.mT
+        scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
+        hidden_LS = hidden_SL = None
+        if causal:
+            hidden_LS = _hidden(*scores_HLS.shape[1:])
+            hidden_SL = hidden_LS.T
+            dp_HLS.masked_fill_(hidden_LS, 0)
+        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
         ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
-        grad_q[queries] = (ds_HLS @ k_HSD).transpose(0, 1)
+        if hidden_LS is not None:
+            ds_HLS.masked_fill_(hidden_LS, 0)
+        grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
         grad_k_SKD, grad_v_SKD = (
-            x_HSD.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
-            for x_HSD in (ds_HLS.mT @ q_HLD, p_HLS.mT @ grad_out_HLD)
+            _product(a_HLS.mT, b_HLD, hidden_SL)
+            .unflatten(0, (k.shape[1], -1))
+            .sum(1)
+            .transpose(0, 1)
+            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (p_HLS, grad_out_HLD))
         )
         if grad_v is None:
             grad_k_SKD += grad_v_SKD
@@ -272,23 +283,38 @@ def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
 
 
 def _weights(
-    scores_HLS: Tensor, bias_HS: Tensor | None, by_distance: Tensor | None, causal: bool
+    scores_HLS: Tensor,
+    bias_HS: Tensor | None,
+    by_distance: Tensor | None,
+    hidden_LS: Tensor | None,
 ) -> Tensor:
     """Softmax over the keys. Adds biases to the scores.
 
     A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN for
     all that it sees.
     """
-    num_rows, num_keys = scores_HLS.shape[1:]
     if bias_HS is not None:
         scores_HLS += bias_HS.unsqueeze(1)
     if by_distance is not None:
-        scores_HLS += by_distance.T[:, _distances(num_rows, num_keys)]
-    if not causal:
+        scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
+    if hidden_LS is None:
         return torch.ops.aten._safe_softmax(scores_HLS, 2)
-    hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
-    scores_HLS.masked_fill_(hidden, -torch.inf)
-    return torch.ops.aten._safe_softmax(scores_HLS, 2).masked_fill_(hidden, 0)
+    scores_HLS.masked_fill_(hidden_LS, -torch.inf)
+    return torch.ops.aten._safe_softmax(scores_HLS, 2).masked_fill_(hidden_LS, 0)
+
+
+def _hidden(num_rows: int, num_keys: int) -> Tensor:
+    """``[L, S]``: whether a key comes after a query, where the last of both are at one place."""
+    return torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+
+
+def _product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
+    """``a @ b``, to which what is hidden in ``a`` adds nothing, be it NaN in ``b``."""
+    product = a @ b
+    if hidden is None or product.isfinite().all():
+        return product
+    rows = [a[:, i : i + 1, seen] @ b[:, seen] for i, seen in enumerate(~hidden)]
+    return torch.cat(rows, 1)
 
 
 def _distances(num_rows: int, num_keys: int) -> Tensor:

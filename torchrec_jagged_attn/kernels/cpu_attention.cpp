@@ -205,7 +205,40 @@ WIDE_VECTORS void add(T* to, T factor, const T* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
 }
 
-// A small sample's attention, one row of queries after the other.
+template <typename T>
+WIDE_VECTORS bool are_finite(const T* x, int64_t size) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += x[i] * 0;
+  return sum == 0;
+}
+
+// Of `x` [ΣLq, H, D], contiguous.
+bool has_finite_queries(const Tensor& x, const Sample& s) {
+  const int64_t row = x.size(1) * x.size(2);
+  return AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "has_finite_queries", [&] {
+    return are_finite(x.const_data_ptr<scalar_t>() + s.q_begin * row, s.queries() * row);
+  });
+}
+
+// A sample with keys and values of its own in the dtype that is computed in, as loops read them.
+struct Copy {
+  Tensor k, v;
+  optional<Tensor> bias;
+  Attention attention;
+  Sample s;
+
+  Copy(const Attention& whole, const Sample& of, const Tensor& all_k, const Tensor& all_v,
+       at::ScalarType dtype)
+      : k(all_k.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
+        v(all_v.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
+        attention{whole.heads, whole.key_heads, bias, whole.by_distance, whole.causal},
+        s{of.q_begin, of.q_end, 0, of.keys(), of.distances_begin} {
+    if (whole.bias) bias = whole.bias->slice(1, of.k_begin, of.k_end).contiguous();
+  }
+};
+
+// A sample's attention, one row of queries after the other.
 template <typename T>
 struct Loops {
   const Attention& attention;
@@ -224,15 +257,18 @@ struct Loops {
     return std::abs(s.keys() - s.queries() + i - j);
   }
 
-  // Sets `p` to the weights of a row. Returns the largest score, and one by the softmax's sum,
+  // How many keys a row sees: the first ones.
+  int64_t seen_by(int64_t i) const {
+    if (!attention.causal) return s.keys();
+    return std::clamp(s.keys() - s.queries() + i + 1, int64_t{0}, s.keys());
+  }
+
+  // Sets `p` to the weights of a row for the keys it sees. Returns the largest score, and one by the softmax's sum,
   // which is zero where no key is visible.
   std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
-    const int64_t heads = attention.heads, group = heads / attention.key_heads;
-    const int64_t earlier = std::max(s.keys() - s.queries() + i + 1, int64_t{0});
-    const int64_t seen = attention.causal ? std::min(earlier, s.keys()) : s.keys();
+    const int64_t heads = attention.heads, group = heads / attention.key_heads, seen = seen_by(i);
     T largest = -std::numeric_limits<T>::infinity();
     double sum = 0;
-    std::fill(p.begin(), p.end(), T{0});
     for (int64_t j = 0; j < seen; ++j) {
       p[j] = dot(q, k.at(s.k_begin + j, h / group), width);
       if (bias) p[j] += bias[h * num_keys + s.k_begin + j];
@@ -240,7 +276,7 @@ struct Loops {
       largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
     }
     if (largest == -std::numeric_limits<T>::infinity()) {
-      std::fill(p.begin(), p.end(), T{0});
+      std::fill_n(p.begin(), seen, T{0});
       return {largest, T{0}};
     }
     for (int64_t j = 0; j < seen; ++j) sum += p[j] = std::exp(p[j] - largest);
@@ -256,7 +292,7 @@ struct Loops {
       for (int64_t h = 0; h < attention.heads; ++h) {
         const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
         T* const own = out_rows.at(s.q_begin + i, h);
-        for (int64_t j = 0; j < s.keys(); ++j)
+        for (int64_t j = 0; j < seen_by(i); ++j)
           add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
         if (stats.numel() == 0) continue;
         T* const stat = stats.data_ptr<T>() + (s.q_begin + i) * attention.heads + h;
@@ -281,12 +317,13 @@ struct Loops {
         const T* const own_q = q_rows.at(s.q_begin + i, h);
         const T* const own_grad_out = grad_out_rows.at(s.q_begin + i, h);
         weigh(own_q, k_rows, i, h);
+        const int64_t seen = seen_by(i);
         double mean = 0;
-        for (int64_t j = 0; j < s.keys(); ++j) {
+        for (int64_t j = 0; j < seen; ++j) {
           ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
           mean += double{p[j]} * ds[j];
         }
-        for (int64_t j = 0; j < s.keys(); ++j) {
+        for (int64_t j = 0; j < seen; ++j) {
           ds[j] = T(p[j] * (ds[j] - mean));
           const int64_t row = s.k_begin + j, head = h / group;
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
@@ -324,6 +361,15 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
     const Tensor p = attention.weights(scores, s);
     attention.put_queries(out_rows, s, p, own_v);
+    if (causal && !has_finite_queries(out, s)) {  // perhaps by 0 · NaN of a hidden key
+      out.slice(0, s.q_begin, s.q_end).zero_();
+      const Copy copy(attention, s, k, v, dtype);
+      AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
+        Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
+            .forward(q, copy.k, copy.v, out, stats);
+      });
+      return;
+    }
     if (stats.numel() == 0) return;
     const Tensor own = stats.slice(1, s.q_begin, s.q_end);
     own.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
@@ -365,6 +411,23 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
     const Tensor dp = product(own_grad_out, own_v.mT());
     const Tensor ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
     attention.put_queries(grad_q_rows, s, ds, own_k);
+    if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
+      grad_q.slice(0, s.q_begin, s.q_end).zero_();
+      const Copy copy(attention, s, k, v, dtype);
+      const Tensor copy_grad_k = at::empty_like(copy.k);
+      optional<Tensor> copy_grad_v, copy_grad_bias;
+      if (grad_v) copy_grad_v = at::empty_like(copy.v);
+      if (grad_bias) copy_grad_bias = at::zeros_like(*copy.bias);
+      AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
+        Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
+            .backward(grad_out, q, copy.k, copy.v, grad_q, copy_grad_k, copy_grad_v,
+                      copy_grad_bias, grad_by_distance);
+      });
+      grad_k.slice(0, s.k_begin, s.k_end).copy_(copy_grad_k);
+      if (grad_v) grad_v->slice(0, s.k_begin, s.k_end).copy_(*copy_grad_v);
+      if (grad_bias) grad_bias->slice(1, s.k_begin, s.k_end).copy_(*copy_grad_bias);
+      return;
+    }
     Tensor own_grad_k = keys_of(grad_k_rows, s);
     if (grad_v) {
       put_product(own_grad_k, ds.mT(), own_q);
