@@ -2,12 +2,15 @@
 the same without a compiler."""
 
 import functools
+import hashlib
 import itertools
+import math
 import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,23 +407,113 @@ def test_a_table_by_distance_hides_all_keys(monkeypatch):
         assert torch.any(results["out"][:, 0] != 0)
 
 
-@pytest.mark.parametrize("missing", ["compiler", "folder"])
-def test_where_nothing_can_be_built(missing, tmp_path):
-    """A warning says what is missing, and results are the same."""
-    (tmp_path / "file").touch()
-    hidden = {
-        "compiler": {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-such-compiler"},
-        "folder": {"TORCH_EXTENSIONS_DIR": str(tmp_path / "file" / "folder")},
+@pytest.mark.parametrize("implemented", ["c++", "python"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("nan_filled_memory")
+def test_every_gradient_of_the_history_is_written(dtype, implemented, monkeypatch):
+    """Also of rows that no query reads, in memory that was NaN."""
+    if implemented == "python":
+        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    for lengths, targets in (
+        ([3, 0, 400, 5], [0, 2, 0, 1]),
+        ([3, 400], [0, 0]),
+        ([3, 0, 400], 0),
+        ([3, 0, 400], 2),
+        ([0, 0], 1),
+    ):
+        inputs = inputs_of(lengths, targets=targets, dtype=dtype)
+        grad_out = torch.ones_like(inputs["query"])
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        for name, result in results.items():
+            assert torch.all(result.isfinite()), f"{name} of {lengths}, {targets}"
+        read = torch.tensor(targets).expand(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        assert torch.equal(results["history"].any(1), read > 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype", "ages"),
+    [
+        ([-(2**31), 0, 2**31 - 1], torch.int32, [2**32 - 1, 2**31 - 1, 0]),
+        ([5, 2**31 - 1, -(2**31)], torch.int32, [0, 0, 0]),
+        ([-(2**63), -2, 2**63 - 1], torch.int64, [None, None, 0]),
+        ([-(2**63), 1, 7, 0], torch.int64, [None, 0, 0, 0]),
+        ([-(2**63), 0, -1], torch.int64, [2**63 - 1, 0, 0]),
+        ([-(2**63), -(2**63) + 6, -2], torch.int64, [2**63 - 2, 2**63 - 8, 0]),
+        ([2**63 - 1, 0, -(2**63)], torch.int64, [0, 0, 0]),
+        ([-torch.inf, torch.nan, 3, 1], torch.float64, [None, None, 0, 0]),
+        ([1, -torch.inf, torch.inf], torch.float32, [None, None, None]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_buckets", [1, 20, 127, 260])
+def test_ages_at_the_ends_of_their_range(times, dtype, ages, num_buckets):
+    """One that no int64 holds, and NaN, fall into the last bucket, as what is older than all."""
+    rows = len(times)
+    buckets = [
+        num_buckets - 1 if age is None else min(math.floor(4 * math.log2(1 + age)), num_buckets - 1)
+        for age in ages
+    ]
+    inputs = {
+        "query": torch.zeros(1, 1, 4),
+        "history": torch.eye(rows, 4),
+        "offsets": torch.tensor([0, rows]),
+        "age_bias": torch.randn(num_buckets, 1, generator=torch.Generator().manual_seed(0)),
+        "timestamps": torch.tensor(times, dtype=dtype),
     }
-    done = run_python(
-        "import torch, torchrec_jagged_attn as ours",
-        "x, offsets = torch.ones(3, 8), torch.tensor([0, 1, 3])",
-        "print(ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum().item())",
-        **hidden[missing],
+    weights = inputs["age_bias"][buckets, 0].softmax(0)
+    torch.testing.assert_close(jagged_target_attention(**inputs)[0, 0, :rows], weights)
+
+
+ATTEND_TWICE = (
+    "import torch, torchrec_jagged_attn as ours",
+    "x, offsets = torch.ones(3, 8, requires_grad=True), torch.tensor([0, 1, 3])",
+    "def attend():",
+    "    return ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum()",
+    "attend().backward()",
+    "print(attend().item())",
+)
+BUILD = (
+    "from torchrec_jagged_attn.kernels import cpu_attention",
+    "assert cpu_attention.library() is not None",
+    "print(cpu_attention.build())",
+)
+NO_COMPILER = {"CXX": "no-such-compiler"}
+
+
+@pytest.mark.parametrize("missing", ["compiler", "working compiler", "folder"])
+def test_where_nothing_can_be_built(missing, tmp_path):
+    """One warning of three lines says what is missing and what to do, and results are the same."""
+    (tmp_path / "file").touch()
+    broken = tmp_path / "g++"
+    lines = (
+        "#!/bin/sh",
+        '[ "$1" = -MMD ] || exec echo 13.2.0',
+        "for i in 1 2 3; do echo a.h:$i: fatal error: no b.h; done",
+        "exit 1",
     )
+    broken.write_text("\n".join(lines))
+    broken.chmod(0o755)
+    folder = str(tmp_path / "file" / "folder")
+    environment, reason, advice = {
+        "compiler": (NO_COMPILER, "no-such-compiler", "install g++"),
+        "working compiler": ({"CXX": str(broken)}, "a.h:1: fatal error: no b.h", "install g++"),
+        "folder": ({"TORCH_EXTENSIONS_DIR": folder}, folder, "TORCH_EXTENSIONS_DIR"),
+    }[missing]
+    environment = {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "PYTHONWARNINGS": "always::UserWarning",
+        **environment,
+    }
+    done = run_python(*ATTEND_TWICE, **environment)
     assert float(done.stdout) == 16
-    assert "cpu_attention.cpp was not built" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert done.stderr.count("UserWarning") == 1
+    said = done.stderr[done.stderr.index("UserWarning") :].splitlines()
+    assert "no cpu_attention.cpp" in said[0]
+    assert reason in said[1]
+    assert advice in said[2]
+    assert "python -m torchrec_jagged_attn --build" in said[2]
+    assert len(said) <= 4  # the last is the line of the call
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "g++"}
 
 
 def test_is_built_once(tmp_path):
@@ -439,7 +532,60 @@ def test_is_built_once(tmp_path):
     )
     run_python(*lines, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(folder))
     assert len(list(folder.iterdir())) == 1
-    run_python(*lines, TORCH_EXTENSIONS_DIR=str(folder), CXX="no-such-compiler")
+    run_python(*lines, TORCH_EXTENSIONS_DIR=str(folder), **NO_COMPILER)
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A copy of the library, in a folder of its own."""
+    found = cpu_attention.build()
+    return Path(shutil.copy(found, tmp_path / found.name))
+
+
+@pytest.fixture
+def with_compiler(tmp_path):
+    """Variables of a compiler that takes no time: it puts out the library that is there."""
+    compiler = tmp_path / "c++"
+    lines = (
+        "#!/bin/sh",
+        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
+        f'[ $# -lt 2 ] || cp {cpu_attention.build()} "$2"',
+    )
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    return {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+
+
+def assert_is_built_again(with_compiler):
+    without_compiler = {**with_compiler, **NO_COMPILER}
+    done = run_python(*ATTEND_TWICE, **without_compiler)
+    assert float(done.stdout) == 16
+    assert "install g++" in done.stderr
+    again = run_python(*BUILD, **with_compiler).stdout
+    assert run_python(*BUILD, **without_compiler).stdout == again
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_library_is_built_again(damage, built, with_compiler):
+    """It is not loaded: that would end the process."""
+    whole = built.read_bytes()
+    half = len(whole) // 2
+    parts = {"cut": whole[:half], "changed": whole[:half] + b"0" + whole[half + 1 :]}
+    built.write_bytes(parts[damage])
+    assert_is_built_again(with_compiler)
+    assert built.read_bytes() == whole
+
+
+def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
+    """But stays: a machine that shares the folder may load it."""
+    foreign = b"\x7fELF of another machine"
+    digest = hashlib.sha256(foreign).hexdigest()[:16]
+    other = built.with_name(f"{built.stem.rpartition('_')[0]}_{digest}.so")
+    built.rename(other)
+    other.write_bytes(foreign)
+    assert_is_built_again(with_compiler)
+    assert other.exists()
+    assert built.exists()
 
 
 def run_python(*lines, **environment):

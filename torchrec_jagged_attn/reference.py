@@ -74,7 +74,7 @@ def target_attention_backward(
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     rows, q_offsets = _by_target(query.to(_compute_dtype(query)), offsets, query_offsets)
-    keys, grad_history = history.unsqueeze(1), history.new_zeros(history.shape)
+    keys, grad_history = history.unsqueeze(1), history.new_empty(history.shape)
     grad_rows, grad_bias, grad_position, grad_age, _ = flash_attention_backward(
         grad_out.flatten(0, -3), rows.flatten(0, -3), keys, keys, q_offsets, offsets,
         bias, position_bias, age_bias, timestamps, None, grad_history.unsqueeze(1), None, False,
@@ -290,17 +290,15 @@ def _weights(
 ) -> Tensor:
     """Softmax over the keys. Adds biases to the scores.
 
-    A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN for
-    all that it sees.
+    A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN.
     """
     if bias_HS is not None:
         scores_HLS += bias_HS.unsqueeze(1)
     if by_distance is not None:
         scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
-    if hidden_LS is None:
-        return torch.ops.aten._safe_softmax(scores_HLS, 2)
-    scores_HLS.masked_fill_(hidden_LS, -torch.inf)
-    return torch.ops.aten._safe_softmax(scores_HLS, 2).masked_fill_(hidden_LS, 0)
+    if hidden_LS is not None:
+        scores_HLS.masked_fill_(hidden_LS, -torch.inf)
+    return torch.ops.aten._safe_softmax(scores_HLS, 2)
 
 
 def _hidden(num_rows: int, num_keys: int) -> Tensor:
@@ -355,11 +353,21 @@ def _bias_of_keys(
             parts.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
-            passed = times.index_select(0, newest) - times
-            ages = recency_buckets(passed.clamp(min=0), len(age_bias))
+            ages = _age_buckets(times.index_select(0, newest), times, len(age_bias))
             parts.append(age_bias.to(dtype).index_select(0, ages))
     total = sum(parts[1:], parts[0]).T.contiguous() if parts else None
     return total, (positions, ages)
+
+
+def _age_buckets(newest: Tensor, times: Tensor, num_buckets: int) -> Tensor:
+    """Buckets of the ages ``newest - times``, zero where that is negative.
+
+    The last bucket is that of ages that no int64 holds.
+    """
+    if times.is_floating_point():
+        return recency_buckets((newest - times).clamp(min=0), num_buckets)
+    ages = (newest - times).masked_fill_(newest <= times, 0)
+    return recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
 
 
 def _bias_gradient(
@@ -382,9 +390,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
     """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
 
-    Read from the bits of the number, so that it is the same on every device.
+    Read from the bits of the number, so that it is the same on every device. NaN falls into the
+    last bucket.
     """
-    bits = (distance + 1).float().view(torch.int32)
+    # Without the sign, which a NaN may have, and 2^63 has in int64.
+    bits = (distance + 1).float().view(torch.int32) & 0x7FFFFFFF
     fraction = bits & 0x7FFFFF
     quarters = sum((fraction >= start).int() for start in QUARTER_OCTAVES)
     return (((bits >> 23) - 127) * 4 + quarters).clamp(0, num_buckets - 1).long()

@@ -1,6 +1,7 @@
 // Attention within each sample of a batch on a CPU: what `reference.py` computes one sample after
 // the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
-// sample is so small that calling them takes longer than what they do.
+// sample is so small that calling them takes longer than what they do. Operators multiply what
+// causality hides by zero, which gives NaN of what is not finite: then loops do the sample again.
 //
 // Shapes: `q` [ΣLq, H, D] is scaled, contiguous and in the dtype that is computed in, as the
 // gradient of outputs is; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have K heads for H, and any dtype. A
@@ -93,7 +94,7 @@ Tensor distances(const Sample& s) {
   return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
 }
 
-// Whether there is a row whose softmax is NaN: its scores are all -inf, or NaN or +inf is among them.
+// Whether the softmax of a row is NaN: all its scores are -inf, or NaN or +inf is among them.
 bool has_nan(const Tensor& softmax) {
   return AT_DISPATCH_FLOATING_TYPES(softmax.scalar_type(), "has_nan", [&] {
     const scalar_t* const begin = softmax.const_data_ptr<scalar_t>();
@@ -137,31 +138,29 @@ struct Attention {
     return x.view({key_heads, s.queries(), heads / key_heads, s.keys()});
   }
 
-  // Softmax over the keys of a sample: of a row that sees no score but -inf, zeros; of one that sees
-  // NaN or +inf, NaN for all that it sees. Adds biases to the scores.
+  // Softmax over the keys of a sample: zeros of a row that sees no score but -inf, NaN of one that
+  // sees NaN or +inf. Adds biases to the scores.
   Tensor weights(const Tensor& scores, const Sample& s) const {
-    Tensor hidden;
-    if (bias || by_distance || causal) {
-      Tensor x = by_pair(scores, s);
-      if (bias) {
-        const Tensor own = bias->slice(1, s.k_begin, s.k_end);
-        x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
-      }
-      if (by_distance) {
-        const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
-        x.add_(own.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
-      }
-      if (causal) {
-        const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
-        hidden = pairs.triu(s.keys() - s.queries() + 1).unsqueeze(1);
-        x.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
-      }
+    if (bias || by_distance || causal) add_biases(by_pair(scores, s), s);
+    const Tensor p = at::_softmax(scores, -1, false);
+    return has_nan(p) ? at::_safe_softmax(scores, -1) : p;
+  }
+
+  // To the scores of each pair, [K, Lq, G, Lk]; -inf to those that causality hides.
+  void add_biases(Tensor x, const Sample& s) const {
+    if (bias) {
+      const Tensor own = bias->slice(1, s.k_begin, s.k_end);
+      x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
     }
-    Tensor p = at::_softmax(scores, -1, false);
-    if (!has_nan(p)) return p;
-    p = at::_safe_softmax(scores, -1);
-    if (causal) by_pair(p, s).masked_fill_(hidden, 0);
-    return p;
+    if (by_distance) {
+      const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
+      x.add_(own.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
+    }
+    if (causal) {
+      const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
+      const Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
+      x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
+    }
   }
 
   // [Lq, H] of what a sample has for each row of a product.
@@ -221,7 +220,7 @@ bool has_finite_queries(const Tensor& x, const Sample& s) {
   });
 }
 
-// A sample with keys and values of its own in the dtype that is computed in, as loops read them.
+// A copy of a sample's keys, values and bias in the dtype that is computed in, as loops read them.
 struct Copy {
   Tensor k, v;
   optional<Tensor> bias;
@@ -263,8 +262,8 @@ struct Loops {
     return std::clamp(s.keys() - s.queries() + i + 1, int64_t{0}, s.keys());
   }
 
-  // Sets `p` to the weights of a row for the keys it sees. Returns the largest score, and one by the softmax's sum,
-  // which is zero where no key is visible.
+  // Sets `p` to a row's weights of the keys that it sees. Returns the largest score, and one by the
+  // softmax's sum: zero if the row sees no score but -inf.
   std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
     const int64_t heads = attention.heads, group = heads / attention.key_heads, seen = seen_by(i);
     T largest = -std::numeric_limits<T>::infinity();
@@ -292,7 +291,7 @@ struct Loops {
       for (int64_t h = 0; h < attention.heads; ++h) {
         const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
         T* const own = out_rows.at(s.q_begin + i, h);
-        for (int64_t j = 0; j < seen_by(i); ++j)
+        for (int64_t j = 0, seen = seen_by(i); j < seen; ++j)
           add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
         if (stats.numel() == 0) continue;
         T* const stat = stats.data_ptr<T>() + (s.q_begin + i) * attention.heads + h;
