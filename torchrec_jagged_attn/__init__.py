@@ -65,4 +65,12 @@ def __getattr__(name: str) -> object:
         raise ModuleNotFoundError(
             f"{name} needs TorchRec: pip install 'torchrec_jagged_attn[torchrec]' ({error})"
         ) from error
+    except OSError as error:  # a library of FBGEMM's that meets no torch as it was built for
+        raise ImportError(
+            f"{name} needs TorchRec, whose FBGEMM does not load: it was built for another version "
+            "of torch, or for CUDA where torch has none. With a CPU torch, install fbgemm-gpu-cpu "
+            "in place of fbgemm-gpu, in the version for this torch: see the section on "
+            "installing in README. With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
+            f"({error.__cause__ or error})"
+        ) from error
     return getattr(modules, name)
