@@ -304,7 +304,7 @@ def draw_prior_weights(num_keys, device, dtype=torch.float32):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_prior_weights(causal, kv_heads, dtype, others, device):
     skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
-    q_lengths, kv_lengths = [4, 9, 2, 70, 0, 64, 1], [0, 90, 0, 3, 5, 64, 1]
+    q_lengths, kv_lengths = [4, 9, 2, 70, 0, 64, 1], [0, 90, 0, 7, 5, 64, 1]
     inputs = inputs_of(
         q_lengths, kv_lengths, device, dtype, bias="bias" in others, kv_heads=kv_heads
     )
@@ -313,8 +313,8 @@ def test_prior_weights(causal, kv_heads, dtype, others, device):
     if "tables" in others:
         inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.arange(163, device=device) ** 2
-    inputs["prior_weights"] = draw_prior_weights(163, device, torch.float32 if causal else dtype)
+        timestamps = torch.arange(167, device=device) ** 2
+    inputs["prior_weights"] = draw_prior_weights(167, device, torch.float32 if causal else dtype)
     assert_right(inputs, causal, timestamps)
 
 

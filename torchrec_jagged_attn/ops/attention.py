@@ -494,8 +494,9 @@ def flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, *biases,
             out, stats, grad_k, grad_v, causal, scale, needs_bias,
         )  # fmt: skip
-    grad_q, grad_bias, *grads_of_tables = grads
-    return grad_q, _bias_gradient(grad_bias, bias) if needs_bias else None, *grads_of_tables
+    grad_q, grad_bias, grad_position, grad_age, grad_relative = grads
+    grad_bias = _bias_gradient(grad_bias, bias) if needs_bias else None
+    return grad_q, grad_bias, grad_position, grad_age, grad_relative
 
 
 _flash_attention = register_op(
