@@ -14,7 +14,6 @@ from torchrec_jagged_attn.kernels.common import LOG2E, mean_grad
 from torchrec_jagged_attn.kernels.distance_bias import add_gradient, scores_by_distance
 from torchrec_jagged_attn.kernels.flash_schedule import locate_tile
 from torchrec_jagged_attn.kernels.flash_tiles import (
-    is_finite,
     key_bias,
     load_rows,
     softmax_of_stats,
@@ -24,8 +23,6 @@ from torchrec_jagged_attn.kernels.product_tiles import multiply
 from torchrec_jagged_attn.kernels.score_bias import load_bias, row_buckets
 
 __all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel"]
-
-END = tl.constexpr(2**31 - 1)  # a key that no sample has
 
 
 @triton.jit
@@ -51,7 +48,6 @@ def _grad_of_queries(
     acc,
     residual,
     delta,
-    bad,
     q,
     grad_out,
     maximum,
@@ -92,23 +88,12 @@ def _grad_of_queries(
     BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr,
     EXACT: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
-    """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``.
-
-    If ``CLEAN``, without infinities and NaN; ``bad`` becomes the first key that has any.
-    """
+    """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``."""
     for start in range(first, last, BLOCK_N):
         row, rest = base + start, num_keys - start
         k = load_rows(k_ptr, row, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
         v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, MASKED)
-        if CLEAN:
-            j = (start + tl.arange(0, BLOCK_N))[:, None]
-            finite_k, finite_v = is_finite(k), is_finite(v)
-            bad = tl.minimum(bad, tl.min(tl.where(finite_k, END, j)))
-            bad = tl.minimum(bad, tl.min(tl.where(finite_v, END, j)))
-            k = tl.where(finite_k, k, 0.0).to(k.dtype)
-            v = tl.where(finite_v, v, 0.0).to(v.dtype)
         bias, visible = key_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
             kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
@@ -127,7 +112,7 @@ def _grad_of_queries(
         acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
         if BIASED:
             residual += tl.sum(ds, 1)
-    return acc, residual, delta, bad
+    return acc, residual, delta
 
 
 @triton.jit(do_not_specialize=["num_stats", "reach"])
@@ -193,44 +178,28 @@ def grad_q_kernel(
     if CAUSAL:
         seen_by_all = tl.maximum(tl.minimum(num_keys, num_keys - count + 1), 0)
         seen_by_any = tl.minimum(num_keys, num_keys - count + BLOCK_M)
-        high_of_row, high = high, high[:, None]
+        high = high[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     residual = tl.zeros([BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
-    delta_of_out, bad = delta, num_keys * 0 + END
     if R > 0:
         by_distance_ptr += head.to(tl.int64) * (2 * reach) + reach
     full = num_keys * 0
     if not BIASED:
         full = seen_by_all // BLOCK_N * BLOCK_N
-        acc, residual, delta, _ = _grad_of_queries(
-            acc, residual, delta, bad, q, grad_out, maximum, inverse, k_ptr, v_ptr,
+        acc, residual, delta = _grad_of_queries(
+            acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
             kv_offsets_ptr, sample, base, 0, full, num_keys, high, diagonal, factor,
             scale, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT, CLEAN=False,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
         )  # fmt: skip
-    acc, residual, delta, _ = _grad_of_queries(
-        acc, residual, delta, bad, q, grad_out, maximum, inverse, k_ptr, v_ptr,
+    acc, residual, delta = _grad_of_queries(
+        acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
         bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, full, seen_by_any, num_keys, high, diagonal, factor,
         scale, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT, CLEAN=False,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
     )  # fmt: skip
-    if CAUSAL:
-        # A product adds up 0 · NaN for a key that is hidden: rows that see none but finite ones get
-        # what they are without the others.
-        if not is_finite(tl.sum(acc) + tl.sum(delta)):
-            clean, clean_residual, clean_delta, bad = _grad_of_queries(
-                tl.zeros_like(acc), tl.zeros_like(residual), delta_of_out, bad, q, grad_out,
-                maximum, inverse, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
-                timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, 0, seen_by_any,
-                num_keys, high, diagonal, factor, scale, head, kv_head, H, D, DV, P, A, PRIOR, R,
-                BIASED, K_STRIDE, V_STRIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-                MASKED=True, EXACT=EXACT, CLEAN=True,
-            )  # fmt: skip
-            acc = tl.where(bad < high, acc, clean)
-            residual = tl.where(bad < high_of_row, residual, clean_residual)
-            delta = tl.where(bad < high_of_row, delta, clean_delta)
     # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
     tl.store(delta_ptr + stat, delta + residual, mask=i < count)
     store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
@@ -541,7 +510,7 @@ def grad_relative_kernel(
                 BIASED, True, EXACT,
             )  # fmt: skip
             dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-            acc += tl.where(visible, p * (dp - delta[:, None]), 0.0)
+            acc += p * (dp - delta[:, None])
         grads = add_gradient(grads, acc, first, R, GROUPS)
     r = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(grads_ptr + tl.program_id(0).to(tl.int64) * R + r, grads, mask=r < R)

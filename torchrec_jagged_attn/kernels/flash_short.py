@@ -13,7 +13,6 @@ from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common import mean_grad
 from torchrec_jagged_attn.kernels.flash_tiles import (
-    is_finite,
     load_rows,
     online_softmax,
     store_rows,
@@ -84,16 +83,9 @@ def forward_short_kernel(
         p, _, maximum, total = online_softmax(
             products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
         )
-        acc = tl.dot(p.to(v.dtype), v)
-        i = tl.arange(0, BLOCK)
-        if CAUSAL:
-            if not is_finite(tl.sum(acc)):  # see flash_forward._without_hidden
-                finite = is_finite(v)
-                first = tl.min(tl.where(finite, BLOCK, i[:, None]), 0)[None, :]
-                clean = tl.dot(p.to(v.dtype), tl.where(finite, v, 0.0).to(v.dtype))
-                acc = tl.where(first <= i[:, None] + num_keys - num_rows, acc, clean)
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
         store_rows(out_ptr, out, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV)
+        i = tl.arange(0, BLOCK)
         stat = (q_row + i) * H + head
         store_softmax_stats(stats_ptr, num_stats, stat, i < num_rows, maximum, total, False)
     if OVERLAP:
@@ -160,20 +152,7 @@ def backward_short_kernel(
             delta = mean_grad(p, dp, visible, tl.zeros([BLOCK], tl.float32), True, 1)
             ds = (p * (dp - delta[:, None])).to(k.dtype)
             acc_k = tl.dot(tl.trans(ds), q, acc_k)
-            grad_q = tl.dot(ds, k)
-            if CAUSAL:
-                if not is_finite(tl.sum(grad_q)):  # see flash_backward.grad_q_kernel
-                    i = tl.arange(0, BLOCK)[:, None]
-                    finite_k, finite_v = is_finite(k), is_finite(v)
-                    of_k = tl.min(tl.where(finite_k, BLOCK, i))
-                    first = tl.minimum(of_k, tl.min(tl.where(finite_v, BLOCK, i)))
-                    clean_v = tl.where(finite_v, v, 0.0).to(v.dtype)
-                    dp = tl.dot(grad_out, tl.trans(clean_v))
-                    delta = mean_grad(p, dp, visible, delta, True, 1)
-                    clean_k = tl.where(finite_k, k, 0.0).to(k.dtype)
-                    clean = tl.dot((p * (dp - delta[:, None])).to(k.dtype), clean_k)
-                    grad_q = tl.where(first <= i + num_keys - num_rows, grad_q, clean)
-            grad_q *= scale
+            grad_q = tl.dot(ds, k) * scale
             store_rows(grad_q_ptr, grad_q, q_row, num_rows, H * D, head * D, D, BLOCK, BLOCK_D)
         store_rows(
             grad_k_ptr,

@@ -68,7 +68,8 @@ def jagged_target_attention(
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
         timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
-            time to the nearest 128 seconds.
+            time to the nearest 128 seconds. They have no gradient. An age that int64 does not hold,
+            as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
         prior_weights: ``[N]``, any dtype that ``query`` may have, not negative: what each row
             counts before it is compared with a query, for all heads. Their gradient is zero where
             they are.
@@ -300,6 +301,11 @@ def jagged_flash_attention(
     rows, where both sides end together: :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta`
     makes four buckets per octave.
 
+    Rows of other samples never matter, whatever is in them. Within a sample, NaN or infinity in
+    a row of ``v`` that ``causal`` hides from a query may still make its output NaN in half
+    precision without biases of keys, and in ``k`` or ``v`` its gradient: a product adds up
+    0 · NaN, as PyTorch's ``scaled_dot_product_attention`` does.
+
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
             rows wider than 256 need a GPU that gives a block 163 KiB of shared memory, as A100 and
@@ -315,10 +321,11 @@ def jagged_flash_attention(
             hides it.
         position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
-        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64.
+        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
         prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, not negative, for all heads; zero
             hides the key. Their gradient is zero where they are.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
+            On a GPU, of up to 2^30 - 129 rows of queries and of keys.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         scale: factor of the dot products; ``1/√D`` by default.

@@ -236,7 +236,8 @@ def _differentiate(
         if not torch._C._are_functorch_transforms_active():
             return node.apply(*inputs, call)
         with enable_single_level_autograd_function():  # the dispatcher calls this at each level
-            return super(torch.autograd.Function, node).apply(*inputs, call)
+            apply = super(torch.autograd.Function, node).apply  # pyright: ignore[reportAttributeAccessIssue]
+            return apply(*inputs, call)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
 
