@@ -87,7 +87,7 @@ class Checkpoints:
             if description["options"].get(name) != value:
                 raise CheckpointError(
                     f"{newest} was made with {name} {description['options'].get(name)}, not "
-                    f"{value}; give the same options, or start anew without --resume"
+                    f"{value}; give the same options, or start anew with --overwrite"
                 )
         state = _state(model, optimizer)
         load_state(state, newest)
@@ -118,7 +118,7 @@ def describe_checkpoint(checkpoint: Path) -> dict:
         description = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
-    if not isinstance(description, dict) or not DESCRIPTION <= description.keys():
+    if not isinstance(description, dict) or not description.keys() >= DESCRIPTION:
         raise CheckpointError(
             f"{path} must be an object with {', '.join(sorted(DESCRIPTION))}, got "
             f"{reprlib.repr(description)}"

@@ -399,8 +399,8 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
             f"--batch-size {args.batch_size} cannot be shared equally by {dist.get_world_size()} "
             "ranks; give a multiple"
         )
-    make_room(args)
     events = read_events(args)
+    make_room(args)
     stop = StopSignal()
     finished = []
     for pooling in args.pooling:

@@ -340,7 +340,8 @@ def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: py
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "run.json").write_text("{}")
     code = end_of(monkeypatch, f"--run={tmp_path}")
-    assert code == f"error: cannot read {tmp_path}/step-1/run.json: KeyError('options')"
+    expected = "must be an object with features, options, progress, got {}"
+    assert code == f"error: {tmp_path}/step-1/run.json {expected}"
 
 
 BAD_OPTIONS = {
