@@ -8,7 +8,7 @@ number of candidates and history rows, and compiled ahead of time into one file.
 looked up and read once for all candidates; training looks it up for each of them.
 
 A request names the user's features, the history from the oldest event to the newest, and the
-candidates, with counts as they are:
+candidates, with counts as they are, and at most 10,000 rows of either:
 
     {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
      "history": [{"item": 7, "category": 0}, ...],

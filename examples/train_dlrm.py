@@ -250,7 +250,8 @@ class Training:
             if saved is not None:
                 self.progress = Progress(**saved)
             elif self.rank == 0:
-                print(f"{args.out / pooling} holds no checkpoint to resume: {pooling} starts anew")
+                folder = args.out / pooling
+                print(f"{folder} holds no checkpoint to resume: {pooling} starts anew", flush=True)
 
     def run(self, stop: StopSignal) -> Progress:
         """Trains epoch by epoch, with a checkpoint after each; a stop leaves one, too."""
@@ -384,7 +385,10 @@ def make_room(args: argparse.Namespace) -> None:
         return
     if args.overwrite:
         for path in left:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     else:
         asides = (args.out.with_name(f"{args.out.name}-{n}") for n in count(1))
         aside = next(path for path in asides if not path.exists())
