@@ -124,7 +124,8 @@ class Scorer(nn.Module):
         collection = self.dlrm.sparse_arch.embedding_bag_collection
         count = dense.shape[0]
         features = KeyedJaggedTensor(keys=TARGETS + HISTORIES, values=ids, lengths=lengths)
-        rows = collection.embedding_collection(features)
+        (lookup,) = collection.embedding_collections.values()  # of one width
+        rows = lookup(features)
         columns = {name: rows[name].values() for name in TARGETS}
         for column in columns.values():
             torch._check(column.shape[0] == count)
