@@ -767,7 +767,9 @@ def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatc
 def test_nothing_after_the_lookups_waits_for_the_device(name: str):
     cuda, scenario = torch.device("cuda"), SCENARIOS[name]
     collection = make_collection(scenario, cuda)
-    features = to_features(make_batch(scenario, LENGTHS["mixed"]), cuda)
+    features = to_features(
+        make_batch(scenario, LENGTHS["mixed"]), cuda, is_weighted=scenario.is_weighted
+    )
     features.length_per_key()  # which a batch brings along from the host
     sequences = [
         {

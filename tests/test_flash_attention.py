@@ -295,8 +295,7 @@ def draw_prior_weights(num_keys, device, dtype=torch.float32):
     ("dtype", "others"),
     [
         (torch.float32, ""),
-        (torch.float32, "bias and tables"),
-        *((dtype, "tables") for dtype in (torch.float16, torch.bfloat16)),
+        *((dtype, "tables") for dtype in (torch.float32, torch.float16, torch.bfloat16)),
     ],
     ids=str,
 )
@@ -305,17 +304,25 @@ def draw_prior_weights(num_keys, device, dtype=torch.float32):
 def test_prior_weights(causal, kv_heads, dtype, others, device):
     skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
     q_lengths, kv_lengths = [4, 9, 2, 70, 0, 64, 1], [0, 90, 0, 7, 5, 64, 1]
-    inputs = inputs_of(
-        q_lengths, kv_lengths, device, dtype, bias="bias" in others, kv_heads=kv_heads
-    )
+    inputs = inputs_of(q_lengths, kv_lengths, device, dtype, kv_heads=kv_heads)
     generator = torch.Generator().manual_seed(1)
     timestamps = None
-    if "tables" in others:
+    if others:
         inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
         timestamps = torch.arange(167, device=device) ** 2
     inputs["prior_weights"] = draw_prior_weights(167, device, torch.float32 if causal else dtype)
     assert_right(inputs, causal, timestamps)
+
+
+def test_prior_weights_beside_a_bias_join_it(device):
+    lengths = [9, 0, 64, 1]
+    inputs = inputs_of(lengths, lengths, device, torch.float32, bias=True)
+    weights = draw_prior_weights(74, device)
+    logs = torch.where(weights > 0, weights, 1).log().masked_fill(weights == 0, -torch.inf)
+    actual = jagged_flash_attention(**inputs, prior_weights=weights)
+    inputs["bias"] = inputs["bias"] + logs.unsqueeze(1)
+    assert torch.equal(actual, jagged_flash_attention(**inputs))
 
 
 def test_keys_of_no_prior_weight_give_zeros(device):

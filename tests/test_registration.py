@@ -207,9 +207,9 @@ def test_transforms_take_gradients(function, leaves):
     expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     inputs = [leaf.detach() for leaf in leaves]
     grads = torch.func.grad(loss_of(function), (0, 1))(*inputs)
-    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grads, expected)  # kernels may differ by the strides that they get
     loss, pull_back = torch.func.vjp(loss_of(function), *inputs)
-    torch.testing.assert_close(pull_back(torch.ones_like(loss)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(pull_back(torch.ones_like(loss)), expected)
 
 
 @pytest.mark.parametrize("function", [multiply, add])
@@ -249,6 +249,7 @@ def test_gradients_of_mapped_functions_are_refused(function, leaves):
     def loss(x):
         return loss_of(function)(leaves[0].detach(), x)
 
+    loss(leaves[1])  # a module draws its weights outside of vmap
     with pytest.raises(NotImplementedError, match=r"no gradient of a batch, .* torch\.func\.vmap"):
         torch.func.vmap(torch.func.grad(loss))(torch.stack([leaves[1].detach()] * 2))
 
@@ -257,6 +258,7 @@ def test_gradients_of_mapped_functions_are_refused(function, leaves):
 @pytest.mark.parametrize("function", DIFFERENTIABLE)
 def test_mapped_functions_run_one_after_the_other(function, leaves):
     query, history = (leaf.detach() for leaf in leaves)
+    function([query, history])  # a module draws its weights outside of vmap
     histories = torch.stack([history, -history])
     actual = torch.func.vmap(lambda x: function([query, x]))(histories)
     expected = torch.stack([function([query, x]) for x in histories])

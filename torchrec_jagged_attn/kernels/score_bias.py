@@ -60,8 +60,9 @@ def load_bias(
     head = (r % H).to(tl.int32)
     bias = 0.0
     if PRIOR:
-        weights = tl.load(bias_ptr + n, mask=visible, other=1.0).to(tl.float32)
-        bias += tl.where(mask, tl.log(weights), 0.0)
+        # For each query row, too: a column of weights, spread over these rows, is lowered wrongly.
+        weights = tl.load(bias_ptr + n + head * 0, mask=mask, other=1.0)
+        bias += tl.log(weights.to(tl.float32))
     elif bias_ptr is not None:
         bias += tl.load(bias_ptr + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:
