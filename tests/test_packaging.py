@@ -1,0 +1,61 @@
+"""The extras, and what the README says about them."""
+
+import re
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer has it")
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+EXTRAS = {
+    extra: {requirement.name: requirement for requirement in map(Requirement, requirements)}
+    for extra, requirements in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ].items()
+}
+TORCHREC = EXTRAS["torchrec"]["torchrec"]
+
+
+def rows() -> list[dict[str, str]]:
+    """The README's table of sets that the test suite passed with."""
+    table = re.search(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert table
+    heads = ("torch", "triton", "torchrec", "fbgemm-gpu", "python", "device", "date")
+    cells = [re.findall(r"[^|]+", row) for row in table[1].splitlines()]
+    return [dict(zip(heads, map(str.strip, row), strict=True)) for row in cells]
+
+
+def test_both_extras_ask_for_one_torch_and_one_fbgemm():
+    cuda, cpu = EXTRAS["torchrec"], EXTRAS["torchrec-cpu"]
+    assert cuda["torch"].specifier == cpu["torch"].specifier
+    assert cuda["fbgemm-gpu"].specifier == cpu["fbgemm-gpu-cpu"].specifier
+    assert "torchrec" not in cpu  # would bring fbgemm-gpu along
+
+
+def test_extras_take_the_newest_set_of_the_readme_and_no_other():
+    def taken(row: dict[str, str]) -> bool:
+        return all(
+            requirement.specifier.contains(row[name])
+            for name, requirement in EXTRAS["torchrec"].items()
+        )
+
+    newest = max(rows(), key=lambda row: [int(part) for part in row["torch"].split(".")])
+    assert taken(newest)
+    assert not any(taken(row) for row in rows() if row["torchrec"] != newest["torchrec"])
+
+
+def test_readme_installs_the_torchrec_of_the_extra_without_its_needs():
+    assert f"pip install --no-deps '{TORCHREC}'" in README
+
+
+def test_the_cpu_extra_has_all_else_that_torchrec_needs():
+    if not TORCHREC.specifier.contains(version("torchrec")):
+        pytest.skip(f"needs {TORCHREC}")
+    needs = [Requirement(line) for line in requires("torchrec") or ()]
+    for need in needs:
+        if need.marker is None and need.name != "fbgemm-gpu":
+            assert EXTRAS["torchrec-cpu"][need.name].specifier == need.specifier
