@@ -153,6 +153,8 @@ def plot_roofline(
 def _colors(data: pd.DataFrame) -> dict[str, tuple]:
     providers = data["provider"].unique()
     colors = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors
+    if len(providers) > len(colors):
+        colors = plt.get_cmap("turbo")(np.linspace(0, 1, len(providers)))
     return dict(zip(providers, colors, strict=False))
 
 

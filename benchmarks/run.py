@@ -1,10 +1,10 @@
 """Check and time the package's functions against their peers.
 
-    python benchmarks/run.py --list
+    python benchmarks/run.py --list                    # suites; --list SUITE for its cases
     python benchmarks/run.py target_attention --cases 'rank-1k*' --graph --csv out.csv --plot out
     python benchmarks/run.py serving --cases 'u15-*'
     python benchmarks/run.py --device cpu              # the small cases
-    python benchmarks/run.py --device cpu --quick
+    python benchmarks/run.py --device cpu --quick      # every case, made tiny
 
 For each case of a suite, every provider's output and gradients are first held against an fp64
 oracle by the tolerance rule of ``torchrec_jagged_attn.testing``; one that fails, or cannot run
@@ -16,15 +16,19 @@ in a thread of autograd's own, as everywhere, or with --one-thread in the caller
 """
 
 import argparse
+import contextlib
 import datetime
 import fnmatch
 import functools
 import gc
 import importlib
+import itertools
 import pkgutil
 import platform
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+import timeit
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +36,10 @@ import numpy as np
 import pandas as pd
 import torch
 import triton
+from rich.columns import Columns
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -45,6 +52,7 @@ from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 import torchrec_jagged_attn
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
+QUICK_REPEATS = 5
 MAX_REPEATS = 500  # whose median is steady, also of calls that take microseconds
 METRICS = {
     "time": "ms",
@@ -68,8 +76,12 @@ def time_ms(call: Callable[[], object], device: str, quick: bool) -> list[float]
     """Median, 20 % and 80 % quantile of the milliseconds that ``call`` takes."""
     if device == "cuda":
         return np.quantile(_event_times_ms(call, 20 if quick else 100), QUANTILES).tolist()
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    seconds = timer.blocked_autorange(min_run_time=0.01 if quick else 0.2).times
+    if quick:
+        call()
+        seconds = timeit.repeat(call, repeat=QUICK_REPEATS, number=1)
+    else:
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        seconds = timer.blocked_autorange(min_run_time=0.2).times
     return (np.quantile(seconds, QUANTILES) * 1e3).tolist()
 
 
@@ -328,6 +340,79 @@ def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
+@contextlib.contextmanager
+def show_progress(num_cases: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """A bar of the cases done and the time left; yields what to call with the name of each next.
+
+    It lies under the results where ``console`` is a terminal, else on stderr: a line per case where
+    that is no terminal, either.
+    """
+    display = console if sys.stdout.isatty() else Console(stderr=True, highlight=False)
+    columns = (BarColumn(20), MofNCompleteColumn(), "cases,", TimeRemainingColumn(), "left:")
+    bar = Progress(
+        *columns,
+        "{task.description}",
+        console=display,
+        transient=True,
+        auto_refresh=False,  # nothing draws while a call is timed
+        speed_estimate_period=np.inf,  # a case may take minutes
+    )
+    with bar:
+        task, done = bar.add_task("", total=num_cases), itertools.count()
+
+        def begin(name: str) -> None:
+            bar.update(task, description=name, completed=next(done), refresh=True)
+            if not display.is_interactive:
+                display.print(bar)
+
+        yield begin
+
+
+@contextlib.contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """A context in which PyTorch runs in so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def print_suites(chosen: list[Suite], console: Console) -> None:
+    """A line for each suite: what it measures, and how many cases it has."""
+    table = Table("suite", "what it measures", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("cases", justify="right")
+    for suite in chosen:
+        table.add_row(suite.name, suite.measures, str(len(suite.cases)))
+    console.print(table)
+    console.print("\n--list SUITE prints its cases, providers and modes; --help the options")
+
+
+def print_names(suite: Suite, console: Console) -> None:
+    """Everything that ``--cases``, ``--providers`` and ``--modes`` may name."""
+    console.print(f"{suite.name}: {suite.measures}")
+    for what in ("cases", "providers", "modes"):
+        names = list(getattr(suite, what))
+        console.print(f"\n{what}:")
+        console.print(Columns(names, column_first=True))
+
+
+def check_writable(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Make the places for what is written in the end, or refuse them before anything is timed."""
+    try:
+        what, path = "--csv must be a file", args.csv
+        if args.csv:
+            args.csv.parent.mkdir(parents=True, exist_ok=True)
+            args.csv.open("a").close()
+        what, path = "--plot must be a folder", args.plot
+        if args.plot:
+            args.plot.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.plot).close()
+    except OSError as error:
+        parser.error(f"{what} that can be written, got {str(path)!r}: {error.strerror}")
+
+
 def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace:
     """The command line, its names checked and their ``*`` expanded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -337,7 +422,7 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
 
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument
-    add("suites", nargs="*", default=["*"], metavar="SUITE", help="default: all")
+    add("suites", nargs="*", metavar="SUITE", help="default: all")
     add("--cases", type=names, metavar="A,B*", help="default: those of each suite")
     add("--providers", type=names, default=["*"], metavar="A,B*", help="default: all")
     add("--modes", type=names, default=["*"], metavar="A,B*", help=f"of {', '.join(MODES)}")
@@ -348,11 +433,12 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--plot", type=Path, metavar="DIR", help="draw a picture of each suite, and a roofline")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
     add("--one-thread", action="store_true", help="autograd runs backward in the caller's thread")
-    add("--list", action="store_true", help="print suites, cases and providers, and stop")
+    add("--list", action="store_true", help="print the suites, or all names of those given")
     add("--quick", action="store_true", help="tiny inputs and short runs, to see that all works")
     args = parser.parse_args(argv)
 
-    args.suites = select("suite", args.suites, known)
+    args.overview = args.list and not args.suites
+    args.suites = select("suite", args.suites or ["*"], known)
     chosen = [known[name] for name in args.suites]
     args.providers = select("provider", args.providers, [p for s in chosen for p in s.providers])
     args.modes = select("mode", args.modes, [m for s in chosen for m in s.modes])
@@ -369,6 +455,10 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
         parser.error("the cases are too large for a CPU: add --quick")
     if args.device == "cpu" and (args.graph or args.kernels):
         parser.error("--graph and --kernels need --device cuda")
+    if not args.list:
+        if args.device == "cuda" and not torch.cuda.is_available():
+            parser.error("--device must be cpu here, got 'cuda': PyTorch finds no CUDA device")
+        check_writable(parser, args)
     return args
 
 
@@ -377,12 +467,13 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     known = load_suites() if known is None else known
     args = parse(known, argv)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    chosen = [known[name] for name in args.suites]
     if args.list:
-        for suite in (known[name] for name in args.suites):
-            console.print(suite.name)
-            console.print("  cases:    ", ", ".join(suite.cases))
-            console.print("  providers:", ", ".join(suite.providers))
-            console.print("  modes:    ", ", ".join(suite.modes))
+        if args.overview:
+            print_suites(chosen, console)
+        else:
+            for suite in chosen:
+                print_names(suite, console)
         return 0
 
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
@@ -403,14 +494,26 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     stream = torch.cuda.Stream() if args.device == "cuda" else None
     try:
         one_thread = torch.autograd.set_multithreading_enabled(not args.one_thread)
-        with one_thread, torch.cuda.stream(stream):
+        # Threads only wait for each other where inputs are tiny, and for long where cores are busy.
+        threads = num_threads(1 if args.quick else torch.get_num_threads())
+        cases = {
+            suite.name: [name for name in args.cases if name in suite.cases] for suite in chosen
+        }
+        progress = show_progress(sum(map(len, cases.values())), console)
+        with one_thread, torch.cuda.stream(stream), threads, progress as begin:
             bandwidth = copy_bandwidth(args.device, args.quick)
             console.print(", ".join(f"{key} {value}" for key, value in stamp.items()))
             console.print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
-            for suite in (known[name] for name in args.suites):
-                for name in (case for case in args.cases if case in suite.cases):
+            if args.quick:
+                console.print(
+                    "quick: tiny inputs in one thread; times show that all works, no more"
+                )
+            for suite in chosen:
+                for name in cases[suite.name]:
+                    begin(f"{suite.name} {name}")
                     case = suite.cases[name]
                     if args.quick:
+                        gc.freeze()  # nor is what cases import; what else they leave is tiny
                         name, case = f"{name}-quick", shrink(case)
                     x = suite.inputs(case, args.device)
                     shape = " ".join(f"{key}={value}" for key, value in shape_of(x).items())
@@ -428,7 +531,6 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     finally:  # what was measured is kept, also after Ctrl-C
         frame = pd.DataFrame(rows).assign(**stamp)
         if args.csv:
-            args.csv.parent.mkdir(parents=True, exist_ok=True)
             frame.to_csv(args.csv, index=False)
         if args.plot and rows:
             sweeps = {suite.name: suite.sweep for suite in known.values()}

@@ -22,35 +22,48 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from run import capture, copy_bandwidth, time_ms
+from run import capture, copy_bandwidth, make_step, select, time_ms
 from suites import target_attention_kernel
+from torch import Tensor
 
+from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.kernels import target_attention as kernels
 from torchrec_jagged_attn.testing import CASES, Case
 
+DEVICE = "cuda"
 DIRECTIONS = ("forward", "backward")
 
 
 def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
-    """The launches of one direction, on random inputs."""
-    x = target_attention_kernel.SUITE.inputs(case, "cuda")
-    query, history = (x.leaves[name].detach() for name in ("query", "history"))
-    table = torch.randn(buckets, case.num_heads, device="cuda") if buckets else None
-    arguments = (query, history, x.offsets, None, None, table, None, None)
-    scale = case.width**-0.5
-    if direction == "forward":
-        return lambda: kernels.forward(*arguments, scale)
-    out, rest, stats = kernels.forward(*arguments, scale)
-    grad_out = torch.randn_like(out)
-    return lambda: kernels.backward(grad_out, *arguments, out, rest, stats, scale)
+    """The op, as it is used, in one direction on random inputs."""
+    x = target_attention_kernel.SUITE.inputs(case, DEVICE)
+    table = torch.randn(buckets, case.num_heads, device=DEVICE).requires_grad_()
+    tables = {"position_bias": table} if buckets else {}
+
+    def call() -> Tensor:
+        return jagged_target_attention(x.leaves["query"], x.leaves["history"], x.offsets, **tables)
+
+    grad_out = torch.randn_like(x.leaves["query"])
+    return make_step(direction, call, replace(x, leaves=x.leaves | tables), grad_out)
 
 
-def candidates(case: Case, direction: str, chunks: list[int]) -> Iterator[dict]:
+def plan_of(call: Callable[[], object]) -> kernels._Plan:
+    """How the kernels cut up ``call``, which launches them once."""
+    plans, plan = [], kernels._plan
+
+    def remember(*arguments: object) -> kernels._Plan:
+        plans.append(plan(*arguments))
+        return plans[-1]
+
+    with mock.patch.object(kernels, "_plan", remember):
+        call()
+    return plans[0]
+
+
+def candidates(case: Case, direction: str, buckets: int, chunks: list[int]) -> Iterator[dict]:
     """Tiles worth a try, in the words of the kernels' own choice, which comes first."""
-    x = target_attention_kernel.SUITE.inputs(replace(case, batch_size=1, max_length=8), "cuda")
-    backward, arguments = direction == "backward", (x.leaves["query"], x.leaves["history"])
-    plan = kernels._Call(backward, *arguments, x.offsets, None, None, None, None, None).plan
-    chosen = plan.tiles(backward)
+    plan = plan_of(make_call(replace(case, batch_size=1, max_length=8), direction, buckets))
+    chosen = plan.tiles(direction == "backward")
     yield chosen
     warps = [chosen["num_warps"]] if plan.by_warps else [4, 8]
     shapes = itertools.product((16, 32, 64, 128), chunks, (2, 3, 4), warps)
@@ -89,12 +102,12 @@ def time_tiles(case: Case, direction: str, buckets: int, all_tiles: list[dict]) 
     for tiles in track(all_tiles, f"{case.name} {direction}"):
         with with_tiles(tiles):
             graph = capture(call)
-        times.append(time_ms(graph.replay, "cuda", quick=True)[0])
+        times.append(time_ms(graph.replay, DEVICE, quick=True)[0])
     return times
 
 
-def main() -> None:
-    """Run the command line."""
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line ``argv``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 
     def names(text: str) -> list[str]:
@@ -108,7 +121,11 @@ def main() -> None:
     add("--jobs", type=int, default=multiprocessing.cpu_count(), help="to compile side by side")
     add("--top", type=int, default=8, help="lines to print for each case")
     add("--csv", type=Path, metavar="FILE")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("it needs a CUDA device, and PyTorch finds none")
+    cases = [CASES[name] for name in select("case", args.cases, CASES)]
+    directions = select("direction", args.directions, DIRECTIONS)
 
     console = Console(width=120)
     rows = []
@@ -116,14 +133,14 @@ def main() -> None:
         torch.cuda.stream(torch.cuda.Stream()),
         multiprocessing.get_context("spawn").Pool(args.jobs) as pool,
     ):
-        bandwidth = copy_bandwidth("cuda", quick=False)
-        for case, direction in itertools.product((CASES[n] for n in args.cases), args.directions):
-            tried = list(candidates(case, direction, args.chunks))
+        bandwidth = copy_bandwidth(DEVICE, quick=False)
+        for case, direction in itertools.product(cases, directions):
+            tried = list(candidates(case, direction, args.buckets, args.chunks))
             jobs = [(case, direction, args.buckets, tiles) for tiles in tried]
             reasons = pool.map(compile_tiles, jobs, chunksize=1)
             good = [t for t, reason in zip(tried, reasons, strict=True) if reason is None]
             cost = target_attention_kernel.SUITE.cost(
-                target_attention_kernel.SUITE.inputs(case, "cuda")
+                target_attention_kernel.SUITE.inputs(case, DEVICE)
             )[direction]
             times = time_tiles(case, direction, args.buckets, good)
             for at, (tiles, ms) in enumerate(zip(good, times, strict=True)):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import reprlib
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DESCRIPTION = {"options", "progress", "features"}
+"""What run.json holds."""
 
 
 class CheckpointError(Exception):
@@ -36,19 +44,18 @@ class Checkpoints:
     ) -> None:
         self._directory, self._options, self._features = directory, options, features
 
-    def clear(self) -> None:
-        """Deletes what an earlier run left."""
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        dist.barrier()
-
     def save(self, model: nn.Module, optimizer: KeyedOptimizer, step: int, progress: dict) -> None:
-        """Writes the state after `step` steps; `progress` is what else to remember, as JSON."""
+        """Writes the state after `step` steps; `progress` is what else to remember, as JSON.
+
+        Raises:
+            CheckpointError: it cannot be written; the one before is still there.
+        """
         partial = self._directory / "partial"
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
-        dcp.save(_state(model, optimizer), checkpoint_id=partial)
+        with _failures_named(f"cannot write {partial}"):
+            dcp.save(_state(model, optimizer), checkpoint_id=partial)
         if dist.get_rank() == 0:
             description = {
                 "options": self._options,
@@ -56,17 +63,21 @@ class Checkpoints:
                 "features": self._features,
             }
             (partial / "run.json").write_text(json.dumps(description))
-            previous = newest_checkpoint(self._directory)
+            # Before the name says so, all is on the disk; the ranks' own files dcp.save has synced.
+            _sync(partial / "run.json")
+            _sync(partial)
+            previous = checkpoints_in(self._directory)
             partial.rename(self._directory / f"step-{step}")
-            if previous is not None:
-                shutil.rmtree(previous)
+            _sync(self._directory)
+            for checkpoint in previous:
+                shutil.rmtree(checkpoint)
         dist.barrier()
 
     def load(self, model: nn.Module, optimizer: KeyedOptimizer) -> dict | None:
         """Reads the newest state into model and optimizer; gives its progress, None without one.
 
         Raises:
-            CheckpointError: it was made with other options.
+            CheckpointError: it was made with other options, or cannot be read.
         """
         newest = newest_checkpoint(self._directory)
         if newest is None:
@@ -76,24 +87,72 @@ class Checkpoints:
             if description["options"].get(name) != value:
                 raise CheckpointError(
                     f"{newest} was made with {name} {description['options'].get(name)}, not "
-                    f"{value}; give the same options, or start anew without --resume"
+                    f"{value}; give the same options, or start anew with --overwrite"
                 )
         state = _state(model, optimizer)
-        dcp.load(state, checkpoint_id=newest)
+        load_state(state, newest)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return description["progress"]
 
 
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Each `directory/step-N`, the newest last."""
+    steps = [path for path in directory.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
+    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def newest_checkpoint(directory: Path) -> Path | None:
     """The newest `directory/step-N`, None without one."""
-    steps = directory.glob("step-*")
-    return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    return next(reversed(checkpoints_in(directory)), None)
 
 
 def describe_checkpoint(checkpoint: Path) -> dict:
-    """The options it was made with, the progress so far, and the features of its data."""
-    return json.loads((checkpoint / "run.json").read_text())
+    """The options it was made with, the progress so far, and the features of its data.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    path = checkpoint / "run.json"
+    try:
+        description = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from None
+    if not isinstance(description, dict) or not description.keys() >= DESCRIPTION:
+        raise CheckpointError(
+            f"{path} must be an object with {', '.join(sorted(DESCRIPTION))}, got "
+            f"{reprlib.repr(description)}"
+        )
+    return description
+
+
+def load_state(state: dict, checkpoint: Path, *, no_dist: bool = False) -> None:
+    """Reads what `state` names into its tensors.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with _failures_named(f"cannot read {checkpoint}"):
+        dcp.load(state, checkpoint_id=checkpoint, no_dist=no_dist)
+
+
+@contextmanager
+def _failures_named(what: str) -> Iterator[None]:
+    """Makes one line of the ranks' tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{what}: {reason}") from None
+
+
+def _sync(path: Path) -> None:
+    """Waits until the disk has a file, or a folder's list of files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _state(model: nn.Module, optimizer: KeyedOptimizer) -> dict:

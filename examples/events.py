@@ -71,7 +71,7 @@ class Events:
         seed: of every random draw.
 
     Raises:
-        DataError: nothing is left to train or to test on.
+        DataError: nothing is left to train or to test on, or times are too far apart.
     """
 
     def __init__(
@@ -101,6 +101,12 @@ class Events:
         user_start = np.searchsorted(log.user, log.user)
         self.history_start = np.maximum(user_start, self.history_end - max_history)
 
+        seconds = int(log.time.max()) - int(log.time.min()) + 2
+        if (int(log.user.max()) + 1) * log.num_items * seconds >= 2**63:
+            raise DataError(
+                f"users · items · seconds must be under 2**63, got {log.user.max() + 1} · "
+                f"{log.num_items} · {seconds}; look for wrong times"
+            )
         self._pairs = _Sightings(log.user * log.num_items + log.item, log.time)
         self._items = _Sightings(log.item, log.time)
         newest = np.maximum(self.history_end - 1, user_start)

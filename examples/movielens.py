@@ -13,6 +13,8 @@ import numpy as np
 from events import DataError, InteractionLog
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
+MAX_DIGITS = 18
+"""Of an integer in 64 bits, whatever the digits."""
 COLUMNS = {
     "ratings.dat": ("UserID", "MovieID", "Rating", "Timestamp"),
     "movies.dat": ("MovieID", "Title", "Genres"),
@@ -100,8 +102,8 @@ class _Table:
         """The column as int64."""
         column = self.columns[name]
         for row, text in enumerate(column):
-            if not text.isdecimal():
-                raise self._error(row, name, "an integer")
+            if not text.isdecimal() or len(text) > MAX_DIGITS:
+                raise self._error(row, name, f"an integer of at most {MAX_DIGITS} digits")
         return np.array(column).astype(np.int64)
 
     def codes(self, name: str) -> np.ndarray:

@@ -8,7 +8,7 @@ number of candidates and history rows, and compiled ahead of time into one file.
 looked up and read once for all candidates; training looks it up for each of them.
 
 A request names the user's features, the history from the oldest event to the newest, and the
-candidates, with counts as they are:
+candidates, with counts as they are, and at most 10,000 rows of either:
 
     {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
      "history": [{"item": 7, "category": 0}, ...],
@@ -22,11 +22,54 @@ import argparse
 import json
 import logging
 import os
+import reprlib
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from options import end_on_ctrl_c, number, package_file
+
+T = TypeVar("T", int, list, dict)
+TARGETS = ["item", "category"]
+HISTORIES = ["item_history", "category_history"]
+PERCENTILES = (50, 90, 99)
+MAX_ROWS = 10_000
+"""Of a request's history, and of its candidates."""
+MAX_BYTES = 16 * 2**20
+"""Of a request's file."""
+MAX_COUNT = 2**63 - 1
+KINDS = {int: "an integer from {} to {}", list: "a list of {} to {}", dict: "an object"}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    # fmt: off
+    parser.add_argument("--run", type=Path, default=Path("runs/train_dlrm/attention"),
+                        help="folder of the checkpoints of one run (default: %(default)s)")
+    parser.add_argument("--request", type=Path, default=Path(__file__).parent / "request.json",
+                        help="JSON file, see above (default: %(default)s)")
+    parser.add_argument("--tables", choices=["int8", "fp32"], default="int8",
+                        help="what the tables are served in (default: %(default)s)")
+    parser.add_argument("--package", type=package_file, default="runs/serve_dlrm/scorer.pt2",
+                        help="the compiled model (default: %(default)s)")
+    parser.add_argument("--no-compile", dest="compile", action="store_false",
+                        help="run the exported model as it is")
+    parser.add_argument("--times", type=number(int, 1, 10**6), default=200,
+                        help="how often to score the request (default: %(default)s)")
+    parser.add_argument("--top", type=number(int, 1, 10**6), default=5,
+                        help="candidates to show (default: %(default)s)")
+    # fmt: on
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    end_on_ctrl_c()
+    ARGS = parse_args()  # before the imports, which take seconds
 
 # TorchRec and FBGEMM have much to say about themselves when imported.
 logging.disable(logging.WARNING)
@@ -35,8 +78,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from checkpoint import describe_checkpoint, newest_checkpoint
+from checkpoint import CheckpointError, describe_checkpoint, load_state, newest_checkpoint
 from events import NUM_DENSE_FEATURES
 from rich.console import Console
 from rich.table import Table
@@ -45,11 +87,7 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM
 from torchrec.pt2.utils import register_fake_classes
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from train_dlrm import build_model, positive
-
-TARGETS = ["item", "category"]
-HISTORIES = ["item_history", "category_history"]
-PERCENTILES = (50, 90, 99)
+from train_dlrm import build_model
 
 
 class RequestError(Exception):
@@ -86,7 +124,8 @@ class Scorer(nn.Module):
         collection = self.dlrm.sparse_arch.embedding_bag_collection
         count = dense.shape[0]
         features = KeyedJaggedTensor(keys=TARGETS + HISTORIES, values=ids, lengths=lengths)
-        rows = collection.embedding_collection(features)
+        (lookup,) = collection.embedding_collections.values()  # of one width
+        rows = lookup(features)
         columns = {name: rows[name].values() for name in TARGETS}
         for column in columns.values():
             torch._check(column.shape[0] == count)
@@ -131,20 +170,18 @@ class Requests:
         """The arguments of `Scorer.forward`; a lone candidate is in them twice.
 
         Raises:
-            RequestError: something is missing, out of range, or there is no candidate.
+            RequestError: something is missing, of another kind, or out of range.
         """
-        user = _get(request, "user", dict, "the request")
-        history = _get(request, "history", list, "the request")
-        candidates = _get(request, "candidates", list, "the request")
-        if not candidates:
-            raise RequestError("candidates must hold at least one, got none")
+        user = _field(request, "user", "the request", dict)
+        history = _field(request, "history", "the request", list, most=MAX_ROWS)
+        candidates = _field(request, "candidates", "the request", list, least=1, most=MAX_ROWS)
         if len(candidates) == 1:
             candidates = candidates * 2  # the compiled model takes two or more
         counts = [
             [
-                _count(user, "events", "user"),
-                _count(user, "seconds_since_last", "user"),
-                _count(candidate, "events", f"candidates[{index}]"),
+                _field(user, "events", "user", int),
+                _field(user, "seconds_since_last", "user", int),
+                _field(candidate, "events", f"candidates[{index}]", int),
             ]
             for index, candidate in enumerate(candidates)
         ]
@@ -162,25 +199,22 @@ class Requests:
             *(torch.tensor(some, device=self._device) for some in (ids, lengths, user_ids)),
         )
 
-    def _id(self, row: dict, name: str, where: str) -> int:
-        value = _count(row, name, where)
-        if value >= self._cardinalities[name]:
-            raise RequestError(
-                f"{name} of {where} must be under {self._cardinalities[name]}, got {value}"
-            )
-        return value
+    def _id(self, row: object, name: str, where: str) -> int:
+        return _field(row, name, where, int, most=self._cardinalities[name] - 1)
 
 
-def _get(row: dict, name: str, kind: type, where: str) -> dict | list:
-    if not isinstance(row, dict) or not isinstance(row.get(name), kind):
-        raise RequestError(f"{where} must have a {kind.__name__} called {name!r}")
-    return row[name]
-
-
-def _count(row: dict, name: str, where: str) -> int:
-    value = row.get(name) if isinstance(row, dict) else None
-    if not isinstance(value, int) or value < 0:
-        raise RequestError(f"{name} of {where} must be an integer from 0 on, got {value!r}")
+def _field(
+    row: object, name: str, where: str, kind: type[T], least: int = 0, most: int = MAX_COUNT
+) -> T:
+    """`row[name]`, an integer in a range, a list of as many members, or an object."""
+    if not isinstance(row, dict):
+        raise RequestError(f"{where} must be an object, got {reprlib.repr(row)}")
+    value = row.get(name)
+    # True is an int, too, but not of this type.
+    if type(value) is not kind or not least <= (value if kind is int else len(value)) <= most:
+        got = f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
+        expected = KINDS[kind].format(least, most)
+        raise RequestError(f"{name} of {where} must be {expected}, got {got}")
     return value
 
 
@@ -196,7 +230,7 @@ def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
     names = ("width", "heads", "encoder_layers")
     shape = argparse.Namespace(**{name: int(options[name]) for name in names})
     model = build_model("attention", features["cardinalities"], shape)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
+    load_state({"model": model.state_dict()}, checkpoint, no_dist=True)
     return Scorer(model.model).to(device).eval(), features
 
 
@@ -236,34 +270,22 @@ def score(
     return scores, 1000 * (time.perf_counter() - start)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    # fmt: off
-    parser.add_argument("--run", type=Path, default=Path("runs/train_dlrm/attention"),
-                        help="folder of the checkpoints of one run (default: %(default)s)")
-    parser.add_argument("--request", type=Path, default=Path(__file__).parent / "request.json",
-                        help="JSON file, see above (default: %(default)s)")
-    parser.add_argument("--tables", choices=["int8", "fp32"], default="int8",
-                        help="what the tables are served in (default: %(default)s)")
-    parser.add_argument("--package", type=Path, default=Path("runs/serve_dlrm/scorer.pt2"),
-                        help="the compiled model (default: %(default)s)")
-    parser.add_argument("--no-compile", dest="compile", action="store_false",
-                        help="run the exported model as it is")
-    parser.add_argument("--times", type=positive, default=200,
-                        help="how often to score the request (default: %(default)s)")
-    parser.add_argument("--top", type=positive, default=5,
-                        help="candidates to show (default: %(default)s)")
-    # fmt: on
-    return parser.parse_args()
+def read_request(path: Path) -> object:
+    """What the file holds; integers past 64 bits as text, for a message that names their field.
 
-
-def read_request(path: Path) -> dict:
+    Raises:
+        RequestError: the file cannot be read, is too large, or not JSON in UTF-8.
+    """
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise RequestError(f"{path} cannot be read: {error}") from error
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
+        return json.loads(
+            content.decode(), parse_int=lambda text: int(text) if len(text) < 20 else text
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError(f"--request {path} cannot be read as JSON in UTF-8: {error}") from None
 
 
 def serve(args: argparse.Namespace, device: torch.device) -> None:
@@ -303,15 +325,14 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
         print(f"the compiled model: {args.package}")
 
 
-def main() -> None:
-    args = parse_args()
-    # Threads cost such small layers more than they bring.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+def main(args: argparse.Namespace) -> None:
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more cost such small layers more than they bring
     try:
         serve(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    except RequestError as error:
+    except (RequestError, CheckpointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

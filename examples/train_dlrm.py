@@ -17,13 +17,94 @@ import argparse
 import gc
 import logging
 import os
+import shutil
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
+
+from options import HelpFormatter, end_on_ctrl_c, number, writable_folder
+
+POOLINGS = ("sum", "mean", "recency", "attention")
+DEFAULT_OUT = Path("runs/train_dlrm")
+RESULTS, PICTURE = "results.json", "results.png"
+STEPS_PER_LOOK = 10
+"""Steps between looks at the loss and for a Ctrl-C: the GPU runs ahead in between."""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    # fmt: off
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", type=Path,
+                      help="folder of MovieLens-1M; without one, data are made up")
+    data.add_argument("--download", action="store_true", help="fetch MovieLens-1M into --data")
+    data.add_argument("--users", type=number(int, 1, 10**6), default=1500,
+                      help="users in made-up data")
+    data.add_argument("--max-history", type=number(int, 1, 10**6), default=200,
+                      help="newest events to see")
+    data.add_argument("--negatives", type=number(int, 1, 1000), default=1,
+                      help="items not taken per taken one")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--pooling", nargs="+", choices=[*POOLINGS, "all"], default=["all"],
+                       help="of the histories; several are trained one after the other")
+    model.add_argument("--width", type=number(int, 4, 4096), default=16,
+                       help="columns of all tables")
+    model.add_argument("--heads", type=number(int, 1, 4096), default=4, help="of the attention")
+    model.add_argument("--encoder-layers", type=number(int, 0, 100), default=0,
+                       help="in which a history attends to itself, before the attention")
+    model.add_argument("--half-life", type=number(float, 0.01, 1000), default=3,
+                       help="events over which the weight halves in recency pooling; the best on "
+                            "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=number(int, 1, 10**6),
+                          help="passes; without it, 12 on MovieLens and 2 on made-up data")
+    training.add_argument("--batch-size", type=number(int, 1, 10**9), default=1024,
+                          help="of all ranks together")
+    training.add_argument("--lr", type=number(float, 0, 100), default=1e-3,
+                          help="of Adam, for dense layers")
+    training.add_argument("--table-lr", type=number(float, 0, 100), default=0.05,
+                          help="of row-wise Adagrad")
+    training.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0,
+                          help="of data, negatives and weights")
+    training.add_argument("--workers", type=number(int, 0, 256),
+                          help="processes that make batches, for each rank; without it, 4 on a GPU "
+                               "and none on a CPU")
+    training.add_argument("--out", type=writable_folder, default=str(DEFAULT_OUT),
+                          help=f"folder of checkpoints, {RESULTS} and {PICTURE}; an earlier "
+                               "run is moved aside from the default folder, and kept in any other")
+    earlier = training.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true",
+                         help="go on from the checkpoints in --out")
+    earlier.add_argument("--overwrite", action="store_true",
+                         help="delete an earlier run in --out")
+    # fmt: on
+    args = parser.parse_args()
+    if args.download and args.data is None:
+        parser.error("--download needs --data, the folder to fetch into")
+    if args.width % 4 != 0 or 2 * args.width % args.heads != 0:
+        parser.error(
+            f"--width must be a multiple of 4, and --heads divide twice the width: got --width "
+            f"{args.width} and --heads {args.heads}"
+        )
+    given = [name for one in args.pooling for name in (POOLINGS if one == "all" else [one])]
+    if len(set(given)) < len(given):
+        parser.error(f"--pooling must name no pooling twice, got {' '.join(args.pooling)}")
+    args.epochs = args.epochs or (12 if args.data else 2)
+    args.pooling = given
+    return args
+
+
+if __name__ == "__main__":
+    end_on_ctrl_c()
+    ARGS = parse_args()  # before the imports, which take seconds
 
 # TorchRec and FBGEMM have much to say about themselves when imported, planned and wrapped.
 logging.disable(logging.WARNING)
@@ -32,7 +113,13 @@ warnings.simplefilter("ignore", FutureWarning)
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint import CheckpointError, Checkpoints, StopSignal, ignore_stop_signals
+from checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    StopSignal,
+    checkpoints_in,
+    ignore_stop_signals,
+)
 from events import (
     NUM_DENSE_FEATURES,
     DataError,
@@ -66,75 +153,6 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-
-POOLINGS = ("sum", "mean", "recency", "attention")
-STEPS_PER_LOOK = 10
-"""Steps between looks at the loss and for a Ctrl-C: the GPU runs ahead in between."""
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the module's docstring as it is."""
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    workers = 4 if torch.cuda.is_available() else 0
-    # fmt: off
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", type=Path,
-                      help="folder of MovieLens-1M; without one, data are made up")
-    data.add_argument("--download", action="store_true", help="fetch MovieLens-1M into --data")
-    data.add_argument("--users", type=positive, default=1500, help="users in made-up data")
-    data.add_argument("--max-history", type=positive, default=200, help="newest events to see")
-    data.add_argument("--negatives", type=positive, default=1, help="items not taken per taken one")
-
-    model = parser.add_argument_group("model")
-    model.add_argument("--pooling", nargs="+", choices=[*POOLINGS, "all"], default=["all"],
-                       help="of the histories; several are trained one after the other")
-    model.add_argument("--width", type=positive, default=16, help="columns of all tables")
-    model.add_argument("--heads", type=positive, default=4, help="of the attention")
-    model.add_argument("--encoder-layers", type=int, default=0,
-                       help="in which a history attends to itself, before the attention")
-    model.add_argument("--half-life", type=float, default=3,
-                       help="events over which the weight halves in recency pooling; the best on "
-                            "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
-
-    training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=positive,
-                          help="passes; without it, 12 on MovieLens and 2 on made-up data")
-    training.add_argument("--batch-size", type=positive, default=1024, help="of all ranks together")
-    training.add_argument("--lr", type=float, default=1e-3, help="of Adam, for dense layers")
-    training.add_argument("--table-lr", type=float, default=0.05, help="of row-wise Adagrad")
-    training.add_argument("--seed", type=int, default=0, help="of data, negatives and weights")
-    training.add_argument("--workers", type=int, default=workers,
-                          help="processes that make batches, for each rank")
-    training.add_argument("--out", type=Path, default=Path("runs/train_dlrm"),
-                          help="folder of checkpoints, results.json and results.png")
-    training.add_argument("--resume", action="store_true",
-                          help="go on from the checkpoints in --out")
-    # fmt: on
-    args = parser.parse_args()
-    if args.download and args.data is None:
-        parser.error("--download needs --data, the folder to fetch into")
-    if args.width % 4 != 0 or 2 * args.width % args.heads != 0:
-        parser.error(
-            f"--width must be a multiple of 4, and --heads divide twice the width: got --width "
-            f"{args.width} and --heads {args.heads}"
-        )
-    if args.encoder_layers < 0:
-        parser.error(f"--encoder-layers must be at least 0, got {args.encoder_layers}")
-    if not args.half_life > 0:
-        parser.error(f"--half-life must be positive, got {args.half_life}")
-    args.epochs = args.epochs or (12 if args.data else 2)
-    args.pooling = POOLINGS if "all" in args.pooling else args.pooling
-    return args
 
 
 def build_model(pooling: str, cardinalities: dict[str, int], args: argparse.Namespace) -> DLRMTrain:
@@ -223,14 +241,17 @@ class Training:
         self.half_life = args.half_life if pooling == "recency" else None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-        not_of_model = ("pooling", "epochs", "workers", "out", "resume", "download")
+        not_of_model = ("pooling", "epochs", "workers", "out", "resume", "overwrite", "download")
         options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
         self.checkpoints = Checkpoints(args.out / pooling, options, events.features())
         self.progress = Progress(pooling)
-        if not args.resume:
-            self.checkpoints.clear()
-        elif (saved := self.checkpoints.load(self.model, self.optimizer)) is not None:
-            self.progress = Progress(**saved)
+        if args.resume:
+            saved = self.checkpoints.load(self.model, self.optimizer)
+            if saved is not None:
+                self.progress = Progress(**saved)
+            elif self.rank == 0:
+                folder = args.out / pooling
+                print(f"{folder} holds no checkpoint to resume: {pooling} starts anew", flush=True)
 
     def run(self, stop: StopSignal) -> Progress:
         """Trains epoch by epoch, with a checkpoint after each; a stop leaves one, too."""
@@ -343,6 +364,38 @@ def read_events(args: argparse.Namespace) -> Events:
     return events
 
 
+def make_room(args: argparse.Namespace) -> None:
+    """Clears --out for a new run; an earlier one is deleted only where that was asked for.
+
+    Raises:
+        CheckpointError: --out holds one, and is not the default folder.
+    """
+    results = [args.out / name for name in (RESULTS, PICTURE)]
+    left = [path for pooling in args.pooling for path in checkpoints_in(args.out / pooling)]
+    left += [path for path in results if path.exists()]
+    if args.resume or not left:
+        return
+    if not args.overwrite and args.out != DEFAULT_OUT:
+        raise CheckpointError(
+            f"--out must hold no earlier run, got {args.out} with {left[-1].relative_to(args.out)};"
+            " give another folder, --resume to go on, or --overwrite to delete that run"
+        )
+    dist.barrier()  # all ranks have seen the same
+    if dist.get_rank() != 0:
+        return
+    if args.overwrite:
+        for path in left:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    else:
+        asides = (args.out.with_name(f"{args.out.name}-{n}") for n in count(1))
+        aside = next(path for path in asides if not path.exists())
+        args.out.rename(aside)
+        print(f"{args.out} held an earlier run, which is in {aside} now", flush=True)
+
+
 def compare(args: argparse.Namespace, device: torch.device) -> None:
     """Trains a model for each pooling, and shows which does best."""
     if args.batch_size % dist.get_world_size() != 0:
@@ -351,37 +404,45 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
             "ranks; give a multiple"
         )
     events = read_events(args)
+    make_room(args)
     stop = StopSignal()
     finished = []
     for pooling in args.pooling:
         progress = Training(pooling, events, args, device).run(stop)
         if progress.epoch < args.epochs:
-            leave(f"stopped; a checkpoint is in {args.out}, go on from it with --resume")
+            leave(
+                f"stopped; a checkpoint is in {args.out}, go on from it with --resume",
+                code=128 + (stop.number or signal.SIGINT),
+            )
         finished.append(progress)
     if dist.get_rank() == 0:
-        write_json(finished, args.out / "results.json")
+        write_json(finished, args.out / RESULTS)
         print_table(finished)
-        plot(finished, args.out / "results.png")
-        print(f"as a picture: {args.out / 'results.png'}")
+        plot(finished, args.out / PICTURE)
+        print(f"as a picture: {args.out / PICTURE}")
 
 
-def leave(message: str) -> NoReturn:
+def leave(message: str, code: int = 1) -> NoReturn:
     """Ends all ranks, of which one says why."""
-    sys.exit(message if dist.get_rank() == 0 else 1)
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr)
+    sys.exit(code)
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+    if args.workers is None:
+        args.workers = 4 if device.type == "cuda" else 0
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:  # started by torchrun
         dist.init_process_group(backend)
     else:
         # As torchrun does: threads cost such small layers more than they bring.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     # One GPU a process: backward needs no thread of its own, which finds Python's objects in the
     # caches of another core. Attention trained 20 % faster for it on an H200.
@@ -390,6 +451,8 @@ def main() -> None:
         compare(args, device)
     except (DataError, CheckpointError) as error:
         leave(f"error: {error}")
+    except (OSError, MemoryError) as error:
+        sys.exit(f"error: {error}")  # of this rank, perhaps alone
     finally:
         # Sharded models lie in reference cycles and hold the group. Were its threads to outlive the
         # interpreter, the process could abort at its end.
@@ -398,4 +461,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(ARGS)

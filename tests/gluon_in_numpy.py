@@ -303,6 +303,7 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         minimum=_of_blocks(np.minimum),
         bfloat16=BFLOAT16,
         exp2=_of_blocks(np.exp2),
+        log=_of_blocks(np.log),
         log2=_of_blocks(np.log2),
         div_rn=_of_blocks(np.divide),
         fma=_multiply_add,

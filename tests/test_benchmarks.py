@@ -1,8 +1,14 @@
 """The benchmark harness: what it writes, and that it times nothing that is wrong."""
 
+import gc
 import io
+import json
+import os
+import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import figures
 import run
+import tune
 from rich.console import Console
 from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
 
@@ -46,12 +53,23 @@ def test_every_suite_file_is_found():
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
-def test_list_prints_all_names(capsys):
+def test_list_fits_a_screen(capsys):
     assert run.main(["--list"]) == 0
-    printed = capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
     for suite in SUITES.values():
-        for name in (suite.name, *suite.cases, *suite.providers):
-            assert name in printed
+        assert [suite.name, *suite.measures.split(), str(len(suite.cases))] in map(str.split, lines)
+    assert len({suite.measures for suite in SUITES.values()}) == len(SUITES)
+    assert "--list SUITE" in lines[-1]
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_list_of_a_suite_prints_all_its_names(suite, capsys):
+    assert run.main(["--list", suite.name]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[0] == f"{suite.name}:"
+    assert {*suite.cases, *suite.providers, *suite.modes} <= {*words}
 
 
 def test_suites_of_self_attention_are_right(tmp_path, capsys):
@@ -159,6 +177,77 @@ def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_progress_goes_to_stderr_and_counts_every_case(tmp_path, capsys):
+    status, frame = run_quickly(tmp_path, "giant", "--modes", "forward")
+    assert status == 0
+    out, err = capsys.readouterr()
+    assert "quick: tiny inputs" in out
+    assert "cases" not in out
+    begun = [line.split()[-6:] for line in err.splitlines() if "left:" in line]
+    cases = list(SUITES["giant"].cases)
+    assert [(line[0], line[-1]) for line in begun] == [("0/2", cases[0]), ("1/2", cases[1])]
+    assert {f"{case}-quick" for case in cases} == {*frame["case"]}
+
+
+def test_progress_estimates_the_time_left(monkeypatch):
+    printed, now = io.StringIO(), iter(range(0, 10_000, 10))
+    console = Console(file=printed, width=100, force_terminal=True, color_system=None)
+    monkeypatch.setattr(run.sys.stdout, "isatty", lambda: True, raising=False)
+    console.get_time = lambda: next(now)
+    with run.show_progress(30, console) as begin:
+        for case in range(4):
+            begin(f"case-{case}")
+    last = printed.getvalue().split("case-3")[-2]
+    assert "3/30" in last
+    assert "-:--:-- left" not in last
+
+
+def test_a_quick_time_is_that_of_a_call():
+    before = torch.get_num_threads()
+    calls = []
+    median, low, high = run.time_ms(lambda: (calls.append(1), time.sleep(0.01)), "cpu", quick=True)
+    assert 10 <= low <= median <= high
+    assert len(calls) == 1 + run.QUICK_REPEATS
+    with run.num_threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_what_stays_after_a_case_is_not_looked_through_as_garbage(tmp_path, monkeypatch):
+    stays, looked_through, release = [], [], run.release
+
+    def imports_much(x):
+        stays.append([[] for _ in range(10**6)])
+        return target_attention_kernel.ours(x)
+
+    def counting(device):
+        looked_through.append(len(gc.get_objects()))
+        release(device)
+
+    monkeypatch.setattr(run, "release", counting)
+    known = {KERNEL.name: replace(KERNEL, providers={"ours-kernel": imports_much})}
+    run_quickly(tmp_path, "--cases", "rank-1k-fp32,cpu-skewed", "--modes", "forward", known=known)
+    before_first, after_first, before_second, _ = looked_through
+    assert before_first < 10**6 < after_first
+    assert before_second < 10**6
+
+
+def test_all_of_quick_takes_less_than_two_minutes_of_a_core(tmp_path):
+    begin = time.process_time()
+    status, frame = run_quickly(tmp_path)
+    assert status == 0
+    assert time.process_time() - begin < 100
+    for suite in SUITES.values():
+        timed = frame[(frame["suite"] == suite.name) & frame["provider"].str.startswith("ours")]
+        assert {*timed["case"]} == {f"{case}-quick" for case in suite.default or suite.cases}
+
+
+def test_every_provider_has_a_color_of_its_own():
+    providers = [f"peer-{i}" for i in range(40)]
+    colors = figures._colors(pd.DataFrame({"provider": providers}))
+    assert len({tuple(color) for color in colors.values()}) == 40
+
+
 def test_a_sweep_is_drawn_over_its_column(tmp_path):
     argv = ["skew", "--cases", "fill-0.05,fill-1", "--modes", "forward", "--plot", str(tmp_path)]
     status, frame = run_quickly(tmp_path, *argv)
@@ -225,11 +314,11 @@ def unavailable(x):
 def test_a_provider_that_is_wrong_has_no_figure(
     provider, reason, expected_status, tmp_path, capsys
 ):
-    providers = {"ours-kernel": provider, "padded-sdpa": KERNEL.providers["padded-sdpa"]}
+    providers = {"ours-kernel": provider, "plain": lambda x: partial(KERNEL.plain, x)}
     known = {KERNEL.name: replace(KERNEL, providers=providers)}
     status, frame = run_quickly(tmp_path, "--cases", "rank-1k-fp32", known=known)
     assert status == expected_status
-    assert set(frame["provider"]) == {"floor", "padded-sdpa"}
+    assert set(frame["provider"]) == {"floor", "plain"}
     assert f"ours-kernel: {reason}" in capsys.readouterr().out
 
 
@@ -345,7 +434,32 @@ def test_large_cases_are_refused_on_cpu(argv, capsys):
     assert "add --quick" in capsys.readouterr().err
 
 
-def test_small_cases_are_the_default_on_cpu():
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--device", "cuda"], "--device must be cpu here, got 'cuda'"),
+        (["--csv", "{folder}"], "--csv must be a file that can be written, got '{folder}': Is a"),
+        (["--csv", "{file}/a.csv"], "--csv must be a file that can be written, got '{file}/a.csv'"),
+        (["--plot", "{file}"], "--plot must be a folder that can be written, got '{file}': File"),
+        (["--plot", "/proc"], "--plot must be a folder that can be written, got '/proc'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_timed(
+    argv, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    places = {"folder": tmp_path, "file": tmp_path / "file"}
+    places["file"].write_text("kept")
+    with pytest.raises(SystemExit) as exit_:
+        run.main(["giant", "--quick", "--device", "cpu", *(a.format(**places) for a in argv)])
+    assert exit_.value.code == 2
+    assert message.format(**places) in capsys.readouterr().err
+    assert places["file"].read_text() == "kept"
+
+
+def test_small_cases_are_the_default_on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
         "cpu-self-200",
         "cpu-self-1k",
@@ -368,3 +482,97 @@ def test_quick_run_on_a_gpu_measures_graphs_kernels_and_memory(tmp_path):
     frame = pd.read_csv(csv)
     ours = frame[frame["provider"] != "floor"]
     assert set(ours["metric"]) == set(run.METRICS)
+
+
+INTERPRETED_TUNING = """
+import contextlib, itertools, json, sys
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+import tune
+from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.testing import CASES, Case
+
+CASES["tiny"] = Case("tiny", 2, 20, 1, 16, lengths=1.0)
+pool = contextlib.nullcontext(SimpleNamespace(map=lambda f, jobs, chunksize: [*map(f, jobs)]))
+tune.DEVICE = "cpu"
+tune.multiprocessing = SimpleNamespace(
+    cpu_count=lambda: 1, get_context=lambda how: SimpleNamespace(Pool=lambda jobs: pool)
+)
+candidates = tune.candidates
+tune.candidates = lambda *arguments: itertools.islice(candidates(*arguments), 2)
+tune.copy_bandwidth = lambda device, quick: 1e9
+tune.capture = lambda call: SimpleNamespace(replay=call)
+tune.time_ms = lambda call, device, quick: [1.0]
+torch.cuda.is_available = lambda: True
+torch.cuda.stream, torch.cuda.Stream = contextlib.nullcontext, lambda: None
+torch.cuda.synchronize = lambda: None
+launch, chunks = Launcher.__call__, []
+
+
+def launched(launcher, grid, arguments, constants):
+    chunks.append(constants.get("CHUNK"))
+    launch(launcher, grid, arguments, constants)
+
+
+with mock.patch.object(Launcher, "__call__", launched):
+    tune.main(sys.argv[1:])
+print(json.dumps(chunks))
+"""
+
+
+@pytest.mark.parametrize(("direction", "buckets"), [("forward", 0), ("backward", 5)])
+def test_tuning_runs_the_kernels_with_each_candidate(direction, buckets, tmp_path):
+    csv = tmp_path / "tiles.csv"
+    root = Path(__file__).parents[1]
+    argv = ["--cases", "tiny", "--directions", direction, "--buckets", str(buckets)]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED_TUNING, *argv, "--chunks", "16", "--csv", str(csv)],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "benchmarks")]),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 of 2 do not compile or run here" in done.stdout
+    frame = pd.read_csv(csv)
+    assert frame["chosen"].tolist() == [True, False]
+    assert frame["CHUNK"].tolist() == [128, 16]
+    assert {*frame["CHUNK"]} <= {*json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: one-head"),
+        (["--directions", "up"], "no direction is called 'up'; there are: forward, backward"),
+    ],
+)
+def test_tuning_refuses_unknown_names(argv, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match=message):
+        tune.main(argv)
+
+
+def test_tuning_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tune.main([])
+    assert "it needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+def test_tuning_times_candidates_on_a_gpu(direction, tmp_path):
+    csv = tmp_path / "tiles.csv"
+    argv = ["--cases", "rank-200", "--directions", direction, "--chunks", "384", "--jobs", "4"]
+    tune.main([*argv, "--csv", str(csv)])
+    frame = pd.read_csv(csv)
+    assert frame["chosen"].sum() == 1
+    assert len(frame) > 1
+    assert (frame["ms"] > 0).all()

@@ -41,6 +41,20 @@ def table(name: str, *features: str, width: int = 8, pooling: str = "SUM") -> Em
 class Scenario:
     tables: list[EmbeddingBagConfig]
     attentions: list[TargetAttentionConfig]
+    is_weighted: bool = False
+
+    def find(self, name: str) -> tuple[EmbeddingBagConfig, str]:
+        """Table and feature of ``feature`` or ``feature@table``."""
+        feature, _, table_name = name.partition("@")
+        (found,) = (
+            config
+            for config in self.tables
+            if feature in config.feature_names and table_name in ("", config.name)
+        )
+        return found, feature
+
+    def features(self, names: list[str]) -> list[str]:
+        return [self.find(name)[1] for name in names]
 
 
 SCENARIOS = {
@@ -92,6 +106,54 @@ SCENARIOS = {
         ],
         [TargetAttentionConfig("item", "hist")],
     ),
+    "different-widths": Scenario(
+        [
+            table("t_item", "item", "bought", width=16),
+            table("t_hist", "hist", width=8),
+            table("t_cat", "cats", "cat", width=4, pooling="MEAN"),
+            table("t_user", "user", width=12),
+        ],
+        [
+            TargetAttentionConfig("item", ["hist", "cats"], num_heads=2),
+        ],
+    ),
+    "more-targets-than-histories": Scenario(
+        [table("t_item", "item", "hist"), table("t_cat", "cat", width=4)],
+        [TargetAttentionConfig(["item", "cat"], "hist", init="mha")],
+    ),
+    "attended-and-pooled": Scenario(
+        [
+            table("t_item", "item", "hist"),
+            table("t_bag", "hist", "user", width=12),
+            table("t_other", "hist", "likes", pooling="MEAN"),
+        ],
+        [
+            TargetAttentionConfig("item", "hist@t_item"),
+            TargetAttentionConfig("item", "likes", num_heads=2),
+        ],
+    ),
+    "newest-rows": Scenario(
+        [table("t_item", "item", "hist", "clicks", "bought"), table("t_cat", "cat", "cats")],
+        [
+            TargetAttentionConfig(
+                ["item", "cat"], ["hist", "cats"], timestamps="time", max_history=3
+            ),
+            TargetAttentionConfig("item", "clicks", max_history=1),
+        ],
+    ),
+    "weighted": Scenario(
+        [
+            table("t_item", "item", "hist", "bought"),
+            table("t_cat", "cat", "cats", "tags", pooling="MEAN"),
+            table("t_user", "user"),
+        ],
+        [
+            TargetAttentionConfig(
+                ["item", "cat"], ["hist", "cats"], timestamps="time", max_history=5
+            )
+        ],
+        is_weighted=True,
+    ),
     "timestamps": Scenario(
         [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
         [
@@ -117,12 +179,15 @@ def keys_of(scenario: Scenario) -> list[str]:
 def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
     """Random ids: one per target, histories as long as ``lengths``, other features by chance."""
     rng = random.Random(seed)
-    targets = {name for config in scenario.attentions for name in config.targets}
+    targets, histories = (
+        {name for config in scenario.attentions for name in scenario.features(names(config))}
+        for names in (lambda config: config.targets, lambda config: config.histories)
+    )
     batch: Batch = {}
     for key in keys_of(scenario):
         if key in targets:
             counts = [1] * len(lengths)
-        elif any(key in config.histories for config in scenario.attentions):
+        elif key in histories:
             counts = lengths
         else:
             counts = [rng.randint(0, 4) for _ in lengths]
@@ -130,16 +195,29 @@ def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
     for config in scenario.attentions:
         if config.timestamps is not None:
             batch[config.timestamps] = [
-                sorted(rng.randrange(1000) for _ in ids) for ids in batch[config.histories[0]]
+                sorted(rng.randrange(1000) for _ in ids)
+                for ids in batch[scenario.features(config.histories)[0]]
             ]
     return batch
 
 
-def to_features(batch: Batch, device: torch.device = CPU, dtype=torch.int64) -> KeyedJaggedTensor:
+def weight_of(number: int) -> float:
+    """The weight of a row, by its id or time."""
+    return number % 4 / 2
+
+
+def to_features(
+    batch: Batch,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.int64,
+    is_weighted: bool = False,
+) -> KeyedJaggedTensor:
+    ids = [i for bags in batch.values() for ids in bags for i in ids]
     return KeyedJaggedTensor(
         keys=list(batch),
-        values=torch.tensor([i for bags in batch.values() for ids in bags for i in ids]).long(),
+        values=torch.tensor(ids).long(),
         lengths=torch.tensor([len(ids) for bags in batch.values() for ids in bags], dtype=dtype),
+        weights=torch.tensor([weight_of(i) for i in ids]) if is_weighted else None,
     ).to(device)
 
 
@@ -148,7 +226,9 @@ def make_collection(
 ) -> TargetAttentionEmbeddingBagCollection:
     """A collection with every parameter random, biases included."""
     torch.manual_seed(seed)
-    collection = TargetAttentionEmbeddingBagCollection(scenario.tables, scenario.attentions)
+    collection = TargetAttentionEmbeddingBagCollection(
+        scenario.tables, scenario.attentions, is_weighted=scenario.is_weighted
+    )
     for parameter in collection.parameters():
         nn.init.normal_(parameter, std=0.5)
     return collection.to(device)
@@ -176,30 +256,36 @@ def attend(
     parameters: dict[str, Tensor],
     target: Tensor,
     rows: Tensor,
-    times,
+    times: list[int] | None,
+    weights: list[float],
 ) -> Tensor:
-    """One sample by torch.nn.MultiheadAttention: target ``[E]``, rows ``[L, E]``."""
-    attention = nn.MultiheadAttention(target.numel(), config.num_heads, dtype=target.dtype)
-    weights = {name: p for name, p in parameters.items() if not name.startswith("recency_bias.")}
-    if len(rows) == 0:
+    """One sample by torch.nn.MultiheadAttention: target ``[T]``, rows ``[L, E]``."""
+    embed_dim = rows.shape[1]
+    parameters = dict(parameters)
+    bias = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
+    if "q_proj_weight" in parameters:  # of targets that are not as wide as histories
+        q, k, v = (parameters.pop(f"{name}_proj_weight") for name in "qkv")
+        target = q @ target
+        parameters["in_proj_weight"] = torch.cat([torch.eye(embed_dim).to(q), k, v])
+    attention = nn.MultiheadAttention(embed_dim, config.num_heads, dtype=rows.dtype)
+    kept = [n for n, weight in enumerate(weights) if weight > 0]
+    if not kept:
         return torch.func.functional_call(
             attention.out_proj,
-            {"weight": weights["out_proj.weight"], "bias": weights["out_proj.bias"]},
-            torch.zeros_like(target),
+            {name: parameters[f"out_proj.{name}"] for name in ("weight", "bias")},
+            rows.new_zeros(embed_dim),
         )
-    mask = None
+    mask = torch.tensor([[weights[n]] for n in kept], dtype=rows.dtype).log()
+    mask = mask.repeat(1, config.num_heads)
     if config.recency_bias:
-        positions = parameters["recency_bias.position_weight"]
-        buckets = [bucket(len(rows) - 1 - n, len(positions)) for n in range(len(rows))]
-        mask = positions[buckets]
-        if times is not None:
-            ages = parameters["recency_bias.age_weight"]
-            mask = mask + ages[[bucket(times[-1] - time, len(ages)) for time in times]]
-        mask = mask.T.unsqueeze(1)
-    inputs = (target.unsqueeze(0), rows, rows)
-    out, _ = torch.func.functional_call(
-        attention, weights, inputs, {"attn_mask": mask, "need_weights": False}
-    )
+        positions = bias["recency_bias.position_weight"]
+        mask = mask + positions[[bucket(len(rows) - 1 - n, len(positions)) for n in kept]]
+    if times is not None:
+        ages = bias["recency_bias.age_weight"]
+        mask = mask + ages[[bucket(times[-1] - times[n], len(ages)) for n in kept]]
+    inputs = (target.unsqueeze(0), rows[kept], rows[kept])
+    arguments = {"attn_mask": mask.T.unsqueeze(1), "need_weights": False}
+    out, _ = torch.func.functional_call(attention, parameters, inputs, arguments)
     return out.squeeze(0)
 
 
@@ -210,41 +296,56 @@ def oracle(
     attentions: dict[str, Tensor],
 ) -> list[Tensor]:
     """Columns of the output, feature by feature, in the order of EmbeddingBagCollection."""
-    table_of = {name: config.name for config in scenario.tables for name in config.feature_names}
-    histories = {
-        name: (index, config)
-        for index, config in enumerate(scenario.attentions)
-        for name in config.histories
-    }
-    attended: dict[str, list[Tensor]] = {name: [] for name in histories}
+    batch = dict(batch)
+    for config in scenario.attentions:
+        if config.max_history is not None:
+            for name in {*scenario.features(config.histories), config.timestamps} - {None}:
+                batch[name] = [ids[-config.max_history :] for ids in batch[name]]
+
+    def weights_of(ids: list[int]) -> list[float]:
+        return [weight_of(i) if scenario.is_weighted else 1.0 for i in ids]
+
+    def rows_of(names: list[str], sample: int) -> Tensor:
+        found = [scenario.find(name) for name in names]
+        return torch.cat([tables[t.name][batch[feature][sample]] for t, feature in found], dim=1)
+
+    attended: dict[tuple[str, str], Tensor] = {}
     for index, config in enumerate(scenario.attentions):
         parameters = {
             name.removeprefix(f"{index}."): parameter
             for name, parameter in attentions.items()
             if name.startswith(f"{index}.")
         }
-        for b in range(len(batch[config.targets[0]])):
-            target = torch.cat([tables[table_of[n]][batch[n][b][0]] for n in config.targets])
-            rows = torch.cat([tables[table_of[n]][batch[n][b]] for n in config.histories], dim=1)
-            times = None if config.timestamps is None else batch[config.timestamps][b]
-            out = attend(config, parameters, target, rows, times)
-            for name, part in zip(config.histories, out.chunk(len(config.histories)), strict=True):
-                attended[name].append(part)
+        first = scenario.features(config.histories)[0]
+        outputs = [
+            attend(
+                config,
+                parameters,
+                rows_of(config.targets, b)[0],
+                rows_of(config.histories, b),
+                None if config.timestamps is None else batch[config.timestamps][b],
+                weights_of(batch[first][b]),
+            )
+            for b in range(len(batch[first]))
+        ]
+        found = [scenario.find(name) for name in config.histories]
+        parts = torch.stack(outputs).split([t.embedding_dim for t, _ in found], dim=1)
+        attended |= {
+            (t.name, feature): part for (t, feature), part in zip(found, parts, strict=True)
+        }
     columns = []
     for config in scenario.tables:
         for name in config.feature_names:
-            if name in attended:
-                columns.append(torch.stack(attended[name]))
+            if (config.name, name) in attended:
+                columns.append(attended[config.name, name])
                 continue
-            bags, weight = batch[name], tables[config.name]
-            bag = nn.EmbeddingBag(*weight.shape, mode=config.pooling.value.lower())
-            offsets = torch.tensor([0, *(len(ids) for ids in bags)]).cumsum(0)[:-1]
-            ids = torch.tensor([i for ids in bags for i in ids]).long()
-            columns.append(
-                torch.func.functional_call(
-                    bag, {"weight": weight}, (ids.to(weight.device), offsets.to(weight.device))
-                )
-            )
+            weight = tables[config.name]
+            bags = []
+            for ids in batch[name]:
+                factors = torch.tensor(weights_of(ids), dtype=weight.dtype).unsqueeze(1)
+                bag = (weight[ids] * factors).sum(0)
+                bags.append(bag / max(1, len(ids)) if config.pooling == PoolingType.MEAN else bag)
+            columns.append(torch.stack(bags))
     return columns
 
 
@@ -253,7 +354,7 @@ def check_against_oracle(
 ) -> None:
     """Output and all gradients of ``collection`` lie within the tolerance rule of the oracle."""
     device = next(collection.parameters()).device
-    out = collection(to_features(batch, device)).values()
+    out = collection(to_features(batch, device, is_weighted=scenario.is_weighted)).values()
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
     out.backward(grad)
 
@@ -298,28 +399,34 @@ def test_values_and_gradients(name: str, lengths: str, device: torch.device):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_output_is_laid_out_as_by_embedding_bag_collection(name: str, dtype: torch.dtype):
     scenario = SCENARIOS[name]
-    features = to_features(make_batch(scenario, LENGTHS["mixed"]), dtype=dtype)
+    batch = make_batch(scenario, LENGTHS["mixed"])
     collection = make_collection(scenario)
-    expected = EmbeddingBagCollection(scenario.tables)(features)
-    actual = collection(features)
+    expected = EmbeddingBagCollection(scenario.tables)(to_features(batch, dtype=dtype))
+    actual = collection(to_features(batch, dtype=dtype, is_weighted=scenario.is_weighted))
     assert actual.keys() == expected.keys()
     assert actual.length_per_key() == expected.length_per_key()
     assert actual.values().shape == expected.values().shape
     assert actual.values().dtype == torch.float32
     assert collection.embedding_bag_configs() == scenario.tables
-    assert not collection.is_weighted()
+    assert collection.is_weighted() == scenario.is_weighted
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_composition(name: str):
     scenario = SCENARIOS[name]
     collection = make_collection(scenario)
-    attended = {n for config in scenario.attentions for n in config.targets + config.histories}
-    in_sequences = {t.name for t in scenario.tables if attended & set(t.feature_names)}
-    assert type(collection.embedding_collection) is EmbeddingCollection
-    configs = collection.embedding_collection.embedding_configs()
+    in_sequences = {
+        scenario.find(name)[0].name
+        for config in scenario.attentions
+        for name in config.targets + config.histories
+    }
+    configs = []
+    for width, lookup in collection.embedding_collections.items():
+        assert type(lookup) is EmbeddingCollection
+        configs += lookup.embedding_configs()
+        assert {config.embedding_dim for config in lookup.embedding_configs()} == {int(width)}
     assert {config.name for config in configs} == in_sequences
-    if name == "nothing-else":
+    if len(in_sequences) == len(scenario.tables):
         assert collection.embedding_bag_collection is None
     else:
         assert type(collection.embedding_bag_collection) is EmbeddingBagCollection
@@ -364,14 +471,14 @@ def test_reads_jagged_tensors_that_are_views():
     collection = make_collection(scenario)
     features = to_features(make_batch(scenario, LENGTHS["mixed"]))
     expected = collection(features)
-    sequences = collection.embedding_collection(features)
+    (lookup,) = collection.embedding_collections.values()
     sliced = {}
-    for name, sequence in sequences.items():
+    for name, sequence in lookup(features).items():
         rows, lengths = sequence.values(), sequence.lengths()
         poisoned = torch.full((len(rows) + 5, rows.shape[1] + 3), torch.nan)
         poisoned[2:-3, 1:-2] = rows
         sliced[name] = JaggedTensor(poisoned[2:-3, 1:-2], lengths=lengths.repeat(2)[len(lengths) :])
-    actual = collection.pooling(features, sliced, collection.embedding_bag_collection(features))
+    actual = collection.pooling(features, [sliced], collection.embedding_bag_collection(features))
     assert torch.equal(actual.values(), expected.values())
 
 
@@ -383,13 +490,14 @@ def test_no_sample_at_all():
     features = KeyedJaggedTensor(keys=keys_of(scenario), values=none, lengths=none)
     empty = {
         name: JaggedTensor(torch.zeros(0, 8), lengths=none)
-        for config in collection.embedding_collection.embedding_configs()
+        for lookup in collection.embedding_collections.values()
+        for config in lookup.embedding_configs()
         for name in config.feature_names
     }
     with pytest.raises(ValueError, match="features must have at least one sample, got none"):
         collection(features)
     bags = KeyedTensor(["tags"], [8], torch.zeros(0, 8))
-    assert collection.pooling(features, empty, bags).values().shape == (0, 6 * 8)
+    assert collection.pooling(features, [empty], bags).values().shape == (0, 6 * 8)
 
 
 def test_state_dict_round_trip():
@@ -422,7 +530,7 @@ def test_tables_keep_every_field_they_share():
     collection = TargetAttentionEmbeddingBagCollection(
         [full], [TargetAttentionConfig("item", "hist")]
     )
-    (config,) = collection.embedding_collection.embedding_configs()
+    (config,) = collection.embedding_collections["8"].embedding_configs()
     for field in dataclasses.fields(config):
         assert getattr(config, field.name) == getattr(full, field.name), field.name
     (weight,) = embedding_parameters(collection)
@@ -508,14 +616,19 @@ REFUSED = {
     "history-in-two-tables": (
         [ITEM, table("t_other", "hist")],
         [PAIR],
-        r"history must be a feature of one table, got 'hist' in \['t_item', 't_other'\]",
+        r"history must name one table .*, one of \['hist@t_item', 'hist@t_other'\], got 'hist'",
     ),
     "target-in-two-tables": (
         [ITEM, table("t_other", "item")],
         [PAIR],
-        "target must be a feature of one table, got 'item'",
+        r"target must name one table .* 'item@t_other'\], got 'item'",
     ),
-    "history-attended-twice": ([ITEM], [PAIR, PAIR], r"history must be attended once, .*'hist'"),
+    "history-of-another-table": (
+        [ITEM, table("t_other", "user")],
+        [TargetAttentionConfig("item", "hist@t_other")],
+        "history must be a feature of tables, .* got 'hist@t_other'",
+    ),
+    "history-attended-twice": ([ITEM], [PAIR, PAIR], r"attended once, got \['hist@t_item'\]"),
     "history-twice-in-one": (
         [ITEM],
         [TargetAttentionConfig(["item", "item"], ["hist", "hist"])],
@@ -526,23 +639,25 @@ REFUSED = {
         [PAIR, TargetAttentionConfig("hist", "item")],
         r"target must be no history of any attention, got \['hist', 'item'\]",
     ),
-    "lists-of-different-length": (
-        [ITEM],
-        [TargetAttentionConfig(["item"], ["hist", "other"])],
-        "target and history must name equally many features",
-    ),
     "empty-lists": ([ITEM], [TargetAttentionConfig([], [])], "at least one"),
-    "different-widths": (
-        [table("t_item", "item"), table("t_hist", "hist", width=16)],
+    "no-rows-at-all": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", max_history=0)],
+        "max_history must be at least 1, or None, got 0",
+    ),
+    "two-lengths-of-one-key": (
+        [ITEM, table("t_other", "other")],
+        [
+            TargetAttentionConfig("item", "hist", timestamps="time", max_history=2),
+            TargetAttentionConfig("item", "other", timestamps="time", max_history=3),
+        ],
+        "max_history must be one for all attentions that read 'time', got 2 and 3",
+    ),
+    "odd-width": (
+        [table("t_item", "item", "hist", width=6)],
         [PAIR],
-        "one embedding_dim, a multiple of 4, got {'item': 8, 'hist': 16}",
+        "a multiple of 4, got {'item': 6",
     ),
-    "different-widths-of-pairs": (
-        [ITEM, table("t_cat", "cat", "cats", width=4)],
-        [PAIR, TargetAttentionConfig("cat", "cats")],
-        "one embedding_dim, .* 'cats': 4",
-    ),
-    "odd-width": ([table("t_item", "item", "hist", width=6)], [PAIR], "a multiple of 4"),
     "heads-do-not-divide": (
         [ITEM],
         [TargetAttentionConfig("item", "hist", num_heads=3)],
@@ -603,7 +718,10 @@ BAD_BATCHES = {
     ),
     "shifted-history": ({"hist2": [[4], [5], [6]]}, "'hist2' .* got 1 and 2 in sample 0"),
     "shorter-timestamps": ({"time": [[1], [], [1]]}, "'time' must be as long as 'hist'"),
-    "no-timestamps": ({"time": None}, "features must have the timestamps 'time', got"),
+    "no-timestamps": ({"time": None}, r"features must have the timestamps \['time'\], got"),
+    "no-feature": ({"hist2": None, "user": None}, r"must have the keys \['hist2', 'user'\], got"),
+    "unknown-id": ({"hist": [[1, NUM_IDS], [], [3]]}, r"ids of 'hist' must lie in 0…39, got 40"),
+    "unknown-id-in-a-bag": ({"user": [[0], [], [-1, 2]]}, r"ids of 'user' must lie in .* got -1"),
 }
 
 
@@ -620,7 +738,7 @@ def test_refused_at_run_time(case: str):
 
 def test_counts_are_checked_where_lengths_are_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "torchrec_jagged_attn.modules.embedding_bag_collection.should_validate", lambda _: False
+        "torchrec_jagged_attn.modules.batch_checks.should_validate", lambda _: False
     )
     collection = make_collection(PAIRS)
     for change, message in (
@@ -651,10 +769,13 @@ def test_nothing_after_the_lookups_waits_for_the_device(name: str):
     collection = make_collection(scenario, cuda)
     features = to_features(make_batch(scenario, LENGTHS["mixed"]), cuda)
     features.length_per_key()  # which a batch brings along from the host
-    sequences = {
-        key: JaggedTensor(sequence.values().detach().requires_grad_(), lengths=sequence.lengths())
-        for key, sequence in collection.embedding_collection(features).items()
-    }
+    sequences = [
+        {
+            key: JaggedTensor(rows.values().detach().requires_grad_(), lengths=rows.lengths())
+            for key, rows in lookup(features).items()
+        }
+        for lookup in collection.embedding_collections.values()
+    ]
     bags = None
     if collection.embedding_bag_collection is not None:
         bags = collection.embedding_bag_collection(features)
@@ -666,12 +787,6 @@ def test_nothing_after_the_lookups_waits_for_the_device(name: str):
             pooled.backward(torch.ones_like(pooled))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_missing_feature():
-    batch = {key: bags for key, bags in GOOD.items() if key != "hist2"}
-    with pytest.raises(KeyError, match="hist2"):
-        make_collection(PAIRS)(to_features(batch))
 
 
 def test_rows_of_a_history_attend_to_each_other_first(device):
@@ -708,16 +823,123 @@ def test_rows_of_a_history_attend_to_each_other_first(device):
     torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_weights_are_refused():
-    features = to_features(GOOD)
-    weighted = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        lengths=features.lengths(),
-        weights=torch.ones(features.values().numel()),
+def test_older_rows_are_not_looked_up(device: torch.device):
+    scenario = SCENARIOS["newest-rows"]
+    collection = make_collection(scenario, device)
+    lengths = LENGTHS["mixed"]
+    seen = []
+    collection.embedding_collections["8"].register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
     )
-    with pytest.raises(ValueError, match="features must have no weights"):
-        make_collection(PAIRS)(weighted)
+    features = to_features(make_batch(scenario, lengths), device)
+    collection(features)
+    (looked_up,) = seen
+    assert looked_up.keys() == features.keys()
+    for key in features.to_dict():
+        limit = {"hist": 3, "cats": 3, "time": 3, "clicks": 1}.get(key, 100)
+        expected, actual = features[key].to_dense(), looked_up[key].to_dense()
+        for old, new in zip(expected, actual, strict=True):
+            assert torch.equal(new, old[-limit:]), key
+
+
+def test_histories_that_differ_in_length_are_refused_before_they_are_cut():
+    scenario = SCENARIOS["newest-rows"]
+    collection = make_collection(scenario)
+    batch = make_batch(scenario, [5, 4])
+    batch["time"][0].pop()
+    with pytest.raises(ValueError, match=r"'time' must be as long as 'hist' .* got 4 and 5"):
+        collection(to_features(batch))
+
+
+def test_weights_must_be_there_where_they_are_read_and_nowhere_else():
+    with pytest.raises(ValueError, match="features must have no weights unless is_weighted=True"):
+        make_collection(PAIRS)(to_features(GOOD, is_weighted=True))
+    weighted = dataclasses.replace(PAIRS, is_weighted=True)
+    with pytest.raises(ValueError, match="features must have weights for is_weighted=True"):
+        make_collection(weighted)(to_features(GOOD))
+
+
+def test_gradients_of_weights(device: torch.device):
+    """Of a pooled row: its product with the gradient. Of an attended one: by finite differences."""
+    collection = make_collection(SCENARIOS["weighted"], device)
+    features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), device, is_weighted=True)
+    weights = torch.rand(features.values().numel(), device=device) + 0.5
+
+    def pooled(weights: Tensor) -> dict[str, Tensor]:
+        weighted = KeyedJaggedTensor(
+            features.keys(), features.values(), weights, lengths=features.lengths()
+        )
+        return collection(weighted).to_dict()
+
+    leaf = weights.clone().requires_grad_()
+    columns = pooled(leaf)
+    (columns["hist"].sum() + columns["bought"].sum()).backward()
+    weighted = KeyedJaggedTensor(
+        features.keys(), features.values(), leaf.grad, lengths=features.lengths()
+    )
+    ids = weighted["bought"].values()
+    rows = table_weights(collection)["t_item"][ids]
+    torch.testing.assert_close(weighted["bought"].weights(), rows.sum(1))
+    begin = features.offset_per_key()[features.keys().index("hist")]
+    for row in range(begin, begin + features["hist"].values().numel()):
+        step = torch.zeros_like(weights)
+        step[row] = 1e-2
+        change = pooled(weights + step)["hist"].sum() - pooled(weights - step)["hist"].sum()
+        torch.testing.assert_close(leaf.grad[row], change / 2e-2, rtol=1e-2, atol=1e-2)
+
+
+def test_one_attention_needs_no_list():
+    features = to_features(make_batch(SCENARIOS["nothing-else"], [2, 0]))
+    torch.manual_seed(0)
+    listed = TargetAttentionEmbeddingBagCollection([ITEM], [PAIR])
+    torch.manual_seed(0)
+    alone = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
+    assert torch.equal(alone(features).values(), listed(features).values())
+    with pytest.raises(TypeError, match="attentions must hold TargetAttentionConfigs, got a str"):
+        TargetAttentionEmbeddingBagCollection([ITEM], ["hist"])
+
+
+def test_reset_parameters_starts_anew():
+    scenario = SCENARIOS["several-pairs"]
+    torch.manual_seed(0)
+    fresh = TargetAttentionEmbeddingBagCollection(scenario.tables, scenario.attentions)
+    collection = make_collection(scenario)
+    for parameter in collection.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    collection.reset_parameters()
+    drawn = ("proj_weight", "embeddings.", "embedding_bags.", "2.out_proj.weight")
+    for name, parameter in collection.named_parameters():
+        expected = fresh.state_dict()[name]
+        if any(part in name for part in drawn):
+            assert parameter.isfinite().all(), name
+            assert not torch.equal(parameter, expected), name
+        else:
+            assert torch.equal(parameter, expected), name
+
+
+def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
+    scenario = SCENARIOS["attended-and-pooled"]
+    bags = EmbeddingBagCollection(scenario.tables)
+    optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.1)
+    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
+        bags, scenario.attentions
+    )
+    for name, weight in table_weights(collection).items():
+        assert weight is bags.embedding_bags[name].weight
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
+    before = bags(features).to_dict()
+    for key, column in collection(features).to_dict().items():
+        assert torch.equal(column, before[key]) == (key not in ("hist@t_item", "likes")), key
+    collection(features).values().sum().backward()
+    optimizer.step()
+    assert not torch.equal(bags(features).values(), torch.cat(list(before.values()), dim=1))
+
+    weighted = EmbeddingBagCollection([ITEM], is_weighted=True, device=torch.device("meta"))
+    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(weighted, PAIR)
+    assert collection.is_weighted()
+    assert collection.device == torch.device("meta")
+    with pytest.raises(TypeError, match=r"embedding_bag_collection must be an .*, got a Linear"):
+        TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(nn.Linear(1, 1), PAIR)
 
 
 def test_batch_sizes_that_vary_by_feature_are_refused():

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,7 +26,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import movielens  # noqa: E402
-from checkpoint import Checkpoints  # noqa: E402
+import train_dlrm  # noqa: E402
+from checkpoint import (  # noqa: E402
+    CheckpointError,
+    Checkpoints,
+    describe_checkpoint,
+    load_state,
+    newest_checkpoint,
+)
 from events import (  # noqa: E402
     DataError,
     Events,
@@ -34,6 +42,8 @@ from events import (  # noqa: E402
     training_batches,
 )
 from planted import planted_log  # noqa: E402
+
+logging.disable(logging.NOTSET)  # which the examples turn off
 
 RATINGS = ["1::20::5::100", "2::10::3::300", "1::10::4::50", "1::30::1::100", "2::30::2::400"]
 MOVIES = ["10::Amélie (2001)::Comedy|Romance", "30::Heat (1995)::Action", "20::Pi (1998)::Action"]
@@ -81,6 +91,7 @@ def test_compressed_ratings_are_read_too(tmp_path):
         ({"ratings": ["1::20::5::100", "1::10::5"]}, r"ratings\.dat, line 2: expected 4 columns"),
         ({"users": ["1::F::25::10::48067::x"]}, r"users\.dat, line 1: expected 5 columns"),
         ({"ratings": ["1::20::5::noon"]}, r"line 1, column Timestamp: expected an integer.*'noon'"),
+        ({"ratings": ["1::20::5::" + "9" * 20]}, r"line 1, .*: expected .* at most 18 digits, got"),
         ({"movies": ["1.5::Heat::Action"]}, r"movies\.dat, line 1, column MovieID"),
         (
             {"ratings": ["1::20::5::1", "1::21::5::2"]},
@@ -359,6 +370,13 @@ def test_events_that_cannot_be_split_are_refused():
         Events(log)
 
 
+def test_times_too_far_apart_to_count_sightings_are_refused():
+    time = np.array([0, 10**18, 1, 2])
+    log = InteractionLog(np.arange(4), np.arange(4), time, np.zeros(4, dtype=np.int64), {})
+    with pytest.raises(DataError, match=r"must be under 2\*\*63, got 4 · 4 · 10{17}2; look for"):
+        Events(log, test_fraction=0.5)
+
+
 def test_planted_tastes_show_in_when_a_kind_was_last_seen():
     log = planted_log(num_users=300)
     assert_log_equal(log, planted_log(num_users=300))
@@ -392,11 +410,12 @@ OPTIONS = ["--users=60", "--batch-size=256", "--max-history=50"]
 POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
-def command(out: Path, *options: str, ranks: int = 1) -> list[str]:
+def command(out: Path | None, *options: str, ranks: int = 1) -> list[str]:
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, str(ROOT / "examples" / "train_dlrm.py"), f"--out={out}", *OPTIONS, *options]
+    outs = [] if out is None else [f"--out={out}"]
+    return [*launcher, str(ROOT / "examples" / "train_dlrm.py"), *outs, *OPTIONS, *options]
 
 
 def environment() -> dict[str, str]:
@@ -407,9 +426,14 @@ def environment() -> dict[str, str]:
     return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(*args, **kwargs) -> subprocess.CompletedProcess:
+def run(*args, cwd: Path | None = None, **kwargs) -> subprocess.CompletedProcess:
     return subprocess.run(
-        command(*args, **kwargs), env=environment(), capture_output=True, text=True, timeout=120
+        command(*args, **kwargs),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -474,7 +498,7 @@ def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
             seen += process.stderr.read(1)
         os.killpg(process.pid, number)  # As a terminal does: to the workers, too.
         message = process.communicate(timeout=60)[1]
-    assert process.returncode != 0
+    assert process.returncode == 128 + number
     assert "go on from it with --resume" in message
     (checkpoint,) = (tmp_path / "attention").iterdir()
     assert (checkpoint / "run.json").exists()
@@ -492,6 +516,7 @@ def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
         (["--data=nowhere"], "nowhere/ratings.dat is missing; "),
         (["--batch-size=1000000"], "--batch-size 1000000 is more than the "),
         (["--resume", "--width=32"], "was made with width 16, not 32; give the same options"),
+        ([], "; give another folder, --resume to go on, or --overwrite to delete that run"),
     ],
 )
 def test_unusable_options_end_with_one_line(finished, tmp_path, options, message):
@@ -503,30 +528,240 @@ def test_unusable_options_end_with_one_line(finished, tmp_path, options, message
     assert process.stderr.count("\n") == 1
 
 
-def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+def test_runs_in_the_default_folder_are_moved_aside(tmp_path):
+    """As ``make demo`` does: nothing is asked, and nothing lost."""
+    options = ["--epochs=1", "--pooling=sum"]
+    first = run(None, *options, "--resume", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "runs/train_dlrm/sum holds no checkpoint to resume: sum starts anew" in first.stdout
+    left = contents(tmp_path / "runs" / "train_dlrm")
+
+    second = run(None, *options, "--lr=0.01", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    moved = "runs/train_dlrm held an earlier run, which is in runs/train_dlrm-1 now"
+    assert moved in second.stdout
+    assert contents(tmp_path / "runs" / "train_dlrm-1") == left
+    assert contents(tmp_path / "runs" / "train_dlrm").keys() == left.keys()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def parsed(monkeypatch, *options: str):
+    monkeypatch.setattr(sys, "argv", ["train_dlrm.py", *options])
+    return train_dlrm.parse_args()
+
+
+def write_files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def test_overwrite_deletes_what_the_new_run_replaces(tmp_path, monkeypatch, group):
+    out = tmp_path / "out"
+    earlier = {"sum/step-9/run.json", "sum/step-10/run.json", "results.json", "results.png"}
+    others = {"sum/step-old/run.json", "mean/step-9/run.json", "notes"}
+    write_files(out, *earlier, *others)
+    train_dlrm.make_room(parsed(monkeypatch, f"--out={out}", "--pooling=sum", "--overwrite"))
+    assert contents(out).keys() == others
+
+
+@pytest.mark.parametrize(
+    ("left", "named"),
+    [(["sum/step-9/run.json"], "sum/step-9"), (["results.json"], "results.json")],
+)
+def test_an_earlier_run_is_kept(tmp_path, monkeypatch, group, left, named):
+    write_files(tmp_path, *left)
+    options = [f"--out={tmp_path}", "--pooling", "sum"]
+    expected = f"--out must hold no earlier run, got {tmp_path} with {named}; "
+    with pytest.raises(CheckpointError, match=expected):
+        train_dlrm.make_room(parsed(monkeypatch, *options))
+    train_dlrm.make_room(parsed(monkeypatch, *options, "--resume"))
+    assert contents(tmp_path).keys() == set(left)
+
+
+def test_a_folder_without_checkpoints_of_the_poolings_is_free(tmp_path, monkeypatch, group):
+    left = ["mean/step-9/run.json", "sum/step-old/run.json", "sum/partial/x", "notes"]
+    write_files(tmp_path, *left)
+    train_dlrm.make_room(parsed(monkeypatch, f"--out={tmp_path}", "--pooling=sum"))
+    assert contents(tmp_path).keys() == set(left)
+
+
+INTEGER, NUMBER = "must be an integer from", "must be a number from"
+BAD_OPTIONS = {
+    "--users 0": f"argument --users: {INTEGER} 1 to 1000000, got '0'",
+    "--users 1e30": f"argument --users: {INTEGER} 1 to 1000000, got '1e30'",
+    f"--max-history {10**30}": f"argument --max-history: {INTEGER} 1 to 1000000, got '1000",
+    "--negatives 9999": f"argument --negatives: {INTEGER} 1 to 1000, got '9999'",
+    "--pooling sum mean sum": "--pooling must name no pooling twice, got sum mean sum",
+    "--pooling all sum": "--pooling must name no pooling twice, got all sum",
+    "--width 1000000": f"argument --width: {INTEGER} 4 to 4096, got '1000000'",
+    "--width 10": "--width must be a multiple of 4, ",
+    "--heads 0": f"argument --heads: {INTEGER} 1 to 4096, got '0'",
+    "--heads 3": "and --heads divide twice the width: got --width 16 and --heads 3",
+    "--encoder-layers -1": f"argument --encoder-layers: {INTEGER} 0 to 100, got '-1'",
+    "--half-life 0": f"argument --half-life: {NUMBER} 0.01 to 1000, got '0'",
+    "--half-life inf": f"argument --half-life: {NUMBER} 0.01 to 1000, got 'inf'",
+    "--epochs two": f"argument --epochs: {INTEGER} 1 to 1000000, got 'two'",
+    "--batch-size -8": f"argument --batch-size: {INTEGER} 1 to 1000000000, got '-8'",
+    "--lr -1": f"argument --lr: {NUMBER} 0 to 100, got '-1'",
+    "--lr 1e99": f"argument --lr: {NUMBER} 0 to 100, got '1e99'",
+    "--table-lr nan": f"argument --table-lr: {NUMBER} 0 to 100, got 'nan'",
+    "--table-lr=-inf": f"argument --table-lr: {NUMBER} 0 to 100, got '-inf'",
+    "--seed -1": f"argument --seed: {INTEGER} 0 to 9223372036854775807, got '-1'",
+    f"--seed {2**63}": "9223372036854775807, got '9223372036854775808'",
+    f"--seed {'1' * 5000}": "9223372036854775807, got '111111111111...1111111111111'",
+    "--workers -1": f"argument --workers: {INTEGER} 0 to 256, got '-1'",
+    "--out file": "argument --out: must be a folder that can be written, got 'file': Not a dir",
+    "--out file/folder": "must be a folder that can be written, got 'file/folder': Not a dir",
+    f"--out {'x' * 300}": "xxx': File name too long",
+    "--download": "--download needs --data",
+    "--resume --overwrite": "argument --overwrite: not allowed with argument --resume",
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda options: options[:20])
+def test_bad_options_are_named_with_what_was_expected(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(SystemExit) as error:
+        parsed(monkeypatch, *options.split())
+    assert error.value.code == 2
+    assert BAD_OPTIONS[options] in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_folders_are_not_made_before_they_are_needed(tmp_path, monkeypatch):
+    out = tmp_path / "of" / "mine"
+    assert parsed(monkeypatch, f"--out={out}").out == out
+    assert not list(tmp_path.iterdir())
+
+
+def script_with_own_torch(tmp_path: Path, torch_py: str, *command: str):
+    """Runs an example where ``import torch`` runs ``torch_py``."""
+    (tmp_path / "torch.py").write_text(torch_py)
+    script, *options = command
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *options],
+        cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
+@pytest.mark.parametrize(("options", "code"), [("--help", 0), ("--nonsense", 2)])
+def test_options_are_parsed_before_the_slow_imports(tmp_path, script, options, code):
+    process = script_with_own_torch(tmp_path, "raise ImportError('too early')", script, options)
+    assert process.returncode == code, process.stderr
+    assert "usage: " in process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
+def test_ctrl_c_ends_the_start_without_a_traceback(tmp_path, script):
+    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    process = script_with_own_torch(tmp_path, code, script)
+    assert process.returncode == 130
+    assert process.stderr == ""
+
+
+def linear_model():
+    model = torch.nn.Linear(2, 1)
+    optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), torch.optim.Adam)
+    optimizer.init_state()
+    return model, optimizer
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, group):
+    done = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor):
+        done.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def recorded_rename(self, target):
+        if self.name == "partial":
+            done.append("renamed")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    Checkpoints(tmp_path, options={}).save(*linear_model(), 1, {})
+    checkpoint = tmp_path / "step-1"
+    written = {path.stat().st_ino for path in (checkpoint, *checkpoint.iterdir())}
+    assert len(written) == 4  # the folder, .metadata, one rank's file, run.json
+    assert written <= set(done[: done.index("renamed")])
+    assert tmp_path.stat().st_ino in done[done.index("renamed") :]
+
+
+def test_only_folders_named_by_steps_are_checkpoints(tmp_path, group):
+    for name in ("step-old", "step-", "step--3", "step-9", "step-10", "step-9.5", "my-step-11"):
+        (tmp_path / name).mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-10"
+    Checkpoints(tmp_path, options={}).save(*linear_model(), 12, {})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step-old", "step-", "step--3", "step-9.5", "my-step-11"),
+        "step-12",
+    }
+
+
+def test_damaged_checkpoints_are_named(tmp_path, group):
+    model, optimizer = linear_model()
+    checkpoints = Checkpoints(tmp_path, options={})
+    checkpoints.save(model, optimizer, 1, {})
+    for content in (b"{", b"[]", b"{}", b"\xff"):
+        (tmp_path / "step-1" / "run.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"step-1/run\.json"):
+            describe_checkpoint(tmp_path / "step-1")
+    for path in (tmp_path / "step-1").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"cannot read .*step-1: ") as error:
+        load_state({"model": model.state_dict()}, tmp_path / "step-1")
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path, group):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/partial: .*Not a dir") as error:
+        Checkpoints(tmp_path / "file", options={}).save(*linear_model(), 1, {})
+    assert "\n" not in str(error.value)
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path, monkeypatch, group):
     def die(*_, checkpoint_id, **__):
         checkpoint_id.mkdir()
         raise OSError("no space left on device")
 
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        model = torch.nn.Linear(2, 1)
-        optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), torch.optim.Adam)
-        optimizer.init_state()
-        saved = model.weight.detach().clone()
-        checkpoints = Checkpoints(tmp_path, options={})
-        assert checkpoints.load(model, optimizer) is None
-        checkpoints.save(model, optimizer, 9, {"epoch": 1})
-        torch.nn.init.zeros_(model.weight)
-        with monkeypatch.context() as patch:
-            patch.setattr(dcp, "save", die)
-            with pytest.raises(OSError, match="no space"):
-                checkpoints.save(model, optimizer, 10, {"epoch": 2})
-        assert checkpoints.load(model, optimizer) == {"epoch": 1}
-        assert torch.equal(model.weight, saved)
+    model, optimizer = linear_model()
+    saved = model.weight.detach().clone()
+    checkpoints = Checkpoints(tmp_path, options={})
+    assert checkpoints.load(model, optimizer) is None
+    checkpoints.save(model, optimizer, 9, {"epoch": 1})
+    torch.nn.init.zeros_(model.weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", die)
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(model, optimizer, 10, {"epoch": 2})
+    assert checkpoints.load(model, optimizer) == {"epoch": 1}
+    assert torch.equal(model.weight, saved)
 
-        checkpoints.save(model, optimizer, 10, {"epoch": 2})
-        assert checkpoints.load(model, optimizer) == {"epoch": 2}
-        assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
-    finally:
-        dist.destroy_process_group()
+    checkpoints.save(model, optimizer, 10, {"epoch": 2})
+    assert checkpoints.load(model, optimizer) == {"epoch": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]

@@ -8,10 +8,12 @@ import torch
 from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torch._dynamo.testing import CompileCounter
 
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.kernels import flash_attention
+from torchrec_jagged_attn.kernels.distance_bias import list_by_distance
 from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -179,6 +181,20 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
     assert all(map(torch.equal, together, apart))
 
 
+@pytest.mark.parametrize("other", ["stride", "dtype"])
+def test_offsets_that_begin_at_one_address(other, device):
+    """Those of keys are read in another way than those of queries."""
+    if other == "stride":
+        numbers = torch.tensor([0, 60, 90, 100, 170], device=device)
+        q_offsets, kv_offsets = numbers[:3], numbers[::2]
+    else:
+        numbers = torch.tensor([0, 0, 90, 0, 100, 0], dtype=torch.int32, device=device)
+        q_offsets, kv_offsets = numbers.view(torch.int64), numbers[:3]
+    lengths = (x.diff().cpu() for x in (q_offsets, kv_offsets))
+    inputs = inputs_of(*lengths, device) | {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
+    assert_right(inputs)
+
+
 @pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
 def test_what_hopper_does_not_take(width, scale, hopper):
     device, launched = hopper
@@ -264,6 +280,73 @@ def test_recency(causal, times, dtype, device):
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
         timestamps = torch.exp(14 * torch.rand(373, generator=generator)).to(device, times)
     assert_right(inputs, causal, timestamps)
+
+
+def draw_prior_weights(num_keys, device, dtype=torch.float32):
+    """About a third of them zeros, and all of the last 64 keys but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(num_keys, generator=generator)
+    weights = weights.masked_fill(torch.rand(num_keys, generator=generator) < 0.3, 0)
+    weights[-65:-1] = 0
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others"),
+    [
+        (torch.float32, ""),
+        (torch.float32, "bias and tables"),
+        *((dtype, "tables") for dtype in (torch.float16, torch.bfloat16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_prior_weights(causal, kv_heads, dtype, others, device):
+    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
+    q_lengths, kv_lengths = [4, 9, 2, 70, 0, 64, 1], [0, 90, 0, 7, 5, 64, 1]
+    inputs = inputs_of(
+        q_lengths, kv_lengths, device, dtype, bias="bias" in others, kv_heads=kv_heads
+    )
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if "tables" in others:
+        inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(167, device=device) ** 2
+    inputs["prior_weights"] = draw_prior_weights(167, device, torch.float32 if causal else dtype)
+    assert_right(inputs, causal, timestamps)
+
+
+def test_keys_of_no_prior_weight_give_zeros(device):
+    inputs = inputs_of([3, 40, 2], [70, 5, 0], device)
+    inputs["prior_weights"] = torch.zeros(75, device=device)
+    inputs["prior_weights"][72] = 2
+    results = outputs_and_gradients(
+        jagged_flash_attention, inputs, torch.ones(45, 2, 8, device=device)
+    )
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["out"][:3] == 0)
+    torch.testing.assert_close(results["out"][3:43], inputs["v"][72:73].expand(40, 2, 8))
+    for name in ("k", "v", "prior_weights"):
+        assert torch.all(results[name][:70] == 0), name
+
+
+def test_prior_weights_and_distances(device):
+    """As the same scores given as a bias."""
+    inputs = inputs_of([70, 3, 40], [70, 3, 40], device)
+    inputs["relative_bias"] = torch.randn(20, 2, device=device)
+    inputs["q_offsets"] = inputs["kv_offsets"]
+    weights = draw_prior_weights(113, device)
+    grad_out = torch.randn(113, 2, 8, device=device)
+    for causal in (False, True):
+        attend = partial(jagged_flash_attention, causal=causal)
+        by_bias = inputs | {"bias": weights.log().unsqueeze(1).repeat(1, 2)}
+        expected = outputs_and_gradients(attend, by_bias, grad_out)
+        actual = outputs_and_gradients(attend, inputs | {"prior_weights": weights}, grad_out)
+        of_bias, of_weights = expected.pop("bias"), actual.pop("prior_weights")
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(of_weights * weights, of_bias.sum(1))
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
@@ -452,6 +535,13 @@ def test_relative_bias_on_hopper(causal, width, hopper):
     assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
 
 
+def test_relative_bias_of_more_rows_than_its_list_counts():
+    rows = 2**30 - 128
+    message = f"at most {rows - 1} rows with relative_bias, got {rows}"
+    with pytest.raises(NotImplementedError, match=message):
+        list_by_distance(torch.zeros(3, 2), rows)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
     inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype)
@@ -511,6 +601,39 @@ def test_bias_of_minus_infinity_hides_keys(device, causal):
     assert torch.all(results["bias"][155:] == 0)
 
 
+@pytest.mark.parametrize("name", ["bias", "position_bias", "relative_bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_bias_that_is_no_number_hides_nothing(value, name, device):
+    """Those who see it become NaN."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs = inputs_of([20], [20], device)
+    inputs[name] = torch.zeros(20, 2, device=device)
+    inputs[name][4] = value  # of a distance or position of 1, or of key 4
+    first = {"bias": 4, "position_bias": 18, "relative_bias": 1}[name]
+    out = jagged_flash_attention(**inputs, causal=True)
+    assert torch.isfinite(out[:first]).all()
+    assert torch.isnan(out[first:]).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "value"), [(64, False, torch.nan), (128, True, torch.inf)], ids=str
+)
+def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
+    device, launched = hopper
+    inputs = inputs_of([70], [70], device, torch.float16, width=width)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 80, device=device).view(40, 2)
+    attend = partial(jagged_flash_attention, causal=causal)
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    inputs["relative_bias"] = inputs["relative_bias"].clone()
+    inputs["relative_bias"][25:] = value  # distances from 75 on, which a tile of 128 has
+    results = outputs_and_gradients(attend, inputs, grad_out)
+    for name, expected_value in expected.items():
+        assert torch.equal(results[name], expected_value), name
+    assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+
+
 def test_bias_shifts_nothing(device):
     inputs = inputs_of([5, 70], [90, 3], device, bias=True)
     grad_out = torch.randn(75, 2, 8, device=device)
@@ -535,6 +658,21 @@ def test_tables_are_the_bias_of_their_rows(device):
     assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
 
 
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+def test_ages_beyond_all_numbers(times, device):
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs, expected = inputs_of_far_times(times, device)
+    keys, recency = (
+        inputs["history"].unsqueeze(1),
+        {name: inputs[name] for name in ("age_bias", "timestamps")},
+    )
+    offsets = torch.arange(len(expected) + 1, device=device), inputs["offsets"]
+    out = jagged_flash_attention(inputs["query"].squeeze(1), keys, keys, *offsets, **recency)
+    apart = buckets_apart(out)
+    assert torch.equal(apart, expected.view(-1, 1, 1).expand_as(apart))
+
+
 def test_strided_inputs_and_gradients(device):
     inputs = inputs_of([7, 0, 20], [3, 5, 0], device, bias=True)
     shape = (27, 2, 8)
@@ -552,6 +690,33 @@ def test_strided_inputs_and_gradients(device):
         results = outputs_and_gradients(jagged_flash_attention, changed, stride_0)
         for name, expected in plain.items():
             torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "biased", "more_keys"),
+    [(torch.float32, False, 0), (torch.float32, True, 7), (torch.float16, True, 0)],
+    ids=["fp32", "fp32-biased", "fp16-biased"],
+)
+def test_values_hidden_by_causality_reach_no_earlier_row(more_keys, biased, dtype, device):
+    """Not even by 0 · NaN, in outputs; the kernels without biases of half precision are others."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs = inputs_of([3, 50], [3, 50 + more_keys], device, dtype, bias=biased)
+    if biased:
+        inputs["relative_bias"] = torch.randn(9, 2, device=device)
+    expected = jagged_flash_attention(**inputs, causal=True)
+    key = 3 + more_keys + 17  # the second sample's query 17 is the first to see it
+    unseen = slice(3 + 17)
+    for name, at, value in (
+        ("v", (key, 0, 3), torch.nan),
+        ("v", (slice(key, key + 2),), -torch.inf),
+        ("k", (key,), torch.nan),
+    ):
+        poisoned = inputs | {name: inputs[name].clone()}
+        poisoned[name][at] = value
+        out = jagged_flash_attention(**poisoned, causal=True)
+        torch.testing.assert_close(out[unseen], expected[unseen])
+        assert not torch.isfinite(out[unseen.stop :].flatten(1)).all(1).any()
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
@@ -615,7 +780,10 @@ def test_opcheck(device):
     timestamps = torch.arange(12, device=device)
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    torch.library.opcheck(op, (*arguments, *biases, timestamps, relative_bias, True, 0.25, True))
+    others = (timestamps, relative_bias, True, 0.25, True)
+    torch.library.opcheck(op, (*arguments, *biases, *others))
+    biases[0] = draw_prior_weights(12, device).requires_grad_()
+    torch.library.opcheck(op, (*arguments, *biases, *others))
     torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25, False))
 
 
@@ -625,14 +793,18 @@ def test_gradcheck_of_the_reference(causal):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
     leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
+    leaves.append(torch.rand(12, dtype=torch.float64, requires_grad=True))
     offsets = inputs["q_offsets"], inputs["kv_offsets"]
 
-    def attend(q, k, v, bias, position_bias, age_bias, relative_bias):
+    def attend(q, k, v, bias, position_bias, age_bias, relative_bias, prior_weights):
         return jagged_flash_attention(
             q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
-            timestamps=torch.arange(12), relative_bias=relative_bias, causal=causal,
+            timestamps=torch.arange(12), prior_weights=prior_weights, relative_bias=relative_bias,
+            causal=causal,
         )  # fmt: skip
 
+    assert torch.autograd.gradcheck(attend, leaves)
+    leaves[3] = None  # without the bias
     assert torch.autograd.gradcheck(attend, leaves)
 
 
@@ -760,6 +932,8 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
         ({"bias": torch.zeros(7, 1)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
         ({"relative_bias": torch.zeros(7, 1)}, ValueError, r"relative_bias must have shape \[R, H"),
         ({"relative_bias": torch.zeros(0, 2)}, ValueError, "relative_bias must have at least one"),
+        ({"prior_weights": torch.ones(7, 2)}, ValueError, r"prior_weights must have shape \[N\]"),
+        ({"prior_weights": -torch.ones(7)}, ValueError, "finite and not negative, got -1.0 at pos"),
         ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
         ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
         ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),

@@ -36,10 +36,16 @@ def test_tiles_cover_each_row_once(lengths, block):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_from_lengths_keeps_dtype(dtype):
+def test_from_lengths_makes_int64_offsets(dtype):
     layout = JaggedLayout.from_lengths(torch.tensor([1, 2], dtype=dtype), num_rows=3)
-    assert layout.offsets.dtype == dtype
+    assert layout.offsets.dtype == torch.int64
     layout.validate()
+
+
+def test_from_lengths_adds_up_beyond_int32():
+    layout = JaggedLayout.from_lengths(torch.tensor([2**30, 2**30, 2**30], dtype=torch.int32))
+    assert layout.offsets.tolist() == [0, 2**30, 2**31, 3 * 2**30]
+    assert layout.num_rows == 3 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """``python -m torchrec_jagged_attn`` tells what is here."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import torch
 import triton
 
 import torchrec_jagged_attn
+from torchrec_jagged_attn import __main__
+from torchrec_jagged_attn.kernels import cpu_attention
+from torchrec_jagged_attn.ops import implementation
 
 
 @pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted"])
@@ -42,10 +46,93 @@ def test_prints_versions_and_the_path_of_every_op(output):
 
 
 def test_an_absent_package_is_no_error(monkeypatch):
-    from torchrec_jagged_attn import __main__
-
     monkeypatch.setattr(__main__, "find_spec", lambda name: None)
     assert ("torchrec", "not installed") in __main__.versions()
+
+
+def test_json_has_the_three_tables(capsys):
+    assert __main__.main(["--json"]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert tables.keys() == {"packages", "devices", "ops"}
+    assert tables["packages"]["torch"] == torch.__version__
+    assert tables["packages"].items() >= dict(__main__.versions()).items()
+    assert tables["devices"] == {str(device): about for device, about in __main__.devices()}
+    assert [tuple(row.values()) for row in tables["ops"]] == __main__.paths()
+    assert all(list(row) == ["op", "device", "path", "why"] for row in tables["ops"])
+
+
+def test_help_names_the_options(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        __main__.main(["--help"])
+    assert exit_info.value.code == 0
+    said = capsys.readouterr().out
+    assert "--json" in said
+    assert "--build" in said
+
+
+@pytest.mark.skipif(
+    implementation(torch.device("cpu"))[0] != "reference", reason="the kernels are interpreted"
+)
+@pytest.mark.parametrize("option", [[], ["--json"]], ids=["plain", "json"])
+def test_says_that_it_builds(option, monkeypatch, capsys):
+    for is_built in (True, False):
+        monkeypatch.setattr(cpu_attention, "is_built", lambda is_built=is_built: is_built)
+        assert __main__.main(option) == 0
+        assert ("Building" in capsys.readouterr().err) == (not is_built)
+
+
+def test_build_prints_where_it_lies(capsys):
+    assert __main__.main(["--build"]) == 0
+    assert capsys.readouterr().out.strip() == str(cpu_attention.build())
+
+
+def test_build_prints_what_the_compiler_says(tmp_path):
+    compiler = tmp_path / "g++"
+    lines = (
+        "#!/bin/sh",
+        '[ "$1" = -MMD ] || exec echo 13.2.0',
+        "for i in 1 2 3; do echo a.h:$i: fatal error; done",
+        "exit 1",
+    )
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrec_jagged_attn", "--build"],
+        env={**os.environ, "CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert not done.stdout
+    for line in ("a.h:1: fatal error", "a.h:3: fatal error"):
+        assert line in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        ("OSError('libtorch_cuda.so: cannot open')", "fbgemm-gpu-cpu"),
+        ("ModuleNotFoundError('fbgemm_gpu')", "torchrec_jagged_attn[torchrec]"),
+    ],
+)
+def test_says_what_to_install_where_fbgemm_does_not_load(raised, expected, tmp_path):
+    (tmp_path / "fbgemm_gpu.py").write_text(f"raise {raised}")
+    code = "import torchrec_jagged_attn as ours\nours.jagged_softmax\nours.JaggedTargetAttention"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert "JaggedTargetAttention needs TorchRec" in message
+    assert expected in message
+    assert "libtorch_cuda.so" in message or "fbgemm_gpu" in message
 
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
@@ -62,7 +149,6 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
-    from torchrec_jagged_attn import __main__
     from torchrec_jagged_attn.kernels import flash_hopper, pairs_hopper, target_attention
 
     monkeypatch.setattr(__main__, "devices", lambda: [(torch.device("cuda"), "a GPU")])

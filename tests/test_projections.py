@@ -12,12 +12,13 @@ from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]
 
 
-def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32)):
+def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), target_dim=None):
     """All rows that gradients are sums over: what is added up does not cancel."""
     generator = torch.Generator().manual_seed(0)
     x, y = widths
     rows = ["grad_q", "target", "grad_out", "values", "grad_values"]
     shapes = dict.fromkeys(rows, (heads * x,)) | {
+        "target": (heads * x if target_dim is None else target_dim,),
         "filled": (),
         "q": (heads, x),
         "grad_u": (heads, y),
@@ -38,19 +39,19 @@ def gradients_of(inputs, absorbed=True, biased=True):
     heads, x = heads_and_rows[0].shape[1:]
     width, y = heads * x, heads_and_rows[1].shape[2]
     new = rows["target"].new_full
-    weights = {name: new((width, width), torch.nan) for name in ("q", "out")}
+    weights = [new((width, rows[name].shape[1]), torch.nan) for name in ("target", "values")]
     of_history = new((2, heads, x, y), torch.nan)
     biases = [new((3 * width,), torch.nan), new((width,), torch.nan)]
     _parameter_gradients(
         *rows.values(),
         tuple(heads_and_rows) if absorbed else None,
-        *weights.values(),
+        *weights,
         *of_history,
         *(biases if biased else (None, None)),
     )
     if not absorbed:
         assert of_history.isnan().all()
-    return list(weights.values()) + [*of_history] * absorbed + biases * biased
+    return weights + [*of_history] * absorbed + biases * biased
 
 
 def expected_of(inputs, absorbed=True, biased=True):
@@ -87,6 +88,16 @@ def assert_right(inputs, **options):
 def test_any_number_of_rows(num_rows, dtype, device):
     skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
     assert_right(inputs_of(num_rows, device, dtype))
+
+
+@pytest.mark.parametrize("target_dim", [5, 64, 200])
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_targets_of_another_width(dtype, absorbed, target_dim, device):
+    skip_unless_supported(Case("widths", 1, 1, 2, 32, dtype=dtype), device)
+    inputs = inputs_of(300, device, dtype, target_dim=target_dim)
+    for biased in (True, False):
+        assert_right(inputs, absorbed=absorbed, biased=biased)
 
 
 @pytest.mark.parametrize(

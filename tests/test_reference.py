@@ -2,11 +2,15 @@
 the same without a compiler."""
 
 import functools
+import hashlib
+import itertools
+import math
 import os
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,23 +285,235 @@ def test_python_agrees(causal, monkeypatch):
     torch.testing.assert_close(lses[0], lses[1])
 
 
-@pytest.mark.parametrize("missing", ["compiler", "folder"])
-def test_where_nothing_can_be_built(missing, tmp_path):
-    """A warning says what is missing, and results are the same."""
-    (tmp_path / "file").touch()
-    hidden = {
-        "compiler": {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-such-compiler"},
-        "folder": {"TORCH_EXTENSIONS_DIR": str(tmp_path / "file" / "folder")},
-    }
-    done = run_python(
-        "import torch, torchrec_jagged_attn as ours",
-        "x, offsets = torch.ones(3, 8), torch.tensor([0, 1, 3])",
-        "print(ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum().item())",
-        **hidden[missing],
+def rows_at(x, stride):
+    """``x``, with the elements of a row ``stride`` apart: apart, they are none that loops read."""
+    return x.new_zeros(*x.shape, stride).index_copy_(-1, torch.tensor([0]), x.unsqueeze(-1))[..., 0]
+
+
+def outcomes(inputs, grad_out, monkeypatch, **options):
+    """By loops, by PyTorch's operators, and by plain Python."""
+    attend = functools.partial(jagged_flash_attention, **options)
+    apart = {**inputs, "k": rows_at(inputs["k"], 2)}
+    results = [outputs_and_gradients(attend, given, grad_out) for given in (inputs, apart)]
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_attention, "library", lambda: None)
+        return [*results, outputs_and_gradients(attend, inputs, grad_out)]
+
+
+def special_inputs(lengths, *, biased):
+    """Scores of NaN and of both infinities: a sample of each, and those of the first are finite."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = offsets_of(torch.tensor(lengths), torch.int64, "cpu")
+    q, k, v = (torch.rand(sum(lengths), 2, 4, generator=generator) + 0.5 for _ in range(3))
+    of_finite, of_nan, of_inf, of_minus_inf, of_bias, _ = (
+        slice(*bounds) for bounds in itertools.pairwise(offsets.tolist())
     )
+    k[of_nan.stop - 2, 0, 1] = torch.nan
+    k[of_inf.start, 1, 2] = torch.inf
+    q[of_nan.start, 1, 3] = torch.nan
+    q[of_minus_inf.start] = -torch.inf  # all keys are positive: the row has no other score
+    inputs = {"q": q, "k": k, "v": v, "q_offsets": offsets}
+    if biased:
+        inputs["bias"] = torch.randn(sum(lengths), 2, generator=generator)
+        inputs["bias"][of_bias, 1] = -torch.inf
+        inputs["bias"][of_finite.start, 0] = -torch.inf  # one key of several
+    return inputs, torch.randn(q.shape, generator=generator)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_that_are_not_finite(causal, biased, monkeypatch):
+    """Zeros where all that a row sees is -inf, and NaN where it sees NaN or +inf, on any path."""
+    lengths = [5, 4, 3, 3, 4, 5]
+    inputs, grad_out = special_inputs(lengths, biased=biased)
+    results = outcomes(inputs, grad_out, monkeypatch, causal=causal)
+    expected = torch.zeros(sum(lengths), 2, dtype=torch.bool)
+    expected[5:9, 0] = expected[5, 1] = True
+    expected[9:12, 1] = True
+    if causal:
+        expected[5:7, 0] = False  # they do not see the key before the last
+    for name, of_loops in results[0].items():
+        for others in results[1:]:
+            torch.testing.assert_close(others[name], of_loops, equal_nan=True, msg=name)
+    out = results[0]["out"]
+    assert torch.equal(out.isnan().any(2), expected)
+    assert torch.equal(out.isnan().all(2), expected)
+    assert torch.all(out[12] == 0)
+    if biased:
+        assert torch.all(out[15:19, 1] == 0)
+        assert torch.all(results[0]["bias"][15:19, 1] == 0)
+
+
+@pytest.mark.parametrize("queries", [4, 6], ids=["keys-are-more", "queries-are-more"])
+def test_what_causality_hides_may_be_nan(queries, monkeypatch):
+    """The last key, or the last query, and what comes before is as without it."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = {"q_offsets": torch.tensor([0, queries]), "kv_offsets": torch.tensor([0, 5])}
+    q = torch.randn(queries, 2, 4, generator=generator)
+    k, v = torch.randn(2, 5, 2, 4, generator=generator)
+    bias, relative_bias = torch.randn(2, 5, 2, generator=generator)
+    inputs = {"q": q, "k": k, "v": v, "bias": bias, "relative_bias": relative_bias, **offsets}
+    grad_out = torch.randn(q.shape, generator=generator)
+    grad_out[-1] = 0
+    expected = outputs_and_gradients(
+        functools.partial(jagged_flash_attention, causal=True), inputs, grad_out
+    )
+    del expected["relative_bias"]  # the last query's own is in it
+    inputs["k"][4, 0, 1] = inputs["v"][4, 1, 0] = torch.nan
+    for results in outcomes(inputs, grad_out, monkeypatch, causal=True):
+        for name in ("out", "q"):
+            torch.testing.assert_close(results[name][:-1], expected[name][:-1], msg=name)
+        assert torch.all(results["out"][-1].isnan().any(-1))
+    inputs["k"][4] = inputs["v"][4] = 1.0
+    inputs["q"][0], grad_out[0] = torch.nan, torch.nan
+    unseen = slice(max(5 - queries + 1, 0), None)
+    for results in outcomes(inputs, grad_out, monkeypatch, causal=True):
+        for name in ("k", "v", "bias"):
+            assert torch.all(results[name][unseen].isfinite()), name
+        for name in ("out", "q"):
+            assert torch.all(results[name][1:].isfinite()), name
+
+
+@pytest.mark.parametrize("of", ["loops", "operators", "python"])
+def test_scores_that_are_not_finite_are_of_their_sample_alone(of, monkeypatch):
+    """Each gives alone what it gives beside others, whose bias hides all keys."""
+    if of == "python":
+        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    lengths = [5, 4, 3, 3, 4, 5]
+    inputs, grad_out = special_inputs(lengths, biased=True)
+    if of == "operators":
+        inputs["k"] = rows_at(inputs["k"], 2)
+    whole = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for first, last in itertools.pairwise(inputs["q_offsets"].tolist()):
+        alone = {name: inputs[name][first:last] for name in ("q", "k", "v", "bias")}
+        alone["q_offsets"] = torch.tensor([0, last - first])
+        found = outputs_and_gradients(jagged_flash_attention, alone, grad_out[first:last])
+        for name, of_sample in found.items():
+            torch.testing.assert_close(
+                of_sample, whole[name][first:last], rtol=0, atol=0, equal_nan=True
+            )
+
+
+def test_a_table_by_distance_hides_all_keys(monkeypatch):
+    """Of one head, so that its rows and all their gradients are zeros."""
+    inputs = make_flash_inputs(Case("small", 4, 5, 2, 4), "cpu")
+    grad_out = torch.ones_like(inputs["q"])
+    inputs["relative_bias"] = torch.zeros(3, 2).index_fill_(1, torch.tensor([1]), -torch.inf)
+    for results in outcomes(inputs, grad_out, monkeypatch):
+        for name in ("out", "q", "k", "v", "relative_bias"):
+            assert torch.all(results[name][:, 1] == 0), name
+            assert torch.all(results[name].isfinite()), name
+        assert torch.any(results["out"][:, 0] != 0)
+
+
+@pytest.mark.parametrize("implemented", ["c++", "python"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("nan_filled_memory")
+def test_every_gradient_of_the_history_is_written(dtype, implemented, monkeypatch):
+    """Also of rows that no query reads, in memory that was NaN."""
+    if implemented == "python":
+        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    for lengths, targets in (
+        ([3, 0, 400, 5], [0, 2, 0, 1]),
+        ([3, 400], [0, 0]),
+        ([3, 0, 400], 0),
+        ([3, 0, 400], 2),
+        ([0, 0], 1),
+    ):
+        inputs = inputs_of(lengths, targets=targets, dtype=dtype)
+        grad_out = torch.ones_like(inputs["query"])
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        for name, result in results.items():
+            assert torch.all(result.isfinite()), f"{name} of {lengths}, {targets}"
+        read = torch.tensor(targets).expand(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        assert torch.equal(results["history"].any(1), read > 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype", "ages"),
+    [
+        ([-(2**31), 0, 2**31 - 1], torch.int32, [2**32 - 1, 2**31 - 1, 0]),
+        ([5, 2**31 - 1, -(2**31)], torch.int32, [0, 0, 0]),
+        ([-(2**63), -2, 2**63 - 1], torch.int64, [None, None, 0]),
+        ([-(2**63), 1, 7, 0], torch.int64, [None, 0, 0, 0]),
+        ([-(2**63), 0, -1], torch.int64, [2**63 - 1, 0, 0]),
+        ([-(2**63), -(2**63) + 6, -2], torch.int64, [2**63 - 2, 2**63 - 8, 0]),
+        ([2**63 - 1, 0, -(2**63)], torch.int64, [0, 0, 0]),
+        ([-torch.inf, torch.nan, 3, 1], torch.float64, [None, None, 0, 0]),
+        ([1, -torch.inf, torch.inf], torch.float32, [None, None, None]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_buckets", [1, 20, 127, 260])
+def test_ages_at_the_ends_of_their_range(times, dtype, ages, num_buckets):
+    """One that no int64 holds, and NaN, fall into the last bucket, as what is older than all."""
+    rows = len(times)
+    buckets = [
+        num_buckets - 1 if age is None else min(math.floor(4 * math.log2(1 + age)), num_buckets - 1)
+        for age in ages
+    ]
+    inputs = {
+        "query": torch.zeros(1, 1, 4),
+        "history": torch.eye(rows, 4),
+        "offsets": torch.tensor([0, rows]),
+        "age_bias": torch.randn(num_buckets, 1, generator=torch.Generator().manual_seed(0)),
+        "timestamps": torch.tensor(times, dtype=dtype),
+    }
+    weights = inputs["age_bias"][buckets, 0].softmax(0)
+    torch.testing.assert_close(jagged_target_attention(**inputs)[0, 0, :rows], weights)
+
+
+ATTEND_TWICE = (
+    "import torch, torchrec_jagged_attn as ours",
+    "x, offsets = torch.ones(3, 8, requires_grad=True), torch.tensor([0, 1, 3])",
+    "def attend():",
+    "    return ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum()",
+    "attend().backward()",
+    "print(attend().item())",
+)
+BUILD = (
+    "from torchrec_jagged_attn.kernels import cpu_attention",
+    "assert cpu_attention.library() is not None",
+    "print(cpu_attention.build())",
+)
+NO_COMPILER = {"CXX": "no-such-compiler"}
+
+
+@pytest.mark.parametrize("missing", ["compiler", "working compiler", "folder"])
+def test_where_nothing_can_be_built(missing, tmp_path):
+    """One warning of three lines says what is missing and what to do, and results are the same."""
+    (tmp_path / "file").touch()
+    broken = tmp_path / "g++"
+    lines = (
+        "#!/bin/sh",
+        '[ "$1" = -MMD ] || exec echo 13.2.0',
+        "for i in 1 2 3; do echo a.h:$i: fatal error: no b.h; done",
+        "exit 1",
+    )
+    broken.write_text("\n".join(lines))
+    broken.chmod(0o755)
+    folder = str(tmp_path / "file" / "folder")
+    environment, reason, advice = {
+        "compiler": (NO_COMPILER, "no-such-compiler", "install g++"),
+        "working compiler": ({"CXX": str(broken)}, "a.h:1: fatal error: no b.h", "install g++"),
+        "folder": ({"TORCH_EXTENSIONS_DIR": folder}, folder, "TORCH_EXTENSIONS_DIR"),
+    }[missing]
+    environment = {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "PYTHONWARNINGS": "always::UserWarning",
+        **environment,
+    }
+    done = run_python(*ATTEND_TWICE, **environment)
     assert float(done.stdout) == 16
-    assert "cpu_attention.cpp was not built" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert done.stderr.count("UserWarning") == 1
+    said = done.stderr[done.stderr.index("UserWarning") :].splitlines()
+    assert "no cpu_attention.cpp" in said[0]
+    assert reason in said[1]
+    assert advice in said[2]
+    assert "python -m torchrec_jagged_attn --build" in said[2]
+    assert len(said) <= 4  # the last is the line of the call
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "g++"}
 
 
 def test_is_built_once(tmp_path):
@@ -316,7 +532,60 @@ def test_is_built_once(tmp_path):
     )
     run_python(*lines, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(folder))
     assert len(list(folder.iterdir())) == 1
-    run_python(*lines, TORCH_EXTENSIONS_DIR=str(folder), CXX="no-such-compiler")
+    run_python(*lines, TORCH_EXTENSIONS_DIR=str(folder), **NO_COMPILER)
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A copy of the library, in a folder of its own."""
+    found = cpu_attention.build()
+    return Path(shutil.copy(found, tmp_path / found.name))
+
+
+@pytest.fixture
+def with_compiler(tmp_path):
+    """Variables of a compiler that takes no time: it puts out the library that is there."""
+    compiler = tmp_path / "c++"
+    lines = (
+        "#!/bin/sh",
+        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
+        f'[ $# -lt 2 ] || cp {cpu_attention.build()} "$2"',
+    )
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    return {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+
+
+def assert_is_built_again(with_compiler):
+    without_compiler = {**with_compiler, **NO_COMPILER}
+    done = run_python(*ATTEND_TWICE, **without_compiler)
+    assert float(done.stdout) == 16
+    assert "install g++" in done.stderr
+    again = run_python(*BUILD, **with_compiler).stdout
+    assert run_python(*BUILD, **without_compiler).stdout == again
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_library_is_built_again(damage, built, with_compiler):
+    """It is not loaded: that would end the process."""
+    whole = built.read_bytes()
+    half = len(whole) // 2
+    parts = {"cut": whole[:half], "changed": whole[:half] + b"0" + whole[half + 1 :]}
+    built.write_bytes(parts[damage])
+    assert_is_built_again(with_compiler)
+    assert built.read_bytes() == whole
+
+
+def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
+    """But stays: a machine that shares the folder may load it."""
+    foreign = b"\x7fELF of another machine"
+    digest = hashlib.sha256(foreign).hexdigest()[:16]
+    other = built.with_name(f"{built.stem.rpartition('_')[0]}_{digest}.so")
+    built.rename(other)
+    other.write_bytes(foreign)
+    assert_is_built_again(with_compiler)
+    assert other.exists()
+    assert built.exists()
 
 
 def run_python(*lines, **environment):

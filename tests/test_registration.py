@@ -73,7 +73,7 @@ def test_gradients_yet_to_be_negated(leaves, out):
 
 def test_gradients_of_a_batch_are_refused(leaves, out):
     grad_out = torch.ones(3, *out.shape, device=out.device)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+    with pytest.raises(NotImplementedError, match="target_attention has no gradient of a batch"):
         torch.autograd.grad(out, leaves, grad_out, is_grads_batched=True)
 
 
@@ -185,3 +185,119 @@ def test_forward_mode_is_refused(function, leaves):
         grad_out = forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
         with pytest.raises(NotImplementedError, match=message):
             torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
+
+
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module])
+def test_second_derivatives_are_refused(function, leaves):
+    out = function(leaves).sum()
+    with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
+        torch.autograd.grad(out, leaves[1], create_graph=True)
+
+
+DIFFERENTIABLE = [attend, attend_flash, attend_by_module, softmax, multiply, add]
+
+
+def loss_of(function):
+    return lambda *leaves: function(leaves).square().sum()
+
+
+@pytest.mark.parametrize("function", DIFFERENTIABLE)
+def test_transforms_take_gradients(function, leaves):
+    loss = loss_of(function)(*leaves)
+    expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    inputs = [leaf.detach() for leaf in leaves]
+    grads = torch.func.grad(loss_of(function), (0, 1))(*inputs)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    loss, pull_back = torch.func.vjp(loss_of(function), *inputs)
+    torch.testing.assert_close(pull_back(torch.ones_like(loss)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [multiply, add])
+def test_transforms_take_second_derivatives_where_there_are(function, leaves):
+    def square(take, x):
+        return take(lambda x: loss_of(function)(leaves[0].detach(), x), x).square().sum()
+
+    def by_autograd(f, x):
+        return torch.autograd.grad(f(x), x, create_graph=True)[0]
+
+    expected = torch.autograd.grad(square(by_autograd, leaves[1]), leaves[1])
+    second = torch.func.grad(lambda x: square(lambda f, x: torch.func.grad(f)(x), x))
+    torch.testing.assert_close(second(leaves[1].detach()), *expected)
+
+
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module, softmax])
+def test_transforms_are_refused_second_derivatives(function, leaves):
+    def first_by_transform(x):
+        return torch.func.grad(lambda x: loss_of(function)(leaves[0].detach(), x))(x).sum()
+
+    def first_by_autograd(x):
+        loss = loss_of(function)(leaves[0].detach(), x)
+        return torch.autograd.grad(loss, x, create_graph=True)[0].sum()
+
+    message = "no second derivative"
+    for first in (first_by_transform, first_by_autograd):
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.grad(first)(leaves[1].detach())
+    with pytest.raises(NotImplementedError, match=message):
+        torch.autograd.grad(first_by_transform(leaves[1]), leaves[1])
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.hessian(lambda x: loss_of(function)(leaves[0].detach(), x))(leaves[1].detach())
+
+
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module])
+def test_gradients_of_mapped_functions_are_refused(function, leaves):
+    def loss(x):
+        return loss_of(function)(leaves[0].detach(), x)
+
+    with pytest.raises(NotImplementedError, match=r"no gradient of a batch, .* torch\.func\.vmap"):
+        torch.func.vmap(torch.func.grad(loss))(torch.stack([leaves[1].detach()] * 2))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("function", DIFFERENTIABLE)
+def test_mapped_functions_run_one_after_the_other(function, leaves):
+    query, history = (leaf.detach() for leaf in leaves)
+    histories = torch.stack([history, -history])
+    actual = torch.func.vmap(lambda x: function([query, x]))(histories)
+    expected = torch.stack([function([query, x]) for x in histories])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def attend_by_age(leaves, times):
+    table, offsets = leaves[1][:, :1], torch.tensor([0, 2, 5], device=times.device)
+    return jagged_target_attention(*leaves, offsets, age_bias=table, timestamps=times)
+
+
+def attend_flash_by_age(leaves, times):
+    x, offsets = leaves[1].unsqueeze(1), torch.tensor([0, 2, 5], device=times.device)
+    table = leaves[0][:, :, 0]
+    return jagged_flash_attention(x, x, x, offsets, age_bias=table, timestamps=times)
+
+
+@functools.cache
+def attention_by_age_on(device):
+    return JaggedTargetAttention(16, 2, recency_bias=True, age_bias=True, device=device)
+
+
+def attend_by_module_and_age(leaves, times):
+    history = JaggedTensor(leaves[1], offsets=torch.tensor([0, 2, 5], device=times.device))
+    return attention_by_age_on(times.device)(leaves[0].squeeze(1), history, timestamps=times)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("function", [attend_by_age, attend_flash_by_age, attend_by_module_and_age])
+def test_timestamps_have_no_gradient(function, dtype, leaves, device):
+    """Scores are piecewise constant in them."""
+    times = torch.tensor([0, 5, 1, 20, 30], device=device, dtype=dtype)
+    expected = torch.autograd.grad(function(leaves, times).sum(), leaves)
+    times.requires_grad_()
+    out = function(leaves, times)
+    *grads, of_times = torch.autograd.grad(out.sum(), [*leaves, times], allow_unused=True)
+    assert of_times is None
+    torch.testing.assert_close(grads, list(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("function", [attend_by_age, attend_flash_by_age])
+def test_timestamps_alone_make_no_graph(function, leaves, device):
+    times = torch.arange(5.0, device=device, requires_grad=True)
+    assert not function([leaf.detach() for leaf in leaves], times).requires_grad

@@ -32,10 +32,10 @@ def make_inputs(module, device, dtype=torch.float32, width=16):
     return inputs
 
 
-def run(module, *, rows, offsets, **parameters):
+def run(module, *, rows, offsets, prior_weights=None, **parameters):
     """``module`` with ``parameters`` in place of its own."""
     history = JaggedTensor(rows, offsets=offsets)
-    return functional_call(module, parameters, (history,), strict=True).values()
+    return functional_call(module, parameters, (history, prior_weights), strict=True).values()
 
 
 def distance_mask(table, length, causal):
@@ -53,13 +53,16 @@ def distance_mask(table, length, causal):
     return mask.masked_fill(hidden, -torch.inf)
 
 
-def run_by_sample(peer, heads, causal, *, rows, offsets, **parameters):
+def run_by_sample(peer, heads, causal, *, rows, offsets, prior_weights=None, **parameters):
     """The same by a module of torch's own, ``peer(parameters, x, mask)``, sample for sample."""
     names = [name for name in parameters if "recency_bias" in name]
     table = parameters.pop(names[0]) if names else None
+    lengths = offsets.diff().tolist()
+    weights = rows.new_ones(len(rows)) if prior_weights is None else prior_weights
     outs = []
-    for x in rows.split(offsets.diff().tolist()):
+    for x, w in zip(rows.split(lengths), weights.split(lengths), strict=True):
         mask = distance_mask(table, len(x), causal).to(x).expand(heads, -1, -1)
+        mask = (mask + w.masked_fill(w == 0, 1).log()).masked_fill(w == 0, -torch.inf)
         outs.append(peer(parameters, x, mask) if len(x) else x)
     return torch.cat(outs)
 
@@ -154,6 +157,39 @@ def test_autocast_gives_its_dtype():
     with torch.autocast("cpu", torch.float16):
         assert module(history).values().dtype == torch.float16
     assert module(history).values().dtype == torch.float32
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("make", "peer"),
+    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
+)
+def test_prior_weights(make, peer, causal, device):
+    """The oldest row of a sample stays, so that each row sees one, also where it is causal."""
+    module = make(16, 2, causal=causal)
+    inputs = make_inputs(module, device)
+    generator = torch.Generator().manual_seed(1)
+    weights = 3 * torch.rand(len(inputs["rows"]), generator=generator)
+    weights[1::3] = 0
+    weights[inputs["offsets"][:-1][LENGTHS.to(device) > 0].cpu()] = 1
+    inputs["prior_weights"] = weights.to(device)
+    peer = partial(run_by_sample, peer, 2, causal)
+    assert_matches_oracle(partial(run, module), peer, peer, inputs)
+
+
+def test_a_removed_row_reaches_no_other(device):
+    layer = HistoryEncoderLayer(16, 2).to(device)
+    rows = torch.randn(9, 16, device=device)
+    lengths = torch.tensor([4, 5], device=device)
+    weights = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0, 0.0], device=device)
+    outs = []
+    for removed in (rows[1], rows[1] + 1):
+        rows = torch.cat([rows[:1], removed[None], rows[2:]])
+        outs.append(layer(JaggedTensor(rows, lengths=lengths), weights).values())
+    others = [0, *range(2, 9)]
+    assert torch.equal(outs[0][others], outs[1][others])
+    alone = layer(JaggedTensor(rows[4:], lengths=lengths[1:]), weights[4:]).values()
+    assert torch.equal(outs[1][4:], alone)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "recency_bias": False}], ids=str)

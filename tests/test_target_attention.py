@@ -101,6 +101,115 @@ def test_recency(layout, dtype, times, device):
     )
 
 
+def draw_prior_weights(lengths, device, dtype=torch.float32):
+    """About a third of them zeros, and all of the longest sample but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(sum(lengths), generator=generator)
+    weights = weights.masked_fill(torch.rand(sum(lengths), generator=generator) < 0.3, 0)
+    longest_but_one = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2:-1]
+    for b in longest_but_one:
+        weights.split(lengths)[b].zero_()
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others"),
+    [
+        *((torch.float32, others) for others in ("", "tables", "bias and tables")),
+        *(
+            (dtype, others)
+            for dtype in (torch.float16, torch.bfloat16)
+            for others in ("", "tables")
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("layout", "num_targets"),
+    [("own", 1), ("own", 3), ("own", 9), ("own", 40), ("shared", 9), ("jagged", 9)],
+)
+def test_prior_weights(layout, num_targets, dtype, others, device):
+    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
+    lengths = [300, 0, 3, 64, 1]
+    inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device).int()
+    if "bias" not in others:
+        del inputs["bias"]
+    timestamps = None
+    if "tables" in others:
+        inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(368, device=device) ** 2
+    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    inputs["prior_weights"] = draw_prior_weights(
+        lengths, device, dtype if num_targets == 9 else torch.float32
+    )
+    assert_matches_oracle(
+        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
+    )
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 700, 0], [1300, 3, 1200]], ids=str)
+def test_prior_weights_at_edges(lengths, device):
+    for num_targets in (0, 1, 9):
+        inputs = inputs_of(lengths, device, num_targets=num_targets)
+        del inputs["bias"]
+        inputs["prior_weights"] = draw_prior_weights(lengths, device)
+        assert_right(inputs)
+        inputs["prior_weights"].zero_()
+        results = outputs_and_gradients(
+            jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+        )
+        assert all(torch.all(value == 0) for value in results.values())
+
+
+def test_a_prior_weight_counts_its_row_as_often(device):
+    inputs = inputs_of([5, 0, 40], device)
+    del inputs["bias"]
+    counts = torch.arange(45, device=device) % 4
+    repeated = inputs | {
+        "history": inputs["history"].repeat_interleave(counts, 0),
+        "offsets": torch.nn.functional.pad(counts.cumsum(0), (1, 0))[inputs["offsets"]],
+    }
+    expected = jagged_target_attention(**repeated)
+    actual = jagged_target_attention(**inputs, prior_weights=counts.float())
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_prior_weights_without_their_gradient(num_targets, device):
+    """The other gradients have the same bits."""
+    inputs = inputs_of([700, 0, 3], device, torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    weights = draw_prior_weights([700, 0, 3], device)
+    grad_out = torch.randn_like(inputs["query"])
+    asked = outputs_and_gradients(
+        jagged_target_attention, inputs | {"prior_weights": weights}, grad_out
+    )
+    attend = functools.partial(jagged_target_attention, prior_weights=weights)
+    for name, value in outputs_and_gradients(attend, inputs, grad_out).items():
+        assert torch.equal(value, asked[name]), name
+
+
+def test_prior_weights_must_not_be_negative(device, monkeypatch):
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+    inputs = inputs_of([5, 2], device)
+    for value in (-1.0, float("nan"), float("inf")):
+        weights = torch.ones(7, device=device)
+        weights[3] = value
+        for bias in (None, inputs["bias"]):
+            with pytest.raises(
+                ValueError,
+                match=f"prior_weights must be finite and not negative, got {value} at position 3",
+            ):
+                jagged_target_attention(**inputs | {"bias": bias}, prior_weights=weights)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(
@@ -147,12 +256,88 @@ def test_buckets_at_their_edges(device):
     assert torch.equal((scores * 40).round().long().cpu(), buckets)
 
 
+# Times of two rows of a sample, and how far apart the buckets of their ages are, modulo 20: of 140
+# buckets, the last one is 19 there, those of 2^32 and 2^31 are 8 and 4.
+FAR_TIMES = {
+    torch.int32: [(-(2**31), 2**31 - 1, 8), (2**31 - 1, -(2**31), 0), (-1, 2**31 - 1, 4)],
+    torch.int64: [
+        *((-(2**63), newest, 19) for newest in (-1, 0, 1, 2**62, 2**63 - 1)),
+        *((2**63 - 1, newest, 0) for newest in (-2, -1, 0, -(2**63))),
+        (-(2**63), -(2**63), 0),
+        (-(2**63), 7 - 2**63, 12),
+    ],
+    torch.float32: [
+        (-math.inf, 0, 19),
+        (math.inf, 0, 0),
+        (math.nan, 0, 19),
+        (7, math.nan, 0),  # both are in the last one
+        (7, math.inf, 0),
+        (-3e38, 3e38, 19),
+    ],
+}
+FAR_TIMES[torch.float64] = [*FAR_TIMES[torch.float32], (-1e308, 1e308, 19)]
+
+
+def inputs_of_far_times(times, device, dtype=torch.float32, num_targets=1, width=16):
+    """Samples whose outputs :func:`buckets_apart` reads."""
+    *rows, apart = zip(*FAR_TIMES[times], strict=True)
+    num_samples = len(apart)
+    inputs = {
+        "query": torch.zeros(num_samples, num_targets, 1, width),
+        "history": torch.tensor([[1.0], [0.0]]).repeat(num_samples, width),
+        "age_bias": (torch.arange(140.0) % 20).unsqueeze(1) / 8,
+    }
+    inputs = {name: x.to(device, dtype) for name, x in inputs.items()}
+    inputs["offsets"] = torch.arange(num_samples + 1, device=device) * 2
+    inputs["timestamps"] = torch.tensor(rows, dtype=times, device=device).T.flatten()
+    return inputs, torch.tensor(apart)
+
+
+def buckets_apart(out):
+    """Of the older and the newer row of each sample, in each row of its output."""
+    return (8 * torch.logit(out.double().cpu())).round().long()
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize(
+    ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
+)
+def test_ages_beyond_all_numbers(num_targets, dtype, times, device):
+    """What int64 does not hold, or is NaN, is the oldest; what is newer than the last is no age."""
+    if implementation(device)[0] == "reference":
+        pytest.skip("kernels only")
+    inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
+    apart = buckets_apart(jagged_target_attention(**inputs))
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
 def test_shared_queries(name, device):
     skip_unless_supported(CASES[name], device)
     inputs = make_target_inputs(CASES[name], device)
     inputs["query"] = inputs["query"][:1].contiguous()
     assert_right(inputs)
+
+
+def inputs_of_gradients_that_cancel(num_targets, device):
+    """Of a shared query, in half precision: two samples have some that it does not hold, but whose
+    sum is zero; the third one's are 4. And the gradient of the output.
+    """
+    history = torch.tensor([64.0, -64, 64, -64, 1, -1]).view(6, 1).repeat(1, 16)
+    inputs = {
+        "query": torch.zeros(1, num_targets, 1, 16, dtype=torch.float16, device=device),
+        "history": history.to(device, torch.float16),
+        "offsets": torch.tensor([0, 2, 4, 6], device=device),
+    }
+    grad_out = torch.tensor([16.0, -16, 1]).view(3, 1, 1, 1).repeat(1, num_targets, 1, 16)
+    return inputs, grad_out.to(device, torch.float16)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets, device):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, device)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
 
 
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
@@ -386,9 +571,11 @@ def test_opcheck_without_a_gradient(dtype, device):
         op(*arguments, None, None, None, 0.25, False)[0].sum().backward()
 
 
+@pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-def test_opcheck(device, jagged):
+def test_opcheck(device, jagged, prior):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
+    bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
     query, query_offsets = inputs["query"].requires_grad_(), None
     if jagged:
         query_offsets = torch.tensor([0, 1, 1, 6], device=device)
@@ -398,7 +585,7 @@ def test_opcheck(device, jagged):
         inputs["history"].requires_grad_(),
         inputs["offsets"],
         query_offsets,
-        inputs["bias"].requires_grad_(),
+        bias.requires_grad_(),
         torch.randn(3, 2, device=device, requires_grad=True),
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
@@ -415,6 +602,10 @@ def test_gradcheck_of_the_reference():
     assert torch.autograd.gradcheck(
         lambda q, x, b: jagged_target_attention(q, x, inputs["offsets"], bias=b), leaves
     )
+    leaves[2] = 3 * torch.rand(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda q, x, w: jagged_target_attention(q, x, inputs["offsets"], prior_weights=w), leaves
+    )
 
 
 def test_compiles_once_for_all_batches(device):
@@ -424,6 +615,13 @@ def test_compiles_once_for_all_batches(device):
         inputs = inputs_of(lengths, device)
         torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
     assert counter.frame_count == 1
+    for lengths in ([3, 4, 1], [9, 0, 2, 5], [2, 30, 1, 5, 8]):
+        inputs = inputs_of(lengths, device)
+        inputs["prior_weights"] = draw_prior_weights(lengths, device)
+        for bias in (inputs["bias"], None):
+            inputs["bias"] = bias
+            torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
+    assert counter.frame_count == 3
 
 
 def on_every_kernel(test):
@@ -585,6 +783,13 @@ def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
         ),
         ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
         ({"bias": torch.zeros(7, 2).long()}, TypeError, "bias must be one of"),
+        ({"prior_weights": 1.0}, TypeError, "prior_weights must be a tensor, got a float"),
+        ({"prior_weights": torch.ones(7).long()}, TypeError, "prior_weights must be one of"),
+        (
+            {"prior_weights": torch.ones(7, 2)},
+            ValueError,
+            r"prior_weights must have shape \[N\] = \[",
+        ),
         ({"offsets": torch.zeros(3)}, TypeError, "offsets must be int32 or int64, got"),
         ({"offsets": torch.tensor([0, 3, 6])}, ValueError, "offsets must end at the 7 rows"),
         ({"query_offsets": torch.tensor([0, 1])}, ValueError, r"query_offsets must have shape"),

@@ -55,7 +55,7 @@ def make_inputs(
 ):
     """Random arguments of :func:`attend`, and random parameters of a usual size.
 
-    ``targets``: ``None`` for ``[B, E]``, a number for ``[B, T, E]``, or a number for each sample.
+    ``targets``: ``None`` for ``[B, C]``, a number for ``[B, T, C]``, or a number for each sample.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
@@ -70,7 +70,7 @@ def make_inputs(
         shape = [int(targets.sum())]
         inputs["target_offsets"] = offsets_of(targets, index_dtype, device)
     inputs |= {
-        "target": draw(*shape, module.embed_dim),
+        "target": draw(*shape, module.target_dim),
         "history": draw(int(lengths.sum()), module.history_dim),
         "offsets": offsets_of(lengths, index_dtype, device),
     }
@@ -88,11 +88,21 @@ def inputs_of_case(module, case, device, targets=None):
     )
 
 
-def attend(module, *, target, history, offsets, target_offsets=None, timestamps=None, **parameters):
+def attend(
+    module,
+    *,
+    target,
+    history,
+    offsets,
+    target_offsets=None,
+    timestamps=None,
+    prior_weights=None,
+    **parameters,
+):
     """``module`` with ``parameters`` in place of its own."""
     if target_offsets is not None:
         target = JaggedTensor(target, offsets=target_offsets)
-    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps)
+    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps, prior_weights)
     return functional_call(module, parameters, arguments, strict=True)
 
 
@@ -102,10 +112,29 @@ def bucket(distance, num_buckets):
 
 
 def attend_by_sample(
-    module, *, target, history, offsets, target_offsets=None, timestamps=None, **parameters
+    module,
+    *,
+    target,
+    history,
+    offsets,
+    target_offsets=None,
+    timestamps=None,
+    prior_weights=None,
+    **parameters,
 ):
-    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask."""
+    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
+
+    And with the logarithms of prior weights, on the rows that these leave.
+    """
     tables = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
+    if module.target_dim != module.embed_dim:  # which it does not know: queries are made before
+        target = F.linear(target, parameters.pop("q_proj_weight"))
+        identity = torch.eye(module.embed_dim, dtype=target.dtype, device=target.device)
+        if module.history_dim == module.embed_dim:
+            others = [parameters.pop(f"{name}_proj_weight") for name in "kv"]
+            parameters["in_proj_weight"] = torch.cat([identity, *others])
+        else:
+            parameters["q_proj_weight"] = identity
     mha = nn.MultiheadAttention(
         module.embed_dim,
         module.num_heads,
@@ -120,25 +149,29 @@ def attend_by_sample(
     else:
         targets = (target if target.dim() == 3 else target.unsqueeze(1)).unbind()
     times = [None] * len(lengths) if timestamps is None else timestamps.split(lengths)
+    if prior_weights is None:
+        prior_weights = history.new_ones(len(history))
+    priors = prior_weights.split(lengths)
     outs = [target.new_zeros(0, module.embed_dim)]
-    for q_TE, x_LD, t_L in zip(targets, history.split(lengths), times, strict=True):
-        if len(x_LD) == 0:
+    for q_TE, x_LD, t_L, w_L in zip(targets, history.split(lengths), times, priors, strict=True):
+        left = w_L > 0
+        if not left.any():
             out_bias = parameters.get("out_proj.bias")
             outs.append(F.linear(torch.zeros_like(q_TE), parameters["out_proj.weight"], out_bias))
             continue
         if len(q_TE) == 0:
             continue
-        mask = None
+        mask = w_L.masked_fill(~left, 1).log().unsqueeze(1).expand(-1, module.num_heads)
         if tables:
             table = tables["recency_bias.position_weight"]
             positions = range(len(x_LD) - 1, -1, -1)
-            mask = table[[bucket(position, len(table)) for position in positions]]
+            mask = mask + table[[bucket(position, len(table)) for position in positions]]
         if t_L is not None:
             table = tables["recency_bias.age_weight"]
             ages = [max(t_L[-1].item() - time, 0) for time in t_L.tolist()]
             mask = mask + table[[bucket(age, len(table)) for age in ages]]
-        if mask is not None:
-            mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
+        x_LD, mask = x_LD[left], mask[left].to(x_LD.dtype)
+        mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
         out, _ = functional_call(
             mha, parameters, (q_TE, x_LD, x_LD), {"attn_mask": mask}, strict=True
         )
@@ -154,7 +187,7 @@ def attend_by_formula(module, *, target, history, offsets, timestamps=None, **pa
     else:
         q_weight, k_weight, v_weight = (parameters[f"{name}_proj_weight"] for name in "qkv")
     biases = parameters["in_proj_bias"].chunk(3) if "in_proj_bias" in parameters else [None] * 3
-    queries = target.view(-1, module.embed_dim)
+    queries = target.view(-1, module.target_dim)
     num_targets = len(queries) // max(len(target), 1)
     q, k, v = (
         F.linear(rows, weight, bias).unflatten(1, (module.num_heads, -1))
@@ -165,7 +198,7 @@ def attend_by_formula(module, *, target, history, offsets, timestamps=None, **pa
     query_offsets = num_targets * torch.arange(len(target) + 1, device=offsets.device)
     out = flash_attention_plain(q, k, v, query_offsets, offsets).flatten(1)
     out = F.linear(out, parameters["out_proj.weight"], parameters.get("out_proj.bias"))
-    return out.view(target.shape)
+    return out.view(*target.shape[:-1], module.embed_dim)
 
 
 def assert_right(module, inputs, plain=attend_by_sample, timestamps=None):
@@ -211,6 +244,28 @@ def test_history_of_another_width(name, bias, embed_dim, road, device):
         **road,
     )
     assert_right(module, inputs_of_case(module, case, device, case.num_targets))
+
+
+@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
+@pytest.mark.parametrize(
+    ("name", "embed_dim", "history_dim"),
+    [("targets-48", 32, 48), ("fp16-64", 48, 48), ("bf16-96", 32, 96)],
+)
+@pytest.mark.parametrize("target_dim", [20, 144])
+def test_targets_of_another_width(target_dim, name, embed_dim, history_dim, targets, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = JaggedTargetAttention(
+        embed_dim,
+        case.num_heads,
+        history_dim=history_dim,
+        target_dim=target_dim,
+        device="meta",
+        **road,
+    )
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, case.dtype, targets=targets)
+    assert attend(module, **inputs).shape == (*inputs["target"].shape[:-1], embed_dim)
+    assert_right(module, inputs)
 
 
 @pytest.mark.parametrize("num_targets", [1, 2, 15, 16, 17, 33, 64, 70])
@@ -610,6 +665,74 @@ def test_bias_starts_at_the_slopes_of_alibi(num_heads, slopes):
     assert torch.all(start <= (line - slopes) / 2**0.25 + slopes + 1e-5)
 
 
+# Prior weights
+
+
+def draw_prior_weights(lengths, device=CPU, dtype=torch.float32):
+    """About a third of them zeros, and all of the longest sample but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(sum(lengths), generator=generator)
+    weights = weights.masked_fill(torch.rand(sum(lengths), generator=generator) < 0.3, 0)
+    by_sample = list(weights.split(lengths))
+    longest_but_one = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2]
+    by_sample[longest_but_one].zero_()
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize("targets", [None, 3, 40, [0, 3, 1, 9, 2]], ids=["1", "3", "40", "jagged"])
+@pytest.mark.parametrize("recency", [{"age_bias": True}, {"recency_bias": False}], ids=str)
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+def test_prior_weights(name, recency, targets, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, **recency, **road)
+    lengths = [70, 0, 30, 1, 20]
+    inputs = make_inputs(module, lengths, device, case.dtype, targets=targets)
+    inputs["prior_weights"] = draw_prior_weights(lengths, device)
+    timestamps = torch.arange(121, device=device) ** 2 if recency.get("age_bias") else None
+    assert_right(module, inputs, timestamps=timestamps)
+
+
+def test_removed_rows_are_an_empty_history(road, device):
+    module = JaggedTargetAttention(16, 2, **road).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    target = torch.randn(3, 4, 16, device=device)
+    rows = torch.randn(9, 16, device=device)
+    lengths = torch.tensor([3, 4, 2], device=device)
+    weights = torch.tensor([0, 0, 0, 1, 0, 2, 3, 0, 0.0], device=device)
+    results = []
+    for x, of_samples, w in (
+        (rows, lengths, weights),
+        (rows[3:7], lengths * (lengths == 4), weights[3:7]),
+    ):
+        x = x.detach().requires_grad_()
+        module.zero_grad()
+        out = module(target, JaggedTensor(x, lengths=of_samples), prior_weights=w)
+        out.square().sum().backward()
+        results.append((out, x.grad, [parameter.grad for parameter in module.parameters()]))
+    (out, grad, grads), (expected, expected_grad, expected_grads) = results
+    assert torch.equal(out[[0, 2]], module.out_proj.bias.expand(2, 4, 16))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grad[3:7], expected_grad)
+    assert torch.all(grad[[0, 1, 2, 4, 7, 8]] == 0)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_prior_weights_travel(device):
+    """Through FX, TorchScript and a compiler."""
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2).to(device)
+    target, history = example(module, [5, 0, 40], device)
+    weights = draw_prior_weights([5, 0, 40], device)
+    expected = module(target, history, prior_weights=weights)
+    assert not torch.allclose(expected, module(target, history))
+    traced = torch.fx.symbolic_trace(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
+        assert torch.equal(same(target, history, None, weights), expected)
+
+
 # How it starts, and how it travels
 
 
@@ -656,6 +779,15 @@ def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
             assert torch.all(ours == 0), name
 
 
+def test_recency_init_is_the_same_whatever_the_targets_width():
+    module = JaggedTargetAttention(64, 4, target_dim=20)
+    assert torch.equal(module.v_proj_weight, torch.eye(64))
+    assert torch.equal(module.out_proj.weight, torch.eye(64))
+    assert module.q_proj_weight.shape == (64, 20)
+    other = JaggedTargetAttention(64, 4, history_dim=20, target_dim=20)
+    assert not torch.equal(other.out_proj.weight, torch.eye(64))
+
+
 def test_recency_init_starts_queries_and_keys_as_multihead_attention_does():
     torch.manual_seed(0)
     ours = JaggedTargetAttention(64, 4).in_proj_weight[: 2 * 64]
@@ -669,10 +801,12 @@ OPTIONS = {
     "ages": {"age_bias": True},
     "mha": {"init": "mha"},
     "another-width": {"history_dim": 20},
+    "another-target-width": {"target_dim": 20},
     "half-without-bias": {"bias": False, "dtype": torch.bfloat16},
     "no-recency": {"recency_bias": False},
     "explicit": {"age_bias": True, "keys_and_values": "explicit"},
     "explicit-another-width": {"history_dim": 20, "keys_and_values": "explicit"},
+    "explicit-all-widths": {"history_dim": 20, "target_dim": 24, "keys_and_values": "explicit"},
 }
 
 
@@ -713,10 +847,10 @@ def example(module, lengths, device=CPU, num_targets=3, seed=0, jagged=False):
     def draw(*shape):
         return torch.randn(shape, generator=generator).to(device)
 
-    target = draw(len(lengths), num_targets, module.embed_dim)
+    target = draw(len(lengths), num_targets, module.target_dim)
     if jagged:
         counts = torch.tensor([b * num_targets % 4 for b in range(len(lengths))], device=device)
-        target = JaggedTensor(draw(int(counts.sum()), module.embed_dim), lengths=counts)
+        target = JaggedTensor(draw(int(counts.sum()), module.target_dim), lengths=counts)
     rows = draw(sum(lengths), module.history_dim)
     history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
     if module.recency_bias is None or module.recency_bias.age_weight is None:
@@ -741,7 +875,16 @@ def test_copies_compute_the_same(name, tmp_path):
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize(
-    "name", ["ages", "another-width", "no-recency", "explicit", "explicit-another-width"]
+    "name",
+    [
+        "ages",
+        "another-width",
+        "another-target-width",
+        "no-recency",
+        "explicit",
+        "explicit-another-width",
+        "explicit-all-widths",
+    ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
     torch._dynamo.reset()
@@ -844,8 +987,8 @@ def test_auto_counts_what_either_way_takes(
             history = torch.empty(9, 128, device=device_type, dtype=dtype)
             offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
             if jagged:
-                return _is_explicit("auto", target.flatten(0, 1), history, offsets, offsets, 4)
-            return _is_explicit("auto", target, history, offsets, None, 4)
+                return _is_explicit("auto", target.flatten(0, 1), history, offsets, offsets, 4, 128)
+            return _is_explicit("auto", target, history, offsets, None, 4, 128)
 
     assert not is_explicit(most_absorbed, jagged=True)
     assert is_explicit(least_explicit, jagged=True)
@@ -904,7 +1047,14 @@ OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
 
 
 def op_arguments(
-    device=CPU, *, jagged=False, history_dtype=torch.float32, history_dim=16, keys_and_values="auto"
+    device=CPU,
+    *,
+    jagged=False,
+    history_dtype=torch.float32,
+    history_dim=16,
+    target_dim=16,
+    prior=False,
+    keys_and_values="auto",
 ):
     """All arguments of the op, by name; the floating-point ones need a gradient."""
     generator = torch.Generator().manual_seed(0)
@@ -913,13 +1063,14 @@ def op_arguments(
         return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
     target_offsets = torch.tensor([0, 1, 1, 6], device=device) if jagged else None
-    if history_dim == 16:
+    prior_weights = torch.tensor([0.5, 0, 2, 0, 0, 1, 3, 0.25], device=device)
+    if history_dim == target_dim == 16:
         weights = {"q_weight": draw(48, 16), "k_weight": None, "v_weight": None}
     else:
-        weights = {"q_weight": draw(16, 16)}
+        weights = {"q_weight": draw(16, target_dim)}
         weights |= {name: draw(16, history_dim) for name in ("k_weight", "v_weight")}
     return {
-        "target": draw(6, 16) if jagged else draw(3, 2, 16),
+        "target": draw(6, target_dim) if jagged else draw(3, 2, target_dim),
         "history": draw(8, history_dim, dtype=history_dtype),
         "offsets": torch.tensor([0, 3, 3, 8], device=device),
         "query_offsets": target_offsets,
@@ -930,6 +1081,7 @@ def op_arguments(
         "position_bias": draw(3, 2),
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
+        "prior_weights": prior_weights.requires_grad_() if prior else None,
         "num_heads": 2,
         "dtype": torch.float32,
         "keys_and_values": keys_and_values,
@@ -939,7 +1091,15 @@ def op_arguments(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"jagged": True}, {"history_dim": 20}, {"history_dtype": torch.float16}],
+    [
+        {},
+        {"jagged": True},
+        {"history_dim": 20},
+        {"target_dim": 24},
+        {"prior": True},
+        {"prior": True, "jagged": True, "history_dtype": torch.float16},
+        {"history_dtype": torch.float16},
+    ],
     ids=str,
 )
 def test_opcheck(options, road, device):
@@ -959,12 +1119,15 @@ def test_opcheck_without_a_gradient(history_dtype, jagged, road, device):
     assert not any(x.numel() for x in absorbed)
 
 
-@pytest.mark.parametrize("history_dim", [16, 20])
-def test_gradients_are_those_asked_for(history_dim, road, device):
-    arguments = op_arguments(device, history_dim=history_dim, **road)
+@pytest.mark.parametrize(
+    "options", [{}, {"history_dim": 20}, {"target_dim": 24}, {"prior": True}], ids=str
+)
+def test_gradients_are_those_asked_for(options, road, device):
+    arguments = op_arguments(device, **options, **road)
     leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
-    grad_out = torch.randn_like(arguments["target"])
-    OP(*arguments.values())[0].backward(grad_out)
+    out = OP(*arguments.values())[0]
+    grad_out = torch.randn_like(out)
+    out.backward(grad_out)
     for name in leaves:
         alone = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
         alone[name].requires_grad_()
@@ -1078,12 +1241,28 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ({"target": None}, TypeError, "target must be a tensor or a JaggedTensor, got a NoneType"),
         ({"target": torch.zeros(2).long()}, TypeError, "target must hold floating-point embedding"),
         ({"history": zeros([2, 3], dtype=torch.int32)}, TypeError, "history must hold floating-po"),
-        ({"target": torch.zeros(2, 9)}, ValueError, "target must have shape [B, E] = [2, 8], got"),
-        ({"target": torch.zeros(3, 8)}, ValueError, "target must have shape [B, E] = [2, 8], got"),
-        ({"target": torch.zeros(8)}, ValueError, "target must have shape [B, E] = [2, 8], got [8]"),
-        ({"target": torch.zeros(1, 3, 8)}, ValueError, "target must have shape [B, T, E] = [2, an"),
-        ({"target": zeros([1, 3], 9)}, ValueError, "target.values() must have shape [ΣT, E] = [an"),
-        ({"target": JaggedTensor.empty()}, ValueError, "target.values() must have shape [ΣT, E]"),
+        (
+            {"target": torch.zeros(2, 9)},
+            ValueError,
+            "target must have shape [B, target_dim] = [2, 8]",
+        ),
+        (
+            {"target": torch.zeros(3, 8)},
+            ValueError,
+            "target must have shape [B, target_dim] = [2, 8]",
+        ),
+        ({"target": torch.zeros(8)}, ValueError, "target must have shape [B, target_dim] = [2, 8]"),
+        (
+            {"target": torch.zeros(1, 3, 8)},
+            ValueError,
+            "target must have shape [B, T, target_dim] = [",
+        ),
+        ({"target": zeros([1, 3], 9)}, ValueError, "target.values() must have shape [ΣT, target_d"),
+        (
+            {"target": JaggedTensor.empty()},
+            ValueError,
+            "target.values() must have shape [ΣT, target",
+        ),
         (
             {"target": zeros([1, 2, 1])},
             ValueError,
@@ -1116,6 +1295,15 @@ def zeros(lengths, width=8, dtype=torch.float32):
             ValueError,
             "timestamps must be given where age_bias=True, got None",
         ),
+        ({"prior_weights": [1.0] * 5}, TypeError, "prior_weights must be a tensor, got a list"),
+        ({"prior_weights": torch.ones(5).int()}, TypeError, "prior_weights must be one of"),
+        ({"prior_weights": torch.ones(4)}, ValueError, "prior_weights must have shape [N] = [5]"),
+        ({"prior_weights": torch.ones(5).to("meta")}, ValueError, "prior_weights must be on cpu"),
+        (
+            {"prior_weights": torch.tensor([1, 0, -0.5, 1, 1])},
+            ValueError,
+            "prior_weights must be finite and not negative, got -0.5 at position 2",
+        ),
         ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
         ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
@@ -1136,6 +1324,13 @@ def zeros(lengths, width=8, dtype=torch.float32):
             NotImplementedError,
             "embed_dim / num_heads must have a width of 1 to 512, got 513",
         ),
+        (
+            {"target_dim": 24},
+            ValueError,
+            "target must have shape [B, target_dim] = [2, 24], got [2, 8]",
+        ),
+        ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
+        ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
         ({"history_dim": 513}, NotImplementedError, "history_dim must have a width of 1 to 512"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -1146,6 +1341,7 @@ def test_errors_name_the_argument(change, error, message):
         "target": torch.zeros(2, 8),
         "history": zeros([2, 3]),
         "timestamps": torch.zeros(5),
+        "prior_weights": None,
     }
     for name, value in change.items():
         (arguments if name in arguments else options)[name] = value

@@ -5,7 +5,14 @@ import functools
 import pytest
 import torch
 from gluon_in_numpy import gluon_in_numpy
-from test_target_attention import inputs_of
+from test_target_attention import (
+    FAR_TIMES,
+    buckets_apart,
+    draw_prior_weights,
+    inputs_of,
+    inputs_of_far_times,
+    inputs_of_gradients_that_cancel,
+)
 from triton import knobs
 
 from torchrec_jagged_attn import jagged_target_attention
@@ -67,6 +74,22 @@ def test_right(num_targets, num_heads, width, tables, dtype, launched):
     else:
         one_pass = tables or dtype == torch.float32
         assert set(launched) == {"block_forward"} | ({"block_backward"} if one_pass else set())
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_ages_beyond_all_numbers(groups, num_targets, times):
+    inputs, expected = inputs_of_far_times(
+        times, torch.device("cpu"), torch.float16, num_targets, width=64
+    )
+    with gluon_in_numpy(groups) as launched:
+        apart = buckets_apart(jagged_target_attention(**inputs))
+    by_group = groups and num_targets > 8
+    assert launched == [
+        f"{'hopper' if by_group else 'warp' if num_targets == 1 else 'block'}_forward"
+    ]
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
 @pytest.mark.parametrize("seed", range(18))
@@ -132,6 +155,42 @@ def test_bias_of_each_row(num_heads, launched):
     assert "warp_backward" in launched or "block_backward" in launched
 
 
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "dtype", "groups", "kernels"),
+    [
+        (1, 3, 16, torch.float16, False, {"warp_forward", "warp_backward"}),
+        (3, 2, 48, torch.float32, False, {"warp_forward", "warp_backward"}),
+        (9, 2, 40, torch.float32, False, {"block_forward", "block_backward"}),
+        (9, 2, 64, torch.float16, False, {"block_forward", "block_backward"}),
+        (9, 2, 64, torch.float16, True, {"hopper_forward", "hopper_backward"}),
+        (5, 9, 96, torch.float16, True, {"hopper_forward", "hopper_backward"}),
+    ],
+)
+@pytest.mark.parametrize("tables", [False, True], ids=["alone", "tables"])
+def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, kernels):
+    lengths = [1100 if groups else 560, 0, 3, 64, 1]
+    inputs = inputs_of(lengths, torch.device("cpu"), dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    inputs["prior_weights"] = draw_prior_weights(lengths, torch.device("cpu"))
+    timestamps = None
+    if tables:
+        generator = torch.Generator().manual_seed(1)
+        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(dtype)
+        inputs["age_bias"] = torch.randn(64, num_heads, generator=generator).to(dtype)
+        timestamps = torch.arange(sum(lengths)) ** 2
+    with gluon_in_numpy(groups) as launched:
+        assert_right(inputs, timestamps)
+        inputs["prior_weights"].zero_()
+        grad_out = torch.ones_like(inputs["query"])
+        results = outputs_and_gradients(
+            functools.partial(jagged_target_attention, timestamps=timestamps), inputs, grad_out
+        )
+    assert all(torch.all(value == 0) for value in results.values())
+    if dtype == torch.float16 and not groups and not tables:
+        kernels = kernels - {"block_backward"}  # which is slower there
+    assert set(launched) == kernels
+
+
 @pytest.mark.parametrize("num_targets", [2, 7])
 def test_queries_of_all_samples(num_targets, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_targets=num_targets)
@@ -139,6 +198,16 @@ def test_queries_of_all_samples(num_targets, launched):
     inputs["query"] = inputs["query"][:1].contiguous()
     inputs["position_bias"] = torch.ones(20, 2).half()
     assert_right(inputs)
+    assert launched
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(groups, num_targets):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, torch.device("cpu"))
+    with gluon_in_numpy(groups) as launched:
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
     assert launched
 
 

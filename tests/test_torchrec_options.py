@@ -22,7 +22,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_de
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.types import ModuleSharder, ShardingType
-from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from two_ranks import (
     NUM_STEPS,
@@ -128,9 +128,11 @@ def with_equal_samples_once(batch: Batch) -> Batch:
         strides.append([len(first)])
         values += [i for ids in first for i in ids]
         lengths += [len(ids) for ids in first]
+    all_values = torch.tensor(values, dtype=torch.int64)
     batch.sparse_features = KeyedJaggedTensor(
         keys=features.keys(),
-        values=torch.tensor(values, dtype=torch.int64),
+        values=all_values,
+        weights=None if features.weights_or_none() is None else all_values % 4 / 2,
         lengths=torch.tensor(lengths),
         stride_per_key_per_rank=strides,
         inverse_indices=(features.keys(), torch.tensor(inverse)),
@@ -153,7 +155,8 @@ def variable_batch_sizes(device: torch.device) -> Losses:
 
 
 def evaluated(model: nn.Module, device: torch.device, once: bool) -> Losses:
-    made = (make_batch(step, dist.get_rank()) for step in range(NUM_STEPS))
+    is_weighted = collection_of(model).is_weighted()
+    made = (make_batch(step, dist.get_rank(), is_weighted) for step in range(NUM_STEPS))
     with torch.no_grad():
         return [
             model((with_equal_samples_once(batch) if once else batch).to(device))[0]
@@ -168,6 +171,13 @@ def without_inverse_indices(device: torch.device) -> Losses:
     with pytest.raises(ValueError, match="features of several batch sizes must have inverse"):
         model(batch)
     return []
+
+
+WEIGHTED = {"tags": PoolingType.SUM, "is_weighted": True, "max_history": 3}
+
+
+def weighted(device: torch.device) -> DistributedModelParallel:
+    return make_sharded_model(device, optimizer="RowWiseAdagrad", **WEIGHTED)
 
 
 OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
@@ -201,6 +211,13 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
         make_sharded_model(device, data_type=DataType.BF16), device
     ),
     "variable batch sizes": variable_batch_sizes,
+    "is_weighted, max_history": lambda device: losses_of(weighted(device), device),
+    "is_weighted, max_history, evaluated": lambda device: evaluated(
+        weighted(device), device, once=False
+    ),
+    "is_weighted, max_history, variable batch sizes, evaluated": lambda device: evaluated(
+        weighted(device), device, once=True
+    ),
 }
 
 
@@ -269,9 +286,18 @@ def test_trains_as_the_plain_model(trained, option: str):
     torch.testing.assert_close(losses, expected)
 
 
-def test_keys_may_differ_in_batch_size(trained):
-    losses = losses_by_rank(trained, "variable batch sizes, evaluated")
-    assert torch.equal(losses, losses_by_rank(trained, "evaluated"))
+@pytest.mark.parametrize("model", ["", "is_weighted, max_history, "])
+def test_keys_may_differ_in_batch_size(trained, model: str):
+    losses = losses_by_rank(trained, f"{model}variable batch sizes, evaluated")
+    assert torch.equal(losses, losses_by_rank(trained, f"{model}evaluated"))
+
+
+def test_weighted_newest_rows(trained):
+    backend, _ = trained
+    losses = losses_by_rank(trained, "is_weighted, max_history")
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    model = make_model(**WEIGHTED).to(device)
+    torch.testing.assert_close(losses, unsharded(model, backend, device, "RowWiseAdagrad"))
 
 
 def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
@@ -306,7 +332,7 @@ def test_lookups_in_half_precision(trained, option: str):
     def round_bags(_module: nn.Module, _inputs: tuple, bags: KeyedTensor) -> KeyedTensor:
         return KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().to(dtype).float())
 
-    collection.embedding_collection.register_forward_hook(round_sequences)
+    collection.embedding_collections["8"].register_forward_hook(round_sequences)
     collection.embedding_bag_collection.register_forward_hook(round_bags)
     assert_losses_near(losses, unsharded(model, backend, device), dtype)
 
@@ -339,9 +365,11 @@ def test_autocast(trained):
     assert_losses_near(losses_by_rank(trained, "autocast"), expected, torch.bfloat16)
 
 
-def unsharded(model: nn.Module, backend: str, device: torch.device) -> Tensor:
+def unsharded(
+    model: nn.Module, backend: str, device: torch.device, optimizer: str = "SGD"
+) -> Tensor:
     """Losses ``[ranks, steps]`` of one process."""
-    steps = train_unsharded(model, "SGD", world_size(backend), device)
+    steps = train_unsharded(model, optimizer, world_size(backend), device)
     return torch.tensor([[float(loss) for loss in losses] for losses, _ in steps]).T
 
 
@@ -373,7 +401,7 @@ def test_the_planner_knows_the_mean_length_of_histories(single_rank):
         )
         (option,) = (option for option in options if option.name == "t_item")
         assert option.input_lengths == [2.0, mean_length, 1.0]
-        assert option.module[0].endswith("embedding_collection")
+        assert option.module[0].endswith("embedding_collections.8")
         return option.total_perf, option.total_storage.hbm
 
     short_time, short_storage = time_and_storage(10)

@@ -24,8 +24,10 @@ from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingType
 from two_ranks import (
+    HISTORY_LENGTHS,
     NUM_STEPS,
     batches,
+    collection_of,
     dense_optimizer,
     make_sharded_model,
     run_ranks,
@@ -122,6 +124,37 @@ def test_pipelined_training_equals_training_without(tmp_path: Path, backend: str
                 continue
             assert len(pipelined) == NUM_STEPS
             assert torch.equal(torch.stack(pipelined), torch.stack(expected)), name
+
+
+def train_on_newest_rows(device: torch.device) -> dict[str, Losses]:
+    """Losses without a pipeline, and with one that cuts histories before it looks them up."""
+    plain = make_sharded_model(device, max_history=2)
+    model = make_sharded_model(device, max_history=2)
+    pipeline = TrainPipelineSparseDist(
+        model, dense_optimizer(model), device, pipeline_postproc=True
+    )
+    seen = []
+    lookup = collection_of(model).embedding_collections["8"]
+    input_dist = lookup.input_dist
+    lookup.input_dist = lambda context, features: (
+        seen.append(features.to_dict()) or input_dist(context, features)
+    )
+    from_host = batches(CPU)
+    losses = [pipeline.progress(from_host)[0].detach() for _ in range(NUM_STEPS)]
+    assert {type(module).__name__ for module in pipeline._pipelined_modules} == LOOKUPS
+    (cut,) = pipeline._pipelined_postprocs
+    assert type(cut.postproc_module).__name__ == "HistoryTruncation"
+    assert len(seen) == NUM_STEPS
+    for step, features in enumerate(seen):
+        lengths = HISTORY_LENGTHS[step][torch.distributed.get_rank()]
+        for key in ("hist", "hist_cat", "times"):
+            assert features[key].lengths().tolist() == [min(length, 2) for length in lengths]
+    return {"none": [loss for loss, _ in train(plain, device)], "pipelined": losses}
+
+
+def test_histories_are_cut_before_the_exchange_between_ranks(tmp_path: Path, backend: str):
+    for losses in run_ranks(train_on_newest_rows, tmp_path, backend):
+        assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
 
 
 def train_with_prefetched_cache(device: torch.device) -> dict[str, Losses]:

@@ -156,8 +156,10 @@ def make_model(
     device: torch.device = CPU,
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
-    encoder_layers: int = 0,
+    is_weighted: bool = False,
+    **options: Any,
 ) -> DLRMTrain:
+    """With ``options`` of the attention."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
@@ -176,9 +178,9 @@ def make_model(
         ["hist", "hist_cat"],
         num_heads=2,
         timestamps="times",
-        encoder_layers=encoder_layers,
+        **options,
     )
-    collection = TargetAttentionEmbeddingBagCollection(tables, [attention], device=device)
+    collection = TargetAttentionEmbeddingBagCollection(tables, attention, device, is_weighted)
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
 
 
@@ -188,7 +190,7 @@ def collection_of(model: nn.Module) -> TargetAttentionEmbeddingBagCollection:
     return model.model.sparse_arch.embedding_bag_collection
 
 
-def make_batch(step: int, rank: int) -> Batch:
+def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
     rng = random.Random(f"{step} {rank}")
     lengths = HISTORY_LENGTHS[step][rank % 2]
     bags = {}
@@ -201,21 +203,25 @@ def make_batch(step: int, rank: int) -> Batch:
             counts = [rng.randint(0, 3) for _ in lengths]
         bags[name] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
     generator = torch.Generator().manual_seed(2 * step + rank)
+    values = torch.tensor([i for rows in bags.values() for ids in rows for i in ids]).long()
     return Batch(
         dense_features=torch.randn(len(lengths), 3, generator=generator),
         sparse_features=KeyedJaggedTensor(
             keys=list(bags),
-            values=torch.tensor([i for rows in bags.values() for ids in rows for i in ids]).long(),
+            values=values,
+            weights=values % 4 / 2 if is_weighted else None,
             lengths=torch.tensor([len(ids) for rows in bags.values() for ids in rows]).long(),
         ),
         labels=torch.arange(len(lengths)) % 2,
     )
 
 
-def batches(device: torch.device, steps: Iterable[int] = range(NUM_STEPS)) -> Iterator[Batch]:
+def batches(
+    device: torch.device, steps: Iterable[int] = range(NUM_STEPS), is_weighted: bool = False
+) -> Iterator[Batch]:
     """This rank's batch of each step."""
     for step in steps:
-        yield make_batch(step, dist.get_rank()).to(device)
+        yield make_batch(step, dist.get_rank(), is_weighted).to(device)
 
 
 def optimize_tables(model: nn.Module, optimizer: str = "SGD") -> None:
@@ -281,10 +287,14 @@ def make_sharded_model(
     optimizer: str = "SGD",
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
+    is_weighted: bool = False,
+    max_history: int | None = None,
     **options: Any,
 ) -> DistributedModelParallel:
     """``make_model()``, sharded; replicated tables are left to the optimizer of dense layers."""
-    model = make_model(data_type=data_type, tags=tags)
+    model = make_model(
+        data_type=data_type, tags=tags, is_weighted=is_weighted, max_history=max_history
+    )
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharding != ShardingType.DATA_PARALLEL:
         optimize_tables(model, optimizer)
@@ -311,7 +321,7 @@ def train(
     """Loss and logits of each step on this rank."""
     optimizer = dense_optimizer(model)
     results = []
-    for batch in batches(device, steps):
+    for batch in batches(device, steps, collection_of(model).is_weighted()):
         optimizer.zero_grad()
         loss, (_, logits, _) = model(batch)
         loss.backward()
@@ -329,13 +339,14 @@ def train_unsharded(
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Losses and logits of each step by rank, of one process with the batches of all ranks."""
     _, unfused, arguments = OPTIMIZERS[optimizer]
+    is_weighted = collection_of(model).is_weighted()
     tables = list(embedding_parameters(model))
     rest = [p for p in model.parameters() if not any(p is table for table in tables)]
     optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
     results = []
     for step in steps:
         model.zero_grad()
-        outputs = [model(make_batch(step, rank).to(device)) for rank in range(ranks)]
+        outputs = [model(make_batch(step, rank, is_weighted).to(device)) for rank in range(ranks)]
         losses = [loss for loss, _ in outputs]
         torch.stack(losses).mean().backward()
         for each in optimizers:

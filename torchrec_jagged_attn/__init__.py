@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         JaggedTargetAttention,
         TargetAttentionConfig,
         TargetAttentionEmbeddingBagCollection,
+        embedding_bag_keys,
         embedding_parameters,
+        rename_keys,
     )
 
 __version__ = "0.1.0"
@@ -38,6 +40,7 @@ __all__ = [
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
     "array_jagged_bmm_jagged_out",
+    "embedding_bag_keys",
     "embedding_parameters",
     "jagged2_softmax",
     "jagged_dense_add",
@@ -48,6 +51,7 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
+    "rename_keys",
 ]
 
 
@@ -60,5 +64,13 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{name} needs TorchRec: pip install 'torchrec_jagged_attn[torchrec]' ({error})"
+        ) from error
+    except OSError as error:  # a library of FBGEMM's that meets no torch as it was built for
+        raise ImportError(
+            f"{name} needs TorchRec, whose FBGEMM does not load: it was built for another version "
+            "of torch, or for CUDA where torch has none. With a CPU torch, install fbgemm-gpu-cpu "
+            "in place of fbgemm-gpu, in the version for this torch: see the section on "
+            "installing in README. With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
+            f"({error.__cause__ or error})"
         ) from error
     return getattr(modules, name)

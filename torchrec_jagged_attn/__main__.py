@@ -1,12 +1,12 @@
-"""``python -m torchrec_jagged_attn``: versions, devices, and the paths of each op here, and why.
-
-Attention on a CPU is built first, where it was not.
-"""
+"""``python -m torchrec_jagged_attn``: versions, devices, and the paths of each op here, and why."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import platform
+import sys
 from importlib.util import find_spec
 
 import torch
@@ -94,13 +94,58 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
     print()
 
 
-def main() -> None:
-    """Print the three tables."""
-    interpreter = "on" if knobs.runtime.interpret else "off"
-    print_table([("package", "version"), *versions(), ("TRITON_INTERPRET", interpreter)])
-    print_table([("device", "what it is"), *((str(device), about) for device, about in devices())])
-    print_table([("op", "device", "path", "why"), *paths()])
+def build() -> int:
+    """Build the C++ for CPUs, and print the path of the library. Returns the exit code."""
+    try:
+        print(cpu_attention.build())
+    except Exception as error:
+        print(*filter(None, (error, error.__cause__)), sep="\n", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The options in ``argv``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrec_jagged_attn",
+        description="Prints versions, devices, and which path each op takes on each device, and "
+        "why. The C++ that attention runs on a CPU is built first, if it was not yet.",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--json", action="store_true", help="print the three tables as one JSON object"
+    )
+    group.add_argument(
+        "--build",
+        action="store_true",
+        help="only build the C++ that attention runs on a CPU, and print the path of the library; "
+        "where that fails, print the compiler's output and exit with 1",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the three tables, or do as the options say. Returns the exit code."""
+    args = parse_args(argv)
+    if args.build:
+        return build()
+    packages = [*versions(), ("TRITON_INTERPRET", "on" if knobs.runtime.interpret else "off")]
+    about = [(str(device), what) for device, what in devices()]
+    if not args.json:
+        print_table([("package", "version"), *packages])
+        print_table([("device", "what it is"), *about])
+    on_cpu, _ = ops.implementation(torch.device("cpu"))
+    if on_cpu == "reference" and not cpu_attention.is_built():
+        print("Building the C++ for CPUs, once, in some 15 s …", file=sys.stderr, flush=True)
+    columns = ("op", "device", "path", "why")
+    if args.json:
+        of_ops = [dict(zip(columns, row, strict=True)) for row in paths()]
+        tables = {"packages": dict(packages), "devices": dict(about), "ops": of_ops}
+        print(json.dumps(tables, indent=2))
+    else:
+        print_table([columns, *paths()])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

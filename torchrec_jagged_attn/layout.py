@@ -68,12 +68,12 @@ class JaggedLayout:
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_rows: int | None = None) -> JaggedLayout:
-        """Lay out samples of the given ``lengths`` (``[B]`` int32 or int64).
+        """Lay out samples of the given ``lengths`` (``[B]`` int32 or int64), with int64 offsets.
 
-        Give ``num_rows`` where it is known: without it the sum of ``lengths`` is read, which waits
-        for the device.
+        int32 lengths may have a sum that int32 does not hold. Give ``num_rows`` where it is known:
+        without it the sum of ``lengths`` is read, which waits for the device.
         """
-        offsets = torch.zeros(lengths.numel() + 1, dtype=lengths.dtype, device=lengths.device)
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         return cls(offsets, int(offsets[-1]) if num_rows is None else num_rows)
 

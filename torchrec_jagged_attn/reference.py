@@ -46,13 +46,15 @@ def target_attention(
     """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
 
     Returns the output, shaped as one query row per sample and target, and zeros for what the
-    kernels keep of rounding and for their statistics: the gradient needs neither here.
+    kernels keep of rounding and, without prior weights, for their statistics: the gradient needs
+    neither here.
     """
     rows, q_offsets = _by_target(query, offsets, query_offsets)
     keys = history.unsqueeze(1)
+    weighted = bias is not None and bias.dim() == 1
     out, stats = flash_attention(
         rows.flatten(0, -3), keys, keys, q_offsets, offsets,
-        bias, position_bias, age_bias, timestamps, None, False, scale, False,
+        bias, position_bias, age_bias, timestamps, None, False, scale, weighted,
     )  # fmt: skip
     out = out.view(rows.shape)
     rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
@@ -74,7 +76,7 @@ def target_attention_backward(
     """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     rows, q_offsets = _by_target(query.to(_compute_dtype(query)), offsets, query_offsets)
-    keys, grad_history = history.unsqueeze(1), history.new_zeros(history.shape)
+    keys, grad_history = history.unsqueeze(1), history.new_empty(history.shape)
     grad_rows, grad_bias, grad_position, grad_age, _ = flash_attention_backward(
         grad_out.flatten(0, -3), rows.flatten(0, -3), keys, keys, q_offsets, offsets,
         bias, position_bias, age_bias, timestamps, None, grad_history.unsqueeze(1), None, False,
@@ -118,7 +120,7 @@ def flash_attention(
     where ``needs_stats`` is false.
     """
     dtype = _compute_dtype(q)
-    bias_HN, _ = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
+    bias_HN, _ = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
     largest_MH, inverse_MH = stats
@@ -151,11 +153,12 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
-    must be ``v``, and their sum into ``grad_k``.
+    That of prior weights is of their logarithms, ``[N, H]``. Those of ``k`` and ``v`` are written
+    into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k`` must be ``v``, and their sum into
+    ``grad_k``.
     """
     dtype = _compute_dtype(q)
-    bias_HN, buckets = _bias_of_keys(kv_offsets, bias, position_bias, age_bias, timestamps, dtype)
+    bias_HN, buckets = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
     grad_bias_HN = None if bias_HN is None else bias_HN.new_zeros(bias_HN.shape)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     grad_by_distance = bucket_of_distance = None
@@ -197,8 +200,9 @@ def _attend(
     for queries, keys, _ in _samples(q_offsets, kv_offsets):
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
-        p_HLS = _weights(scores_HLS, own_bias, by_distance, causal)
-        out[queries] = (p_HLS @ _by_head(v[keys], q)).transpose(0, 1)
+        hidden_LS = _hidden(*scores_HLS.shape[1:]) if causal else None
+        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
+        out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
         for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
             stat[queries] = x_HLS.amax(2).T
     return out
@@ -228,13 +232,23 @@ def _differentiate(
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         q_HLD, k_HSD, v_HSD = _by_head(q[queries]), _by_head(k[keys], q), _by_head(v[keys], q)
         grad_out_HLD = _by_head(grad_out[queries])
-        p_HLS = _weights(q_HLD @ k_HSD.mT, own_bias, by_distance, causal)
-        dp_HLS = grad_out_HLD @ v_HSD.mT
+        scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
+        hidden_LS = hidden_SL = None
+        if causal:
+            hidden_LS = _hidden(*scores_HLS.shape[1:])
+            hidden_SL = hidden_LS.T
+            dp_HLS.masked_fill_(hidden_LS, 0)
+        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
         ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
-        grad_q[queries] = (ds_HLS @ k_HSD).transpose(0, 1)
+        if hidden_LS is not None:
+            ds_HLS.masked_fill_(hidden_LS, 0)
+        grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
         grad_k_SKD, grad_v_SKD = (
-            x_HSD.unflatten(0, (k.shape[1], -1)).sum(1).transpose(0, 1)
-            for x_HSD in (ds_HLS.mT @ q_HLD, p_HLS.mT @ grad_out_HLD)
+            _product(a_HLS.mT, b_HLD, hidden_SL)
+            .unflatten(0, (k.shape[1], -1))
+            .sum(1)
+            .transpose(0, 1)
+            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (p_HLS, grad_out_HLD))
         )
         if grad_v is None:
             grad_k_SKD += grad_v_SKD
@@ -272,18 +286,36 @@ def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
 
 
 def _weights(
-    scores_HLS: Tensor, bias_HS: Tensor | None, by_distance: Tensor | None, causal: bool
+    scores_HLS: Tensor,
+    bias_HS: Tensor | None,
+    by_distance: Tensor | None,
+    hidden_LS: Tensor | None,
 ) -> Tensor:
-    """Softmax over the keys, zero where none is visible. Adds biases to the scores."""
-    num_rows, num_keys = scores_HLS.shape[1:]
+    """Softmax over the keys. Adds biases to the scores.
+
+    A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN.
+    """
     if bias_HS is not None:
         scores_HLS += bias_HS.unsqueeze(1)
     if by_distance is not None:
-        scores_HLS += by_distance.T[:, _distances(num_rows, num_keys)]
-    if causal:
-        hidden = torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
-        scores_HLS.masked_fill_(hidden, -torch.inf)
+        scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
+    if hidden_LS is not None:
+        scores_HLS.masked_fill_(hidden_LS, -torch.inf)
     return torch.ops.aten._safe_softmax(scores_HLS, 2)
+
+
+def _hidden(num_rows: int, num_keys: int) -> Tensor:
+    """``[L, S]``: whether a key comes after a query, where the last of both are at one place."""
+    return torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+
+
+def _product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
+    """``a @ b``, to which what is hidden in ``a`` adds nothing, be it NaN in ``b``."""
+    product = a @ b
+    if hidden is None or product.isfinite().all():
+        return product
+    rows = [a[:, i : i + 1, seen] @ b[:, seen] for i, seen in enumerate(~hidden)]
+    return torch.cat(rows, 1)
 
 
 def _distances(num_rows: int, num_keys: int) -> Tensor:
@@ -305,15 +337,22 @@ def _by_distance(
 
 
 def _bias_of_keys(
+    q: Tensor,
     kv_offsets: Tensor,
     bias: Tensor | None,
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
-    dtype: torch.dtype,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
-    parts, positions, ages = [] if bias is None else [bias.to(dtype)], None, None
+    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
+
+    A bias of ``[N]`` is the logarithm of that.
+    """
+    dtype, positions, ages = _compute_dtype(q), None, None
+    parts = [] if bias is None else [bias.to(dtype)]
+    if bias is not None and bias.dim() == 1:
+        logs = bias.to(_compute_dtype(bias)).log().to(dtype)
+        parts = [logs.unsqueeze(1).expand(-1, q.shape[1])]
     if position_bias is not None or age_bias is not None:
         num_rows = int(kv_offsets[-1])
         newest = (kv_offsets[1:] - 1).index_select(
@@ -324,11 +363,21 @@ def _bias_of_keys(
             parts.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
-            passed = times.index_select(0, newest) - times
-            ages = recency_buckets(passed.clamp(min=0), len(age_bias))
+            ages = _age_buckets(times.index_select(0, newest), times, len(age_bias))
             parts.append(age_bias.to(dtype).index_select(0, ages))
     total = sum(parts[1:], parts[0]).T.contiguous() if parts else None
     return total, (positions, ages)
+
+
+def _age_buckets(newest: Tensor, times: Tensor, num_buckets: int) -> Tensor:
+    """Buckets of the ages ``newest - times``, zero where that is negative.
+
+    The last bucket is that of ages that no int64 holds.
+    """
+    if times.is_floating_point():
+        return recency_buckets((newest - times).clamp(min=0), num_buckets)
+    ages = (newest - times).masked_fill_(newest <= times, 0)
+    return recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
 
 
 def _bias_gradient(
@@ -337,6 +386,8 @@ def _bias_gradient(
     """Gradient of the bias ``x``: of the rows, or of a table that has a row for each bucket."""
     if grad_NH is None or x is None:
         return None
+    if x.dim() == 1:  # prior weights
+        return grad_NH
     if bucket is not None:
         grad_NH = grad_NH.new_zeros(x.shape, dtype=torch.float64).index_add_(
             0, bucket, grad_NH.double()
@@ -351,9 +402,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
     """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
 
-    Read from the bits of the number, so that it is the same on every device.
+    Read from the bits of the number, so that it is the same on every device. NaN falls into the
+    last bucket.
     """
-    bits = (distance + 1).float().view(torch.int32)
+    # Without the sign, which a NaN may have, and 2^63 has in int64.
+    bits = (distance + 1).float().view(torch.int32) & 0x7FFFFFFF
     fraction = bits & 0x7FFFFF
     quarters = sum((fraction >= start).int() for start in QUARTER_OCTAVES)
     return (((bits >> 23) - 127) * 4 + quarters).clamp(0, num_buckets - 1).long()

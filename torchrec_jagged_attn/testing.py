@@ -204,10 +204,19 @@ def target_attention_oracle(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
+    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
+
+    Rows of a prior weight of zero are taken out of the lists before.
+    """
     bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
+    if prior_weights is not None:
+        left = prior_weights > 0
+        logs = prior_weights[left].log().unsqueeze(1)
+        bias = logs if bias is None else bias[left] + logs
+        history, offsets = history[left], F.pad(left.cumsum(0), (1, 0))[offsets]
     lengths = offsets.diff().tolist()
     if query_offsets is not None:
         queries = query.split(query_offsets.diff().tolist())  # [T_b, H, D] each
@@ -226,7 +235,7 @@ def target_attention_oracle(
         x_HLD = x_LD.expand(q_HTD.shape[0], -1, -1)
         mask = None
         if bias_LH is not None:
-            mask = bias_LH.T.unsqueeze(1).expand(-1, q_HTD.shape[1], -1)
+            mask = bias_LH.T.unsqueeze(1).expand(q_HTD.shape[0], q_HTD.shape[1], -1)
         out = F.scaled_dot_product_attention(q_HTD, x_HLD, x_HLD, mask, scale=scale)
         outs.append(out.transpose(0, 1))
     if query_offsets is not None:
@@ -244,10 +253,12 @@ def target_attention_plain(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
     bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
+    bias, left = _with_prior_weights(bias, prior_weights, query.dtype)
     index, real = _padding(offsets, history.shape[0])  # [B, L]
     q_BTHD = query
     if query_offsets is not None:
@@ -255,6 +266,8 @@ def target_attention_plain(
         q_BTHD = _pad(query, query_index)
     elif query.dim() == 3:
         q_BTHD = query.unsqueeze(1)
+    if left is not None:
+        real = real & _pad(left, index)
     x_BLD = _pad(history, index)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.einsum("bthd,bld->bthl", q_BTHD.expand(index.shape[0], -1, -1, -1), x_BLD)
@@ -302,6 +315,7 @@ def flash_attention_oracle(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
@@ -309,6 +323,9 @@ def flash_attention_oracle(
     group = q.shape[1] // k.shape[1]
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
+    if bias is not None and left is not None:
+        bias = bias.masked_fill(~left.unsqueeze(1), -torch.inf)
     q_lengths, kv_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
     biases = [None] * len(q_lengths) if bias is None else bias.to(q.dtype).split(kv_lengths)
     outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
@@ -319,20 +336,18 @@ def flash_attention_oracle(
         k_HLD = k_LHD.repeat_interleave(group, 1).transpose(0, 1)
         v_HLD = v_LHD.repeat_interleave(group, 1).transpose(0, 1)
         num_rows, num_keys = q_HLD.shape[1], k_HLD.shape[1]
-        shift = num_keys - num_rows
-        hidden = num_rows if num_keys == 0 else max(-shift, 0) if causal else 0  # see no key
         out = q_HLD.new_zeros(q_HLD.shape[0], num_rows, v.shape[2])
-        if hidden < num_rows:
-            mask = q_HLD.new_zeros(q_HLD.shape[0], num_rows, num_keys)
-            if bias_LH is not None:
-                mask = mask + bias_LH.T.unsqueeze(1)
-            if causal:
-                visible = torch.ones(num_rows, num_keys, device=q.device).tril(shift)
-                mask = mask.masked_fill(visible == 0, -torch.inf)
-            seen = F.scaled_dot_product_attention(
-                q_HLD[:, hidden:], k_HLD, v_HLD, mask[:, hidden:], scale=scale
+        mask = q_HLD.new_zeros(q_HLD.shape[0], num_rows, num_keys)
+        if bias_LH is not None:
+            mask = mask + bias_LH.T.unsqueeze(1)
+        if causal:
+            visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
+            mask = mask.masked_fill(visible == 0, -torch.inf)
+        seeing = (mask > -torch.inf).any(2).all(0)
+        if seeing.any():
+            out[:, seeing] = F.scaled_dot_product_attention(
+                q_HLD[:, seeing], k_HLD, v_HLD, mask[:, seeing], scale=scale
             )
-            out = torch.cat([out[:, :hidden], seen], 1)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
 
@@ -347,6 +362,7 @@ def flash_attention_plain(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
@@ -354,8 +370,11 @@ def flash_attention_plain(
     group = q.shape[1] // k.shape[1]
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
     q_index, q_real = _padding(q_offsets, q.shape[0])
     kv_index, kv_real = _padding(kv_offsets, k.shape[0])
+    if left is not None:
+        kv_real = kv_real & _pad(left, kv_index)
     q_BLHD = _pad(q, q_index)
     k_BLHD, v_BLHD = (_pad(x, kv_index).repeat_interleave(group, 2) for x in (k, v))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -369,6 +388,19 @@ def flash_attention_plain(
         scores = scores + _pad(bias, kv_index).transpose(1, 2).unsqueeze(2)
     out = torch.einsum("bhij,bjhd->bihd", _masked_softmax(scores, visible), v_BLHD)
     return out[q_real]
+
+
+def _with_prior_weights(
+    bias: Tensor | None, prior_weights: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """``[N, H]`` or ``[N, 1]``: ``bias`` plus the logarithms of prior weights, but of removed rows;
+    and ``[N]``, which rows are left.
+    """
+    if prior_weights is None:
+        return bias, None
+    left = prior_weights > 0
+    logs = prior_weights.masked_fill(~left, 1).log().unsqueeze(1).to(dtype)
+    return logs if bias is None else bias + logs, left
 
 
 def _padding(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -95,6 +95,7 @@ class Suite:
 
     Args:
         name: of the suite.
+        measures: what is timed, in one line of up to 49 characters.
         cases: named shapes.
         inputs: makes the random inputs of a case on a device, always the same.
         oracle: the function in PyTorch's own words; called on fp64 inputs.
@@ -111,6 +112,7 @@ class Suite:
     """
 
     name: str
+    measures: str
     cases: dict[str, Case]
     inputs: Callable[[Case, str], Inputs]
     oracle: Callable[[Inputs], Tensor]

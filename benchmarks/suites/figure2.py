@@ -72,6 +72,7 @@ def summary(frame: pd.DataFrame) -> Group:
 SUITE = replace(
     base.SUITE,
     name="figure2",
+    measures="the paper's Figure 2: dense and jagged attention",
     cases={
         name: Case(name, 256, length, 2, 64, 1, 0.5, torch.bfloat16, large=True)
         for length in LENGTHS

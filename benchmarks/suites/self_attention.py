@@ -73,6 +73,7 @@ def cost(x: Inputs) -> dict[str, Cost]:
 
 SUITE = Suite(
     name="self_attention",
+    measures="jagged_flash_attention of histories to themselves",
     cases=CASES,
     inputs=make_inputs,
     oracle=oracle,

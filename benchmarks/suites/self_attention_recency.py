@@ -122,6 +122,7 @@ def dense_biased(x: Inputs) -> Relaid:
 SUITE = replace(
     base.SUITE,
     name="self_attention_recency",
+    measures="self_attention with a learned bias by distance",
     inputs=make_inputs,
     oracle=oracle,
     plain=plain,

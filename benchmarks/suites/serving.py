@@ -59,6 +59,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
 SUITE = replace(
     base.SUITE,
     name="serving",
+    measures="target attention of many candidates, forward",
     cases=CASES,
     inputs=make_inputs,
     providers={

@@ -22,6 +22,7 @@ def expanded(x: Inputs) -> Attend:
 SUITE = replace(
     base.SUITE,
     name="serving_kernel",
+    measures="serving without the projections",
     cases=serving.CASES,
     inputs=make_inputs,
     providers={

@@ -15,6 +15,7 @@ MEAN_LENGTH = 128
 SUITE = replace(
     base.SUITE,
     name="skew",
+    measures="target attention, from even to skewed lengths",
     cases={
         name: Case(
             name, 4096, round(MEAN_LENGTH / fill), 4, 128, 1, fill, torch.bfloat16, large=True

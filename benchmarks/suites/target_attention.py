@@ -124,6 +124,7 @@ ours_explicit = functools.partial(ours, keys_and_values="explicit")
 
 SUITE = Suite(
     name="target_attention",
+    measures="JaggedTargetAttention, projections included",
     cases=TRAINING_CASES,
     inputs=make_inputs,
     oracle=lambda x: explicit(x, formula(x, flash_attention_oracle)),

@@ -102,6 +102,7 @@ def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tenso
 
 SUITE = Suite(
     name="target_attention_kernel",
+    measures="jagged_target_attention, without projections",
     cases=TRAINING_CASES,
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=target_attention_oracle),

@@ -54,6 +54,7 @@ def _over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tens
 SUITE = replace(
     base.SUITE,
     name="target_attention_recency",
+    measures="target_attention with a learned bias by position",
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=flash_attention_oracle),
     plain=functools.partial(formula, attention=flash_attention_plain),

@@ -25,6 +25,7 @@ def sweep(case: Case, *targets: int) -> dict[str, Case]:
 SUITE = replace(
     base.SUITE,
     name="targets",
+    measures="target_attention with 1 to 256 targets per sample",
     cases=sweep(LARGE, 1, 4, 16, 24, 32, 48, 64, 128, 256)
     | sweep(SMALL, 1, 4, 16, 32, 64, 128, 192),
     providers={"ours-absorbed": functools.partial(base.ours, keys_and_values="absorbed")}

@@ -11,5 +11,8 @@ from suites import targets
 LARGE = replace(targets.LARGE, name="targets-fp32", dtype=torch.float32)
 
 SUITE = replace(
-    targets.SUITE, name="targets_fp32", cases=targets.sweep(LARGE, 1, 4, 8, 12, 16, 32, 64, 128)
+    targets.SUITE,
+    name="targets_fp32",
+    measures="targets in fp32",
+    cases=targets.sweep(LARGE, 1, 4, 8, 12, 16, 32, 64, 128),
 )

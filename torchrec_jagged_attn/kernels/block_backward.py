@@ -93,7 +93,7 @@ def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows STRIDE apart
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -102,7 +102,7 @@ def backward_kernel(
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_history_ptr,  # [N, D]
-    grad_bias_ptr,  # [N, H], where a sample has one target
+    grad_bias_ptr,  # [N, H], where a sample has one target; of logarithms of PRIOR weights [N]
     grad_tables_ptr,  # [programs, P + A, H] fp32
     sums_ptr,  # [slots, count, D] fp32
     offsets_ptr,  # [B + 1]
@@ -116,6 +116,7 @@ def backward_kernel(
     D: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
     STRIDE: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCK_R: gl.constexpr,
@@ -147,8 +148,9 @@ def backward_kernel(
         history_ptr += first * STRIDE
         grad_history_ptr += first * D
         if bias_ptr is not None:
-            bias_ptr += first * H
-            grad_bias_ptr += first * H
+            bias_ptr += first * (1 if PRIOR else H)
+        if grad_bias_ptr is not None:
+            grad_bias_ptr += first * (1 if PRIOR else H)
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         row = sample.to(gl.int64) * count
         q_row = row * 0 if SHARED else row
@@ -214,7 +216,7 @@ def backward_kernel(
             of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
             bias = load_bias(
                 bias_ptr, position_bias_ptr, age_bias_ptr, of_position[None, :], of_age[None, :],
-                n[None, :], r[:, None], visible, count, H, P, A,
+                n[None, :], r[:, None], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             p = exp(dots * scale + bias - maximum, PARTS) * inverse  # rounded as forward
             p = gl.where(visible, p, 0.0)
@@ -239,7 +241,9 @@ def backward_kernel(
                     mask = mask & (column + d < D)[None, :]
                 ptrs = grad_history_ptr + start.to(gl.int64) * D + column
                 gl.store(ptrs + (i[:, None] * D + d[None, :]), grad_x, mask=mask)
-            if grad_bias_ptr is not None:
+            if (grad_bias_ptr is not None) and PRIOR:
+                gl.store(grad_bias_ptr + n, gl.sum(ds, 0), mask=n < end)
+            elif grad_bias_ptr is not None:
                 mask = visible & (r < H)[:, None]
                 gl.store(grad_bias_ptr + (n[None, :] * H + r[:, None]), ds, mask=mask)
             if P + A > 0:

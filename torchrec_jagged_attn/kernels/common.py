@@ -8,6 +8,7 @@ import triton.language as tl
 
 __all__ = [
     "LOG2E",
+    "age_bucket",
     "dot_precision",
     "find_sample",
     "find_tile",
@@ -72,6 +73,20 @@ def recency_bucket(distance, num_buckets):
     quarters += (fraction >= 0x5744FD).to(tl.int32)
     bucket = ((bits >> 23) - 127) * 4 + quarters
     return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
+
+
+@triton.jit
+def age_bucket(time, newest, num_buckets):
+    """:func:`recency_bucket` of the age of a row of ``time``, in a sample whose last is ``newest``.
+
+    The first one where the row is newer than that. The last one of an age that is NaN, or that
+    int64 does not hold together with one: subtraction wraps around.
+    """
+    if time.dtype == tl.int32:
+        time, newest = time.to(tl.int64), newest.to(tl.int64)
+    age = newest - time
+    bucket = tl.where(age + 1 > 0, recency_bucket(age, num_buckets), num_buckets - 1)
+    return tl.where(time > newest, 0, bucket)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 // Attention within each sample of a batch on a CPU: what `reference.py` computes one sample after
 // the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
-// sample is so small that calling them takes longer than what they do.
+// sample is so small that calling them takes longer than what they do. Operators multiply what
+// causality hides by zero, which gives NaN of what is not finite: then loops do the sample again.
 //
 // Shapes: `q` [ΣLq, H, D] is scaled, contiguous and in the dtype that is computed in, as the
 // gradient of outputs is; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have K heads for H, and any dtype. A
@@ -93,10 +94,14 @@ Tensor distances(const Sample& s) {
   return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
 }
 
-bool is_finite(const optional<Tensor>& x) {
-  if (!x || x->numel() == 0) return true;
-  const auto [least, most] = x->aminmax();
-  return std::isfinite(least.item<double>()) && std::isfinite(most.item<double>());
+// Whether the softmax of a row is NaN: all its scores are -inf, or NaN or +inf is among them.
+bool has_nan(const Tensor& softmax) {
+  return AT_DISPATCH_FLOATING_TYPES(softmax.scalar_type(), "has_nan", [&] {
+    const scalar_t* const begin = softmax.const_data_ptr<scalar_t>();
+    for (int64_t i = 0; i < softmax.numel(); i += softmax.size(-1))
+      if (std::isnan(begin[i])) return true;
+    return false;
+  });
 }
 
 struct Attention {
@@ -104,7 +109,6 @@ struct Attention {
   const optional<Tensor>& bias;         // [H, ΣLk], added to scores
   const optional<Tensor>& by_distance;  // [distances, H], added to scores
   bool causal;
-  bool hides = !is_finite(bias) || !is_finite(by_distance);  // perhaps all keys of a row
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
@@ -134,10 +138,16 @@ struct Attention {
     return x.view({key_heads, s.queries(), heads / key_heads, s.keys()});
   }
 
-  // Softmax over the keys of a sample, zeros where none is visible. Adds biases to the scores.
+  // Softmax over the keys of a sample: zeros of a row that sees no score but -inf, NaN of one that
+  // sees NaN or +inf. Adds biases to the scores.
   Tensor weights(const Tensor& scores, const Sample& s) const {
-    if (!bias && !by_distance && !causal) return at::_softmax(scores, -1, false);
-    Tensor x = by_pair(scores, s);
+    if (bias || by_distance || causal) add_biases(by_pair(scores, s), s);
+    const Tensor p = at::_softmax(scores, -1, false);
+    return has_nan(p) ? at::_safe_softmax(scores, -1) : p;
+  }
+
+  // To the scores of each pair, [K, Lq, G, Lk]; -inf to those that causality hides.
+  void add_biases(Tensor x, const Sample& s) const {
     if (bias) {
       const Tensor own = bias->slice(1, s.k_begin, s.k_end);
       x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
@@ -151,8 +161,6 @@ struct Attention {
       const Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
       x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
     }
-    if (!hides && !(causal && s.queries() > s.keys())) return at::_softmax(scores, -1, false);
-    return at::_safe_softmax(scores, -1);
   }
 
   // [Lq, H] of what a sample has for each row of a product.
@@ -196,7 +204,40 @@ WIDE_VECTORS void add(T* to, T factor, const T* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
 }
 
-// A small sample's attention, one row of queries after the other.
+template <typename T>
+WIDE_VECTORS bool are_finite(const T* x, int64_t size) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += x[i] * 0;
+  return sum == 0;
+}
+
+// Of `x` [ΣLq, H, D], contiguous.
+bool has_finite_queries(const Tensor& x, const Sample& s) {
+  const int64_t row = x.size(1) * x.size(2);
+  return AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "has_finite_queries", [&] {
+    return are_finite(x.const_data_ptr<scalar_t>() + s.q_begin * row, s.queries() * row);
+  });
+}
+
+// A copy of a sample's keys, values and bias in the dtype that is computed in, as loops read them.
+struct Copy {
+  Tensor k, v;
+  optional<Tensor> bias;
+  Attention attention;
+  Sample s;
+
+  Copy(const Attention& whole, const Sample& of, const Tensor& all_k, const Tensor& all_v,
+       at::ScalarType dtype)
+      : k(all_k.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
+        v(all_v.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
+        attention{whole.heads, whole.key_heads, bias, whole.by_distance, whole.causal},
+        s{of.q_begin, of.q_end, 0, of.keys(), of.distances_begin} {
+    if (whole.bias) bias = whole.bias->slice(1, of.k_begin, of.k_end).contiguous();
+  }
+};
+
+// A sample's attention, one row of queries after the other.
 template <typename T>
 struct Loops {
   const Attention& attention;
@@ -215,15 +256,18 @@ struct Loops {
     return std::abs(s.keys() - s.queries() + i - j);
   }
 
-  // Sets `p` to the weights of a row. Returns the largest score, and one by the softmax's sum,
-  // which is zero where no key is visible.
+  // How many keys a row sees: the first ones.
+  int64_t seen_by(int64_t i) const {
+    if (!attention.causal) return s.keys();
+    return std::clamp(s.keys() - s.queries() + i + 1, int64_t{0}, s.keys());
+  }
+
+  // Sets `p` to a row's weights of the keys that it sees. Returns the largest score, and one by the
+  // softmax's sum: zero if the row sees no score but -inf.
   std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
-    const int64_t heads = attention.heads, group = heads / attention.key_heads;
-    const int64_t earlier = std::max(s.keys() - s.queries() + i + 1, int64_t{0});
-    const int64_t seen = attention.causal ? std::min(earlier, s.keys()) : s.keys();
+    const int64_t heads = attention.heads, group = heads / attention.key_heads, seen = seen_by(i);
     T largest = -std::numeric_limits<T>::infinity();
     double sum = 0;
-    std::fill(p.begin(), p.end(), T{0});
     for (int64_t j = 0; j < seen; ++j) {
       p[j] = dot(q, k.at(s.k_begin + j, h / group), width);
       if (bias) p[j] += bias[h * num_keys + s.k_begin + j];
@@ -231,7 +275,7 @@ struct Loops {
       largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
     }
     if (largest == -std::numeric_limits<T>::infinity()) {
-      std::fill(p.begin(), p.end(), T{0});
+      std::fill_n(p.begin(), seen, T{0});
       return {largest, T{0}};
     }
     for (int64_t j = 0; j < seen; ++j) sum += p[j] = std::exp(p[j] - largest);
@@ -247,7 +291,7 @@ struct Loops {
       for (int64_t h = 0; h < attention.heads; ++h) {
         const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
         T* const own = out_rows.at(s.q_begin + i, h);
-        for (int64_t j = 0; j < s.keys(); ++j)
+        for (int64_t j = 0, seen = seen_by(i); j < seen; ++j)
           add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
         if (stats.numel() == 0) continue;
         T* const stat = stats.data_ptr<T>() + (s.q_begin + i) * attention.heads + h;
@@ -272,12 +316,13 @@ struct Loops {
         const T* const own_q = q_rows.at(s.q_begin + i, h);
         const T* const own_grad_out = grad_out_rows.at(s.q_begin + i, h);
         weigh(own_q, k_rows, i, h);
+        const int64_t seen = seen_by(i);
         double mean = 0;
-        for (int64_t j = 0; j < s.keys(); ++j) {
+        for (int64_t j = 0; j < seen; ++j) {
           ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
           mean += double{p[j]} * ds[j];
         }
-        for (int64_t j = 0; j < s.keys(); ++j) {
+        for (int64_t j = 0; j < seen; ++j) {
           ds[j] = T(p[j] * (ds[j] - mean));
           const int64_t row = s.k_begin + j, head = h / group;
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
@@ -315,6 +360,15 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
     const Tensor p = attention.weights(scores, s);
     attention.put_queries(out_rows, s, p, own_v);
+    if (causal && !has_finite_queries(out, s)) {  // perhaps by 0 · NaN of a hidden key
+      out.slice(0, s.q_begin, s.q_end).zero_();
+      const Copy copy(attention, s, k, v, dtype);
+      AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
+        Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
+            .forward(q, copy.k, copy.v, out, stats);
+      });
+      return;
+    }
     if (stats.numel() == 0) return;
     const Tensor own = stats.slice(1, s.q_begin, s.q_end);
     own.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
@@ -356,6 +410,23 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
     const Tensor dp = product(own_grad_out, own_v.mT());
     const Tensor ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
     attention.put_queries(grad_q_rows, s, ds, own_k);
+    if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
+      grad_q.slice(0, s.q_begin, s.q_end).zero_();
+      const Copy copy(attention, s, k, v, dtype);
+      const Tensor copy_grad_k = at::empty_like(copy.k);
+      optional<Tensor> copy_grad_v, copy_grad_bias;
+      if (grad_v) copy_grad_v = at::empty_like(copy.v);
+      if (grad_bias) copy_grad_bias = at::zeros_like(*copy.bias);
+      AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
+        Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
+            .backward(grad_out, q, copy.k, copy.v, grad_q, copy_grad_k, copy_grad_v,
+                      copy_grad_bias, grad_by_distance);
+      });
+      grad_k.slice(0, s.k_begin, s.k_end).copy_(copy_grad_k);
+      if (grad_v) grad_v->slice(0, s.k_begin, s.k_end).copy_(*copy_grad_v);
+      if (grad_bias) grad_bias->slice(1, s.k_begin, s.k_end).copy_(*copy_grad_bias);
+      return;
+    }
     Tensor own_grad_k = keys_of(grad_k_rows, s);
     if (grad_v) {
       put_product(own_grad_k, ds.mT(), own_q);

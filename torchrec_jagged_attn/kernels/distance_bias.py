@@ -22,6 +22,7 @@ from torchrec_jagged_attn.kernels.launch import Launcher
 __all__ = ["add_gradient", "list_by_distance", "scores_by_distance"]
 
 MARGIN = 128  # rows of a tile that a sample may not have
+MOST_ROWS = 2**30 - MARGIN - 1
 BLOCK = 1024
 
 
@@ -48,8 +49,13 @@ _list = Launcher(_list_kernel)
 def list_by_distance(table: Tensor, num_rows: int) -> Tensor:
     """``[H, 2 · reach]`` fp32: scores times log2(e) by distance, that of 0 in the middle.
 
-    It reaches as far as the rows of any tile are apart where a side has up to ``num_rows``.
+    It reaches as far as the rows of any tile are apart where a side has up to ``num_rows``, of
+    which there may be MOST_ROWS: kernels count its places in int32.
     """
+    if num_rows > MOST_ROWS:
+        raise NotImplementedError(
+            f"q, k and v may have at most {MOST_ROWS} rows with relative_bias, got {num_rows}"
+        )
     num_buckets, num_heads = table.shape
     reach = num_rows + MARGIN
     by_distance = table.new_empty(num_heads, 2 * reach, dtype=torch.float32)

@@ -63,7 +63,10 @@ def forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``."""
+    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``.
+
+    A ``bias`` of ``[ΣLk]`` is prior weights, whose logarithm is the bias of all heads.
+    """
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
@@ -113,17 +116,24 @@ def backward(
     grad_v: Tensor,
     causal: bool,
     scale: float,
+    needs_bias: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart.
+    That of ``bias`` if ``needs_bias``; where that is prior weights, of their logarithms,
+    ``[ΣLk, H]`` fp32. Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose
+    rows may be apart.
     """
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     grad_out = grad_out.contiguous()
     grads_of_rows = (grad_out, grad_k, grad_v)
     call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale, grads_of_rows)
     grad_q, delta = q.new_empty(q.shape), torch.empty_like(stats[0])
-    grad_bias = None if bias is None else bias.new_empty(bias.shape)
+    grad_bias = None
+    if bias is not None and needs_bias:
+        grad_bias = bias.new_empty(
+            k.shape[0], q.shape[1], dtype=torch.float32 if call.tables["PRIOR"] else bias.dtype
+        )
     grad_tables = grad_relative = None
     strides = {"GRAD_K_STRIDE": grad_k.stride(0), "GRAD_V_STRIDE": grad_v.stride(0)}
     sizes = (delta.numel(), call.reach, call.factor, scale)
@@ -228,7 +238,7 @@ class _Call:
         self.num_samples = q_offsets.numel() - 1
         self.inputs = (_rows(q), _rows(k), _rows(v))
         self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
-        self.is_self = q_offsets.data_ptr() == kv_offsets.data_ptr()
+        self.is_self = _is_same(q_offsets, kv_offsets)
         self.lists: dict[tuple[int, int], Tensor] = {}
         self.by_distance, self.reach = None, 0
         if relative_bias is not None:
@@ -259,7 +269,11 @@ class _Call:
         biased_by_keys = bias is not None or any(sizes[:2])
         biased = biased_by_keys or relative_bias is not None
         self.tables = dict(zip("PAR", sizes, strict=True))
-        self.tables |= {"BIASED": biased, "PRECISION": self.precision}
+        self.tables |= {
+            "BIASED": biased,
+            "PRIOR": bias is not None and bias.dim() == 1,
+            "PRECISION": self.precision,
+        }
         self.on_hopper = (
             not biased_by_keys
             and scale >= 0
@@ -367,6 +381,11 @@ def _room(device: torch.device) -> int:
         return 2**31
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether two vectors of one size are the same memory, read alike."""
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
 
 
 def _rows(x: Tensor) -> Tensor:

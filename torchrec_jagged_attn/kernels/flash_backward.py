@@ -76,6 +76,7 @@ def _grad_of_queries(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -96,7 +97,7 @@ def _grad_of_queries(
         bias, visible = key_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
             kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
-            H, P, A, R, BIASED, BLOCK_M, BLOCK_N,
+            H, P, A, PRIOR, R, BIASED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         p = softmax_of_stats(
@@ -120,7 +121,7 @@ def grad_q_kernel(
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    bias_ptr,  # [ΣLk, H]
+    bias_ptr,  # [ΣLk, H], or of PRIOR weights [ΣLk]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
@@ -141,6 +142,7 @@ def grad_q_kernel(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     Q_STRIDE: tl.constexpr,
@@ -188,14 +190,14 @@ def grad_q_kernel(
             acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
             kv_offsets_ptr, sample, base, 0, full, num_keys, high, diagonal, factor,
-            scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
+            scale, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
         )  # fmt: skip
     acc, residual, delta = _grad_of_queries(
         acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
         bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, full, seen_by_any, num_keys, high, diagonal, factor,
-        scale, head, kv_head, H, D, DV, P, A, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
+        scale, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
         BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
     )  # fmt: skip
     # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
@@ -267,7 +269,7 @@ def _grad_of_keys(
                 scores_bias += scores_by_distance(
                     by_distance_ptr, diagonal - start, k.shape[0], BLOCK_M
                 )
-            visible = visible & (scores_bias > -float("inf"))
+            visible = visible & (scores_bias != -float("inf"))
         products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
         products = -products if NEGATIVE else products
         p = softmax_of_stats(
@@ -298,7 +300,7 @@ def grad_kv_kernel(
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    bias_ptr,  # [ΣLk, H]
+    bias_ptr,  # [ΣLk, H], or of PRIOR weights [ΣLk]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
@@ -321,6 +323,7 @@ def grad_kv_kernel(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     Q_STRIDE: tl.constexpr,
@@ -363,7 +366,7 @@ def grad_kv_kernel(
         if BIASED:
             bias += load_bias(
                 bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
-                j, own, head, H, H, P, A,
+                j, own, head, H, H, P, A, PRIOR,
             )  # fmt: skip
         bias *= LOG2E
         zero_ptr = by_distance_ptr
@@ -414,7 +417,7 @@ def grad_relative_kernel(
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    bias_ptr,  # [ΣLk, H]
+    bias_ptr,  # [ΣLk, H], or of PRIOR weights [ΣLk]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
@@ -434,6 +437,7 @@ def grad_relative_kernel(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     Q_STRIDE: tl.constexpr,
@@ -496,11 +500,11 @@ def grad_relative_kernel(
             if BY_KEYS:
                 scores_bias += LOG2E * load_bias(
                     bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr,
-                    sample, base + key + j[None, :], j[None, :] < keys, head, H, H, P, A,
+                    sample, base + key + j[None, :], j[None, :] < keys, head, H, H, P, A, PRIOR,
                 )  # fmt: skip
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             products = -products if NEGATIVE else products
-            visible = (j[None, :] < keys) & (scores_bias > -float("inf"))
+            visible = own[:, None] & (j[None, :] < keys) & (scores_bias != -float("inf"))
             p = softmax_of_stats(
                 products, factor, scores_bias, visible, maximum[:, None], inverse[:, None],
                 BIASED, True, EXACT,

@@ -7,9 +7,11 @@ import triton.language as tl
 
 from torchrec_jagged_attn.kernels.flash_schedule import locate_tile
 from torchrec_jagged_attn.kernels.flash_tiles import (
+    is_finite,
     key_bias,
     load_rows,
     online_softmax,
+    softmax_of_stats,
     store_rows,
     store_softmax_stats,
 )
@@ -40,6 +42,7 @@ def _scores(
     D: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -55,7 +58,7 @@ def _scores(
     bias, visible = key_bias(
         bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
-        H, P, A, R, BIASED, q.shape[0], BLOCK_N,
+        H, P, A, PRIOR, R, BIASED, q.shape[0], BLOCK_N,
     )  # fmt: skip
     return products, bias, visible
 
@@ -90,6 +93,7 @@ def _attend(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -109,7 +113,8 @@ def _attend(
         products, bias, visible = _scores(
             q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
             by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
-            head, kv_head, H, D, P, A, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED,
+            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
+            MASKED,
         )  # fmt: skip
         row, rest = base + start + BLOCK_N, num_keys - start - BLOCK_N
         v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
@@ -123,12 +128,75 @@ def _attend(
     return acc, p, maximum, total
 
 
+@triton.jit
+def _without_hidden(
+    acc,
+    maximum,
+    q,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    by_distance_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    seen_by_any,
+    num_keys,
+    high,
+    diagonal,
+    factor,
+    head,
+    kv_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """``acc``, where a value that is seen is infinite or NaN; else what it is without those hidden.
+
+    A product adds up 0 · NaN for a value that is hidden by causality.
+    """
+    END: tl.constexpr = 2**31 - 1
+    shift = tl.where(maximum == -float("inf"), 0.0, maximum)[:, None]
+    clean = tl.zeros_like(acc)
+    first = tl.full([BLOCK_DV], END, tl.int32)  # the first key whose value is not finite
+    for start in range(0, seen_by_any, BLOCK_N):
+        products, bias, visible = _scores(
+            q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
+            by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
+            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
+            True,
+        )  # fmt: skip
+        p = softmax_of_stats(products, factor, bias, visible, shift, shift, BIASED, True, False)
+        row, rest = base + start, num_keys - start
+        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+        finite = is_finite(v)
+        j = (start + tl.arange(0, BLOCK_N))[:, None]
+        first = tl.minimum(first, tl.min(tl.where(finite, END, j), 0))
+        v = tl.where(finite, v, 0.0).to(v.dtype)
+        clean = multiply(p.to(v.dtype), v, clean, PRECISION)
+    return tl.where(first[None, :] < high, acc, clean)
+
+
 @triton.jit(do_not_specialize=["num_stats", "reach"])
 def forward_kernel(
     q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
     k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
     v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    bias_ptr,  # [ΣLk, H]
+    bias_ptr,  # [ΣLk, H], or of PRIOR weights [ΣLk]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [ΣLk]
@@ -146,6 +214,7 @@ def forward_kernel(
     DV: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     Q_STRIDE: tl.constexpr,
@@ -192,7 +261,7 @@ def forward_kernel(
     products, bias, visible = _scores(
         q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
         kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head, kv_head,
-        H, D, P, A, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
+        H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
     )  # fmt: skip
     p, _, maximum, total = online_softmax(
         products, factor, bias, visible, maximum, total, BIASED, True
@@ -204,18 +273,26 @@ def forward_kernel(
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
             timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, full, start,
-            num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, R, BIASED,
+            num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True,
         )  # fmt: skip
     if not BIASED:
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
             timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, 0, full, num_keys,
-            high, diagonal, factor, head, kv_head, H, D, DV, P, A, R, BIASED,
+            high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
             K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False,
         )  # fmt: skip
     v = load_rows(v_ptr, base, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
     acc = multiply(p.to(v.dtype), v, acc, PRECISION)
+    if CAUSAL:
+        if not is_finite(tl.sum(acc)):
+            acc = _without_hidden(
+                acc, maximum, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
+                timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, seen_by_any,
+                num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R,
+                BIASED, K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
 
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)

@@ -438,8 +438,9 @@ def _add_queries(
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = stats.index(n % STAGES)
         lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
-        if BY_DISTANCE:
-            lse -= scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
+        if BY_DISTANCE:  # rows that are not there keep their infinity, whatever the score
+            score = scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
+            lse = gl.where(lse < float("inf"), lse - score, lse)
         products = warpgroup_mma_wait(1 if ALONE else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
         if m < seeing_all:

@@ -10,6 +10,7 @@ from torchrec_jagged_attn.kernels.distance_bias import scores_by_distance
 from torchrec_jagged_attn.kernels.score_bias import load_bias
 
 __all__ = [
+    "is_finite",
     "key_bias",
     "load_rows",
     "online_softmax",
@@ -69,6 +70,12 @@ def store_rows(
 
 
 @triton.jit
+def is_finite(x):
+    """Whether each element of ``x`` is neither infinite nor NaN."""
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
 def key_bias(
     bias_ptr,
     position_bias_ptr,
@@ -86,6 +93,7 @@ def key_bias(
     H: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     R: tl.constexpr,
     BIASED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -102,12 +110,12 @@ def key_bias(
     if BIASED:
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
-            base + j, j < num_keys, head, H, H, P, A,
+            base + j, j < num_keys, head, H, H, P, A, PRIOR,
         )  # fmt: skip
         bias *= LOG2E
         if R > 0:
             bias += scores_by_distance(by_distance_ptr, diagonal - start, BLOCK_M, BLOCK_N)
-        visible = visible & (bias > -float("inf"))
+        visible = visible & (bias != -float("inf"))
     return bias, visible
 
 

@@ -165,6 +165,7 @@ def add_biases(
     H: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
 ):
     """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, and their biases.
 
@@ -180,7 +181,7 @@ def add_biases(
     of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
     bias = load_bias(
         bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
-        n[:, None], r, (n < end)[:, None], count, H, P, A,
+        n[:, None], r, (n < end)[:, None], count, H, P, A, PRIOR,
     )  # fmt: skip
     apart += gl.expand_dims(bias * LOG2E, 1)
     return gl.convert_layout(gl.reshape(apart, [BLOCK_N, BLOCK_R]), scores.type.layout)

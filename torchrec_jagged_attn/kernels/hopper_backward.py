@@ -76,7 +76,7 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -84,6 +84,7 @@ def backward_kernel(
     rest_ptr,  # [rows, D]: what out was rounded by
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
+    grad_prior_ptr,  # [N] fp32, of logarithms of PRIOR weights
     grad_tables_ptr,  # [programs, P + A, H] fp32, zeros
     sums_ptr,  # [slots, count, D] fp32
     slots_ptr,  # [2, slots] of list_slots_kernel
@@ -100,6 +101,7 @@ def backward_kernel(
     D: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -119,7 +121,9 @@ def backward_kernel(
     )
     if busy:
         if bias_ptr is not None:
-            bias_ptr += first * H
+            bias_ptr += first * (1 if PRIOR else H)
+        if grad_prior_ptr is not None:
+            grad_prior_ptr += first
         count = num_targets * H
         row = sample.to(gl.int64) * count
         of_queries: gl.constexpr = [BLOCK_R, BLOCK_D]
@@ -172,11 +176,13 @@ def backward_kernel(
             if (bias_ptr is not None) or P + A > 0:
                 scores = add_biases(
                     scores, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, start, end,
-                    first, length, count, H, P, A,
+                    first, length, count, H, P, A, PRIOR,
                 )  # fmt: skip
             p = gl.where(visible, gl.exp2(scores - shift), 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))
             of_scores.store(ds.to(dtype))
+            if grad_prior_ptr is not None:
+                gl.store(grad_prior_ptr + n, gl.sum(ds, 1), mask=n < end)
             if P + A > 0:
                 of_parts = split(ds, PARTS)
                 for part in gl.static_range(PARTS):

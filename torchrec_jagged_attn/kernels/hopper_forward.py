@@ -52,7 +52,7 @@ def _raise_reference(scores, reference, total, acc):
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -74,6 +74,7 @@ def forward_kernel(
     D: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -90,7 +91,7 @@ def forward_kernel(
     )
     if busy:
         if bias_ptr is not None:
-            bias_ptr += first * H
+            bias_ptr += first * (1 if PRIOR else H)
         count = num_targets * H
         row = sample.to(gl.int64) * count
         queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], group_layout(BLOCK_D))
@@ -124,7 +125,7 @@ def forward_kernel(
             if (bias_ptr is not None) or P + A > 0:
                 scores = add_biases(
                     scores, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, start, end,
-                    first, length, count, H, P, A,
+                    first, length, count, H, P, A, PRIOR,
                 )  # fmt: skip
             scores = gl.where(visible, scores, -float("inf"))
             below = scores - reference[None, :]

@@ -4,15 +4,16 @@ Forward adds the bias of values where a target's sample has a history. Backward 
 all weights and biases: with ``R`` targets in all, and where keys and values are absorbed on the
 targets' side,
 
-    ∂W_Q = Σ_r ∂q_r ⊗ target_r         ∂W_O = Σ_r ∂out_r ⊗ values_r                 [E, E]
+    ∂W_Q = Σ_r ∂q_r ⊗ target_r                                                      [E, C]
+    ∂W_O = Σ_r ∂out_r ⊗ values_r                                                    [E, E]
     ∂W_K,h = Σ_r q_rh ⊗ ∂u_rh          ∂W_V,h = Σ_r ∂values_rh ⊗ pooled_rh          [X, D]
     ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂values_r with a history          [E]
     ∂b_O = Σ_r ∂out_r
 
-There are few outputs, and rows of all targets of a batch: 4·R·E·(E + D) FLOPs and the operands read
-once. So rows are split into parts, as many as fill a GPU, and their sums added in one order,
-whatever GPU it is. A product of cuBLAS has a program for each tile of outputs, and in fp32 adds one
-row after the other; and these are seven of them.
+There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs and the
+operands read once. So rows are split into parts, as many as fill a GPU, and their sums added in one
+order, whatever GPU it is. A product of cuBLAS has a program for each tile of outputs, and in fp32
+adds one row after the other; and these are seven of them.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _sum_rows(
 def _parts_kernel(
     sums_ptr,  # [parts, SIZE] fp32
     grad_q_ptr,  # [R, E]
-    target_ptr,  # [R, E]
+    target_ptr,  # [R, C]
     grad_out_ptr,  # [R, E]
     values_ptr,  # [R, E]
     grad_values_ptr,  # [R, H, X]
@@ -146,6 +147,7 @@ def _parts_kernel(
     H: tl.constexpr,
     X: tl.constexpr,
     Y: tl.constexpr,
+    C: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_X: tl.constexpr,
@@ -169,6 +171,16 @@ def _parts_kernel(
     begin = part * rows_of_part
     end = tl.minimum(begin + rows_of_part, num_rows)
     sums_ptr += part.to(tl.int64) * SIZE
+    if C != E:
+        TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
+        if program < TILES_EC:
+            _sum_products(
+                sums_ptr, grad_q_ptr, target_ptr, program, begin, end, 1, E, C,
+                PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
+            )  # fmt: skip
+            return
+        program += TILES_EE - TILES_EC
+        sums_ptr += E * (C - E)
     if program < 2 * TILES_EE:
         of_out = program // TILES_EE
         a_ptr, b_ptr = grad_q_ptr, target_ptr
@@ -232,7 +244,7 @@ def _add_up(
 @triton.jit(do_not_specialize=["num_parts"])
 def _add_parts_kernel(
     sums_ptr,  # [parts, SIZE] fp32
-    w_q_ptr,  # [E, E]
+    w_q_ptr,  # [E, C]
     w_out_ptr,  # [E, E]
     w_k_ptr,  # [E, Y], or None where the sums have none; so has the next one
     w_v_ptr,  # [E, Y]
@@ -241,6 +253,7 @@ def _add_parts_kernel(
     num_parts,
     E: tl.constexpr,
     Y: tl.constexpr,
+    C: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -252,18 +265,18 @@ def _add_parts_kernel(
     W: tl.constexpr = 0 if w_k_ptr is None else E * Y
     output = tl.program_id(1)
     if output == 0:
-        _add_up(w_q_ptr, sums_ptr, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(w_q_ptr, sums_ptr, num_parts, E * C, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 1:
-        _add_up(w_out_ptr, sums_ptr + E * E, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(w_out_ptr, sums_ptr + E * C, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 2:
-        _add_up(w_k_ptr, sums_ptr + 2 * E * E, num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(w_k_ptr, sums_ptr + E * (C + E), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 3:
-        _add_up(w_v_ptr, sums_ptr + (2 * E * E + W), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(w_v_ptr, sums_ptr + (E * (C + E) + W), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 4:
-        sums_ptr += 2 * E * E + 2 * W
+        sums_ptr += E * (C + E) + 2 * W
         _add_up(b_in_ptr, sums_ptr, num_parts, 3 * E, SIZE, BLOCK, BLOCK_PARTS)
     else:
-        sums_ptr += 2 * E * E + 2 * W + 3 * E
+        sums_ptr += E * (C + E) + 2 * W + 3 * E
         _add_up(b_out_ptr, sums_ptr, num_parts, E, SIZE, BLOCK, BLOCK_PARTS)
 
 
@@ -290,14 +303,14 @@ def parameter_gradients(
 
     Args:
         grad_q: ``[R, E]``.
-        target: ``[R, E]``.
+        target: ``[R, C]``.
         grad_out: ``[R, E]``.
         values: ``[R, E]``.
         grad_values: ``[R, E]``.
         filled: ``[R]`` ones where a target has a history, else zeros; where there are biases.
         absorbed: ``q`` ``[R, H, E / H]``, ``grad_u`` and ``pooled`` ``[R, H, D]``; or None, for
             none of ``grad_w_k`` and ``grad_w_v``.
-        grad_w_q: ``[E, E]``, contiguous, as are all that follow.
+        grad_w_q: ``[E, C]``, contiguous, as are all that follow.
         grad_w_out: ``[E, E]``.
         grad_w_k: ``[H, E / H, D]``.
         grad_w_v: ``[H, E / H, D]``.
@@ -313,7 +326,7 @@ def parameter_gradients(
         absorbed, grads_of_rows = tuple(x.contiguous() for x in absorbed), (grad_w_k, grad_w_v)
     overlap = launches_overlap(grad_q.device)
     precision = product_precision(grad_q.dtype)
-    plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, overlap)
+    plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, target.shape[1], overlap)
     block = plan.of_parts["BLOCK_R"]
     rows_of_part = -(-num_rows * plan.num_tiles // (plan.num_programs * block)) * block
     rows_of_part = max(ROWS, rows_of_part)
@@ -353,8 +366,9 @@ class _Plan(NamedTuple):
 
 
 @functools.cache
-def _plan(half: bool, precision: str, heads: int, x: int, y: int, overlap: bool) -> _Plan:
-    """Of ``H`` heads of width ``X`` and, where absorbed, rows of width ``Y``, else 0.
+def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overlap: bool) -> _Plan:
+    """Of ``H`` heads of width ``X``, targets of width ``C`` and, where absorbed, history rows of
+    width ``Y``, else 0.
 
     Tiles were found by trying, on an H200.
     """
@@ -365,13 +379,14 @@ def _plan(half: bool, precision: str, heads: int, x: int, y: int, overlap: bool)
         num_programs, block_r, most, warps = 528, 32, 64, 2 if precision == "tf32" else 4
     block_x, block_e = min(64, padded_width(x)), min(64, padded_width(e))
     block_y = min(most, padded_width(max(1, y)))
-    tiles_e = -(-e // block_e)
+    tiles_e, tiles_c = -(-e // block_e), -(-c // block_e)
     tiles_of_head = -(-x // block_x) * -(-y // block_y)
-    size = 2 * e * e + 2 * e * y + 4 * e
+    size = e * (c + e) + 2 * e * y + 4 * e
     of_parts = {
         "H": heads,
         "X": x,
         "Y": y,
+        "C": c,
         "SIZE": size,
         "PRECISION": precision,
         "BLOCK_X": block_x,
@@ -385,11 +400,12 @@ def _plan(half: bool, precision: str, heads: int, x: int, y: int, overlap: bool)
     of_sums = {
         "E": e,
         "Y": y,
+        "C": c,
         "SIZE": size,
         "BLOCK": block,
         "BLOCK_PARTS": 16,
         **overlap_options(overlap),
     }
-    num_tiles = 2 * (tiles_e**2 + heads * tiles_of_head + 2 * tiles_e)
-    num_blocks = -(-max(e * e, e * y, 3 * e) // block)
+    num_tiles = tiles_e * (tiles_c + tiles_e) + 2 * (heads * tiles_of_head + 2 * tiles_e)
+    num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // block)
     return _Plan(num_programs, num_tiles, size, num_blocks, of_parts, of_sums)

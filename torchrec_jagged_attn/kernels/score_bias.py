@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common import recency_bucket
+from torchrec_jagged_attn.kernels.common import age_bucket, recency_bucket
 
 __all__ = ["add_heads", "add_to_table", "load_bias", "row_buckets"]
 
@@ -30,9 +30,7 @@ def row_buckets(
     if A > 0:
         time = tl.load(timestamps_ptr + n, mask=visible, other=0)
         newest = tl.load(timestamps_ptr + last)
-        if time.dtype == tl.int32:
-            time, newest = time.to(tl.int64), newest.to(tl.int64)
-        of_age = recency_bucket(tl.maximum(newest - time, 0), A)
+        of_age = age_bucket(time, newest, A)
     return of_position, of_age
 
 
@@ -51,15 +49,20 @@ def load_bias(
     H: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
 ):
     """All biases of the rows ``n`` for the query rows ``r``, both as in scores.
 
-    Zero for the query rows from ``count`` on: they have no maximum to keep it from overflowing.
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
+    from ``count`` on: they have no maximum to keep it from overflowing.
     """
     mask = visible & (r < count)
     head = (r % H).to(tl.int32)
     bias = 0.0
-    if bias_ptr is not None:
+    if PRIOR:
+        weights = tl.load(bias_ptr + n, mask=visible, other=1.0).to(tl.float32)
+        bias += tl.where(mask, tl.log(weights), 0.0)
+    elif bias_ptr is not None:
         bias += tl.load(bias_ptr + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:
         of_position, of_age = row_buckets(n, visible, offsets_ptr, timestamps_ptr, sample, P, A)

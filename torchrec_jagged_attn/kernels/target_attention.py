@@ -86,6 +86,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries, and for backward what
     it was rounded by (no element in fp32, or not ``for_backward``), and statistics.
+
+    A ``bias`` of ``[N]`` is prior weights, whose logarithm is the bias of all heads.
     """
     shape = list(query.shape)
     if query_offsets is None:
@@ -155,8 +157,12 @@ def backward(
     rest: Tensor,
     stats: Tensor,
     scale: float,
+    needs_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
+    """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``.
+
+    That of ``bias`` if ``needs_bias``; where that is prior weights, of their logarithms in fp32.
+    """
     call = _Call(
         True, query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps
     )
@@ -164,7 +170,10 @@ def backward(
     shared = plan.layout == SHARED
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
     grad_history = history.new_empty(*history.shape)
-    grad_bias = None if bias is None else bias.new_empty(*bias.shape)
+    grad_bias = None
+    if bias is not None and needs_bias:
+        dtype = torch.float32 if plan.prior else bias.dtype
+        grad_bias = bias.new_empty(*bias.shape, dtype=dtype)
     grad_tables = None
     if plan.buckets:
         fill = stats.new_empty if plan.by_warps else stats.new_zeros
@@ -208,7 +217,7 @@ def backward(
         _hopper_backward(
             (num_slots + num_samples,),
             (
-                _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *outputs,
+                _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *outputs, grad_bias,
                 grad_tables, sums, call.list_slots(), call.offsets[0], plan.rows_of(call.inputs[1]),
                 plan.rows_of(grad_history), *call.sizes, num_slots, scale,
             ),
@@ -282,6 +291,7 @@ class _Call:
             0 if position_bias is None else position_bias.shape[0],
             0 if age_bias is None else age_bias.shape[0],
             bias is not None,
+            bias is not None and bias.dim() == 1,
             history.element_size(),
             history.stride(0),
             history.data_ptr() % 16 == 0,
@@ -341,6 +351,7 @@ class _Plan:
         num_positions: int,
         num_ages: int,
         bias: bool,
+        prior: bool,
         element_size: int,
         history_stride: int,
         aligned: bool,
@@ -354,7 +365,7 @@ class _Plan:
         )  # fmt: skip
         self.history_stride, self.overlap, self.precision = history_stride, overlap, precision
         self.num_positions, self.buckets = num_positions, num_positions + num_ages
-        self.bias = bias
+        self.bias, self.prior = bias, prior
         self.half = element_size == 2
         self.row_bytes = padded_width(width) * element_size
         # Of jagged ones, not the batch's own: results must not depend on other samples.
@@ -364,7 +375,7 @@ class _Plan:
             layout != JAGGED
             and aligned
             and (width | history_stride) % (16 // element_size) == 0
-            and (not bias or num_targets == 1)
+            and (not bias or prior or num_targets == 1)
             and self.buckets <= BUCKETS_OF_WARPS
         ):
             self.one_warp = self.rows <= WARP_ROWS and width <= 256 and room_for_warps > 0
@@ -375,7 +386,9 @@ class _Plan:
             # Backward of half precision, Triton's kernels are faster, but for tables.
             slower = backward and self.half and not self.buckets
             # Gradients of a bias of each row, and of larger tables, are those kernels' of warps.
-            too_much = backward and (bias or max(num_positions, num_ages) > BUCKETS.value)
+            too_much = backward and (
+                (bias and not prior) or max(num_positions, num_ages) > BUCKETS.value
+            )
             self.by_group = (
                 few_warps
                 and self.half
@@ -397,7 +410,9 @@ class _Plan:
         self.one_block = single_pass and (layout == JAGGED or self.rows <= self.block_r)
         self.more_blocks = layout == JAGGED or not self.one_block
 
-        names = {"H": num_heads, "D": width, "P": num_positions, "A": num_ages}
+        names = {
+            "H": num_heads, "D": width, "P": num_positions, "A": num_ages, "PRIOR": prior,
+        }  # fmt: skip
         if self.by_warps:
             fixed = {"BLOCK_R"} if self.one_warp else set()
             self.kernel = {

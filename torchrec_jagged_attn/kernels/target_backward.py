@@ -62,7 +62,7 @@ def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -86,6 +86,7 @@ def grad_query_kernel(
     D: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,7 +126,7 @@ def grad_query_kernel(
         x = tl.load(x_ptrs, mask=visible & (d < D)[None, :], other=0.0)
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, r[None, :], count, H, P, A,
+            n, visible, r[None, :], count, H, P, A, PRIOR,
         )  # fmt: skip
         _, ds = _score_gradients(
             q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
@@ -152,7 +153,7 @@ def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -162,7 +163,7 @@ def grad_history_kernel(
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, unless ONE_BLOCK
     grad_history_ptr,  # [N, D]
-    grad_bias_ptr,  # [N, H]
+    grad_bias_ptr,  # [N, H], or of logarithms of PRIOR weights [N]
     grad_tables_ptr,  # [programs, P + A, H] fp32
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     offsets_ptr,  # [B + 1]
@@ -178,6 +179,7 @@ def grad_history_kernel(
     D: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -232,7 +234,7 @@ def grad_history_kernel(
         if ONE_BLOCK:
             bias = load_bias(
                 bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-                n, visible, r[None, :], count, H, P, A,
+                n, visible, r[None, :], count, H, P, A, PRIOR,
             )  # fmt: skip
             p, ds = _score_gradients(
                 q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
@@ -250,7 +252,7 @@ def grad_history_kernel(
                 maximum, inverse = load_stats(stats_ptr, num_rows, first + rows, rows < count)
                 bias = load_bias(
                     bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-                    n, visible, rows[None, :], count, H, P, A,
+                    n, visible, rows[None, :], count, H, P, A, PRIOR,
                 )  # fmt: skip
                 p, ds = _score_gradients(
                     q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
@@ -259,7 +261,9 @@ def grad_history_kernel(
                 grad_x = tl.dot((ds * scale).to(x.dtype), q, grad_x, input_precision=PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, H, ONE_TARGET)
         tl.store(grad_history_ptr + n * D + d[None, :], grad_x, mask=x_mask)
-        if grad_bias_ptr is not None:
+        if (grad_bias_ptr is not None) and PRIOR:
+            tl.store(grad_bias_ptr + n, tl.sum(heads, 1)[:, None], mask=visible)
+        elif grad_bias_ptr is not None:
             mask = visible & (h < H)[None, :]
             tl.store(grad_bias_ptr + n * H + h[None, :], heads, mask=mask)
         if P > 0 or A > 0:

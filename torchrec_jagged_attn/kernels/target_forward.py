@@ -28,7 +28,7 @@ __all__ = ["forward_kernel"]
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -50,6 +50,7 @@ def forward_kernel(
     D: tl.constexpr,
     P: tl.constexpr,
     A: tl.constexpr,
+    PRIOR: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,7 +82,7 @@ def forward_kernel(
         x = tl.load(x_ptrs, mask=visible & (d < D)[None, :], other=0.0)
         bias = load_bias(
             bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, r[None, :], count, H, P, A,
+            n, visible, r[None, :], count, H, P, A, PRIOR,
         )  # fmt: skip
         p, rescale, maximum, total = online_softmax_update(
             tl.dot(x, tl.trans(q), input_precision=PRECISION),

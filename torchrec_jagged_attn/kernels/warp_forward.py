@@ -105,7 +105,7 @@ def combine_outputs(
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows STRIDE apart
-    bias_ptr,  # [N, H]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
     position_bias_ptr,  # [P, H]
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
@@ -126,6 +126,7 @@ def forward_kernel(
     D: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
     STRIDE: gl.constexpr,
     PARTS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -141,7 +142,7 @@ def forward_kernel(
     if busy:
         history_ptr += first * STRIDE
         if bias_ptr is not None:
-            bias_ptr += first * H
+            bias_ptr += first * (1 if PRIOR else H)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         count = num_targets * H
@@ -178,7 +179,7 @@ def forward_kernel(
             of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
             bias = load_bias(
                 bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
-                n[:, None], r[None, :], visible, count, H, P, A,
+                n[:, None], r[None, :], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 0))

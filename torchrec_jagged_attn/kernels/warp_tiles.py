@@ -74,6 +74,7 @@ LOG2E = common.LOG2E
 LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
+age_bucket = gluon.jit(common.age_bucket.fn)
 recency_bucket = gluon.jit(common.recency_bucket.fn)
 rows_of_chunk = gluon.jit(target_schedule.rows_of_chunk.fn)
 
@@ -408,9 +409,7 @@ def row_buckets(n, first, length, timestamps_ptr, P: gl.constexpr, A: gl.constex
     if A > 0:
         time = gl.load(timestamps_ptr + first + n, mask=n < length, other=0)
         newest = gl.load(timestamps_ptr + first + length - 1)
-        if time.dtype == gl.int32:
-            time, newest = time.to(gl.int64), newest.to(gl.int64)
-        of_age = recency_bucket(gl.maximum(newest - time, 0), A)
+        of_age = age_bucket(time, newest, A)
     return of_position, of_age
 
 
@@ -428,15 +427,20 @@ def load_bias(
     H: gl.constexpr,
     P: gl.constexpr,
     A: gl.constexpr,
+    PRIOR: gl.constexpr,
 ):
     """All biases of the rows ``n`` for the query rows ``r``; what is of either, shaped as scores.
 
-    Zero for the query rows from ``count`` on.
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
+    from ``count`` on.
     """
     head = r % H
     mask = visible & (r < count)
     bias = 0.0
-    if bias_ptr is not None:
+    if PRIOR:
+        weights = gl.load(bias_ptr + n, mask=visible, other=1.0).to(gl.float32)
+        bias += gl.where(mask, gl.log(weights), 0.0)
+    elif bias_ptr is not None:
         bias += gl.load(bias_ptr + (n * H + head), mask=mask, other=0.0).to(gl.float32)
     if P > 0:
         ptrs = position_bias_ptr + (of_position * H + head)

@@ -100,12 +100,14 @@ class JaggedSelfAttention(nn.Module):
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
 
-    def forward(self, history: JaggedTensor) -> JaggedTensor:
+    def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
         """Attend each row of ``history`` over the rows of its sample.
 
         Args:
             history: values ``[N, E]`` of ``B`` samples, each from its oldest row to its newest. Its
                 weights are not read.
+            prior_weights: ``[N]``, not negative: what each row counts before others are compared
+                with it, see :func:`jagged_flash_attention`. A row of zero is attended by none.
 
         Returns:
             Values ``[N, E]`` with the offsets of ``history``, in the dtype of the module's
@@ -117,6 +119,7 @@ class JaggedSelfAttention(nn.Module):
         """
         return _attend(
             history,
+            prior_weights,
             self.in_proj_weight,
             self.in_proj_bias,
             self.out_proj.weight,
@@ -133,6 +136,7 @@ class JaggedSelfAttention(nn.Module):
 @torch.fx.wrap  # what checks the batch is a leaf for FX; torch.jit.script takes it
 def _attend(
     history: JaggedTensor,
+    prior_weights: Tensor | None,
     in_weight: Tensor,
     in_bias: Tensor | None,
     out_weight: Tensor,
@@ -148,10 +152,13 @@ def _attend(
     q, k, v = qkv.unbind(1)
     if is_scripting():
         scale = 1 / math.sqrt(width)
-        tables = (None, None, None, None, relative_bias)
-        out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *tables, causal, scale, False)
+        biases = (prior_weights, None, None, None, relative_bias)
+        out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *biases, causal, scale, False)
     else:
-        out = jagged_flash_attention(q, k, v, offsets, relative_bias=relative_bias, causal=causal)
+        out = jagged_flash_attention(
+            q, k, v, offsets,
+            prior_weights=prior_weights, relative_bias=relative_bias, causal=causal,
+        )  # fmt: skip
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
 
@@ -243,8 +250,10 @@ class HistoryEncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(embed_dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, history: JaggedTensor) -> JaggedTensor:
+    def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
         """``history``, values ``[N, E]``, to as many rows with the same offsets.
+
+        ``prior_weights`` ``[N]`` are those of :meth:`JaggedSelfAttention.forward`.
 
         Raises:
             TypeError: ``history`` is no JaggedTensor, or holds ids, not embeddings.
@@ -252,7 +261,7 @@ class HistoryEncoderLayer(nn.Module):
         """
         rows, offsets = _checked(history, self.norm1.weight)
         normed = JaggedTensor(self.norm1(rows), offsets=offsets)
-        rows = rows + self.dropout(self.self_attn(normed).values())
+        rows = rows + self.dropout(self.self_attn(normed, prior_weights).values())
         hidden = self.dropout(F.gelu(self.linear1(self.norm2(rows))))
         rows = rows + self.dropout(self.linear2(hidden))
         return JaggedTensor(rows, offsets=offsets)

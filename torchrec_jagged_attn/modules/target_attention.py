@@ -1,6 +1,7 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
 # FX and torch.jit.script read annotations, so they are no strings here.
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from torchrec_jagged_attn.ops.checks import (
     check_float,
     check_heads,
     check_offsets_values,
+    check_prior_weights,
     check_same,
     check_shape,
     check_timestamps,
@@ -100,8 +102,8 @@ class JaggedTargetAttention(nn.Module):
     The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads, kdim=history_dim,
     vdim=history_dim)`` on each sample for itself, with the same parameter names and shapes; plus,
     unless ``recency_bias=False``, a learned bias by position in the history (see
-    :class:`RecencyBias`). Where targets are few, no key and no value is made: the projections are
-    absorbed on the targets' side,
+    :class:`RecencyBias`). Targets may have a width of their own, too. Where they are few, no key
+    and no value is made: the projections are absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
@@ -112,9 +114,10 @@ class JaggedTargetAttention(nn.Module):
     that its output is the bias of ``out_proj``.
 
     Args:
-        embed_dim: ``E``, width of targets and outputs.
+        embed_dim: ``E``, width of outputs.
         num_heads: ``H``, a divisor of ``embed_dim``.
         history_dim: ``D``, width of history rows; ``embed_dim`` by default.
+        target_dim: ``C``, width of targets; ``embed_dim`` by default.
         bias: whether the projections have biases.
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
@@ -123,15 +126,15 @@ class JaggedTargetAttention(nn.Module):
             ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
         keys_and_values: ``"absorbed"``, ``"explicit"``, or ``"auto"`` for what should take less
             time with so many targets per sample (of jagged targets, in the mean). It chooses by
-            shapes alone; results differ by rounding. Compiled, targets ``[B, T, E]`` whose ``T``
+            shapes alone; results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T``
             comes to the other choice compile once more.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim`` or ``num_heads`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, ``age_bias`` without
-            ``recency_bias``, or an unknown ``init`` or ``keys_and_values``.
+        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
+            ``age_bias`` without ``recency_bias``, or an unknown ``init`` or ``keys_and_values``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512.
 
@@ -148,6 +151,7 @@ class JaggedTargetAttention(nn.Module):
         num_heads: int,
         *,
         history_dim: int | None = None,
+        target_dim: int | None = None,
         bias: bool = True,
         recency_bias: bool = True,
         age_bias: bool = False,
@@ -170,7 +174,12 @@ class JaggedTargetAttention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.history_dim = embed_dim if history_dim is None else history_dim
+        self.target_dim = embed_dim if target_dim is None else target_dim
         check_width(self.history_dim, "history_dim")
+        if not isinstance(self.target_dim, Integral):
+            raise TypeError(f"target_dim must be an int, got {target_dim!r}")
+        if self.target_dim < 1:
+            raise ValueError(f"target_dim must be at least 1, got {target_dim}")
         if keys_and_values == "explicit":
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
@@ -181,10 +190,10 @@ class JaggedTargetAttention(nn.Module):
 
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
         self.in_proj_weight = None
-        if self.history_dim == embed_dim:
+        if self.history_dim == self.target_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         else:
-            self.q_proj_weight = parameter(embed_dim, embed_dim)
+            self.q_proj_weight = parameter(embed_dim, self.target_dim)
             self.k_proj_weight = parameter(embed_dim, self.history_dim)
             self.v_proj_weight = parameter(embed_dim, self.history_dim)
         self.in_proj_bias = parameter(3 * embed_dim) if bias else None
@@ -208,8 +217,10 @@ class JaggedTargetAttention(nn.Module):
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
             nn.init.zeros_(self.out_proj.bias)
-        if self.init == "recency" and self.in_proj_weight is not None:
-            nn.init.eye_(self.in_proj_weight[2 * self.embed_dim :])
+        if self.init == "recency" and self.history_dim == self.embed_dim:
+            packed = self.in_proj_weight
+            of_values = self.v_proj_weight if packed is None else packed[2 * self.embed_dim :]
+            nn.init.eye_(of_values)
             nn.init.eye_(self.out_proj.weight)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
@@ -219,16 +230,20 @@ class JaggedTargetAttention(nn.Module):
         target: Tensor | JaggedTensor,
         history: JaggedTensor,
         timestamps: Tensor | None = None,
+        prior_weights: Tensor | None = None,
     ) -> Tensor:
         """Attend ``target`` over ``history``.
 
         Args:
-            target: ``[B, E]``; ``[B, T, E]`` for ``T`` targets per sample; or a JaggedTensor with
-                values ``[ΣT, E]`` for any number of targets per sample.
+            target: ``[B, C]``; ``[B, T, C]`` for ``T`` targets per sample; or a JaggedTensor with
+                values ``[ΣT, C]`` for any number of targets per sample.
             history: values ``[N, D]`` of ``B`` samples, each from its oldest row to its newest,
                 read in their own dtype, also under autocast. Its weights are not read.
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
+            prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
+                target, see :func:`jagged_target_attention`. Zero removes the row, and a history
+                whose rows are all removed is an empty one; but positions and ages count it.
 
         Returns:
             One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``, in the dtype of the
@@ -252,13 +267,14 @@ class JaggedTargetAttention(nn.Module):
             target,
             history,
             timestamps,
+            prior_weights,
             *weights,
             self.in_proj_bias,
             self.out_proj.weight,
             self.out_proj.bias,
             position_bias,
             age_bias,
-            self.embed_dim,
+            self.target_dim,
             self.history_dim,
             self.num_heads,
             self.keys_and_values,
@@ -267,7 +283,7 @@ class JaggedTargetAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
-            f"history_dim={self.history_dim}, init={self.init!r}, "
+            f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}"
         )
 
@@ -277,6 +293,7 @@ def _attend(
     target: Tensor | JaggedTensor,
     history: JaggedTensor,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor | None,
     v_weight: Tensor | None,
@@ -285,7 +302,7 @@ def _attend(
     out_bias: Tensor | None,
     position_bias: Tensor | None,
     age_bias: Tensor | None,
-    embed_dim: int,
+    target_dim: int,
     history_dim: int,
     num_heads: int,
     keys_and_values: str,
@@ -301,7 +318,10 @@ def _attend(
     rows, offsets = history.values(), history.offsets()
     dtype = out_weight.dtype
     if not is_scripting():
-        _check(query, query_offsets, rows, offsets, age_bias, timestamps, embed_dim, history_dim)
+        _check(
+            query, query_offsets, rows, offsets, age_bias, timestamps, prior_weights, target_dim,
+            history_dim,
+        )  # fmt: skip
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
             dtype = torch.get_autocast_dtype(device_type)
@@ -319,6 +339,7 @@ def _attend(
         position_bias,
         age_bias,
         timestamps,
+        prior_weights,
         num_heads,
         dtype,
         keys_and_values,
@@ -337,7 +358,8 @@ def _check(
     offsets: Tensor,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
-    embed_dim: int,
+    prior_weights: Tensor | None,
+    target_dim: int,
     history_dim: int,
 ) -> None:
     check_tensor(target, "target", "a tensor or a JaggedTensor")
@@ -352,13 +374,13 @@ def _check(
     check_offsets_metadata(offsets, "history.offsets()")
     num_samples = offsets.numel() - 1
     if query_offsets is not None:
-        check_shape(target, "target.values()", "[ΣT, E]", (None, embed_dim))
+        check_shape(target, "target.values()", "[ΣT, target_dim]", (None, target_dim))
         check_offsets_metadata(query_offsets, "target.offsets()")
         check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
     elif target.dim() == 3:
-        check_shape(target, "target", "[B, T, E]", (num_samples, None, embed_dim))
+        check_shape(target, "target", "[B, T, target_dim]", (num_samples, None, target_dim))
     else:
-        check_shape(target, "target", "[B, E]", (num_samples, embed_dim))
+        check_shape(target, "target", "[B, target_dim]", (num_samples, target_dim))
     if timestamps is None:
         if age_bias is not None:
             raise ValueError("timestamps must be given where age_bias=True, got None")
@@ -374,7 +396,10 @@ def _check(
         target=target,
         target_offsets=query_offsets,
         timestamps=timestamps,
+        prior_weights=prior_weights,
     )
+    if prior_weights is not None:
+        check_prior_weights(prior_weights, rows.shape[0])
     check_offsets_values(offsets, rows.shape[0], "history.offsets()")
     if query_offsets is not None:
         check_offsets_values(query_offsets, target.shape[0], "target.offsets()")

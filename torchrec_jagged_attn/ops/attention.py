@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeGuard, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torchrec_jagged_attn.ops.checks import (
     check_biases,
     check_float,
     check_offsets_values,
+    check_prior_weights_values,
     check_same,
     check_shape,
     check_width,
@@ -37,6 +38,7 @@ def jagged_target_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     r"""Attend query rows over the history rows of their own sample, keys and values at once.
@@ -45,12 +47,14 @@ def jagged_target_attention(
 
     .. math:: out = \sum_n p_n x_n, \qquad
               p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh} + P_{\beta(position_n), h}
-              + A_{\beta(age_n), h})
+              + A_{\beta(age_n), h} + \log w_n)
 
     All heads share one pass over the history. An empty history gives zeros. Positions count the
     newer rows of the sample; ages are the time from a row to the last row of its sample, and zero
     where that is negative. Both fall into four buckets per octave, :math:`\beta(x) = \lfloor 4
-    \log_2(1 + x) \rfloor` (of ``1 + x`` rounded to fp32), and the last bucket has no end.
+    \log_2(1 + x) \rfloor` (of ``1 + x`` rounded to fp32), and the last bucket has no end. A row
+    whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such rows alone
+    gives zeros; but positions and ages count it.
 
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
@@ -64,7 +68,11 @@ def jagged_target_attention(
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
         timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
-            time to the nearest 128 seconds.
+            time to the nearest 128 seconds. They have no gradient. An age that int64 does not hold,
+            as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
+        prior_weights: ``[N]``, any dtype that ``query`` may have, not negative: what each row
+            counts before it is compared with a query, for all heads. Their gradient is zero where
+            they are.
         scale: factor of the dot products; ``1/√D`` by default.
 
     Returns:
@@ -74,7 +82,7 @@ def jagged_target_attention(
     Raises:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
-            values of offsets do not fit.
+            values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -110,7 +118,10 @@ def jagged_target_attention(
     check_shape(history, "history", "[N, D]", (None, width))
     check_same(query, "query", dtype=True, history=history)
     check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
-    check_biases(query, "query", history.shape[0], bias, position_bias, age_bias, timestamps)
+    check_biases(
+        query, "query", history.shape[0], bias, position_bias, age_bias, timestamps, prior_weights
+    )
+    bias = _bias_or_prior_weights(bias, prior_weights)
     if scale is None:
         scale = 1 / math.sqrt(width)
     out, _, _ = _target_attention(
@@ -134,12 +145,16 @@ def target_attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries.
 
+    ``bias`` may be ``[N]``: prior weights, whose logarithm is the bias of all heads.
+
     And for backward: what rounding took of it, in its shape (no element where it is no half
     precision, or no gradient will be taken), and softmax statistics.
     """
     check_offsets_values(offsets, history.shape[0], "offsets")
     if query_offsets is not None:
         check_offsets_values(query_offsets, query.shape[0], "query_offsets")
+    if _are_prior_weights(bias):
+        check_prior_weights_values(bias)
     biases = (bias, position_bias, age_bias, timestamps)
     if implementation(query.device)[0] == "reference":
         forward = reference.target_attention
@@ -191,9 +206,15 @@ def target_attention_backward(
         )
     else:
         grads = target_kernels.backward(
-            grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale
-        )
-    grads = (*grads[:2], None, None, *grads[2:], None, None, None)
+            grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale,
+            needs_grad[4],
+        )  # fmt: skip
+    grad_query, grad_history, grad_bias, *grads_of_tables = grads
+    if needs_grad[4]:
+        grad_bias = _bias_gradient(grad_bias, bias)
+    grads = (
+        grad_query, grad_history, None, None, grad_bias, *grads_of_tables, None, None, None
+    )  # fmt: skip
     return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
 
 
@@ -202,6 +223,7 @@ _target_attention = register_op(
     forward=target_attention_forward,
     fake=target_attention_fake,
     backward=target_attention_backward,
+    non_differentiable=("timestamps",),
 )
 
 
@@ -217,6 +239,7 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -236,6 +259,7 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -254,6 +278,7 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
@@ -266,14 +291,20 @@ def jagged_flash_attention(
 
     .. math:: out_i = \sum_j p_{ij} v_j, \qquad
               p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j + bias_{jh}
-              + P_{\beta(position_j), h} + A_{\beta(age_j), h}
+              + P_{\beta(position_j), h} + A_{\beta(age_j), h} + \log w_j
               + R_{\beta(|distance_{ij}|), h})
 
     A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
-    first three biases are those of :func:`jagged_target_attention`: they belong to a key row and a
-    head, and positions and ages are counted from the last key of the sample. The last belongs to
-    the distance between query and key in rows, where both sides end together:
-    :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
+    first three biases and the prior weights :math:`w_j` are those of
+    :func:`jagged_target_attention`: they belong to a key row, and positions and ages are counted
+    from the last key of the sample. The last bias belongs to the distance between query and key in
+    rows, where both sides end together: :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta`
+    makes four buckets per octave.
+
+    Rows of other samples never matter, whatever is in them. Within a sample, NaN or infinity in
+    a row of ``v`` that ``causal`` hides from a query may still make its output NaN in half
+    precision without biases of keys, and in ``k`` or ``v`` its gradient: a product adds up
+    0 · NaN, as PyTorch's ``scaled_dot_product_attention`` does.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
@@ -290,8 +321,11 @@ def jagged_flash_attention(
             hides it.
         position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
-        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64.
+        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
+        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, not negative, for all heads; zero
+            hides the key. Their gradient is zero where they are.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
+            On a GPU, of up to 2^30 - 129 rows of queries and of keys.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         scale: factor of the dot products; ``1/√D`` by default.
@@ -306,7 +340,7 @@ def jagged_flash_attention(
     Raises:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
-            values of offsets do not fit.
+            values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -332,7 +366,8 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    check_biases(q, "q", k.shape[0], bias, position_bias, age_bias, timestamps)
+    check_biases(q, "q", k.shape[0], bias, position_bias, age_bias, timestamps, prior_weights)
+    bias = _bias_or_prior_weights(bias, prior_weights)
     if relative_bias is not None:
         check_float(relative_bias, "relative_bias")
         check_same(q, "q", dtype=False, relative_bias=relative_bias)
@@ -377,10 +412,13 @@ def flash_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``.
 
-    Kernels keep those for backward; the reference makes them only if ``needs_stats``, else zeros.
+    ``bias`` may be ``[ΣLk]``: prior weights, whose logarithm is the bias of all heads. Kernels keep
+    the statistics for backward; the reference makes them only if ``needs_stats``, else zeros.
     """
     check_offsets_values(q_offsets, q.shape[0], "q_offsets")
     check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
+    if _are_prior_weights(bias):
+        check_prior_weights_values(bias)
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
         return reference.flash_attention(
@@ -418,7 +456,7 @@ def _flash_attention_backward(
     grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
     grad_q, *grads_of_biases = flash_attention_backward(
         grad_out, q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
-        relative_bias, causal, scale, out, stats, grad_k, grad_v,
+        relative_bias, causal, scale, needs_grad[5], out, stats, grad_k, grad_v,
     )  # fmt: skip
     *grads_of_keys, grad_relative_bias = grads_of_biases
     constants = (None, None, None)
@@ -442,24 +480,30 @@ def flash_attention_backward(
     relative_bias: Tensor | None,
     causal: bool,
     scale: float,
+    needs_bias: bool,
     out: Tensor,
     stats: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q and the four biases; those of k and v are written into the last two.
+    """Gradients of q and the four biases, that of ``bias`` if ``needs_bias``; those of k and v are
+    written into the last two.
 
     The rows of ``grad_k`` and ``grad_v`` may be apart, as in two halves of one tensor.
     """
     biases = (bias, position_bias, age_bias, timestamps, relative_bias)
     if implementation(q.device)[0] == "reference":
-        return reference.flash_attention_backward(
+        grads = reference.flash_attention_backward(
             grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale
         )
-    return flash_kernels.backward(
-        grad_out, q, k, v, q_offsets, kv_offsets, *biases,
-        out, stats, grad_k, grad_v, causal, scale,
-    )  # fmt: skip
+    else:
+        grads = flash_kernels.backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, *biases,
+            out, stats, grad_k, grad_v, causal, scale, needs_bias,
+        )  # fmt: skip
+    grad_q, grad_bias, grad_position, grad_age, grad_relative = grads
+    grad_bias = _bias_gradient(grad_bias, bias) if needs_bias else None
+    return grad_q, grad_bias, grad_position, grad_age, grad_relative
 
 
 _flash_attention = register_op(
@@ -467,4 +511,29 @@ _flash_attention = register_op(
     forward=flash_attention_forward,
     fake=_flash_attention_fake,
     backward=_flash_attention_backward,
+    non_differentiable=("timestamps",),
 )
+
+
+def _bias_or_prior_weights(bias: Tensor | None, prior_weights: Tensor | None) -> Tensor | None:
+    """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``."""
+    if bias is None or prior_weights is None:
+        return prior_weights if bias is None else bias
+    check_prior_weights_values(prior_weights)
+    dtype = torch.promote_types(bias.dtype, torch.promote_types(prior_weights.dtype, torch.float32))
+    removed = prior_weights == 0
+    logs = prior_weights.to(dtype).masked_fill(removed, 1).log().masked_fill(removed, -torch.inf)
+    return bias.to(dtype) + logs.unsqueeze(1)
+
+
+def _are_prior_weights(bias: Tensor | None) -> TypeGuard[Tensor]:
+    return bias is not None and bias.dim() == 1
+
+
+def _bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """That of the ``bias``; of prior weights made of that of their logarithms, by head or not."""
+    if grad is None or not _are_prior_weights(bias):
+        return grad
+    if grad.dim() == 2:
+        grad = grad.sum(1)
+    return (grad / bias).masked_fill(bias == 0, 0).to(bias.dtype)

@@ -15,6 +15,8 @@ __all__ = [
     "check_float",
     "check_heads",
     "check_offsets_values",
+    "check_prior_weights",
+    "check_prior_weights_values",
     "check_same",
     "check_shape",
     "check_timestamps",
@@ -96,12 +98,14 @@ def check_biases(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
 ) -> None:
-    """The biases of ``num_rows`` key rows that may be added to the scores of ``query``'s heads."""
+    """What ``num_rows`` key rows may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
     check_same(
         query, query_name, dtype=False,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
+        prior_weights=prior_weights,
     )  # fmt: skip
     if bias is not None:
         check_float(bias, "bias")
@@ -121,6 +125,8 @@ def check_biases(
         raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
     if timestamps is not None:
         check_timestamps(timestamps, num_rows)
+    if prior_weights is not None:
+        check_prior_weights(prior_weights, num_rows)
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
@@ -129,3 +135,22 @@ def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
     if timestamps.dtype not in TIMESTAMP_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
         raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")
+
+
+def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
+    """``prior_weights`` must be ``[N]``, of a dtype that is computed with."""
+    check_float(prior_weights, "prior_weights")
+    check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
+
+
+def check_prior_weights_values(prior_weights: Tensor) -> None:
+    """They must be finite and not negative; skipped where reading would wait."""
+    if not should_validate(prior_weights):
+        return
+    wrong = torch.nonzero(~((prior_weights >= 0) & (prior_weights < torch.inf)))
+    if wrong.numel():
+        at = int(wrong[0])
+        raise ValueError(
+            "prior_weights must be finite and not negative, got "
+            f"{prior_weights[at].item()} at position {at}"
+        )

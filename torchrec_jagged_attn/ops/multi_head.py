@@ -1,6 +1,6 @@
 """What ``JaggedTargetAttention`` computes, projections included: one op with one gradient.
 
-With ``R`` targets in all, ``[R, E]``, history rows of width ``D``, and ``W_K,h`` ``[E / H, D]`` the
+With ``R`` targets in all, ``[R, C]``, history rows of width ``D``, and ``W_K,h`` ``[E / H, D]`` the
 rows of ``W_K`` that belong to head ``h``, the projections of keys and values are absorbed on the
 targets' side:
 
@@ -10,11 +10,13 @@ targets' side:
     values_h = pooled_h · W_V,hᵀ + b_V,h      [R, E / H]  the bias only where there is a history
     out = values · W_Oᵀ + b_O                 [R, E]
 
+A history whose rows are all removed, by prior weights of zero, is none.
+
 Forward is two products before the attention and two after it; backward four, and a kernel for all
 gradients of weights and biases (``kernels/projections.py``), written into their place in the
-gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(E + D) FLOPs a
-target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·E·H·D, which is no less from two
-heads on where D = E, and the product ``M`` besides.
+gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(C + D) FLOPs a
+target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·C·H·D, which is no less from two
+heads on where C = D = E, and the product ``M`` besides.
 
 Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
 head attends over its own E / H columns of them. Backward makes them again, so that a layer keeps
@@ -80,6 +82,7 @@ def _forward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
@@ -88,11 +91,11 @@ def _forward(
     """The output, and what its gradient needs.
 
     Args:
-        target: ``[B, E]``, ``[B, T, E]`` or, with ``query_offsets``, ``[ΣT, E]``, of any dtype.
+        target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
         history: ``[N, D]``, read in its own dtype.
         offsets: ``[B + 1]`` int32 or int64.
         query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
-        q_weight: ``[E, E]``; or, without the next two, ``[3 · E, E]`` for all three.
+        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
         k_weight: ``[E, D]``.
         v_weight: ``[E, D]``.
         in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing.
@@ -101,6 +104,7 @@ def _forward(
         position_bias: see :func:`jagged_target_attention`.
         age_bias: see there.
         timestamps: see there.
+        prior_weights: see there.
         num_heads: ``H``.
         dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
             keys and values in that of ``history``.
@@ -108,30 +112,34 @@ def _forward(
         for_backward: whether a gradient may be taken.
 
     Returns:
-        The output, shaped as ``target`` and in ``dtype``; then what its gradient needs: ``q``
-        ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of ``history``, unused or
-        without a row where nothing asks for them (see :func:`_empty_absorbed`); what ``pooled`` was
-        rounded by; the statistics of the attention; ``values`` ``[R, E]``; and ``[R]`` ones
-        for targets with a history, zeros for others (no element without ``in_bias``).
+        The output, ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]`` in ``dtype``; then what its gradient
+        needs: ``q`` ``[R, H, E / H]``; ``u`` and ``pooled`` ``[R, H, D]`` in the dtype of
+        ``history``, unused or without a row where nothing asks for them (see
+        :func:`_empty_absorbed`); what ``pooled`` was rounded by; the statistics of the attention;
+        ``values`` ``[R, E]``; and ``[R]`` ones for targets with a history, zeros for others (no
+        element without ``in_bias``).
     """
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
     b_q = b_v = None
     if in_bias is not None:
         b_q, _, b_v = in_bias.to(dtype=dtype).chunk(3)
-    width = target.shape[-1]
-    q = F.linear(target.reshape(-1, width).to(dtype=dtype), w_q, b_q)
+    width = out_weight.shape[0]
+    q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype=dtype), w_q, b_q)
     q = q.view(-1, num_heads, width // num_heads)
-    filled = q.new_empty(0) if b_v is None else _filled(target, offsets, query_offsets, dtype)
-    biases = (None, position_bias, age_bias, timestamps)
+    filled = q.new_empty(0)
+    if b_v is not None and prior_weights is None:
+        filled = _filled(target, offsets, query_offsets, dtype)
+    biases = (prior_weights, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
-    layout = (target, history, offsets, query_offsets, num_heads)
-    if _is_explicit(keys_and_values, *layout):
+    layout = (target, history, offsets, query_offsets, num_heads, width)
+    explicit = _is_explicit(keys_and_values, *layout)
+    if explicit:
         k, v, _ = _keys_and_values(history, weights, in_bias, num_heads)
         values, stats = flash_attention_forward(
             q.to(dtype=history.dtype), k, v, _row_offsets(target, offsets, query_offsets), offsets,
-            *biases, None, False, scale, False,
+            *biases, None, False, scale, prior_weights is not None,
         )  # fmt: skip
         values = values.to(dtype=dtype).view(-1, width)
         stats = stats.view(2, *shape[:-1])
@@ -143,15 +151,18 @@ def _forward(
         )
         pooled = pooled.view_as(u)
         values = _multiply(pooled.to(dtype=dtype), w_v.mT).view(-1, width)
-        if b_v is not None:
-            _add_bias_of_values(values, b_v, filled)
         if not for_backward:
             u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
         elif u.element_size() == 2:
             rest = rest.view_as(u)
+    if b_v is not None:
+        if prior_weights is not None:
+            filled = _see_rows(stats, q)
+        if not explicit:
+            _add_bias_of_values(values, b_v, filled)
     b_out = None if out_bias is None else out_bias.to(dtype=dtype)
     out = F.linear(values, out_weight.to(dtype=dtype), b_out)
-    return out.view_as(target), q, u, pooled, rest, stats, values, filled
+    return out.view(*target.shape[:-1], width), q, u, pooled, rest, stats, values, filled
 
 
 def _fake(
@@ -163,19 +174,20 @@ def _fake(
     k_weight: Tensor | None,
     v_weight: Tensor | None,
     in_bias: Tensor | None,
+    out_weight: Tensor,
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_heads, dtype, keys_and_values, for_backward = others[-4:]
-    width, rows = target.shape[-1], math.prod(target.shape[:-1])
+    width, rows = out_weight.shape[0], math.prod(target.shape[:-1])
     q = target.new_empty(rows, num_heads, width // num_heads, dtype=dtype)
     shape = _query_shape(target, query_offsets, num_heads, history.shape[1])
     query = history.new_empty(shape)
     _, _, stats = target_attention_fake(query, history, offsets, query_offsets, for_backward)
-    layout = (target, history, offsets, query_offsets, num_heads)
+    layout = (target, history, offsets, query_offsets, num_heads, width)
     u, pooled, rest = _empty_absorbed(for_backward, keys_and_values, *layout)
     values = q.new_empty(rows, width)
     filled = q.new_empty(0 if in_bias is None else rows)
-    return q.new_empty(target.shape), q, u, pooled, rest, stats, values, filled
+    return q.new_empty(*target.shape[:-1], width), q, u, pooled, rest, stats, values, filled
 
 
 def _backward(
@@ -194,6 +206,7 @@ def _backward(
     position_bias: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    prior_weights: Tensor | None,
     num_heads: int,
     dtype: torch.dtype,
     keys_and_values: str,
@@ -209,7 +222,7 @@ def _backward(
 ) -> list[Tensor]:
     """Gradients of those inputs that need one."""
     needs_target, needs_history, _, _, *needs_weights, needs_bias = needs_grad[:8]
-    needs_out_weight, needs_out_bias, needs_position, needs_age = needs_grad[8:12]
+    needs_out_weight, needs_out_bias, needs_position, needs_age, _, needs_prior = needs_grad[8:14]
     weights = [weight for weight in (q_weight, k_weight, v_weight) if weight is not None]
     w_q, w_k, w_v = _projections(weights, num_heads, dtype)
     grad_weights = [weight.new_empty(*weight.shape, dtype=dtype) for weight in weights]
@@ -218,21 +231,24 @@ def _backward(
     grad_out = grad_out.reshape_as(values)
     grad_values = grad_out @ out_weight.to(dtype=dtype)
     grad_values_by_head = grad_values.view_as(q)
-    biases = (None, position_bias, age_bias, timestamps)
+    biases = (prior_weights, position_bias, age_bias, timestamps)
     scale = 1 / math.sqrt(q.shape[2])
-    if _is_explicit(keys_and_values, target, history, offsets, query_offsets, num_heads):
+    layout = (target, history, offsets, query_offsets, num_heads, values.shape[1])
+    if _is_explicit(keys_and_values, *layout):
         k, v, w_kv = _keys_and_values(history, weights, in_bias, num_heads)
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
         grad_k, grad_v = _by_head(grad_kv, num_heads)
-        grad_q_by_head, _, *grads_of_tables, _ = flash_attention_backward(
+        grad_q_by_head, *grads_of_scores, _ = flash_attention_backward(
             grad_values_by_head.to(dtype=history.dtype), q.to(dtype=history.dtype), k, v,
             _row_offsets(target, offsets, query_offsets), offsets, *biases, None, False, scale,
-            values.to(dtype=history.dtype).view_as(q), stats.view(2, *q.shape[:2]), grad_k, grad_v,
+            needs_prior, values.to(dtype=history.dtype).view_as(q), stats.view(2, *q.shape[:2]),
+            grad_k, grad_v,
         )  # fmt: skip
         grad_q_by_head = grad_q_by_head.to(dtype=dtype)
-        grads_of_tables = [
+        needs_scores = needs_prior, needs_position, needs_age
+        grads_of_scores = [
             grad
-            for grad, need in zip(grads_of_tables, (needs_position, needs_age), strict=True)
+            for grad, need in zip(grads_of_scores, needs_scores, strict=True)
             if grad is not None and need
         ]
         grad_history = grad_kv @ w_kv if needs_history else None
@@ -244,13 +260,16 @@ def _backward(
     else:
         shape = _query_shape(target, query_offsets, *u.shape[1:])
         grad_pooled = _multiply(grad_values_by_head, w_v).to(dtype=history.dtype)
-        grad_u, *grads_of_tables = target_attention_backward(
+        grad_u, *grads_of_scores = target_attention_backward(
             grad_pooled.view(*shape),
-            (True, needs_history, *[False] * 3, needs_position, needs_age, *[False] * 3),
+            (
+                True, needs_history, False, False, needs_prior, needs_position, needs_age,
+                False, False, False,
+            ),
             u.view(*shape), history, offsets, query_offsets, *biases, scale, for_backward,
             pooled.view(*shape), rest, stats,
         )  # fmt: skip
-        grad_history = grads_of_tables.pop(0) if needs_history else None
+        grad_history = grads_of_scores.pop(0) if needs_history else None
         grad_u = grad_u.view_as(u).to(dtype=dtype)
         grad_q_by_head = _multiply(grad_u, w_k.mT)
         absorbed = q, grad_u, pooled.to(dtype=dtype)
@@ -261,8 +280,8 @@ def _backward(
     grad_out_bias = None if out_bias is None else grad_q.new_empty(*out_bias.shape)
     if any((*needs_weights, needs_bias, needs_out_weight, needs_out_bias)):
         _parameter_gradients(
-            grad_q, target.reshape_as(values).to(dtype=dtype), grad_out, values, grad_values,
-            filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
+            grad_q, target.reshape(-1, target.shape[-1]).to(dtype=dtype), grad_out, values,
+            grad_values, filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
             grad_out_bias,
         )  # fmt: skip
     grads = []
@@ -278,7 +297,9 @@ def _backward(
         for grad, parameter, need in zip(grads_of_parameters, parameters, needs, strict=True)
         if grad is not None and parameter is not None and need
     ]
-    return grads + grads_of_tables
+    if needs_prior:  # which come last
+        grads_of_scores.append(grads_of_scores.pop(0))
+    return grads + grads_of_scores
 
 
 def _is_explicit(
@@ -288,14 +309,15 @@ def _is_explicit(
     offsets: Tensor,
     query_offsets: Tensor | None,
     num_heads: int,
+    embed_dim: int,
 ) -> bool:
     """Whether to make keys and values; where ``"auto"``, by what the top of this file counts.
 
-    From shapes alone; of targets ``[B, T, E]`` not from ``B``, which what is traced leaves open.
+    From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
     """
     if keys_and_values != "auto":
         return keys_and_values == "explicit"
-    embed_dim, history_dim, device_type = target.shape[-1], history.shape[1], history.device.type
+    history_dim, device_type = history.shape[1], history.device.type
     if query_offsets is not None:
         num_samples, num_targets = offsets.numel() - 1, target.shape[0]
         num_to_fill = ROWS_TO_FILL[device_type] // num_heads
@@ -318,6 +340,7 @@ def _empty_absorbed(
     offsets: Tensor,
     query_offsets: Tensor | None,
     num_heads: int,
+    embed_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``u``, ``pooled`` and what that was rounded by, of ``R`` rows, with nothing in them.
 
@@ -325,7 +348,7 @@ def _empty_absorbed(
     ``R`` where the number of jagged targets decides: no shape may depend on what it says.
     """
     depends = query_offsets is not None and keys_and_values == "auto"
-    layout = (target, history, offsets, query_offsets, num_heads)
+    layout = (target, history, offsets, query_offsets, num_heads, embed_dim)
     unused = not for_backward or (not depends and _is_explicit(keys_and_values, *layout))
     rows = 0 if unused else math.prod(target.shape[:-1])
     u, pooled = (history.new_empty(rows, num_heads, history.shape[1]) for _ in range(2))
@@ -335,7 +358,7 @@ def _empty_absorbed(
 def _projections(
     weights: list[Tensor], num_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``W_Q`` ``[E, E]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
+    """``W_Q`` ``[E, C]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
     weights = [weight.to(dtype=dtype) for weight in weights]
     w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
     embed_dim, history_dim = w_k.shape
@@ -456,6 +479,18 @@ def _filled(
     return filled.view(-1)
 
 
+def _see_rows(stats: Tensor, q: Tensor) -> Tensor:
+    """``[R]``: as :func:`_filled`, but one for a target that sees a row, by the attention's
+    statistics. In the dtype of ``q`` ``[R, H, E / H]``.
+    """
+    _, inverse = stats.view(2, *q.shape[:2])
+    return (inverse > 0).any(1).to(q.dtype)
+
+
 multi_head_target_attention = register_op(
-    "multi_head_target_attention", forward=_forward, fake=_fake, backward=_backward
+    "multi_head_target_attention",
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    non_differentiable=("timestamps",),
 )

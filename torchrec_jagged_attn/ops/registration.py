@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 NAMESPACE = "torchrec_jagged_attn"
 DEVICES = ("CPU", "CUDA")
@@ -45,11 +49,14 @@ def register_op(
     forward: Callable[..., tuple[Tensor, ...]],
     fake: Callable[..., tuple[Tensor, ...]],
     backward: Callable[..., list[Tensor]],
+    non_differentiable: tuple[str, ...] = (),
 ) -> torch._ops.OpOverload:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
     The schemas are those of the annotated functions. Both run with autocast off, and return new
-    tensors that share no memory with any other. A second derivative is refused.
+    tensors that share no memory with any other. ``torch.func.grad`` and ``vjp`` work, and ``vmap``
+    takes one element after the other. Second derivatives are refused, and gradients of a batch, as
+    ``vmap`` of a gradient takes.
 
     Args:
         name: of the op.
@@ -58,6 +65,8 @@ def register_op(
         fake: ``forward`` on tensors without data.
         backward: ``(grad_out, needs_grad, *inputs, out, *saved)``, with a bool for each input, to
             the gradient of each input that needs one, in their order, shapes and dtypes.
+        non_differentiable: names of tensors among the inputs that may be floating-point, and of
+            which the output is piecewise constant: they have no gradient, even if they require one.
 
     Returns:
         The op, a function of ``forward``'s inputs.
@@ -70,39 +79,62 @@ def register_op(
         return [x.new_empty(x.shape) for x, need in zip(inputs, needs_grad, strict=True) if need]
 
     op, run, library = _define(name, forward, fake)
-    backward_op, run_backward, _ = _define(f"{name}_backward", backward, fake_backward)
+    backward_op, run_backward, backward_library = _define(
+        f"{name}_backward", backward, fake_backward
+    )
     num_tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
     def node_forward(ctx: Any, *inputs_and_call: Any) -> tuple[Tensor, ...]:
         *inputs, call = inputs_and_call
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs = call(*inputs)
+        outputs = _call_below_autograd(call, inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(*inputs[:num_tensors], *outputs)
         ctx.constants = inputs[num_tensors:]
         ctx.is_direct = call is run and _saves_as_they_are()
+        ctx.is_transformed = torch._C._are_functorch_transforms_active()
         return outputs
 
     def node_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         *needs_grad, _ = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * (len(needs_grad) + 1)
         if grad_out is None:
-            return (None,) * (len(needs_grad) + 1)
-        if torch.is_grad_enabled():
+            return tuple(grads)
+        # Transforms always ask for a graph: there the op of backward refuses its own gradient.
+        if torch.is_grad_enabled() and not ctx.is_transformed:
             raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
         tensors = ctx.saved_tensors
         inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
         arguments = (grad_out, needs_grad, *inputs, *ctx.constants, *outputs)
-        if torch.compiler.is_compiling():
-            grads = iter(backward_op(*arguments))
+        if torch.compiler.is_compiling() or ctx.is_transformed:
+            needed = backward_op(*arguments)
         else:
             keys = torch._C._dispatch_keys(grad_out) | torch._C._dispatch_tls_local_include_set()
             call = run_backward if ctx.is_direct and _is_direct(keys) else backward_op
-            with torch._C._AutoDispatchBelowAutograd():
-                grads = iter(call(*arguments))
-        return *(next(grads) if need else None for need in needs_grad), None
+            with _below_autograd():
+                needed = call(*arguments)
+        places = (at for at, need in enumerate(needs_grad) if need)
+        for at, grad in zip(places, needed, strict=True):
+            grads[at] = grad
+        return tuple(grads)
 
-    _differentiate(op, run, library, node_forward, node_backward)
+    def once_forward(ctx: Any, *inputs_and_call: Any) -> tuple[Tensor, ...]:
+        *inputs, call = inputs_and_call
+        return tuple(_call_below_autograd(call, inputs))
+
+    def refuse(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(f"{name} has no second derivative")
+
+    def refuse_batch(*_: Any) -> None:
+        raise NotImplementedError(
+            f"{name} has no gradient of a batch, got one of torch.func.vmap or of "
+            "is_grads_batched=True: join its samples by offsets, or take one after the other"
+        )
+
+    _differentiate(op, run, library, node_forward, node_backward, non_differentiable)
+    _differentiate(backward_op, run_backward, backward_library, once_forward, refuse)
+    for key in ("FuncTorchBatched", "Batched"):
+        backward_library.impl(f"{name}_backward", refuse_batch, key)
     return op
 
 
@@ -133,8 +165,7 @@ def register_op_of_ops(
 
     def node_forward(ctx: Any, *inputs_and_call: Any) -> Tensor:
         *inputs, call = inputs_and_call
-        with torch._C._AutoDispatchBelowAutograd():
-            out = call(*inputs)
+        out = _call_below_autograd(call, inputs)
         save(ctx, inputs, out)
         ctx.is_direct = call is run and _saves_as_they_are()
         return out
@@ -165,7 +196,7 @@ def call_in_backward(ctx: Any, op: torch._ops.OpOverload, *arguments: Any) -> An
     if ctx.is_direct and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
         keys = torch._C._dispatch_keys(arguments[0]) | torch._C._dispatch_tls_local_include_set()
         if _is_direct(keys):
-            with torch._C._AutoDispatchBelowAutograd():
+            with _below_autograd():
                 return _runs[op](*arguments)
     return op(*arguments)
 
@@ -176,8 +207,10 @@ def _differentiate(
     library: torch.library.Library,
     forward: Callable[..., Any],
     backward: Callable[..., Any],
+    non_differentiable: tuple[str, ...] = (),
 ) -> None:
-    """Where an input of ``op`` needs a gradient, it runs as the node of ``forward``.
+    """Where an input of ``op`` needs a gradient, other than one that is ``non_differentiable``, it
+    runs as the node of ``forward``.
 
     That has one more input: what to call below autograd, ``op`` again or, if all it would do is
     call ``run``, that.
@@ -185,17 +218,39 @@ def _differentiate(
     name = op._schema.name.split("::")[1]
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     node = type(name, (torch.autograd.Function,), functions)
+    places = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
 
     def autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, inputs)
         call = run if _is_direct(keys) else op
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        if needs_grad:
+            for at in places:
+                if inputs[at] is not None and inputs[at].requires_grad:
+                    inputs = (*inputs[:at], inputs[at].detach(), *inputs[at + 1 :])
+                    needs_grad = torch._C._any_requires_grad(*inputs)
+        if not needs_grad:
+            with _below_autograd():
+                return call(*inputs)
+        if not torch._C._are_functorch_transforms_active():
             return node.apply(*inputs, call)
-        with torch._C._AutoDispatchBelowAutograd():
-            return call(*inputs)
+        with enable_single_level_autograd_function():  # the dispatcher calls this at each level
+            apply = super(torch.autograd.Function, node).apply  # pyright: ignore[reportAttributeAccessIssue]
+            return apply(*inputs, call)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def _call_below_autograd(call: Callable[..., Any], inputs: list[Any]) -> Any:
+    """``call(*inputs)``, in the forward of a node, which runs with gradients off: those that are
+    taken outside of a transform's level are not.
+    """
+    if torch._C._are_functorch_transforms_active():
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
+            return call(*inputs)
+    with _below_autograd():
+        return call(*inputs)
 
 
 def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:

@@ -1,0 +1,60 @@
+"""What the scripts' options have in common; of the standard library, so that they parse at once."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import reprlib
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and the module's docstring as it is."""
+
+
+def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
+    """Type of an option: an int or a float from `least` to `most`, neither NaN nor infinite."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            name = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(
+                f"must be {name} from {least} to {most}, got {reprlib.repr(text)}"
+            )
+        return value
+
+    return parse
+
+
+def writable_folder(text: str) -> Path:
+    """Type of an option: a folder to write in, there or to be made."""
+    folder = Path(text)
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a folder that can be written, got {text!r}: {error.strerror}"
+        ) from None
+    return folder
+
+
+def package_file(text: str) -> Path:
+    """Type of an option: a file ending in .pt2, as PyTorch wants it, in a folder to write in."""
+    path = Path(text)
+    if path.suffix != ".pt2" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file that ends in .pt2, got {text!r}")
+    return writable_folder(str(path.parent)) / path.name
+
+
+def end_on_ctrl_c() -> None:
+    """Ctrl-C ends the process at once, without a traceback, and with what a shell expects."""
+    signal.signal(signal.SIGINT, lambda number, _frame: sys.exit(128 + number))

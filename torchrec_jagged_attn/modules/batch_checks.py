@@ -1,0 +1,103 @@
+"""What a batch must hold for a collection to pool it.
+
+Counts of rows are always checked. Values (ids, lengths, weights) are read on CPU, and on CUDA with
+``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_jagged_attn.layout import should_validate
+
+__all__ = ["check_equal_lengths", "check_features", "check_single_rows"]
+
+
+def check_features(
+    features: KeyedJaggedTensor,
+    num_embeddings: dict[str, int],
+    timestamps: list[str],
+    is_weighted: bool,
+    is_sharded: bool,
+) -> None:
+    """``features`` must have each key of ``num_embeddings``, with ids below its number, and of
+    ``timestamps``.
+    """
+    keys = features.keys()
+    if missing := [name for name in num_embeddings if name not in keys]:
+        raise ValueError(f"features must have the keys {missing}, got {keys}")
+    if missing := [name for name in timestamps if name not in keys]:
+        raise ValueError(f"features must have the timestamps {missing}, got {keys}")
+    if is_weighted and features.weights_or_none() is None:
+        raise ValueError("features must have weights for is_weighted=True, got none")
+    if not is_weighted and features.weights_or_none() is not None:
+        raise ValueError(
+            "features must have no weights unless is_weighted=True, got a weighted "
+            "KeyedJaggedTensor"
+        )
+    if features.stride() == 0:  # which lookups fail on, each in another way
+        raise ValueError("features must have at least one sample, got none")
+    if features.variable_stride_per_key():
+        if not is_sharded:
+            raise NotImplementedError(
+                "features must have one batch size for all keys unless tables are sharded, "
+                f"got {features.stride_per_key()} for {keys}"
+            )
+        if features.inverse_indices_or_none() is None:
+            raise ValueError("features of several batch sizes must have inverse_indices, got none")
+        if features.device().type == "cpu" and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "features of several batch sizes must be on CUDA to train, got cpu, where "
+                "TorchRec's lookups of them have no gradient"
+            )
+    if should_validate(features.values()):
+        _check_ids(features, num_embeddings)
+
+
+def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> None:
+    bounds = features.offset_per_key()
+    for index, key in enumerate(features.keys()):
+        ids = features.values()[bounds[index] : bounds[index + 1]]
+        if key not in num_embeddings or ids.numel() == 0:
+            continue
+        least, most = (int(x) for x in ids.aminmax())
+        if least < 0 or most >= num_embeddings[key]:
+            raise ValueError(
+                f"ids of {key!r} must lie in 0…{num_embeddings[key] - 1}, "
+                f"got {least if least < 0 else most}"
+            )
+
+
+def check_single_rows(sequence: JaggedTensor, name: str) -> None:
+    """Each sample must have one row of the target ``name``."""
+    message = f"target {name!r} must have exactly one id in each sample, got "
+    lengths = sequence.lengths()
+    if should_validate(lengths) and (wrong := torch.nonzero(lengths != 1)).numel():
+        sample = int(wrong[0])
+        raise ValueError(f"{message}{int(lengths[sample])} in sample {sample}")
+    rows, samples = sequence.values().shape[0], lengths.numel()
+    _check_equal(rows, samples, lambda: f"{message}{rows} in {samples} samples")
+
+
+def check_equal_lengths(
+    sequence: JaggedTensor, name: str, reference: JaggedTensor, reference_name: str
+) -> None:
+    """``sequence`` must be as long as ``reference`` in each sample."""
+    message = f"{name!r} must be as long as {reference_name!r} in each sample, got "
+    lengths, expected = sequence.lengths(), reference.lengths()
+    if should_validate(lengths) and (wrong := torch.nonzero(lengths != expected)).numel():
+        sample = int(wrong[0])
+        raise ValueError(
+            f"{message}{int(lengths[sample])} and {int(expected[sample])} in sample {sample}"
+        )
+    rows, expected_rows = sequence.values().shape[0], reference.values().shape[0]
+    _check_equal(rows, expected_rows, lambda: f"{message}{rows} and {expected_rows} rows in all")
+
+
+def _check_equal(rows: int, expected: int, message: Callable[[], str]) -> None:
+    """In eager mode a ValueError; while compiling a fact, which the program checks as it runs."""
+    if torch.compiler.is_compiling():
+        torch._check(rows == expected)
+    elif rows != expected:
+        raise ValueError(message())

@@ -1,0 +1,187 @@
+"""``TargetAttentionConfig``: which history attends to which target, of which tables."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+__all__ = ["TargetAttentionConfig", "check_configs", "find_feature", "keys_of_history"]
+
+
+@dataclass
+class TargetAttentionConfig:
+    """Which history attends to which target, and how.
+
+    Side information rides along: rows of several targets are laid side by side, and so are those of
+    several histories. They are attended once, over the sum of their widths.
+
+    A feature that several tables hold is named ``feature@table``, as EmbeddingBagCollection names
+    its output.
+
+    Args:
+        target: feature, or features, with exactly one id per sample.
+        history: feature, or features, oldest id first, pooled by attention to ``target``. Several
+            must have equal lengths: they describe the same events.
+        num_heads: ``H``, a divisor of the summed width of the histories.
+        timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any
+            unit. It is not embedded, so no table may hold it. It is read after the lookups, so a
+            pipeline must not be told ``free_features_storage_early=True``.
+        recency_bias: whether scores have a learned bias by position in the history, and by age
+            where there are ``timestamps``.
+        init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
+        encoder_layers: how many times the rows of a history first attend to each other, each time
+            in a :class:`HistoryEncoderLayer` of ``num_heads``.
+        max_history: ``K``, to keep the newest ``K`` rows of each history alone, with their
+            timestamps and weights. Older rows are dropped before the lookups, also for another
+            table that pools the same feature. A training pipeline overlaps this, and the lookups,
+            if it is told ``pipeline_postproc=True``. ``None`` keeps all rows.
+
+    Example:
+        >>> config = TargetAttentionConfig(target=["item", "tag"], history=["items", "tags"])
+        >>> config.num_heads
+        4
+    """
+
+    target: str | list[str]
+    history: str | list[str]
+    num_heads: int = 4
+    timestamps: str | None = None
+    recency_bias: bool = True
+    init: Literal["recency", "mha"] = "recency"
+    encoder_layers: int = 0
+    max_history: int | None = None
+
+    @property
+    def targets(self) -> list[str]:
+        """The target features, always as a list."""
+        return [self.target] if isinstance(self.target, str) else list(self.target)
+
+    @property
+    def histories(self) -> list[str]:
+        """The history features, always as a list."""
+        return [self.history] if isinstance(self.history, str) else list(self.history)
+
+
+def find_feature(
+    argument: str, name: str, tables: list[EmbeddingBagConfig]
+) -> tuple[EmbeddingBagConfig, str]:
+    """Table and feature of ``name``, which is ``feature`` or ``feature@table``.
+
+    Raises:
+        ValueError: no table holds it, or several do. ``argument`` is what gave the name.
+    """
+    held = [(table, feature) for table in tables for feature in table.feature_names]
+    found = [
+        (table, feature) for table, feature in held if name in (feature, f"{feature}@{table.name}")
+    ]
+    if not found:
+        features = list(dict.fromkeys(feature for _, feature in held))
+        raise ValueError(f"{argument} must be a feature of tables, one of {features}, got {name!r}")
+    if len(found) > 1:
+        choices = [f"{feature}@{table.name}" for table, feature in found]
+        raise ValueError(
+            f"{argument} must name one table where several hold it, one of {choices}, got {name!r}"
+        )
+    return found[0]
+
+
+def check_configs(
+    tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
+) -> None:
+    """``tables``, whose features have names, and ``attentions`` must fit together.
+
+    Raises:
+        TypeError: an entry of ``attentions`` is no TargetAttentionConfig.
+        ValueError: anything else, named by its argument.
+    """
+    if not tables:
+        raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
+    if not attentions:
+        raise ValueError("attentions must hold at least one TargetAttentionConfig, got none")
+    if repeated := _repeated(table.name for table in tables):
+        raise ValueError(f"tables must have different names, got {repeated} more than once")
+    for config in attentions:
+        if not isinstance(config, TargetAttentionConfig):
+            raise TypeError(
+                f"attentions must hold TargetAttentionConfigs, got a {type(config).__name__}"
+            )
+        if not config.histories or not config.targets:
+            raise ValueError(
+                "target and history must name at least one feature each, "
+                f"got {config.target!r} and {config.history!r}"
+            )
+    targets = {
+        find_feature("target", name, tables)[1] for config in attentions for name in config.targets
+    }
+    histories = [
+        find_feature("history", name, tables) for config in attentions for name in config.histories
+    ]
+    if repeated := _repeated(f"{feature}@{table.name}" for table, feature in histories):
+        raise ValueError(f"history must be attended once, got {repeated} more than once")
+    if both := sorted(targets & {feature for _, feature in histories}):
+        raise ValueError(f"target must be no history of any attention, got {both}")
+    for config in attentions:
+        _check_config(config, tables)
+    _check_max_history(tables, attentions)
+
+
+def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
+    features = {
+        name: find_feature(argument, name, tables)[0].embedding_dim
+        for argument, names in (("target", config.targets), ("history", config.histories))
+        for name in names
+    }
+    if wrong := {name: width for name, width in features.items() if width % 4 != 0}:
+        raise ValueError(
+            "tables that hold a target or a history must have an embedding_dim that is a multiple "
+            f"of 4, got {wrong}"
+        )
+    embed_dim = sum(features[name] for name in config.histories)
+    if config.num_heads < 1 or embed_dim % config.num_heads != 0:
+        raise ValueError(
+            f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
+            f"got {config.num_heads}"
+        )
+    if config.encoder_layers < 0:
+        raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
+    if config.max_history is not None and config.max_history < 1:
+        raise ValueError(f"max_history must be at least 1, or None, got {config.max_history}")
+    if config.timestamps is None:
+        return
+    for table in tables:
+        if config.timestamps in table.feature_names:
+            raise ValueError(
+                "timestamps must be a key that no table holds, "
+                f"got {config.timestamps!r} of table {table.name!r}"
+            )
+    if not config.recency_bias:
+        raise ValueError(
+            "timestamps must go with recency_bias=True, which learns from them, "
+            f"got {config.timestamps!r} and recency_bias=False"
+        )
+
+
+def _check_max_history(
+    tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
+) -> None:
+    """A key is cut to one length, whichever attentions read it."""
+    lengths: dict[str, int | None] = {}
+    for config in attentions:
+        for key in keys_of_history(config, tables):
+            if lengths.setdefault(key, config.max_history) != config.max_history:
+                raise ValueError(
+                    f"max_history must be one for all attentions that read {key!r}, "
+                    f"got {lengths[key]} and {config.max_history}"
+                )
+
+
+def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> list[str]:
+    """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
+    keys = [find_feature("history", name, tables)[1] for name in config.histories]
+    return keys if config.timestamps is None else [*keys, config.timestamps]
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]

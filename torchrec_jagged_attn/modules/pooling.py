@@ -1,0 +1,273 @@
+"""Everything after the lookups of a ``TargetAttentionEmbeddingBagCollection``."""
+
+# torch.jit.script reads annotations, so they are no strings here.
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, check_single_rows
+from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature
+from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
+from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
+
+__all__ = ["TargetAttentionPooling"]
+
+
+class TargetAttentionPooling(nn.Module):
+    """Pools what was looked up: histories by attention, other sequences by sum or mean.
+
+    A module of its own, with no sharded child, is a leaf for TorchRec's tracers: what branches on
+    the batch must be in here for the lookups to be pipelined.
+
+    Args:
+        tables: all of them, in the order of the output.
+        sequence_tables: those of each EmbeddingCollection.
+        bag_tables: those of the EmbeddingBagCollection.
+        attentions: as the collection's.
+        is_weighted: as the collection's.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        sequence_tables: list[list[EmbeddingBagConfig]],
+        bag_tables: list[EmbeddingBagConfig],
+        attentions: list[TargetAttentionConfig],
+        is_weighted: bool,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        keys = _names(tables)
+        self._keys = list(keys.values())
+        self._widths = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self._is_weighted = is_weighted
+        self._attentions = [
+            _Attention(config, tables, keys, sequence_tables) for config in attentions
+        ]
+        targets = {
+            source.key: source for attention in self._attentions for source in attention.targets
+        }
+        histories = {source.key for attention in self._attentions for source in attention.histories}
+        self._targets = list(targets.values())
+        self._pooled = [
+            (source, pooling_type_to_str(table.pooling))
+            for table in (table for part in sequence_tables for table in part)
+            for source in (
+                _Source(table, feature, keys, sequence_tables) for feature in table.feature_names
+            )
+            if source.key not in targets and source.key not in histories
+        ]
+        self._bags = [(name, keys[feature]) for feature, name in _names(bag_tables).items()]
+
+        self.encoders = nn.ModuleList(
+            nn.Sequential(
+                *(
+                    HistoryEncoderLayer(
+                        attention.history_dim,
+                        config.num_heads,
+                        recency_bias=config.recency_bias,
+                        device=device,
+                    )
+                    for _ in range(config.encoder_layers)
+                )
+            )
+            for config, attention in zip(attentions, self._attentions, strict=True)
+        )
+        self.attentions = nn.ModuleList(
+            JaggedTargetAttention(
+                attention.history_dim,
+                config.num_heads,
+                target_dim=attention.target_dim,
+                recency_bias=config.recency_bias,
+                age_bias=config.timestamps is not None,
+                init=config.init,
+                device=device,
+            )
+            for config, attention in zip(attentions, self._attentions, strict=True)
+        )
+
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        sequences: list[dict[str, JaggedTensor]],
+        bags: KeyedTensor | None,
+    ) -> KeyedTensor:
+        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``.
+
+        Args:
+            features: what was looked up.
+            sequences: of each EmbeddingCollection.
+            bags: of the EmbeddingBagCollection, if there is one.
+        """
+        targets = {x.key: _single_rows(x.rows(sequences), x.feature) for x in self._targets}
+        columns = dict(targets)
+        if self._is_weighted:
+            for x in self._targets:
+                columns[x.key] = targets[x.key] * _weights(features, x.feature).unsqueeze(1)
+        for x, mode in self._pooled:
+            weights = _weights(features, x.feature) if self._is_weighted else None
+            columns[x.key] = _segment_reduce(x.rows(sequences), weights, mode)
+        for attention, layers, attend in zip(
+            self._attentions, self.encoders, self.attentions, strict=True
+        ):
+            keys = [x.feature for x in attention.histories]
+            history = _side_by_side([x.rows(sequences) for x in attention.histories], keys)
+            timestamps = weights = None
+            if attention.timestamps is not None:
+                timestamps = _timestamps(features, attention.timestamps, history, keys[0])
+            if self._is_weighted:
+                weights = _weights(features, keys[0])
+            for layer in layers:
+                history = layer(history, weights)
+            target = torch.cat([targets[x.key] for x in attention.targets], dim=1)
+            attended = attend(target, history, timestamps, weights)
+            begin = 0
+            for x in attention.histories:
+                columns[x.key] = attended.narrow(1, begin, x.width)
+                begin += x.width
+        # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
+        if bags is not None:
+            bag_columns = bags.to_dict()
+            columns |= {key: bag_columns[name] for name, key in self._bags}
+        return KeyedTensor(
+            keys=self._keys,
+            length_per_key=self._widths,
+            values=torch.cat([columns[key] for key in self._keys], dim=1),
+        )
+
+
+def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
+    """What a lookup of ``tables`` calls each table's feature: ``feature@table`` where several of
+    them hold it.
+    """
+    return {
+        (table.name, feature): name
+        for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
+        for feature, name in zip(table.feature_names, names, strict=True)
+    }
+
+
+class _Source:
+    """Where rows of a sequence come from, and the column that they end in.
+
+    Attributes:
+        feature: key of the KeyedJaggedTensor.
+        key: of the output.
+        width: of the rows.
+    """
+
+    def __init__(
+        self,
+        table: EmbeddingBagConfig,
+        feature: str,
+        keys: dict[tuple[str, str], str],
+        sequence_tables: list[list[EmbeddingBagConfig]],
+    ) -> None:
+        self.feature, self.key, self.width = feature, keys[table.name, feature], table.embedding_dim
+        for index, part in enumerate(sequence_tables):
+            if (table.name, feature) in (names := _names(part)):
+                self._lookup, self._name = index, names[table.name, feature]
+
+    def rows(self, sequences: list[dict[str, JaggedTensor]]) -> JaggedTensor:
+        """The rows, among those that all lookups give."""
+        return sequences[self._lookup][self._name]
+
+
+class _Attention:
+    """What one attention reads."""
+
+    def __init__(
+        self,
+        config: TargetAttentionConfig,
+        tables: list[EmbeddingBagConfig],
+        keys: dict[tuple[str, str], str],
+        sequence_tables: list[list[EmbeddingBagConfig]],
+    ) -> None:
+        self.targets, self.histories = (
+            [
+                _Source(*find_feature(argument, name, tables), keys, sequence_tables)
+                for name in names
+            ]
+            for argument, names in (("target", config.targets), ("history", config.histories))
+        )
+        self.target_dim = sum(source.width for source in self.targets)
+        self.history_dim = sum(source.width for source in self.histories)
+        self.timestamps = config.timestamps
+
+
+# What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
+
+
+@torch.fx.wrap
+def _single_rows(sequence: JaggedTensor, name: str) -> Tensor:
+    """``[B, D]`` rows of a target: as they are, since each sample has one."""
+    if not is_scripting():
+        check_single_rows(sequence, name)
+    return sequence.values()
+
+
+@torch.fx.wrap
+def _segment_reduce(sequence: JaggedTensor, weights: Tensor | None, mode: str) -> Tensor:
+    """``[B, D]`` fp32 sum or mean of each sample's rows, zero where there are none.
+
+    As FBGEMM takes it, the mean of weighted rows is divided by their number.
+    """
+    rows = sequence.values().float()
+    if weights is not None:
+        rows = rows * weights.unsqueeze(1)
+    return torch.segment_reduce(rows, mode, lengths=sequence.lengths(), initial=0, unsafe=True)
+
+
+@torch.fx.wrap
+def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTensor:
+    """The rows of equally long sequences, concatenated to ``[N, sum of widths]``."""
+    first = sequences[0]
+    if len(sequences) == 1:
+        return first
+    if not is_scripting():
+        for sequence, name in zip(sequences, names, strict=True):
+            check_equal_lengths(sequence, name, first, names[0])
+    return JaggedTensor(
+        torch.cat([sequence.values() for sequence in sequences], dim=1),
+        lengths=first.lengths(),
+        offsets=first.offsets(),
+    )
+
+
+@torch.fx.wrap
+def _timestamps(
+    features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
+) -> Tensor:
+    """``[N]`` times of the rows of ``history``."""
+    if is_scripting():
+        return features[name].values()
+    timestamps = _of_each_sample(features, name)
+    check_equal_lengths(timestamps, name, history, history_name)
+    return timestamps.values()
+
+
+@torch.fx.wrap
+def _weights(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """``[N]`` weights of the rows of ``name``."""
+    if is_scripting():
+        return features[name].weights()
+    return _of_each_sample(features, name).weights()
+
+
+def _of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
+    """The rows of a key, repeated where several samples have them, as lookups do."""
+    sequence = features[name]
+    if not features.variable_stride_per_key():
+        return sequence
+    keys, inverse_indices = features.inverse_indices()
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        inverse_indices[keys.index(name)].int(),
+        sequence.lengths(),
+        sequence.values(),
+        sequence.weights_or_none(),
+    )
+    return JaggedTensor(values, lengths=lengths, weights=weights)

@@ -1,0 +1,129 @@
+"""What keeps a sharded model right: its sharders, and the optimizers of its tables.
+
+TorchRec's planner, sharders and pipelines know EmbeddingCollection and EmbeddingBagCollection. What
+lies beside them is replicated: tables that no sharder took, too, and the weights of attentions,
+whose gradients are averaged over ranks before a step.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+__all__ = [
+    "check_sharded",
+    "embedding_parameters",
+    "keep_from_table_optimizers",
+    "takes_table_optimizer",
+]
+
+TAKE_TABLES = (
+    "apply_optimizer_in_backward must be given embedding_parameters(model), the weights of "
+    "tables, not those of an attention, whose gradients are averaged over ranks first"
+)
+
+
+def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of all embedding tables in ``module``, and nothing else.
+
+    For ``apply_optimizer_in_backward``. Call it before sharding.
+
+    Args:
+        module: holds any number of EmbeddingCollections and EmbeddingBagCollections.
+
+    Returns:
+        An iterator over parameters of shape ``[num_embeddings, embedding_dim]``.
+
+    Raises:
+        ValueError: ``module`` is sharded.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec_jagged_attn import TargetAttentionConfig
+        >>> from torchrec_jagged_attn import TargetAttentionEmbeddingBagCollection
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=8, num_embeddings=9, feature_names=["item", "hist"]
+        ... )
+        >>> collection = TargetAttentionEmbeddingBagCollection(
+        ...     [table], TargetAttentionConfig(target="item", history="hist")
+        ... )
+        >>> [weight.shape for weight in embedding_parameters(collection)]
+        [torch.Size([9, 8])]
+    """
+    weights: list[nn.Parameter] = []
+    for child in module.modules():
+        if isinstance(child, ShardedModule):
+            raise ValueError(f"module must not be sharded yet, got a {type(child).__name__} in it")
+        if isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)):
+            weights += child.parameters()
+    return iter(weights)
+
+
+def check_sharded(lookups: list[nn.Module]) -> bool:
+    """Whether ``lookups`` are sharded, as all or none of them must be.
+
+    Raises:
+        RuntimeError: a DistributedModelParallel left some of them whole on each rank.
+    """
+    left = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
+    if not left:
+        return True
+    if len(left) < len(lookups) or (
+        dist.is_initialized()
+        and not torch.compiler.is_compiling()
+        and _is_called_by(DistributedModelParallel.forward)
+    ):
+        names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in left})
+        raise RuntimeError(
+            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got none: "
+            "each rank would train its tables whole, and from another start"
+        )
+    return False
+
+
+def takes_table_optimizer() -> bool:
+    """Whether ``apply_optimizer_in_backward`` asks for parameters, which are to be those of tables.
+
+    TorchRec's idiom gives it ``model.sparse_arch.parameters()``. Then a warning says what it leaves
+    out.
+    """
+    if not _is_called_by(apply_optimizer_in_backward):
+        return False
+    warnings.warn(
+        "apply_optimizer_in_backward leaves out the weights of attentions: the optimizer of the "
+        "dense layers must have them, as in_backward_optimizer_filter(model.named_parameters()) "
+        "gives them; embedding_parameters(model) are the weights of tables alone",
+        stacklevel=2,
+    )
+    return True
+
+
+def keep_from_table_optimizers(module: nn.Module) -> None:
+    """Have ``apply_optimizer_in_backward`` refuse each parameter of ``module``.
+
+    It asks a parameter for ``view_as``, by which it finds where gradients are added up.
+    """
+    for parameter in module.parameters():
+        parameter.view_as = _refuse_table_optimizer
+
+
+def _refuse_table_optimizer(other: Tensor) -> Tensor:
+    raise ValueError(TAKE_TABLES)
+
+
+def _is_called_by(function: Callable) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
