@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from triton import knobs
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.ops.dispatch import supported_dtypes
 from torchrec_jagged_attn.testing import Case
+
+# MKL's products of fp32 otherwise round by the address of their operands, on AMD's CPUs at least.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 # Examples are the same in every run, and take as long as they take.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
