@@ -15,7 +15,7 @@ from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.ops.dispatch import supported_dtypes
 from torchrec_jagged_attn.testing import Case
 
-# MKL's products of fp32 otherwise round by the address of their operands, on AMD's CPUs at least.
+# MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
 # Examples are the same in every run, and take as long as they take.

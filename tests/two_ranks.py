@@ -190,6 +190,12 @@ def collection_of(model: nn.Module) -> TargetAttentionEmbeddingBagCollection:
     return model.model.sparse_arch.embedding_bag_collection
 
 
+def reads_weights(model: nn.Module) -> bool:
+    collection = collection_of(model)
+    is_ours = isinstance(collection, TargetAttentionEmbeddingBagCollection)
+    return is_ours and collection.is_weighted()
+
+
 def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
     rng = random.Random(f"{step} {rank}")
     lengths = HISTORY_LENGTHS[step][rank % 2]
@@ -321,7 +327,7 @@ def train(
     """Loss and logits of each step on this rank."""
     optimizer = dense_optimizer(model)
     results = []
-    for batch in batches(device, steps, collection_of(model).is_weighted()):
+    for batch in batches(device, steps, reads_weights(model)):
         optimizer.zero_grad()
         loss, (_, logits, _) = model(batch)
         loss.backward()
@@ -339,7 +345,7 @@ def train_unsharded(
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Losses and logits of each step by rank, of one process with the batches of all ranks."""
     _, unfused, arguments = OPTIMIZERS[optimizer]
-    is_weighted = collection_of(model).is_weighted()
+    is_weighted = reads_weights(model)
     tables = list(embedding_parameters(model))
     rest = [p for p in model.parameters() if not any(p is table for table in tables)]
     optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
