@@ -5,15 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hopper_in_numpy import hopper_in_numpy
 from hypothesis import settings
 from triton import knobs
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.ops.dispatch import supported_dtypes
 from torchrec_jagged_attn.testing import Case
+
+if knobs.runtime.interpret:
+    # The interpreter's own are BLAS's, which round by the CPU's model and by which operand comes
+    # first; a GPU's are the same either way.
+    def product_rounded_once(_builder, a, b, acc, *_options):
+        product = np.matmul(a.data, b.data, dtype=np.float64)
+        return TensorHandle(product.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+    InterpreterBuilder.create_dot = product_rounded_once
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")
