@@ -21,10 +21,10 @@ TORCHREC = EXTRAS["torchrec"]["torchrec"]
 
 
 def rows() -> list[dict[str, str]]:
-    """The README's table of sets that the test suite passed with."""
+    """The README's table of sets, and what ran with each."""
     table = re.search(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
     assert table
-    heads = ("torch", "triton", "torchrec", "fbgemm-gpu", "python", "device", "date")
+    heads = ("torch", "triton", "torchrec", "fbgemm-gpu", "python", "device", "tests")
     cells = [re.findall(r"[^|]+", row) for row in table[1].splitlines()]
     return [dict(zip(heads, map(str.strip, row), strict=True)) for row in cells]
 

@@ -220,11 +220,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     def reset_parameters(self) -> None:
         """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""
-        for lookup in self._lookups():
-            lookup.reset_parameters()
-        for module in reversed(list(self.pooling.modules())):  # children before their parents
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        children_first = reversed(list(self.pooling.modules()))
+        for module in (*self._lookups(), *children_first):
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
 
     def table_keys(self) -> dict[str, str]:
         """What the state dict calls the weight of each table, by the table's name."""

@@ -121,7 +121,7 @@ class TargetAttentionPooling(nn.Module):
                 timestamps = _timestamps(features, attention.timestamps, history, keys[0])
             if self._is_weighted:
                 weights = _weights(features, keys[0])
-            for layer in layers:
+            for layer in layers.children():
                 history = layer(history, weights)
             target = torch.cat([targets[x.key] for x in attention.targets], dim=1)
             attended = attend(target, history, timestamps, weights)
