@@ -112,22 +112,25 @@ def draw_prior_weights(lengths, device, dtype=torch.float32):
     return weights.to(device, dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "others"),
-    [
-        *((torch.float32, others) for others in ("", "tables", "bias and tables")),
-        *(
-            (dtype, others)
-            for dtype in (torch.float16, torch.bfloat16)
-            for others in ("", "tables")
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("layout", "num_targets"),
-    [("own", 1), ("own", 3), ("own", 9), ("own", 40), ("shared", 9), ("jagged", 9)],
-)
+# Each layout with each dtype, and with tables and without.
+PRIOR_CASES = [
+    ("own", 1, torch.float32, "bias and tables"),
+    ("own", 1, torch.bfloat16, "tables"),
+    ("own", 3, torch.float32, ""),
+    ("own", 3, torch.float16, "tables"),
+    ("own", 9, torch.float16, "tables"),
+    ("own", 9, torch.bfloat16, ""),
+    ("own", 40, torch.float32, "tables"),
+    ("own", 40, torch.float16, ""),
+    ("own", 40, torch.bfloat16, "tables"),
+    ("shared", 9, torch.float32, ""),
+    ("shared", 9, torch.bfloat16, "tables"),
+    ("jagged", 9, torch.float32, "bias and tables"),
+    ("jagged", 9, torch.float16, "tables"),
+]
+
+
+@pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
     skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
     lengths = [300, 0, 3, 64, 1]
