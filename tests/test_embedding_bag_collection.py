@@ -936,6 +936,9 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
     optimizer.step()
     assert not torch.equal(bags(features).values(), torch.cat(list(before.values()), dim=1))
 
+    moved = EmbeddingBagCollection([ITEM], device=torch.device("meta")).to_empty(device=CPU)
+    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(moved, PAIR)
+    assert {parameter.device for parameter in collection.parameters()} == {CPU}
     weighted = EmbeddingBagCollection([ITEM], is_weighted=True, device=torch.device("meta"))
     collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(weighted, PAIR)
     assert collection.is_weighted()

@@ -33,7 +33,7 @@ class TargetAttentionConfig:
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
         encoder_layers: how many times the rows of a history first attend to each other, each time
             in a :class:`HistoryEncoderLayer` of ``num_heads``.
-        max_history: ``K``, to keep the newest ``K`` rows of each history alone, with their
+        max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
             timestamps and weights. Older rows are dropped before the lookups, also for another
             table that pools the same feature. A training pipeline overlaps this, and the lookups,
             if it is told ``pipeline_postproc=True``. ``None`` keeps all rows.
@@ -146,6 +146,8 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         )
     if config.encoder_layers < 0:
         raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
+    if config.max_history is not None and not isinstance(config.max_history, int):
+        raise TypeError(f"max_history must be an int or None, got {config.max_history!r}")
     if config.max_history is not None and config.max_history < 1:
         raise ValueError(f"max_history must be at least 1, or None, got {config.max_history}")
     if config.timestamps is None:

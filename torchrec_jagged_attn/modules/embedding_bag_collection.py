@@ -22,7 +22,6 @@ from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import (
     check_sharded,
-    keep_from_table_optimizers,
     takes_table_optimizer,
 )
 
@@ -148,7 +147,6 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self.pooling = TargetAttentionPooling(
             tables, list(by_width.values()), bag_tables, attentions, is_weighted, device
         )
-        keep_from_table_optimizers(self.pooling)
 
     @classmethod
     def from_embedding_bag_collection(
@@ -174,7 +172,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 "embedding_bag_collection must be an EmbeddingBagCollection that is not sharded, "
                 f"got a {type(source).__name__}"
             )
-        tables, device = source.embedding_bag_configs(), torch.device(source.device)
+        device = next(source.parameters()).device  # it may have moved from where it was made
+        tables = source.embedding_bag_configs()
         collection = cls(tables, attentions, device, source.is_weighted())
         for name, key in collection.table_keys().items():
             table = collection.get_submodule(key.removesuffix(".weight"))

@@ -40,7 +40,7 @@ class HistoryTruncation(nn.Module):
 def _truncate(
     features: KeyedJaggedTensor, groups: list[list[str]], limits: dict[str, int]
 ) -> KeyedJaggedTensor:
-    if not is_scripting():
+    if not is_scripting() and not features.variable_stride_per_key():
         for keys in groups:
             for key in keys[1:]:  # which would look alike once they are cut
                 check_equal_lengths(features[key], key, features[keys[0]], keys[0])

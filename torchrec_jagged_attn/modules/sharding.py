@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
@@ -22,14 +22,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 __all__ = [
     "check_sharded",
     "embedding_parameters",
-    "keep_from_table_optimizers",
     "takes_table_optimizer",
 ]
-
-TAKE_TABLES = (
-    "apply_optimizer_in_backward must be given embedding_parameters(model), the weights of "
-    "tables, not those of an attention, whose gradients are averaged over ranks first"
-)
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -84,8 +78,8 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
     ):
         names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in left})
         raise RuntimeError(
-            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got none: "
-            "each rank would train its tables whole, and from another start"
+            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
+            "such sharder: each rank would train its tables whole, and from another start"
         )
     return False
 
@@ -94,7 +88,7 @@ def takes_table_optimizer() -> bool:
     """Whether ``apply_optimizer_in_backward`` asks for parameters, which are to be those of tables.
 
     TorchRec's idiom gives it ``model.sparse_arch.parameters()``. Then a warning says what it leaves
-    out.
+    out. A list made before hides from here who asks.
     """
     if not _is_called_by(apply_optimizer_in_backward):
         return False
@@ -105,19 +99,6 @@ def takes_table_optimizer() -> bool:
         stacklevel=2,
     )
     return True
-
-
-def keep_from_table_optimizers(module: nn.Module) -> None:
-    """Have ``apply_optimizer_in_backward`` refuse each parameter of ``module``.
-
-    It asks a parameter for ``view_as``, by which it finds where gradients are added up.
-    """
-    for parameter in module.parameters():
-        parameter.view_as = _refuse_table_optimizer
-
-
-def _refuse_table_optimizer(other: Tensor) -> Tensor:
-    raise ValueError(TAKE_TABLES)
 
 
 def _is_called_by(function: Callable) -> bool:
