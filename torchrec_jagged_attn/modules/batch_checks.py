@@ -25,9 +25,10 @@ def check_features(
     ``timestamps``.
     """
     keys = features.keys()
-    if missing := [name for name in num_embeddings if name not in keys]:
+    known = set(keys)
+    if missing := [name for name in num_embeddings if name not in known]:
         raise ValueError(f"features must have the keys {missing}, got {keys}")
-    if missing := [name for name in timestamps if name not in keys]:
+    if missing := [name for name in timestamps if name not in known]:
         raise ValueError(f"features must have the timestamps {missing}, got {keys}")
     if is_weighted and features.weights_or_none() is None:
         raise ValueError("features must have weights for is_weighted=True, got none")

@@ -57,6 +57,7 @@ def _truncate(
     values = features.values()[is_kept]
     if weights is not None:
         weights = weights[is_kept]
+    # TorchScript compiles the first of these two calls alone.
     if is_scripting() or not features.variable_stride_per_key():
         return KeyedJaggedTensor(
             keys=features.keys(),
