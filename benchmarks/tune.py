@@ -27,7 +27,7 @@ from suites import target_attention_kernel
 from torch import Tensor
 
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.kernels import target_attention as kernels
+from torchrec_jagged_attn.kernels.target import attention as kernels
 from torchrec_jagged_attn.testing import CASES, Case
 
 DEVICE = "cuda"

@@ -13,8 +13,8 @@ from hypothesis import settings
 from triton import knobs
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import implementation
-from torchrec_jagged_attn.ops.dispatch import supported_dtypes
 from torchrec_jagged_attn.testing import Case
 
 if knobs.runtime.interpret:

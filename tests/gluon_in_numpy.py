@@ -23,8 +23,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
-from torchrec_jagged_attn.kernels import target_attention
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.target import attention as target_attention
 
 __all__ = ["gluon_in_numpy", "in_numpy", "launched_by"]
 

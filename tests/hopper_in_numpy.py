@@ -24,8 +24,10 @@ from gluon_in_numpy import Block, Layout, Pointer, in_numpy, launched_by
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torchrec_jagged_attn.kernels import flash_hopper, flash_hopper_backward, pairs_hopper
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.flash import hopper_backward as flash_hopper_backward
+from torchrec_jagged_attn.kernels.flash import hopper_forward as flash_hopper
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
 
 __all__ = ["hopper_in_numpy"]
 

@@ -15,7 +15,7 @@ from torchrec_jagged_attn import (
     jagged_jagged_bmm_jagged_out,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.kernels.projections import add_bias_of_values, parameter_gradients
+from torchrec_jagged_attn.kernels.target.projections import add_bias_of_values, parameter_gradients
 from torchrec_jagged_attn.testing import offsets_of
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])

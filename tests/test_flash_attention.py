@@ -12,9 +12,9 @@ from test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torch._dynamo.testing import CompileCounter
 
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.kernels import flash_attention
-from torchrec_jagged_attn.kernels.distance_bias import list_by_distance
-from torchrec_jagged_attn.kernels.flash_schedule import list_tiles, most_tiles
+from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
+from torchrec_jagged_attn.kernels.flash import attention as flash_attention
+from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     CASES,

@@ -12,8 +12,8 @@ from test_registration import Recorder
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
-from torchrec_jagged_attn.kernels import pairs_hopper
-from torchrec_jagged_attn.kernels.jagged_products import pair_offsets
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
+from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     Case,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton import knobs
 
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 CONSTANTS = {"D": 8, "H": 2, "num_warps": 4}
 

@@ -11,7 +11,7 @@ import triton
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import __main__
-from torchrec_jagged_attn.kernels import cpu_attention
+from torchrec_jagged_attn.cpu import build as cpu_attention
 from torchrec_jagged_attn.ops import implementation
 
 
@@ -149,7 +149,9 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
-    from torchrec_jagged_attn.kernels import flash_hopper, pairs_hopper, target_attention
+    from torchrec_jagged_attn.kernels.flash import hopper_forward as flash_hopper
+    from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
+    from torchrec_jagged_attn.kernels.target import attention as target_attention
 
     monkeypatch.setattr(__main__, "devices", lambda: [(torch.device("cuda"), "a GPU")])
     monkeypatch.setattr(__main__.ops, "implementation", lambda device: ("triton", "CUDA device"))

@@ -4,8 +4,11 @@ import pytest
 import torch
 from conftest import skip_unless_supported
 
-from torchrec_jagged_attn.kernels.projections import ROWS
-from torchrec_jagged_attn.ops.multi_head import _add_bias_of_values, _parameter_gradients
+from torchrec_jagged_attn.kernels.target.projections import ROWS
+from torchrec_jagged_attn.ops.multi_head_target_attention import (
+    _add_bias_of_values,
+    _parameter_gradients,
+)
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
 # Those of a tile and of a part, and one more or less; and some that many parts are needed for.

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
-from torchrec_jagged_attn.kernels import cpu_attention
+from torchrec_jagged_attn.cpu import build as cpu_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     Case,

@@ -15,13 +15,13 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
-from torchrec_jagged_attn.modules.target_attention import RecencyBias
-from torchrec_jagged_attn.ops.attention import (
+from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.flash_attention import (
     flash_attention_backward,
     flash_attention_forward,
-    target_attention_forward,
 )
-from torchrec_jagged_attn.ops.multi_head import _is_explicit
+from torchrec_jagged_attn.ops.multi_head_target_attention import _is_explicit
+from torchrec_jagged_attn.ops.target_attention import target_attention_forward
 from torchrec_jagged_attn.testing import (
     CASES,
     assert_close,

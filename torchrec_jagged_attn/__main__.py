@@ -15,12 +15,10 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.kernels import (
-    cpu_attention,
-    flash_attention,
-    jagged_products,
-    target_attention,
-)
+from torchrec_jagged_attn.cpu import build as cpu_attention
+from torchrec_jagged_attn.kernels.flash import attention as flash_attention
+from torchrec_jagged_attn.kernels.interaction import products as jagged_products
+from torchrec_jagged_attn.kernels.target import attention as target_attention
 
 # Of ops that have more than one path on a device.
 KERNELS = {

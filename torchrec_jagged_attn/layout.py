@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["JaggedLayout", "check_offsets_metadata", "check_tensor", "should_validate"]
+from torchrec_jagged_attn.checks import check_offsets_metadata, should_validate
 
-
-def should_validate(tensor: Tensor) -> bool:
-    """Whether reading the values of ``tensor`` to check them is allowed here.
-
-    Always on CPU. On CUDA a read waits for the device, so only when the environment variable
-    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Never while compiling: there are no values yet.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    if tensor.is_cpu:
-        return True
-    return tensor.is_cuda and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"
+__all__ = ["JaggedLayout", "check_offsets_values"]
 
 
 @dataclass(frozen=True)
@@ -138,16 +126,7 @@ class JaggedLayout:
             )
 
 
-def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
-    """``value`` must be a tensor, or is not what was ``expected``."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
-
-
-def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
-    """Check dtype and shape of ``offsets`` (``[B + 1]`` int32 or int64), never their values."""
-    check_tensor(offsets, name)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
-    if offsets.dim() != 1 or offsets.numel() == 0:
-        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:
+    """The values of ``offsets`` must divide ``num_rows`` rows; skipped where reading would wait."""
+    if should_validate(offsets):
+        JaggedLayout(offsets, num_rows).validate(name)

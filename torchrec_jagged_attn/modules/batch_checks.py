@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.layout import should_validate
+from torchrec_jagged_attn.checks import should_validate
 
 __all__ = ["check_equal_lengths", "check_features", "check_single_rows"]
 

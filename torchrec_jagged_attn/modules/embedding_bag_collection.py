@@ -20,10 +20,7 @@ from torchrec_jagged_attn.modules.config import (
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
-from torchrec_jagged_attn.modules.sharding import (
-    check_sharded,
-    takes_table_optimizer,
-)
+from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
 
 __all__ = ["TargetAttentionEmbeddingBagCollection"]
 

@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_offsets_metadata,
+    check_same,
+    check_shape,
+    check_tensor,
+    check_width,
+)
+from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -18,13 +26,6 @@ from torchrec_jagged_attn.ops import (
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
     jagged_target_attention,
-)
-from torchrec_jagged_attn.ops.checks import (
-    check_float,
-    check_offsets_values,
-    check_same,
-    check_shape,
-    check_width,
 )
 
 __all__ = ["JaggedFeatureInteraction"]

@@ -10,17 +10,17 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata
-from torchrec_jagged_attn.modules.target_attention import RecencyBias
-from torchrec_jagged_attn.ops.attention import _flash_attention, jagged_flash_attention
-from torchrec_jagged_attn.ops.checks import (
+from torchrec_jagged_attn.checks import (
     check_float,
     check_heads,
-    check_offsets_values,
+    check_offsets_metadata,
     check_same,
     check_shape,
     check_width,
 )
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.flash_attention import flash_attention, jagged_flash_attention
 
 __all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
 
@@ -163,7 +163,7 @@ def _attend(
 
 
 # torch.jit.script takes the packet of an op, not its overloads.
-_flash_attention_packet = _flash_attention.overloadpacket
+_flash_attention_packet = flash_attention.overloadpacket
 
 
 def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The ops: functions of tensors, each one registered torch op with a fake and a gradient."""
 
-from torchrec_jagged_attn.ops.attention import jagged_flash_attention, jagged_target_attention
-from torchrec_jagged_attn.ops.dispatch import implementation
+from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.ops.flash_attention import jagged_flash_attention
 from torchrec_jagged_attn.ops.interaction import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -12,6 +12,7 @@ from torchrec_jagged_attn.ops.interaction import (
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
 )
+from torchrec_jagged_attn.ops.target_attention import jagged_target_attention
 
 __all__ = [
     "array_jagged_bmm_jagged_out",

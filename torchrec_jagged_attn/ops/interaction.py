@@ -7,14 +7,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.layout import check_offsets_metadata, check_tensor, should_validate
-from torchrec_jagged_attn.ops import registered_interaction as registered
-from torchrec_jagged_attn.ops.checks import (
+from torchrec_jagged_attn.checks import (
     check_float,
-    check_offsets_values,
+    check_offsets_metadata,
     check_same,
     check_shape,
+    check_tensor,
+    should_validate,
 )
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops import interaction_gradients as registered
 
 __all__ = [
     "array_jagged_bmm_jagged_out",

@@ -17,6 +17,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
 
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
@@ -218,6 +219,7 @@ def _differentiate(
     name = op._schema.name.split("::")[1]
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     node = type(name, (torch.autograd.Function,), functions)
+    node_of_level = type(name, (_SingleLevelFunction,), functions)
     places = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
 
     def autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
@@ -236,8 +238,7 @@ def _differentiate(
         if not torch._C._are_functorch_transforms_active():
             return node.apply(*inputs, call)
         with enable_single_level_autograd_function():  # the dispatcher calls this at each level
-            apply = super(torch.autograd.Function, node).apply  # pyright: ignore[reportAttributeAccessIssue]
-            return apply(*inputs, call)
+            return node_of_level.apply(*inputs, call)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
 

@@ -1,0 +1,181 @@
+"""Checks that every op makes of its arguments, worded alike."""
+
+from __future__ import annotations
+
+import os
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.devices import implementation, supported_dtypes
+
+__all__ = [
+    "check_biases",
+    "check_float",
+    "check_heads",
+    "check_offsets_metadata",
+    "check_prior_weights",
+    "check_prior_weights_values",
+    "check_same",
+    "check_shape",
+    "check_tensor",
+    "check_timestamps",
+    "check_width",
+    "should_validate",
+]
+
+
+def should_validate(tensor: Tensor) -> bool:
+    """Whether reading the values of ``tensor`` to check them is allowed here.
+
+    Always on CPU. On CUDA a read waits for the device, so only when the environment variable
+    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Never while compiling: there are no values yet.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if tensor.is_cpu:
+        return True
+    return tensor.is_cuda and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"
+
+
+def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
+    """``value`` must be a tensor, or is not what was ``expected``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
+
+
+def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
+    """Check dtype and shape of ``offsets`` (``[B + 1]`` int32 or int64), never their values."""
+    check_tensor(offsets, name)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+
+
+MAX_WIDTH = 512
+TIMESTAMP_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def check_float(tensor: Tensor, name: str) -> None:
+    """``tensor`` must have a dtype that its device's implementation computes with."""
+    check_tensor(tensor, name)
+    allowed = supported_dtypes(tensor.device)
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        path = implementation(tensor.device)[0]
+        raise TypeError(f"{name} must be one of {names} ({path} path), got {tensor.dtype}")
+
+
+def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:
+    """``tensor`` must have the shape ``expected`` (``None``: any size), called ``symbols``."""
+    check_tensor(tensor, name)
+    actual = tensor.shape
+    if len(actual) == len(expected):
+        for want, got in zip(expected, actual, strict=True):
+            if want is not None and want != got:
+                break
+        else:
+            return
+    wanted = ", ".join("any" if size is None else str(size) for size in expected)
+    raise ValueError(f"{name} must have shape {symbols} = [{wanted}], got {list(actual)}")
+
+
+def check_same(
+    reference: Tensor, reference_name: str, dtype: bool, **others: Tensor | None
+) -> None:
+    """The others must be on the device and, if ``dtype``, of the dtype of ``reference``."""
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        check_tensor(tensor, name)
+        if tensor.device != reference.device:
+            raise ValueError(
+                f"{name} must be on {reference.device} as {reference_name} is, got {tensor.device}"
+            )
+        if dtype and tensor.dtype != reference.dtype:
+            raise TypeError(
+                f"{name} must be {reference.dtype} as {reference_name} is, got {tensor.dtype}"
+            )
+
+
+def check_width(width: int, name: str) -> None:
+    """A head width must lie in 1…512."""
+    if not 1 <= width <= MAX_WIDTH:
+        raise NotImplementedError(f"{name} must have a width of 1 to {MAX_WIDTH}, got {width}")
+
+
+def check_heads(num_heads: int, embed_dim: int) -> None:
+    """``num_heads`` must divide ``embed_dim``."""
+    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if not isinstance(value, Integral):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+    if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
+        raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
+
+
+def check_biases(
+    query: Tensor,
+    query_name: str,
+    num_rows: int,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    prior_weights: Tensor | None,
+) -> None:
+    """What ``num_rows`` key rows may add to the scores of ``query``'s heads."""
+    num_heads = query.shape[-2]
+    check_same(
+        query, query_name, dtype=False,
+        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
+        prior_weights=prior_weights,
+    )  # fmt: skip
+    if bias is not None:
+        check_float(bias, "bias")
+        check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
+    for table, name, symbols in (
+        (position_bias, "position_bias", "[P, H]"),
+        (age_bias, "age_bias", "[A, H]"),
+    ):
+        if table is None:
+            continue
+        check_float(table, name)
+        check_shape(table, name, symbols, (None, num_heads))
+        if table.shape[0] == 0:
+            raise ValueError(f"{name} must have at least one bucket, got {list(table.shape)}")
+    if (age_bias is None) != (timestamps is None):
+        given = "age_bias" if timestamps is None else "timestamps"
+        raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
+    if timestamps is not None:
+        check_timestamps(timestamps, num_rows)
+    if prior_weights is not None:
+        check_prior_weights(prior_weights, num_rows)
+
+
+def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
+    """``timestamps`` must be ``[N]``, of a dtype that times are kept in."""
+    check_shape(timestamps, "timestamps", "[N]", (num_rows,))
+    if timestamps.dtype not in TIMESTAMP_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
+        raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")
+
+
+def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
+    """``prior_weights`` must be ``[N]``, of a dtype that is computed with."""
+    check_float(prior_weights, "prior_weights")
+    check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
+
+
+def check_prior_weights_values(prior_weights: Tensor) -> None:
+    """They must be finite and not negative; skipped where reading would wait."""
+    if not should_validate(prior_weights):
+        return
+    wrong = torch.nonzero(~((prior_weights >= 0) & (prior_weights < torch.inf)))
+    if wrong.numel():
+        at = int(wrong[0])
+        raise ValueError(
+            "prior_weights must be finite and not negative, got "
+            f"{prior_weights[at].item()} at position {at}"
+        )

@@ -1,0 +1,412 @@
+"""Attention on jagged tensors and without padding: what runs on CPU.
+
+Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the kernels. All attention is
+one of ``H`` heads of queries over ``K`` heads of keys and values; raw history rows are keys and
+values of one head. ``kernels/cpu_attention.cpp`` computes it on all cores; where that cannot be
+built, :func:`_attend` and :func:`_differentiate` do the same in plain PyTorch.
+
+In names, ``N`` are rows of keys, ``L`` those of queries of one sample and ``S`` those of keys.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.cpu import build as cpu_attention
+from torchrec_jagged_attn.layout import JaggedLayout
+
+__all__ = [
+    "flash_attention",
+    "flash_attention_backward",
+    "target_attention",
+    "target_attention_backward",
+]
+
+# Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
+QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
+
+
+def target_attention(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    scale: float,
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
+
+    Returns the output, shaped as one query row per sample and target, and zeros for what the
+    kernels keep of rounding and, without prior weights, for their statistics: the gradient needs
+    neither here.
+    """
+    rows, q_offsets = _by_target(query, offsets, query_offsets)
+    keys = history.unsqueeze(1)
+    weighted = bias is not None and bias.dim() == 1
+    out, stats = flash_attention(
+        rows.flatten(0, -3), keys, keys, q_offsets, offsets,
+        bias, position_bias, age_bias, timestamps, None, False, scale, weighted,
+    )  # fmt: skip
+    out = out.view(rows.shape)
+    rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
+    return out, rest, stats.view(2, *out.shape[:-1])
+
+
+def target_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
+    # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
+    rows, q_offsets = _by_target(query.to(_compute_dtype(query)), offsets, query_offsets)
+    keys, grad_history = history.unsqueeze(1), history.new_empty(history.shape)
+    grad_rows, grad_bias, grad_position, grad_age, _ = flash_attention_backward(
+        grad_out.flatten(0, -3), rows.flatten(0, -3), keys, keys, q_offsets, offsets,
+        bias, position_bias, age_bias, timestamps, None, grad_history.unsqueeze(1), None, False,
+        scale,
+    )  # fmt: skip
+    grad_query = grad_rows.view(rows.shape)
+    if rows.shape != query.shape:  # one that all samples share
+        grad_query = grad_query.sum(0, keepdim=True)
+    return grad_query.to(query.dtype), grad_history, grad_bias, grad_position, grad_age
+
+
+def _by_target(
+    query: Tensor, offsets: Tensor, query_offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``query`` as each sample has it, and ``[B + 1]`` offsets of the samples' targets."""
+    if query_offsets is not None:
+        return query, query_offsets
+    num_samples, num_targets = offsets.numel() - 1, query.shape[1]
+    return query.expand(num_samples, -1, -1, -1), torch.arange(num_samples + 1) * num_targets
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    relative_bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    needs_stats: bool,
+) -> tuple[Tensor, Tensor]:
+    """``[ΣLq, H, D]`` over ``[ΣLk, K, D]`` and ``[ΣLk, K, Dv]``.
+
+    Returns the output ``[ΣLq, H, Dv]``, and the statistics ``[2, ΣLq, H]`` that the kernels keep:
+    the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen, or
+    where ``needs_stats`` is false.
+    """
+    dtype = _compute_dtype(q)
+    bias_HN, _ = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
+    by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
+    stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
+    largest_MH, inverse_MH = stats
+    attend = _attend if (compiled := cpu_attention.library()) is None else compiled.forward
+    out = attend(
+        (q.to(dtype) * scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
+        causal, stats if needs_stats else stats[:0],
+    )  # fmt: skip
+    if needs_stats:
+        largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
+    return out.to(q.dtype), stats.float()
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    relative_bias: Tensor | None,
+    grad_k: Tensor,
+    grad_v: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
+
+    That of prior weights is of their logarithms, ``[N, H]``. Those of ``k`` and ``v`` are written
+    into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k`` must be ``v``, and their sum into
+    ``grad_k``.
+    """
+    dtype = _compute_dtype(q)
+    bias_HN, buckets = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
+    grad_bias_HN = None if bias_HN is None else bias_HN.new_zeros(bias_HN.shape)
+    by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
+    grad_by_distance = bucket_of_distance = None
+    if relative_bias is not None:
+        layout = JaggedLayout.from_lengths(torch.maximum(q_offsets.diff(), kv_offsets.diff()))
+        distances = torch.arange(layout.num_rows) - layout.offsets[:-1][layout.sample_ids()]
+        bucket_of_distance = recency_buckets(distances, len(relative_bias))
+        grad_by_distance = q.new_zeros(len(distances), q.shape[1], dtype=torch.float64)
+    compiled = cpu_attention.library()
+    differentiate = _differentiate if compiled is None else compiled.backward
+    grad_q = differentiate(
+        grad_out.to(dtype).contiguous(), (q.to(dtype) * scale).contiguous(), k, v, q_offsets,
+        kv_offsets, bias_HN, by_distance, causal, grad_k, grad_v, grad_bias_HN, grad_by_distance,
+    )  # fmt: skip
+    grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
+    position_bucket, age_bucket = buckets
+    return (
+        grad_q.mul_(scale).to(q.dtype),
+        _bias_gradient(grad_bias_NH, None, bias),
+        _bias_gradient(grad_bias_NH, position_bucket, position_bias),
+        _bias_gradient(grad_bias_NH, age_bucket, age_bias),
+        _bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias_HN: Tensor | None,
+    by_distance: Tensor | None,
+    causal: bool,
+    stats: Tensor,
+) -> Tensor:
+    """Outputs of scaled ``q``, in its dtype, and statistics if ``stats`` has room for them."""
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    for queries, keys, _ in _samples(q_offsets, kv_offsets):
+        own_bias = None if bias_HN is None else bias_HN[:, keys]
+        scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
+        hidden_LS = _hidden(*scores_HLS.shape[1:]) if causal else None
+        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
+        out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
+        for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
+            stat[queries] = x_HLS.amax(2).T
+    return out
+
+
+def _differentiate(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias_HN: Tensor | None,
+    by_distance: Tensor | None,
+    causal: bool,
+    grad_k: Tensor,
+    grad_v: Tensor | None,
+    grad_bias_HN: Tensor | None,
+    grad_by_distance: Tensor | None,
+) -> Tensor:
+    """Gradients of scaled ``q``, and of all others into their place.
+
+    Those of a sample's distances, ``[Σ max(L, S), H]``, are the rows of it in ``grad_by_distance``.
+    """
+    grad_q = q.new_zeros(q.shape)
+    for queries, keys, distances in _samples(q_offsets, kv_offsets):
+        own_bias = None if bias_HN is None else bias_HN[:, keys]
+        q_HLD, k_HSD, v_HSD = _by_head(q[queries]), _by_head(k[keys], q), _by_head(v[keys], q)
+        grad_out_HLD = _by_head(grad_out[queries])
+        scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
+        hidden_LS = hidden_SL = None
+        if causal:
+            hidden_LS = _hidden(*scores_HLS.shape[1:])
+            hidden_SL = hidden_LS.T
+            dp_HLS.masked_fill_(hidden_LS, 0)
+        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
+        ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
+        if hidden_LS is not None:
+            ds_HLS.masked_fill_(hidden_LS, 0)
+        grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
+        grad_k_SKD, grad_v_SKD = (
+            _product(a_HLS.mT, b_HLD, hidden_SL)
+            .unflatten(0, (k.shape[1], -1))
+            .sum(1)
+            .transpose(0, 1)
+            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (p_HLS, grad_out_HLD))
+        )
+        if grad_v is None:
+            grad_k_SKD += grad_v_SKD
+        else:
+            grad_v[keys] = grad_v_SKD.to(v.dtype)
+        grad_k[keys] = grad_k_SKD.to(k.dtype)
+        if grad_bias_HN is not None:
+            grad_bias_HN[:, keys] = ds_HLS.sum(1)
+        if grad_by_distance is not None:
+            distance = _distances(*ds_HLS.shape[1:]).flatten()
+            grad_by_distance[distances].index_add_(0, distance, ds_HLS.flatten(1).T.double())
+    return grad_q
+
+
+def _samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Where queries, keys and distances are of each sample that has keys.
+
+    Of distances it has as many as there are rows of the longer of both.
+    """
+    end = 0
+    for bounds in zip(
+        itertools.pairwise(q_offsets.tolist()), itertools.pairwise(kv_offsets.tolist()), strict=True
+    ):
+        begin, end = end, end + max(last - first for first, last in bounds)
+        queries, keys = itertools.starmap(slice, bounds)
+        if keys.start < keys.stop:
+            yield queries, keys, slice(begin, end)
+
+
+def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
+    """``[H, L, D]`` of ``[L, H, D]``; of keys, each head as often as heads of ``q`` read it."""
+    if q is not None:
+        x = x.to(q.dtype).repeat_interleave(q.shape[1] // x.shape[1], 1)
+    return x.transpose(0, 1)
+
+
+def _weights(
+    scores_HLS: Tensor,
+    bias_HS: Tensor | None,
+    by_distance: Tensor | None,
+    hidden_LS: Tensor | None,
+) -> Tensor:
+    """Softmax over the keys. Adds biases to the scores.
+
+    A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN.
+    """
+    if bias_HS is not None:
+        scores_HLS += bias_HS.unsqueeze(1)
+    if by_distance is not None:
+        scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
+    if hidden_LS is not None:
+        scores_HLS.masked_fill_(hidden_LS, -torch.inf)
+    return torch.ops.aten._safe_softmax(scores_HLS, 2)
+
+
+def _hidden(num_rows: int, num_keys: int) -> Tensor:
+    """``[L, S]``: whether a key comes after a query, where the last of both are at one place."""
+    return torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+
+
+def _product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
+    """``a @ b``, to which what is hidden in ``a`` adds nothing, be it NaN in ``b``."""
+    product = a @ b
+    if hidden is None or product.isfinite().all():
+        return product
+    rows = [a[:, i : i + 1, seen] @ b[:, seen] for i, seen in enumerate(~hidden)]
+    return torch.cat(rows, 1)
+
+
+def _distances(num_rows: int, num_keys: int) -> Tensor:
+    """``[L, S]``: how far a key is from a query, where the last of both are at one place."""
+    rows, keys = torch.arange(num_keys - num_rows, num_keys), torch.arange(num_keys)
+    return (rows.unsqueeze(1) - keys).abs()
+
+
+def _by_distance(
+    relative_bias: Tensor | None, q_offsets: Tensor, kv_offsets: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """``[distances, H]``: the bias at each distance that a sample can have."""
+    if relative_bias is None:
+        return None
+    lengths = torch.maximum(q_offsets.diff(), kv_offsets.diff())
+    distances = torch.arange(int(lengths.max()) if len(lengths) else 0)
+    buckets = recency_buckets(distances, len(relative_bias))
+    return relative_bias.to(dtype)[buckets].contiguous()
+
+
+def _bias_of_keys(
+    q: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
+    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
+
+    A bias of ``[N]`` is the logarithm of that.
+    """
+    dtype, positions, ages = _compute_dtype(q), None, None
+    parts = [] if bias is None else [bias.to(dtype)]
+    if bias is not None and bias.dim() == 1:
+        logs = bias.to(_compute_dtype(bias)).log().to(dtype)
+        parts = [logs.unsqueeze(1).expand(-1, q.shape[1])]
+    if position_bias is not None or age_bias is not None:
+        num_rows = int(kv_offsets[-1])
+        newest = (kv_offsets[1:] - 1).index_select(
+            0, JaggedLayout(kv_offsets, num_rows).sample_ids()
+        )
+        if position_bias is not None:
+            positions = recency_buckets(newest - torch.arange(num_rows), len(position_bias))
+            parts.append(position_bias.to(dtype).index_select(0, positions))
+        if age_bias is not None and timestamps is not None:
+            times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
+            ages = _age_buckets(times.index_select(0, newest), times, len(age_bias))
+            parts.append(age_bias.to(dtype).index_select(0, ages))
+    total = sum(parts[1:], parts[0]).T.contiguous() if parts else None
+    return total, (positions, ages)
+
+
+def _age_buckets(newest: Tensor, times: Tensor, num_buckets: int) -> Tensor:
+    """Buckets of the ages ``newest - times``, zero where that is negative.
+
+    The last bucket is that of ages that no int64 holds.
+    """
+    if times.is_floating_point():
+        return recency_buckets((newest - times).clamp(min=0), num_buckets)
+    ages = (newest - times).masked_fill_(newest <= times, 0)
+    return recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
+
+
+def _bias_gradient(
+    grad_NH: Tensor | None, bucket: Tensor | None, x: Tensor | None
+) -> Tensor | None:
+    """Gradient of the bias ``x``: of the rows, or of a table that has a row for each bucket."""
+    if grad_NH is None or x is None:
+        return None
+    if x.dim() == 1:  # prior weights
+        return grad_NH
+    if bucket is not None:
+        grad_NH = grad_NH.new_zeros(x.shape, dtype=torch.float64).index_add_(
+            0, bucket, grad_NH.double()
+        )
+    return grad_NH.to(x.dtype)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
+    """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
+
+    Read from the bits of the number, so that it is the same on every device. NaN falls into the
+    last bucket.
+    """
+    # Without the sign, which a NaN may have, and 2^63 has in int64.
+    bits = (distance + 1).float().view(torch.int32) & 0x7FFFFFFF
+    fraction = bits & 0x7FFFFF
+    quarters = sum((fraction >= start).int() for start in QUARTER_OCTAVES)
+    return (((bits >> 23) - 127) * 4 + quarters).clamp(0, num_buckets - 1).long()

@@ -1,0 +1,154 @@
+"""What is added to the scores of target attention, and the gradients of it.
+
+A bias for each history row and head, or for the bucket of a row's position or age and head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["add_heads", "add_to_table", "age_bucket", "load_bias", "recency_bucket", "row_buckets"]
+
+
+@triton.jit
+def recency_bucket(distance, num_buckets):
+    """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
+
+    Read from the bits of the number, as ``reference.recency_buckets`` does.
+    """
+    bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
+    fraction = bits & 0x7FFFFF  # held against the least fp32 at or above 2^(1/4), 2^(2/4), 2^(3/4)
+    quarters = (fraction >= 0x1837F1).to(tl.int32) + (fraction >= 0x3504F4).to(tl.int32)
+    quarters += (fraction >= 0x5744FD).to(tl.int32)
+    bucket = ((bits >> 23) - 127) * 4 + quarters
+    return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
+
+
+@triton.jit
+def age_bucket(time, newest, num_buckets):
+    """:func:`recency_bucket` of the age of a row of ``time``, in a sample whose last is ``newest``.
+
+    The first one where the row is newer than that. The last one of an age that is NaN, or that
+    int64 does not hold together with one: subtraction wraps around.
+    """
+    if time.dtype == tl.int32:
+        time, newest = time.to(tl.int64), newest.to(tl.int64)
+    age = newest - time
+    bucket = tl.where(age + 1 > 0, recency_bucket(age, num_buckets), num_buckets - 1)
+    return tl.where(time > newest, 0, bucket)
+
+
+@triton.jit
+def row_buckets(
+    n,
+    visible,
+    offsets_ptr,
+    timestamps_ptr,
+    sample,
+    P: tl.constexpr,
+    A: tl.constexpr,
+):
+    """Buckets of position and age of the rows ``n`` of ``sample``."""
+    last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
+    of_position = recency_bucket((last - n).to(tl.int32), P)
+    of_age = of_position
+    if A > 0:
+        time = tl.load(timestamps_ptr + n, mask=visible, other=0)
+        newest = tl.load(timestamps_ptr + last)
+        of_age = age_bucket(time, newest, A)
+    return of_position, of_age
+
+
+@triton.jit
+def load_bias(
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    offsets_ptr,
+    sample,
+    n,
+    visible,
+    r,
+    count,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+):
+    """All biases of the rows ``n`` for the query rows ``r``, both as in scores.
+
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
+    from ``count`` on: they have no maximum to keep it from overflowing.
+    """
+    mask = visible & (r < count)
+    head = (r % H).to(tl.int32)
+    bias = 0.0
+    if PRIOR:
+        # For each query row, too: a column of weights, spread over these rows, is lowered wrongly.
+        weights = tl.load(bias_ptr + n + head * 0, mask=mask, other=1.0)
+        bias += tl.log(weights.to(tl.float32))
+    elif bias_ptr is not None:
+        bias += tl.load(bias_ptr + n * H + head, mask=mask, other=0.0).to(tl.float32)
+    if P > 0 or A > 0:
+        of_position, of_age = row_buckets(n, visible, offsets_ptr, timestamps_ptr, sample, P, A)
+        if P > 0:
+            ptrs = position_bias_ptr + of_position * H + head
+            bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        if A > 0:
+            ptrs = age_bias_ptr + of_age * H + head
+            bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def _dot(choice, values, acc, CHOICE_FIRST: tl.constexpr):
+    return tl.dot(choice, values, acc) if CHOICE_FIRST else tl.dot(values, choice, acc)
+
+
+@triton.jit
+def _upper_bits(values):
+    """``values`` (fp32) as tensor cores read them in TF32: cut to 11 bits."""
+    return (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dot_choice(choice, values, acc, dtype, CHOICE_FIRST: tl.constexpr):
+    """``acc`` plus the product of ``choice``, of zeros and ones, and ``values`` (fp32).
+
+    On tensor cores, which read the upper bits of values, and then what these left. In fp32, tiles
+    are summed up on their own: tensor cores would cut their sum with ``acc`` short.
+    """
+    choice = choice.to(dtype)
+    if dtype == tl.float32:
+        upper = _upper_bits(values)
+        middle = _upper_bits(values - upper)
+        sums = _dot(choice, values - upper - middle, tl.zeros_like(acc), CHOICE_FIRST)
+        sums = _dot(choice, upper, _dot(choice, middle, sums, CHOICE_FIRST), CHOICE_FIRST)
+        return acc + sums
+    rounded = values.to(dtype)
+    left = (values - rounded.to(tl.float32)).to(dtype)
+    return _dot(choice, rounded, _dot(choice, left, acc, CHOICE_FIRST), CHOICE_FIRST)
+
+
+@triton.jit
+def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, ONE_TARGET: tl.constexpr):
+    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``: ``[rows, heads]``.
+
+    ``dtype`` is the history's.
+    """
+    if ONE_TARGET:
+        return acc + ds
+    of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
+    return _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=False)
+
+
+@triton.jit
+def add_to_table(table, buckets, heads, dtype, BLOCK_B: tl.constexpr):
+    """``table`` (``[BLOCK_B, BLOCK_H]``) plus the ``heads`` of rows in their ``buckets``.
+
+    ``dtype`` is the history's.
+    """
+    of_bucket = (tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]).to(tl.float32)
+    return _dot_choice(of_bucket, heads, table, dtype, CHOICE_FIRST=True)

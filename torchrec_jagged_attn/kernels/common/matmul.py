@@ -1,0 +1,134 @@
+"""Tiles of matrices and their products, as exact as asked for."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "dot_precision",
+    "load_tile",
+    "multiply",
+    "padded_width",
+    "product_precision",
+    "tile_of",
+    "tile_rows",
+]
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Precision of matrix products; of fp32, as ``torch.get_float32_matmul_precision()`` asks."""
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """As :func:`dot_precision`, but exact products of fp32 are those of three bf16 parts.
+
+    The parts hold fp32 whole, and tensor cores multiply them. Triton's interpreter does not know
+    them, and is exact.
+    """
+    precision = dot_precision(dtype)
+    return "bf16x6" if precision == "ieee" and not triton.knobs.runtime.interpret else precision
+
+
+def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:
+    """Rows of a tile, 16 to 64, by the bytes of its rows.
+
+    Products on tensor cores read their operands from shared memory, where a few tiles of 32 KiB
+    fit. Exact fp32 products hold them in registers, where that many bytes fit.
+    """
+    budget = registers if precision == "ieee" else 32768
+    return max(16, min(64, budget // row_bytes))
+
+
+def padded_width(width: int) -> int:
+    """The power of two, at least 16, that a tile needs to hold ``width`` columns."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+@triton.jit
+def tile_of(
+    i_begin,
+    j_begin,
+    num_i,
+    num_j,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """A tile of ``[num_i, num_j]``, or of what is its transpose where that is TRANSPOSED.
+
+    Returns where it begins, its elements from there in the integers that INDEX names, and which of
+    them there are.
+    """
+    i = tl.arange(0, BLOCK_I)
+    j = tl.arange(0, BLOCK_J)
+    mask = (i < num_i - i_begin)[:, None] & (j < num_j - j_begin)[None, :]
+    if TRANSPOSED:
+        origin = tl.cast(j_begin, tl.int64) * num_i + i_begin
+        at = i[:, None] + j.to(INDEX)[None, :] * num_i
+    else:
+        origin = tl.cast(i_begin, tl.int64) * num_j + j_begin
+        at = i.to(INDEX)[:, None] * num_j + j[None, :]
+    return origin, at, mask
+
+
+@triton.jit
+def load_tile(
+    ptr,
+    i_begin,
+    j_begin,
+    num_i,
+    num_j,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """The elements of a :func:`tile_of`; 0 where there are none."""
+    origin, at, mask = tile_of(i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX)
+    return tl.load(ptr + origin + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _parts(x):
+    """``x`` (fp32) as a sum of three bf16 that hold it whole: what it is cut to, what its rest is
+    rounded to, and the rest of that.
+
+    By integers: conversions to bf16 that are then taken apart are an eighth as fast. A NaN that has
+    its payload in the lower half alone, which no arithmetic makes, is cut to an infinity.
+    """
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = x - high
+    middle = ((rest.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a · b``, in fp32.
+
+    Exact products begin at zero, so that their sums stay as exact as they are. ``"bf16x6"`` takes
+    them of three bf16 parts: the small ones first, and where an infinity made NaN of them, without.
+    """
+    if a.dtype != tl.float32:
+        acc = tl.dot(a, b, acc)
+    elif PRECISION == "bf16x6":
+        a_high, a_middle, a_low = _parts(a)
+        b_high, b_middle, b_low = _parts(b)
+        out = tl.dot(a_low, b_high)
+        out = tl.dot(a_middle, b_middle, out)
+        out = tl.dot(a_high, b_low, out)
+        out = tl.dot(a_middle, b_high, out)
+        out = tl.dot(a_high, b_middle, out)
+        out = tl.where(out == out, out, 0.0)
+        acc += tl.dot(a_high, b_high, out)
+    elif PRECISION == "ieee":
+        # Triton makes one sum of two without that number, which says nothing else of fp32.
+        acc += tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=a.shape[1])
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc

@@ -1,0 +1,98 @@
+"""The softmax of tiles of scores: online, from its statistics, and its gradient."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "LOG2E",
+    "load_stats",
+    "mean_grad",
+    "online_softmax_update",
+    "softmax_weights",
+    "store_stats",
+]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def online_softmax_update(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    total,
+    AXIS: tl.constexpr,
+    LOG2_BASE: tl.constexpr,
+):
+    """One step of the online softmax over ``AXIS``, of ``products · factor + bias``.
+
+    The maximum is taken off in one fused multiply-add, so that no score is rounded before. All of
+    a row's scores may be ``-inf`` so far: it then has weights of zero. LOG2_BASE is log2(e), or 1
+    where factor and bias have it in them.
+
+    Returns the tile's weights, the factor for what was summed before, the new maximum and the new
+    total.
+    """
+    scores = tl.where(visible, products * factor + bias, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, AXIS))
+    shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    below = products * factor + (bias - tl.expand_dims(shift, AXIS))
+    weights = tl.where(visible, tl.exp2(below * LOG2_BASE), 0.0)
+    rescale = tl.exp2((maximum - shift) * LOG2_BASE)
+    return weights, rescale, new_maximum, total * rescale + tl.sum(weights, AXIS)
+
+
+@triton.jit
+def store_stats(stats_ptr, num_rows, rows, mask, maximum, total):
+    """Keep what :func:`softmax_weights` needs of ``rows``, in ``[2, num_rows]`` fp32.
+
+    Not their log-sum-exp: it would round the weights by as much as it is larger than one. Rows that
+    see nothing are kept as zeros.
+    """
+    seen = total > 0
+    tl.store(stats_ptr + rows, tl.where(seen, maximum, 0.0), mask=mask)
+    inverse = tl.where(seen, tl.div_rn(1.0, tl.where(seen, total, 1.0)), 0.0)
+    tl.store(stats_ptr + num_rows + rows, inverse, mask=mask)
+
+
+@triton.jit
+def load_stats(stats_ptr, num_rows, rows, mask):
+    """``(maximum, inverse total)`` of ``rows``, zeros where masked."""
+    maximum = tl.load(stats_ptr + rows, mask=mask, other=0.0)
+    return maximum, tl.load(stats_ptr + num_rows + rows, mask=mask, other=0.0)
+
+
+@triton.jit
+def softmax_weights(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    inverse,
+    AXIS: tl.constexpr,
+    LOG2_BASE: tl.constexpr,
+):
+    """Weights of the softmax over ``AXIS`` of the same scores, from their statistics."""
+    below = products * factor + (bias - tl.expand_dims(maximum, AXIS))
+    weights = tl.exp2(below * LOG2_BASE)
+    return tl.where(visible, weights * tl.expand_dims(inverse, AXIS), 0.0)
+
+
+@triton.jit
+def mean_grad(p, dp, visible, delta, whole, AXIS: tl.constexpr):
+    """``delta = Σ p·dp`` of the softmax's gradient, from this very tile where it is the ``whole``.
+
+    Taken from the largest ``dp`` on, and by weights that sum to one, it is exact where a single key
+    is visible: that key gets a gradient of zero.
+    """
+    largest = tl.max(tl.where(visible, dp, -float("inf")), AXIS)
+    largest = tl.where(largest == -float("inf"), 0.0, largest)
+    total = tl.sum(p, AXIS)
+    below = tl.sum(p * (dp - tl.expand_dims(largest, AXIS)), AXIS)
+    of_tile = largest + tl.div_rn(below, tl.where(total > 0, total, 1.0))
+    return tl.where(whole, of_tile, delta)

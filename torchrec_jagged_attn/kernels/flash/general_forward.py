@@ -1,0 +1,299 @@
+"""Forward kernel of jagged flash attention: one tile of queries over all keys of its sample."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common.matmul import multiply
+from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
+from torchrec_jagged_attn.kernels.flash.tiles import (
+    is_finite,
+    key_bias,
+    load_rows,
+    online_softmax,
+    softmax_of_stats,
+    store_rows,
+    store_softmax_stats,
+)
+
+__all__ = ["forward_kernel"]
+
+
+@triton.jit
+def _scores(
+    q,
+    k_ptr,
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    by_distance_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    start,
+    num_keys,
+    high,
+    diagonal,
+    head,
+    kv_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``(products, bias, visible)`` of the tile's queries with the keys from ``start`` on."""
+    rest = num_keys - start
+    k = load_rows(k_ptr, base + start, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
+    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+    bias, visible = key_bias(
+        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
+        kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
+        H, P, A, PRIOR, R, BIASED, q.shape[0], BLOCK_N,
+    )  # fmt: skip
+    return products, bias, visible
+
+
+@triton.jit
+def _attend(
+    acc,
+    p,
+    maximum,
+    total,
+    q,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    by_distance_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    first,
+    last,
+    num_keys,
+    high,
+    diagonal,
+    factor,
+    head,
+    kv_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Attend over the tiles of keys before ``last``, from the later ones down to ``first``.
+
+    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of the tile from
+    ``last`` on, whose values are added up here; what is returned are those of the tile ``first``.
+    """
+    for start in range(last - BLOCK_N, first - 1, -BLOCK_N):
+        products, bias, visible = _scores(
+            q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
+            by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
+            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
+            MASKED,
+        )  # fmt: skip
+        row, rest = base + start + BLOCK_N, num_keys - start - BLOCK_N
+        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+        # A product whose sum is next needed in the next iteration would stay in flight till then,
+        # and ptxas wait after every instruction (C7515).
+        acc = multiply(p.to(v.dtype), v, acc, PRECISION)
+        p, rescale, maximum, total = online_softmax(
+            products, factor, bias, visible, maximum, total, BIASED, MASKED
+        )
+        acc *= rescale[:, None]
+    return acc, p, maximum, total
+
+
+@triton.jit
+def _without_hidden(
+    acc,
+    maximum,
+    q,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    by_distance_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    seen_by_any,
+    num_keys,
+    high,
+    diagonal,
+    factor,
+    head,
+    kv_head,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """``acc``, where a value that is seen is infinite or NaN; else what it is without those hidden.
+
+    A product adds up 0 · NaN for a value that is hidden by causality.
+    """
+    END: tl.constexpr = 2**31 - 1
+    shift = tl.where(maximum == -float("inf"), 0.0, maximum)[:, None]
+    clean = tl.zeros_like(acc)
+    first = tl.full([BLOCK_DV], END, tl.int32)  # the first key whose value is not finite
+    for start in range(0, seen_by_any, BLOCK_N):
+        products, bias, visible = _scores(
+            q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
+            by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
+            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
+            True,
+        )  # fmt: skip
+        p = softmax_of_stats(products, factor, bias, visible, shift, shift, BIASED, True, False)
+        row, rest = base + start, num_keys - start
+        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+        finite = is_finite(v)
+        j = (start + tl.arange(0, BLOCK_N))[:, None]
+        first = tl.minimum(first, tl.min(tl.where(finite, END, j), 0))
+        v = tl.where(finite, v, 0.0).to(v.dtype)
+        clean = multiply(p.to(v.dtype), v, clean, PRECISION)
+    return tl.where(first[None, :] < high, acc, clean)
+
+
+@triton.jit(do_not_specialize=["num_stats", "reach"])
+def forward_kernel(
+    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
+    k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
+    v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
+    bias_ptr,  # [ΣLk, H], or of PRIOR weights [ΣLk]
+    position_bias_ptr,  # [P, H]
+    age_bias_ptr,  # [A, H]
+    timestamps_ptr,  # [ΣLk]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py
+    out_ptr,  # [ΣLq, H, Dv]
+    stats_ptr,  # [2, ΣLq, H] fp32
+    kv_offsets_ptr,  # [B + 1]
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    num_stats,
+    reach,
+    factor,  # |scale| · log2(e), rounded once
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of query rows of one head, over all keys of its sample."""
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    tile, head = tl.program_id(0) // H, tl.program_id(0) % H
+    kv_head = head // (H // HK)
+    listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
+        tiles_ptr, tile, CAUSAL, False, BLOCK_M
+    )
+    if not listed:
+        return
+    i = tl.arange(0, BLOCK_M)
+    stat = (row + i) * H + head
+    maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if num_keys == 0:
+        store_rows(out_ptr, acc, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
+        store_softmax_stats(stats_ptr, num_stats, stat, i < count, maximum, total, EXACT)
+        return
+    q = load_rows(q_ptr, row, count, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, True)
+    q = -q if NEGATIVE else q
+    if R > 0:
+        by_distance_ptr += head.to(tl.int64) * (2 * reach) + reach
+
+    seen_by_all, seen_by_any = num_keys, num_keys
+    if CAUSAL:
+        seen_by_all = tl.maximum(tl.minimum(num_keys, num_keys - count + 1), 0)
+        seen_by_any = tl.minimum(num_keys, num_keys - count + BLOCK_M)
+        high = high[:, None]
+    # From the last tile of keys to the first: those that not all rows see come first.
+    start = tl.maximum(tl.cdiv(seen_by_any, BLOCK_N) - 1, 0) * BLOCK_N
+    products, bias, visible = _scores(
+        q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
+        kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head, kv_head,
+        H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
+    )  # fmt: skip
+    p, _, maximum, total = online_softmax(
+        products, factor, bias, visible, maximum, total, BIASED, True
+    )
+    full = num_keys * 0
+    if not BIASED:
+        full = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, start)
+    if BIASED or CAUSAL:
+        acc, p, maximum, total = _attend(
+            acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
+            timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, full, start,
+            num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
+            K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True,
+        )  # fmt: skip
+    if not BIASED:
+        acc, p, maximum, total = _attend(
+            acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
+            timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, 0, full, num_keys,
+            high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
+            K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False,
+        )  # fmt: skip
+    v = load_rows(v_ptr, base, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+    acc = multiply(p.to(v.dtype), v, acc, PRECISION)
+    if CAUSAL and EXACT:  # in half precision it would take registers that loops need
+        if not is_finite(tl.sum(acc)):
+            acc = _without_hidden(
+                acc, maximum, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
+                timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, seen_by_any,
+                num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R,
+                BIASED, K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+
+    out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
+    store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
+    store_softmax_stats(stats_ptr, num_stats, stat, i < count, maximum, total, EXACT)

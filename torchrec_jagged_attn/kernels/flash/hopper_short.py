@@ -1,0 +1,568 @@
+"""Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
+
+A program takes some (sample, head) pairs, one after the other: all pairs of rows at once, as
+``flash_short.py`` does. Rows come and go by the tensor memory accelerator, those of the next sample
+while this one is computed, so that memory is all that takes time: forward reads q, k, v and writes
+out; backward reads q, k, v, grad_out and writes three gradients, and needs nothing that forward
+kept. Samples of one size have a kernel of their own:
+
+    up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
+    33 to 64         four warps, products of a group of them (``wgmma``)
+
+Rows are 64 wide in shared memory: twice that would leave a single warp too few registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchrec_jagged_attn.kernels.common.gluon import (
+    as_operand,
+    as_rows,
+    launch_dependents,
+    products_by_group,
+    products_by_warp,
+    thread_barrier,
+    wait_for_last_kernel,
+)
+from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
+from torchrec_jagged_attn.kernels.flash import tiles as flash_tiles
+
+__all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
+
+MOST_ROWS = 64  # on both sides, of the samples that are taken
+WIDTH = 64  # of rows in shared memory
+
+store_softmax_stats = gluon.jit(flash_tiles.store_softmax_stats.fn)
+
+
+@gluon.jit
+def _locate(
+    item,
+    end,
+    q_offsets_ptr,
+    kv_offsets_ptr,
+    H: gl.constexpr,
+    BLOCK: gl.constexpr,
+    HALVES: gl.constexpr,
+    OF_KEYS: gl.constexpr,
+):
+    """``(q_end, num_rows, kv_end, num_keys, head, taken)`` of an item before ``end``.
+
+    Taken are samples of the kernel's size that have rows: of queries, or of either where OF_KEYS.
+    """
+    at = gl.minimum(item, end - 1)
+    sample = at // H
+    head = at - sample * H
+    q_row = gl.load(q_offsets_ptr + sample).to(gl.int32)
+    q_end = gl.load(q_offsets_ptr + (sample + 1)).to(gl.int32)
+    kv_row = gl.load(kv_offsets_ptr + sample).to(gl.int32)
+    kv_end = gl.load(kv_offsets_ptr + (sample + 1)).to(gl.int32)
+    num_rows, num_keys = q_end - q_row, kv_end - kv_row
+    longest = gl.maximum(num_rows, num_keys)
+    taken = (item < end) & (longest <= BLOCK)
+    if not HALVES:
+        taken = taken & (longest > BLOCK // 2)
+    taken = taken & ((longest if OF_KEYS else num_rows) > 0)
+    return q_end, num_rows, kv_end, num_keys, head, taken
+
+
+@gluon.jit
+def _read(desc, end, count, head, barrier, tile):
+    """Begin to copy the rows of a sample into ``tile``, see jagged_rows."""
+    tma.async_copy_global_to_shared(desc, [END, end, END - count, head, 0], barrier, tile)
+
+
+@gluon.jit
+def _write(desc, end, count, head, tile):
+    """Begin to copy the rows of a sample out of ``tile``."""
+    tma.async_copy_shared_to_global(desc, [END, end, END - count, head, 0], tile)
+
+
+@gluon.jit
+def _rows(tile, ROWS: gl.constexpr):
+    """The first rows of a tile, ``[ROWS, width]``."""
+    return as_rows(tile).slice(0, ROWS)
+
+
+@gluon.constexpr_function
+def _sums_layout(columns, warps):
+    """How a product lies in registers: of one warp, or of a group of four."""
+    return products_by_warp(warps) if warps == 1 else products_by_group(columns, warps)
+
+
+@gluon.jit
+def _multiply(a, b):
+    """``a @ b`` of tiles in shared memory."""
+    M: gl.constexpr = a.shape[0]
+    N: gl.constexpr = b.shape[1]
+    layout: gl.constexpr = _sums_layout(N, gl.num_warps())
+    zeros = gl.zeros([M, N], gl.float32, layout)
+    if gl.num_warps() == 1:
+        x = a.load(gl.DotOperandLayout(0, layout, 2))
+        y = b.load(gl.DotOperandLayout(1, layout, 2))
+        return mma_v2(x, y, zeros)
+    else:
+        product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+        return warpgroup_mma_wait(0, deps=(product,))
+
+
+@gluon.jit
+def _multiply_weights(weights, b):
+    """``weights @ b`` of what is in registers, by queries and keys, and a tile in shared memory."""
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = b.shape[1]
+    layout: gl.constexpr = _sums_layout(N, gl.num_warps())
+    zeros = gl.zeros([M, N], gl.float32, layout)
+    x = as_operand(weights, b.dtype)
+    if gl.num_warps() == 1:
+        return mma_v2(x, b.load(gl.DotOperandLayout(1, layout, 2)), zeros)
+    else:
+        product = warpgroup_mma(x, b, zeros, use_acc=False, is_async=True)
+        product, x = warpgroup_mma_wait(0, deps=(product, x))
+        return product
+
+
+@gluon.jit
+def _softmax(products, factor, visible):
+    """Weights of the softmax before they are divided by their totals; maxima, totals.
+
+    As :func:`flash_tiles.online_softmax` of the first tile. ``factor`` is not zero, so that what
+    is hidden gets no weight.
+    """
+    tops = gl.where(visible, products, -float("inf"))
+    top = gl.max(tops, 1)
+    seen = top > -float("inf")
+    maximum = gl.where(seen, top * factor, top)
+    weights = gl.exp2(tops * factor - gl.where(seen, maximum, 0.0)[:, None])
+    return weights, maximum, gl.sum(weights, 1)
+
+
+@gluon.jit
+def _visible(products, num_rows, num_keys, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
+    """Which keys each query sees; none where there is no such query, for gradients OF_KEYS."""
+    ROWS: gl.constexpr = products.shape[0]
+    j = gl.arange(0, ROWS, gl.SliceLayout(0, products.type.layout))[None, :]
+    high = num_keys
+    if CAUSAL or OF_KEYS:
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, products.type.layout))
+        if CAUSAL:
+            high = gl.minimum(num_keys, i + (num_keys - num_rows + 1))
+        if OF_KEYS:
+            high = gl.where(i < num_rows, high, 0)
+        high = high[:, None]
+    return j < high
+
+
+@gluon.jit
+def _read_queries_and_keys(
+    q_desc, k_desc, tiles, barriers, place, H: gl.constexpr, HK: gl.constexpr
+):
+    """Begin to copy what an item is to be attended by, if it is taken."""
+    q_end, num_rows, kv_end, num_keys, head, taken = place
+    if taken:
+        barrier = barriers.index(0)
+        mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
+        _read(q_desc, q_end, num_rows, head, barrier, tiles.index(0))
+        _read(k_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(1))
+
+
+@gluon.jit
+def _read_values(v_desc, tiles, barriers, place, H: gl.constexpr, HK: gl.constexpr):
+    """Begin to copy an item's values, if it is taken."""
+    _, _, kv_end, num_keys, head, taken = place
+    if taken:
+        barrier = barriers.index(1)
+        mbarrier.expect(barrier, v_desc.block_type.nbytes)
+        _read(v_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(2))
+
+
+@gluon.jit
+def _attend(
+    operands,
+    place,
+    following,
+    turn,
+    H: gl.constexpr,
+    HK: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Attend for an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
+
+    Those of the ``following`` one are copied as soon as there is room.
+    """
+    q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, num_stats, factor = operands
+    q_end, num_rows, _, num_keys, head, _ = place
+    mbarrier.wait(barriers.index(0), turn & 1)
+    q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
+    products = _multiply(q, k.permute((1, 0)))
+    thread_barrier()
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, H, HK)
+    visible = _visible(products, num_rows, num_keys, CAUSAL, False)
+    p, maximum, total = _softmax(products, factor, visible)
+    mbarrier.wait(barriers.index(1), turn & 1)
+    acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
+    tma.store_wait(0)
+    thread_barrier()
+    _read_values(v_desc, tiles, barriers, following, H, HK)
+    inverse = 1.0 / gl.where(total > 0, total, 1.0)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
+    _rows(out, ROWS).store((acc * inverse[:, None]).to(out.dtype))
+    fence_async_shared()
+    _write(out_desc, q_end, num_rows, head, out)
+    by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # each row once
+    maximum, total = gl.convert_layout(maximum, by_lane), gl.convert_layout(total, by_lane)
+    r = gl.arange(0, ROWS, by_lane)
+    stat = ((q_end - num_rows).to(gl.int64) + r) * H + head
+    store_softmax_stats(stats_ptr, num_stats, stat, r < num_rows, maximum, total, False)
+
+
+@gluon.jit(do_not_specialize=["num_stats", "num_items"])
+def forward_kernel(
+    stats_ptr,  # [2, ΣLq, H] fp32
+    q_desc,  # of [ΣLq, H, D], see jagged_rows
+    k_desc,  # of [ΣLk, Hk, D]
+    v_desc,  # of [ΣLk, Hk, Dv]
+    out_desc,  # of [ΣLq, H, Dv]
+    q_offsets_ptr,  # [B + 1]
+    kv_offsets_ptr,  # [B + 1]
+    num_stats,
+    num_items,  # B · H
+    factor,  # scale · log2(e), rounded once
+    H: gl.constexpr,
+    HK: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    BLOCK: gl.constexpr,
+    HALVES: gl.constexpr,
+    ITEMS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Each head of samples of up to BLOCK rows; of more than half of that unless HALVES."""
+    if OVERLAP:
+        launch_dependents()
+    shape: gl.constexpr = [3] + q_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
+    tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    out = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2):
+        mbarrier.init(barriers.index(index), count=1)
+    factor = gl.maximum(factor, 1e-30)  # see _softmax
+    operands = (
+        q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, num_stats, factor,
+    )  # fmt: skip
+    n = gl.program_id(0) * ITEMS
+    end = gl.minimum(n + ITEMS, num_items)
+    turn = n * 0
+    place = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, False)
+    fence_async_shared()
+    thread_barrier()
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, H, HK)
+    _read_values(v_desc, tiles, barriers, place, H, HK)
+    while n < end:
+        n += 1
+        following = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, False)
+        if place[5]:
+            if HALVES and gl.maximum(place[1], place[3]) <= BLOCK // 2:
+                _attend(operands, place, following, turn, H, HK, CAUSAL, BLOCK // 2)
+            else:
+                _attend(operands, place, following, turn, H, HK, CAUSAL, BLOCK)
+            turn += 1
+        else:
+            _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, H, HK)
+            _read_values(v_desc, tiles, barriers, following, H, HK)
+        place = following
+    tma.store_wait(0)
+    if OVERLAP:
+        wait_for_last_kernel()
+
+
+@gluon.jit
+def _read_all(inputs, tiles, barriers, stage, place, MEMBERS: gl.constexpr):
+    """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
+
+    None of a side to which there is no other: what is infinite there has a gradient of zero, too.
+    """
+    q_desc, k_desc, v_desc, grad_out_desc = inputs
+    q_end, num_rows, kv_end, num_keys, head, taken = place
+    num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
+    if taken:
+        barrier = barriers.index(stage)
+        mbarrier.expect(barrier, 4 * q_desc.block_type.nbytes)
+        _read(q_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4))
+        _read(k_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 1))
+        _read(v_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 2))
+        _read(grad_out_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4 + 3))
+
+
+@gluon.jit
+def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
+    """``grad``, and what the heads before this one give to the same keys."""
+    if MEMBERS > 1:
+        sums = sums.slice(0, grad.shape[0])
+        if member > 0:
+            grad += sums.load(grad.type.layout)
+        sums.store(grad)
+    return grad
+
+
+@gluon.jit
+def _differentiate(
+    inputs,
+    grads,
+    tiles,
+    weights,
+    sums,
+    barriers,
+    place,
+    following,
+    turn,
+    factor,
+    scale,
+    MEMBERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Gradients of an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
+
+    They leave from where the rows were, as soon as these are not needed.
+    """
+    grad_q_desc, grad_k_desc, grad_v_desc = grads
+    q_end, num_rows, kv_end, num_keys, head, _ = place
+    stage = turn % STAGES
+    mbarrier.wait(barriers.index(stage), (turn // STAGES) & 1)
+    q_tile, k_tile = tiles.index(stage * 4), tiles.index(stage * 4 + 1)
+    v_tile, grad_out_tile = tiles.index(stage * 4 + 2), tiles.index(stage * 4 + 3)
+    q, k = _rows(q_tile, ROWS), _rows(k_tile, ROWS)
+    v, grad_out = _rows(v_tile, ROWS), _rows(grad_out_tile, ROWS)
+    products = _multiply(q, k.permute((1, 0)))
+    dp = _multiply(grad_out, v.permute((1, 0)))
+    if STAGES == 2:
+        tma.store_wait(0)
+        thread_barrier()
+        _read_all(inputs, tiles, barriers, (turn + 1) % STAGES, following, MEMBERS)
+    visible = _visible(products, num_rows, num_keys, CAUSAL, True)
+    p, _, total = _softmax(products, factor, visible)
+    inverse = 1.0 / gl.where(total > 0, total, 1.0)
+    # From the largest on, as common.mean_grad: exact where a single key is visible.
+    largest = gl.max(gl.where(visible, dp, -float("inf")), 1)
+    largest = gl.where(largest == -float("inf"), 0.0, largest)
+    delta = largest + gl.sum(p * (dp - largest[:, None]), 1) * inverse
+    p = p * inverse[:, None]
+    ds = (p * (dp - delta[:, None])).to(tiles.dtype)
+    p_rows = weights.index(0).slice(0, ROWS).slice(0, ROWS, dim=1)
+    ds_rows = weights.index(1).slice(0, ROWS).slice(0, ROWS, dim=1)
+    p_rows.store(p.to(tiles.dtype))
+    ds_rows.store(ds)
+    if gl.num_warps() > 1:
+        fence_async_shared()
+    thread_barrier()
+    member = head % MEMBERS
+    grad_v = _multiply(p_rows.permute((1, 0)), grad_out)
+    v.store(_add_up(sums.index(0), grad_v, member, MEMBERS).to(tiles.dtype))
+    grad_q = _multiply_weights(ds, k)
+    if gl.num_warps() > 1:
+        thread_barrier()
+    grad_out.store((grad_q * scale).to(tiles.dtype))
+    grad_k = _multiply(ds_rows.permute((1, 0)), q)
+    k.store((_add_up(sums.index(1), grad_k, member, MEMBERS) * scale).to(tiles.dtype))
+    fence_async_shared()
+    thread_barrier()
+    _write(grad_q_desc, q_end, num_rows, head, grad_out_tile)
+    if member == MEMBERS - 1:
+        _write(grad_v_desc, kv_end, num_keys, head // MEMBERS, v_tile)
+        _write(grad_k_desc, kv_end, num_keys, head // MEMBERS, k_tile)
+    if STAGES == 1:
+        tma.store_wait(0)
+        thread_barrier()
+        _read_all(inputs, tiles, barriers, 0, following, MEMBERS)
+
+
+@gluon.jit(do_not_specialize=["num_items"])
+def backward_kernel(
+    q_offsets_ptr,  # [B + 1]
+    q_desc,  # of [ΣLq, H, D], see jagged_rows
+    k_desc,  # of [ΣLk, Hk, D]
+    v_desc,  # of [ΣLk, Hk, Dv]
+    grad_out_desc,  # of [ΣLq, H, Dv]
+    grad_q_desc,  # of [ΣLq, H, D]
+    grad_k_desc,  # of [ΣLk, Hk, D]
+    grad_v_desc,  # of [ΣLk, Hk, Dv]
+    kv_offsets_ptr,  # [B + 1]
+    num_items,  # B · H
+    factor,  # scale · log2(e), rounded once
+    scale,
+    H: gl.constexpr,
+    HK: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    BLOCK: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    HALVES: gl.constexpr,
+    ITEMS: gl.constexpr,
+    STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """Each head of samples of up to BLOCK rows; of more than half of that unless HALVES.
+
+    Heads that share their keys, MEMBERS of them, are taken one after the other by one program.
+    """
+    if OVERLAP:
+        launch_dependents()
+    MEMBERS: gl.constexpr = H // HK
+    shape: gl.constexpr = [4 * STAGES] + q_desc.block_type.shape  # noqa: RUF005
+    tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    square: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2)
+    weights = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK, BLOCK], square)
+    sums = weights  # which go to nobody else
+    if MEMBERS > 1:
+        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK_D], swizzled)
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    inputs = (q_desc, k_desc, v_desc, grad_out_desc)
+    grads = (grad_q_desc, grad_k_desc, grad_v_desc)
+    factor = gl.maximum(factor, 1e-30)  # see _softmax
+    n = gl.program_id(0) * ITEMS
+    end = gl.minimum(n + ITEMS, num_items)
+    turn = n * 0
+    place = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, True)
+    fence_async_shared()
+    thread_barrier()
+    _read_all(inputs, tiles, barriers, turn, place, MEMBERS)
+    while n < end:
+        n += 1
+        following = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, True)
+        if place[5]:
+            if HALVES and gl.maximum(place[1], place[3]) <= BLOCK // 2:
+                _differentiate(
+                    inputs, grads, tiles, weights, sums, barriers, place, following, turn,
+                    factor, scale, MEMBERS, CAUSAL, BLOCK // 2, STAGES,
+                )  # fmt: skip
+            else:
+                _differentiate(
+                    inputs, grads, tiles, weights, sums, barriers, place, following, turn,
+                    factor, scale, MEMBERS, CAUSAL, BLOCK, STAGES,
+                )  # fmt: skip
+            turn += 1
+        else:  # where nothing has been read, and what is to be written has left
+            _read_all(inputs, tiles, barriers, turn % STAGES, following, MEMBERS)
+        place = following
+    tma.store_wait(0)
+    if OVERLAP:
+        wait_for_last_kernel()
+
+
+# Sizes of samples, the longest first, and what was fastest for each on an H200.
+_FORWARD = {
+    64: {"HALVES": False, "ITEMS": 2, "num_warps": 4, "maxnreg": 80},
+    32: {"HALVES": True, "ITEMS": 2, "num_warps": 1, "maxnreg": 152},
+}
+_BACKWARD = {
+    64: {"HALVES": False, "ITEMS": 4, "STAGES": 1, "num_warps": 4},
+    32: {"HALVES": True, "ITEMS": 4, "STAGES": 2, "num_warps": 1},
+}
+# With fewer rows a sample, most have up to 32. The kernel for longer ones passes those by, many to
+# a program.
+FEW_MEAN_ROWS = 24
+ITEMS_OF_FEW = 16
+# A launcher does not ask for the dtype of a descriptor.
+_DTYPES = (torch.bfloat16, torch.float16)
+_launch_forward = {dtype: Launcher(forward_kernel) for dtype in _DTYPES}
+_launch_backward = {dtype: Launcher(backward_kernel) for dtype in _DTYPES}
+
+
+def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
+    """Sizes of samples and compile-time arguments of their kernels, by the rows of the batch."""
+    sizes = dict(direction)
+    if num_rows < FEW_MEAN_ROWS * num_samples:
+        sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
+    return list(sizes.items())
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    factor: float,
+    causal: bool,
+) -> None:
+    """Write the rows of ``out`` and ``stats`` of samples of at most ``MOST_ROWS`` rows.
+
+    It takes the inputs that :func:`flash_hopper.takes` does with the width ``WIDTH``.
+    """
+    num_samples = q_offsets.numel() - 1
+    num_items = num_samples * q.shape[1]
+    for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
+        _launch_forward[q.dtype](
+            (triton.cdiv(num_items, options["ITEMS"]),),
+            (
+                stats, *(jagged_rows(x, block, WIDTH) for x in (q, k, v, out)), q_offsets,
+                kv_offsets, stats[0].numel(), num_items, factor,
+            ),
+            {
+                "H": q.shape[1],
+                "HK": k.shape[1],
+                "CAUSAL": causal,
+                "BLOCK": block,
+                **options,
+                **overlap_options(launches_overlap(q.device)),
+            },
+        )  # fmt: skip
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    factor: float,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Write the gradients of samples of at most ``MOST_ROWS`` rows."""
+    H, HK = q.shape[1], k.shape[1]
+    num_samples = q_offsets.numel() - 1
+    num_items = num_samples * H
+    for block, options in _sizes(_BACKWARD, max(q.shape[0], k.shape[0]), num_samples):
+        items = triton.cdiv(options["ITEMS"], H // HK) * (H // HK)  # heads that share keys together
+        descriptors = [
+            jagged_rows(x, block, WIDTH) for x in (q, k, v, grad_out, grad_q, grad_k, grad_v)
+        ]
+        _launch_backward[q.dtype](
+            (triton.cdiv(num_items, items),),
+            (q_offsets, *descriptors, kv_offsets, num_items, factor, scale),
+            {
+                "H": H,
+                "HK": HK,
+                "CAUSAL": causal,
+                "BLOCK": block,
+                "BLOCK_D": WIDTH,
+                **options,
+                "ITEMS": items,
+                **overlap_options(launches_overlap(q.device)),
+            },
+        )

@@ -1,0 +1,195 @@
+"""What the kernels of jagged flash attention share: rows of a tile, biases, the softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
+from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
+
+__all__ = [
+    "is_finite",
+    "key_bias",
+    "load_rows",
+    "online_softmax",
+    "softmax_of_stats",
+    "store_rows",
+    "store_softmax_stats",
+]
+
+
+@triton.jit
+def load_rows(
+    ptr,
+    row,
+    count,
+    STRIDE: tl.constexpr,
+    column,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """``[BLOCK, BLOCK_D]``: rows from ``row`` on, ``D`` wide from ``column`` on, else zeros.
+
+    Where ``MASKED``, there are ``count`` rows; else as many as the tile has.
+    """
+    r = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    ptrs = ptr + (row * STRIDE + column) + (r.to(tl.int64) * STRIDE + d)
+    if MASKED and D < BLOCK_D:
+        x = tl.load(ptrs, mask=(r < count) & (d < D), other=0.0)
+    elif MASKED:
+        x = tl.load(ptrs, mask=r < count, other=0.0)
+    elif D < BLOCK_D:
+        x = tl.load(ptrs, mask=d < D, other=0.0)
+    else:
+        x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def store_rows(
+    ptr,
+    value,
+    row,
+    count,
+    STRIDE: tl.constexpr,
+    column,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store ``value`` where :func:`load_rows` would load it."""
+    r = tl.arange(0, BLOCK)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    ptrs = ptr + (row * STRIDE + column) + (r.to(tl.int64) * STRIDE + d)
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=(r < count) & (d < D))
+
+
+@triton.jit
+def is_finite(x):
+    """Whether each element of ``x`` is neither infinite nor NaN."""
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def key_bias(
+    bias_ptr,
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    by_distance_ptr,
+    kv_offsets_ptr,
+    sample,
+    base,
+    start,
+    num_keys,
+    high,
+    diagonal,
+    head,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    A: tl.constexpr,
+    PRIOR: tl.constexpr,
+    R: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Biases of the keys from ``start`` on for a tile of queries, and which these see.
+
+    Of a head, and times log2(e), as the scores are. ``high`` is a scalar or ``[BLOCK_M, 1]``. A
+    bias of ``-inf`` hides its key.
+    """
+    j = start + tl.arange(0, BLOCK_N)[None, :]
+    visible = j < high
+    bias = 0.0
+    if BIASED:
+        bias = load_bias(
+            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
+            base + j, j < num_keys, head, H, H, P, A, PRIOR,
+        )  # fmt: skip
+        bias *= LOG2E
+        if R > 0:
+            bias += scores_by_distance(by_distance_ptr, diagonal - start, BLOCK_M, BLOCK_N)
+        visible = visible & (bias != -float("inf"))
+    return bias, visible
+
+
+@triton.jit
+def online_softmax(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    total,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax over axis 1, of ``products · factor + bias``.
+
+    As :func:`common.online_softmax_update`, where ``factor`` is not negative and all that is not
+    ``visible`` is said to be so by ``MASKED``: the maximum is then that of the products.
+    """
+    tops = products * factor + bias if BIASED else products
+    if MASKED:
+        tops = tl.where(visible, tops, -float("inf"))
+    top = tl.max(tops, 1)
+    if not BIASED:
+        top = tl.where(top == -float("inf"), top, top * factor)
+    new_maximum = tl.maximum(maximum, top)
+    shift = new_maximum
+    if MASKED or BIASED:
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    if BIASED:
+        weights = tl.exp2(products * factor + (bias - shift[:, None]))
+    else:
+        weights = tl.exp2(products * factor - shift[:, None])
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    rescale = tl.exp2(maximum - shift)
+    return weights, rescale, new_maximum, total * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT: tl.constexpr):
+    """:func:`common.store_stats`; unless ``EXACT``, of the log-sum-exp and a total of one.
+
+    The logarithm is rounded by more than the sum is, but saves backward a product for each weight.
+    """
+    if not EXACT:
+        seen = total > 0
+        maximum = tl.where(seen, maximum + tl.log2(tl.where(seen, total, 1.0)), maximum)
+        total = tl.where(seen, 1.0, 0.0)
+    store_stats(stats_ptr, num_stats, rows, mask, maximum, total)
+
+
+@triton.jit
+def softmax_of_stats(
+    products,
+    factor,
+    bias,
+    visible,
+    maximum,
+    inverse,
+    BIASED: tl.constexpr,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Weights of the softmax of the same scores, from their statistics, shaped to go with them.
+
+    Unless ``EXACT``, ``inverse`` is not read, since it is one where anything is visible.
+    """
+    if BIASED:
+        weights = tl.exp2(products * factor + (bias - maximum))
+    else:
+        weights = tl.exp2(products * factor - maximum)
+    if EXACT:
+        weights *= inverse
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    return weights

@@ -1,0 +1,404 @@
+"""Matrix products within each sample, of which some of M, N and K are a sample's own length.
+
+    out_b [M, N] = a_b [M, K] · b_b [K, N]                          2·M·N·K FLOPs
+
+Where M is jagged, a program has a tile of rows, found from shapes alone as in ``find_tile``. Where
+M and N are not, K is: rows are summed up, in chunks. ``product_tiles.py`` says where samples lie.
+On Hopper pairs of rows in half precision have a kernel of their own (``pairs_hopper.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn.kernels.common.jagged import add_chunks, find_chunk, find_tile
+from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap
+from torchrec_jagged_attn.kernels.common.matmul import (
+    load_tile,
+    multiply,
+    padded_width,
+    product_precision,
+    tile_of,
+)
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
+
+__all__ = [
+    "array_jagged_bmm",
+    "jagged_dense_bmm",
+    "jagged_jagged_bmm",
+    "pair_bmm",
+    "pair_offsets",
+    "paths",
+]
+
+
+@triton.jit
+def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
+    """Where a sample begins along an axis, and its size there: SIZE, where there are no offsets."""
+    if offsets_ptr is None:
+        begin = sample * SIZE
+        size = SIZE
+    else:
+        begin = tl.load(offsets_ptr + sample).to(tl.int64)
+        size = (tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin).to(tl.int32)
+    return begin, size
+
+
+@triton.jit
+def _multiply(
+    a_ptr,
+    b_ptr,
+    m_begin,
+    n_begin,
+    num_m,
+    num_n,
+    num_k,
+    TRANS_A: tl.constexpr,
+    TRANS_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """A tile of a sample's product, in fp32.
+
+    AHEAD loads a's next tile before the product of the last.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if AHEAD:
+        ahead = load_tile(a_ptr, m_begin, 0, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
+    for k in tl.range(0, num_k, BLOCK_K, num_stages=NUM_STAGES):
+        next_k = k + BLOCK_K if AHEAD else k
+        a = load_tile(a_ptr, m_begin, next_k, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
+        if AHEAD:
+            a, ahead = ahead, a
+        b = load_tile(b_ptr, k, n_begin, num_k, num_n, BLOCK_K, BLOCK_N, TRANS_B, INDEX)
+        acc = multiply(a, b, acc, PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def _rows_kernel(
+    a_ptr,  # [ΣM, K], or pairs of M and K; TRANS_A: of K and M
+    b_ptr,  # [B, K, N] or [ΣK, N]; TRANS_B: [B, N, K] or [ΣN, K]
+    out_ptr,  # [ΣM, N], or pairs of M and N
+    m_offsets_ptr,  # [B + 1]
+    n_offsets_ptr,  # [B + 1], where N is jagged
+    k_offsets_ptr,  # [B + 1], where K is jagged
+    pair_offsets_ptr,  # [B + 1], where N or K is jagged
+    num_samples,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TRANS_A: tl.constexpr,
+    TRANS_B: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILES_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """One tile of M by every TILES_N-th of N, where M is jagged."""
+    program = tl.program_id(0).to(tl.int64)
+    sample, m_begin, m_end, start = find_tile(
+        m_offsets_ptr, num_samples, program // TILES_N, 1, BLOCK_M
+    )
+    if start >= m_end - m_begin:
+        return
+    num_m = (m_end - m_begin).to(tl.int32)
+    n_begin, num_n = _extent(n_offsets_ptr, sample, N)
+    k_begin, num_k = _extent(k_offsets_ptr, sample, K)
+    a_first = m_begin * num_k
+    out_first = m_begin * num_n
+    b_first = n_begin * num_k if TRANS_B else k_begin * num_n
+    if k_offsets_ptr is not None:
+        a_first = tl.load(pair_offsets_ptr + sample)
+    if n_offsets_ptr is not None:
+        out_first = tl.load(pair_offsets_ptr + sample)
+
+    m_tile = start.to(tl.int32)
+    n_tile = (program % TILES_N).to(tl.int32)
+    for n_start in tl.range(n_tile * BLOCK_N, num_n, TILES_N * BLOCK_N, flatten=FLATTEN):
+        out = _multiply(
+            a_ptr + a_first, b_ptr + b_first, m_tile, n_start, num_m, num_n, num_k,
+            TRANS_A, TRANS_B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, AHEAD, INDEX,
+        )  # fmt: skip
+        origin, at, mask = tile_of(m_tile, n_start, num_m, num_n, BLOCK_M, BLOCK_N, False, INDEX)
+        tl.store(out_ptr + out_first + origin + at, out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def _sums_kernel(
+    a_ptr,  # [ΣK, M]
+    b_ptr,  # [ΣK, N]
+    out_ptr,  # [B, M, N]
+    sums_ptr,  # [slots, M, N] fp32
+    k_offsets_ptr,  # [B + 1]
+    num_samples,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One tile of M and N over one chunk of a sample's K, which alone is jagged."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
+    program = tl.program_id(0).to(tl.int64)
+    busy, sample, begin, end, slot = find_chunk(k_offsets_ptr, num_samples, program // TILES, CHUNK)
+    if not busy:
+        return
+    tile = (program % TILES).to(tl.int32)
+    m_begin = tile // TILES_N * BLOCK_M
+    n_begin = tile % TILES_N * BLOCK_N
+    acc = _multiply(
+        a_ptr + begin * M, b_ptr + begin * N, m_begin, n_begin, M, N, (end - begin).to(tl.int32),
+        True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, False, tl.int32,
+    )  # fmt: skip
+    origin, at, mask = tile_of(m_begin, n_begin, M, N, BLOCK_M, BLOCK_N, False, tl.int32)
+    if slot >= 0:
+        tl.store(sums_ptr + slot * (M * N) + origin + at, acc, mask=mask)
+    else:
+        tl.store(out_ptr + sample * (M * N) + origin + at, acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def _pair_offsets_kernel(
+    x_offsets_ptr,  # [B + 1]
+    y_offsets_ptr,  # [B + 1]
+    out_ptr,  # [B + 1] int64
+    num_samples,
+    BLOCK: tl.constexpr,
+):
+    """Sums of the samples' pairs, by one program."""
+    tl.store(out_ptr, tl.zeros([], tl.int64))
+    total = tl.zeros([], tl.int64)
+    for start in range(0, num_samples, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        mask = b < num_samples
+        x_begin = tl.load(x_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
+        x_end = tl.load(x_offsets_ptr + b + 1, mask=mask, other=0).to(tl.int64)
+        y_begin = tl.load(y_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
+        y_end = tl.load(y_offsets_ptr + b + 1, mask=mask, other=0).to(tl.int64)
+        pairs = (x_end - x_begin) * (y_end - y_begin)
+        tl.store(out_ptr + b + 1, total + tl.cumsum(pairs, 0), mask=mask)
+        total += tl.sum(pairs, 0)
+
+
+_pair_offsets = Launcher(_pair_offsets_kernel)
+_rows = Launcher(_rows_kernel)
+_sums = Launcher(_sums_kernel)
+
+
+def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [B, D, T] → [N, T]``; ``y`` is read where it is, also if it is transposed."""
+    out = x.new_empty(x.shape[0], y.shape[2])
+    transposed = not y.is_contiguous() and y.mT.is_contiguous()
+    y = y.mT if transposed else y.contiguous()
+    _launch_rows(x, y, out, offsets, width=out.shape[1], depth=x.shape[1], trans_b=transposed)
+    return out
+
+
+def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """``[B + 1]`` int64: where each sample's pairs begin."""
+    out = torch.empty_like(x_offsets, dtype=torch.int64, memory_format=torch.contiguous_format)
+    num_samples = out.numel() - 1
+    _pair_offsets(
+        (1,),
+        (x_offsets.contiguous(), y_offsets.contiguous(), out, num_samples),
+        {"BLOCK": min(4096, padded_width(num_samples)), "num_warps": 8},
+    )
+    return out
+
+
+def pair_bmm(
+    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor, total: int
+) -> Tensor:
+    """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
+    out = x.new_empty(total)
+    if total > 0 and pairs_hopper.takes(x, y, x_offsets.numel() - 1):
+        offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
+        pairs_hopper.pair_bmm(x, y, out, *offsets)
+    else:
+        _launch_rows(
+            x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
+        )
+    return out
+
+
+def paths(device: torch.device) -> dict[str, str]:
+    """What kernels of their own :func:`pair_bmm` takes on ``device``, by the name of these."""
+    return {"gluon, Hopper": pairs_hopper.TAKEN} if pairs_hopper.multiprocessors(device) else {}
+
+
+def array_jagged_bmm(
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    pair_offsets: Tensor,
+    num_rows: int,
+    transposed: bool,
+) -> Tensor:
+    """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
+    out = y.new_empty(num_rows, y.shape[1])
+    m_offsets, k_offsets = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
+    _launch_rows(
+        p, y, out, m_offsets, None, k_offsets, pair_offsets, width=y.shape[1], trans_a=transposed
+    )
+    return out
+
+
+def _launch_rows(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    m_offsets: Tensor,
+    n_offsets: Tensor | None = None,
+    k_offsets: Tensor | None = None,
+    pair_offsets: Tensor | None = None,
+    *,
+    width: int = 0,
+    depth: int = 0,
+    trans_a: bool = False,
+    trans_b: bool = False,
+) -> None:
+    """Multiply into ``out``; ``width`` is N and ``depth`` K, where they are not jagged."""
+    if out.numel() == 0:
+        return
+    num_samples = m_offsets.numel() - 1
+    num_rows = (a if n_offsets is not None else out).shape[0]
+    # Of no sample does a tile span more elements than this.
+    span = 64 * max(a.shape[0], b.shape[0], num_rows)
+    constants = _rows_constants(
+        a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, span < 2**31
+    )
+    num_tiles = num_rows // constants["BLOCK_M"] + num_samples
+    offsets = [
+        None if x is None else x.contiguous()
+        for x in (m_offsets, n_offsets, k_offsets, pair_offsets)
+    ]
+    _rows(
+        (num_tiles * constants["TILES_N"],),
+        (a.contiguous(), b.contiguous(), out, *offsets, num_samples),
+        constants,
+    )
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [N, T] → [B, D, T]``: the sum over each sample's rows of their outer products."""
+    num_samples, (num_rows, m), n = offsets.numel() - 1, x.shape, y.shape[1]
+    out = x.new_empty(num_samples, m, n)
+    if out.numel() == 0:
+        return out
+    constants = _sums_constants(product_precision(x.dtype), m, n, launches_overlap(x.device))
+    chunk = constants["CHUNK"]
+    num_slots = num_rows // chunk
+    sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
+    offsets = offsets.contiguous()
+    num_tiles = -(-m // constants["BLOCK_M"]) * -(-n // constants["BLOCK_N"])
+    _sums(
+        ((num_slots + num_samples) * num_tiles,),
+        (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
+        constants,
+    )
+    add_chunks(sums, out, offsets, m * n, chunk)
+    return out
+
+
+@functools.cache
+def _rows_constants(
+    dtype: torch.dtype,
+    precision: str,
+    n: int,
+    k: int,
+    trans_a: bool,
+    trans_b: bool,
+    narrow_index: bool,
+) -> dict:
+    """Compile-time arguments of ``_rows_kernel``, with 0 for an N or K that is jagged."""
+    tiles = _row_tiles(dtype, precision, n, k)
+    return {
+        "N": n,
+        "K": k,
+        "TRANS_A": trans_a,
+        "TRANS_B": trans_b,
+        "TILES_N": -(-n // tiles["BLOCK_N"]) or 1,
+        "INDEX": tl.int32 if narrow_index else tl.int64,
+        **tiles,
+    }
+
+
+def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict:
+    """How ``_rows_kernel`` cuts up its work.
+
+    Nothing that a batch may change has a say in it.
+    """
+    size = dtype.itemsize
+    tiles = {
+        "PRECISION": precision,
+        "BLOCK_M": 64,
+        "BLOCK_N": min(128, padded_width(n)),
+        "BLOCK_K": 128 // size,
+        "NUM_STAGES": 3,
+        "FLATTEN": False,
+        "AHEAD": False,
+        "num_warps": 4,
+    }
+    if n == 0:  # pairs are made: the next tile is loaded before the last is stored
+        return tiles | {"BLOCK_N": 64, "FLATTEN": True, "maxnreg": 168}
+    if k == 0:  # pairs are read
+        tiles["BLOCK_K"] = 32
+        if size == 2:  # by two bytes, which cannot be copied in the background
+            return tiles | {"AHEAD": True, "maxnreg": 128}
+        # Four warps would multiply together, and transpose TF32 for that; two do not.
+        return tiles | ({"BLOCK_M": 32, "num_warps": 2} if precision == "tf32" else {})
+    if k <= tiles["BLOCK_K"]:  # one step
+        return tiles | {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
+    if n <= 8 and precision == "bf16x6":
+        return tiles | {"BLOCK_M": 32, "BLOCK_N": 8, "num_warps": 1}
+    narrow = tiles["BLOCK_N"] <= 32 and precision == "tf32"
+    return tiles | {"num_warps": 2 if narrow else 4}
+
+
+@functools.cache
+def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict:
+    """Compile-time arguments of ``_sums_kernel``.
+
+    A sum is cut after so many rows that sums of chunks take at most a quarter of the memory of
+    16-bit inputs, and that most samples are not cut.
+    """
+    constants = {
+        "M": m,
+        "N": n,
+        "CHUNK": max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
+        "PRECISION": precision,
+        "BLOCK_M": min(64, padded_width(m)),
+        "BLOCK_N": min(64, padded_width(n)),
+        "BLOCK_K": 32,
+        "NUM_STAGES": 3,
+        "OVERLAP": overlap,
+        "num_warps": 2 if precision == "tf32" else 4,
+    }
+    if n <= 8 and precision == "bf16x6":  # fewer instructions multiply fp32 than take it apart
+        block_m = min(128, padded_width(m))
+        constants |= {"PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": 8, "num_warps": 2}
+    return constants

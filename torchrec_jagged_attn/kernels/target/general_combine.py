@@ -1,0 +1,191 @@
+"""Bringing sums of chunks together, in their order.
+
+Where the GPU knows dependent launches (OVERLAP), these kernels begin while the one before them is
+at its end, and wait for its results. All programs do, also those without work: so the next kernel
+finds everything done.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
+from torchrec_jagged_attn.kernels.target.schedule import (
+    load_queries,
+    query_rows,
+    rows_of_slot,
+    store_outputs,
+    store_queries,
+)
+
+__all__ = ["combine_gradients_kernel", "combine_outputs_kernel", "sum_tables_kernel"]
+
+
+@triton.jit
+def _find_chunks(
+    offsets_ptr,
+    query_offsets_ptr,
+    num_samples,
+    num_targets,
+    LAYOUT: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The block of query rows whose first chunk has this program's slot, if there is such a one.
+
+    Returns whether there is, first output row and row count of the sample, the block, and slots of
+    its chunks: begin, end and step.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    sample = find_sample(offsets_ptr, num_samples, slot, 1, SLOT, 0)
+    begin = tl.load(offsets_ptr + sample).to(tl.int64)
+    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
+    first, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
+    num_blocks = tl.cdiv(count, BLOCK_R)
+    chunks = count_chunks(length, num_blocks, CHUNK, SLOT)
+    block = slot - begin // SLOT
+    if OVERLAP:
+        cuda.gdc_wait()
+    busy = (block < num_blocks) & (chunks > 1)
+    return busy, first, count, block, slot, slot + chunks * num_blocks, num_blocks
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
+def combine_outputs_kernel(
+    sums_ptr,  # [slots, rows_of_slot, D] fp32
+    sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
+    out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
+    stats_ptr,  # [2, rows] fp32
+    offsets_ptr,  # [B + 1]
+    query_offsets_ptr,  # [B + 1], where queries are JAGGED
+    num_samples,
+    num_targets,
+    num_rows,
+    LAYOUT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Outputs and statistics of one block of query rows; a column of programs has BLOCK_D of D."""
+    busy, first, count, block, begin, end, step = _find_chunks(
+        offsets_ptr, query_offsets_ptr, num_samples, num_targets,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, OVERLAP,
+    )  # fmt: skip
+    if not busy:
+        return
+    room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
+    local = tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    for slot in tl.range(begin, end, step, num_stages=4):
+        chunk_acc = load_queries(sums_ptr, slot * room, local, room, d, D)
+        ptrs = sums_stats_ptr + slot * 2 * room + local
+        chunk_maximum = tl.load(ptrs, mask=local < room, other=-float("inf"))
+        chunk_total = tl.load(ptrs + room, mask=local < room, other=0.0)
+        new_maximum = tl.maximum(maximum, chunk_maximum)
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        rescale = tl.exp2((maximum - shift) * LOG2E)
+        chunk_rescale = tl.exp2((chunk_maximum - shift) * LOG2E)
+        acc = acc * rescale[:, None] + chunk_acc * chunk_rescale[:, None]
+        total = total * rescale + chunk_total * chunk_rescale
+        maximum = new_maximum
+    r = block * BLOCK_R + local
+    total_or_one = tl.where(total > 0, total, 1.0)[:, None]
+    exact: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
+    out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
+    store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
+    store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_targets"])
+def combine_gradients_kernel(
+    sums_ptr,  # [slots, rows_of_slot, D] fp32
+    residuals_ptr,  # [slots, rows_of_slot] fp32; None where one block and pass serve all samples
+    out_ptr,  # [rows, D]
+    grad_query_ptr,  # [rows, D]
+    delta_ptr,  # [rows] fp32, in and out; None where residuals are
+    offsets_ptr,  # [B + 1]
+    query_offsets_ptr,  # [B + 1], where queries are JAGGED
+    num_samples,
+    num_targets,
+    scale,
+    LAYOUT: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    SINGLE_PASS: tl.constexpr,
+):
+    """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
+    busy, first, count, block, begin, end, step = _find_chunks(
+        offsets_ptr, query_offsets_ptr, num_samples, num_targets,
+        LAYOUT, H, BLOCK_R, CHUNK, SLOT, OVERLAP,
+    )  # fmt: skip
+    if not busy:
+        return
+    room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
+    local = tl.arange(0, BLOCK_R)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    r = block * BLOCK_R + local
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for slot in tl.range(begin, end, step, num_stages=4):
+        acc += load_queries(sums_ptr, slot * room, local, room, d, D)
+    if residuals_ptr is not None:
+        if count > BLOCK_R or not SINGLE_PASS:
+            residual = tl.zeros([BLOCK_R], tl.float32)
+            for slot in range(begin, end, step):
+                ptrs = residuals_ptr + slot * room + local
+                residual += tl.load(ptrs, mask=local < room, other=0.0)
+            out = load_queries(out_ptr, first, r, count, d, D)
+            acc -= residual[:, None] * out.to(tl.float32)
+            if tl.program_id(1) == 0:
+                delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
+                tl.store(delta_ptr + first + r, delta + residual, mask=r < count)
+    store_queries(grad_query_ptr, acc * scale, first, r, count, d, D)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_targets"])
+def sum_tables_kernel(
+    tables_ptr,  # [tables, buckets, targets, H] fp32
+    out_ptr,  # [groups, buckets, H] fp32
+    num_tables,
+    num_targets,
+    size,  # buckets · H
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Sums over targets and a group of tables, BLOCK of them at a time, of COLUMNS elements."""
+    if OVERLAP:
+        cuda.gdc_wait()
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    of_group = tl.cdiv(num_tables, tl.num_programs(1))
+    begin = group * of_group
+    end = tl.minimum(begin + of_group, num_tables)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for target in range(num_targets):
+        at = (column // H * num_targets + target) * H + column % H
+        for first in range(begin, end, BLOCK):
+            table = (first + tl.arange(0, BLOCK)).to(tl.int64)
+            mask = (table < end)[:, None] & (column < size)[None, :]
+            ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
+            total += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(out_ptr + group * size + column, tl.sum(total, 0), mask=column < size)

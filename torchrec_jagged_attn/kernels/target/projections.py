@@ -1,0 +1,416 @@
+"""What the projections of target attention need beside matrix products of their rows.
+
+Forward adds the bias of values where a target's sample has a history. Backward has the gradients of
+all weights and biases: with ``R`` targets in all, and where keys and values are absorbed on the
+targets' side,
+
+    ∂W_Q = Σ_r ∂q_r ⊗ target_r                                                      [E, C]
+    ∂W_O = Σ_r ∂out_r ⊗ values_r                                                    [E, E]
+    ∂W_K,h = Σ_r q_rh ⊗ ∂u_rh          ∂W_V,h = Σ_r ∂values_rh ⊗ pooled_rh          [X, D]
+    ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂values_r with a history          [E]
+    ∂b_O = Σ_r ∂out_r
+
+There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs and the
+operands read once. So rows are split into parts, as many as fill a GPU, and their sums added in one
+order, whatever GPU it is. A product of cuBLAS has a program for each tile of outputs, and in fp32
+adds one row after the other; and these are seven of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.common.matmul import (
+    load_tile,
+    multiply,
+    padded_width,
+    product_precision,
+    tile_of,
+)
+
+__all__ = ["add_bias_of_values", "parameter_gradients"]
+
+ROWS = 128  # the fewest that are worth a program
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_bias_kernel(
+    values_ptr,  # [R, E]
+    bias_ptr,  # [E]
+    filled_ptr,  # [R]
+    num_rows,
+    E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Add the bias to rows of a tile that are filled."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    at = r[:, None] * E + e[None, :]
+    mask = (r < num_rows)[:, None] & (e < E)[None, :]
+    bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    filled = tl.load(filled_ptr + r, mask=r < num_rows, other=0.0).to(tl.float32)
+    values = tl.load(values_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(values_ptr + at, values + filled[:, None] * bias[None, :], mask=mask)
+
+
+_add_bias = Launcher(_add_bias_kernel)
+
+
+def add_bias_of_values(values: Tensor, bias: Tensor, filled: Tensor) -> None:
+    """Add ``bias`` ``[E]`` to rows of ``values`` ``[R, E]`` that are ``filled`` ``[R]``: ones."""
+    num_rows, width = values.shape
+    block = min(256, padded_width(width))
+    rows = 4096 // block
+    _add_bias(
+        (-(-num_rows // rows), -(-width // block)),
+        (values, bias.contiguous(), filled, num_rows),
+        {"E": width, "BLOCK_R": rows, "BLOCK_E": block, "num_warps": 4},
+    )
+
+
+@triton.jit
+def _sum_products(
+    sums_ptr,  # [H, X, Y]
+    a_ptr,  # [R, H, X]
+    b_ptr,  # [R, H, Y]
+    tile,
+    begin,
+    end,
+    H: tl.constexpr,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A tile of one head of the outer products, added up over the rows from begin to end.
+
+    Tiles wider than a head read on in the next one: what becomes of that is not stored.
+    """
+    TILES_Y: tl.constexpr = (Y + BLOCK_Y - 1) // BLOCK_Y
+    TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X * TILES_Y
+    h = tile // TILES
+    x = tile % TILES // TILES_Y * BLOCK_X
+    y = tile % TILES_Y * BLOCK_Y
+    acc = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+    for r in tl.range(begin, end, BLOCK_R, num_stages=3):
+        a = load_tile(a_ptr, h * X + x, r, H * X, end, BLOCK_X, BLOCK_R, True, tl.int32)
+        b = load_tile(b_ptr, r, h * Y + y, end, H * Y, BLOCK_R, BLOCK_Y, False, tl.int32)
+        acc = multiply(a, b, acc, PRECISION)
+    origin, at, mask = tile_of(x, y, X, Y, BLOCK_X, BLOCK_Y, False, tl.int32)
+    tl.store(sums_ptr + h * (X * Y) + origin + at, acc, mask=mask)
+
+
+@triton.jit
+def _sum_rows(
+    sums_ptr,  # [E]
+    x_ptr,  # [R, E]
+    filled_ptr,  # [R], or None
+    tile,
+    begin,
+    end,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """BLOCK_E columns, added up over the rows from begin to end that are filled."""
+    e = tile * BLOCK_E + tl.arange(0, BLOCK_E)
+    acc = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
+    for first in tl.range(begin, end, BLOCK_R, num_stages=3):
+        x = load_tile(x_ptr, first, tile * BLOCK_E, end, E, BLOCK_R, BLOCK_E, False, tl.int32)
+        if filled_ptr is not None:
+            r = first + tl.arange(0, BLOCK_R)
+            x *= tl.load(filled_ptr + r, mask=r < end, other=0.0)[:, None]
+        acc += x
+    tl.store(sums_ptr + e, tl.sum(acc, 0), mask=e < E)
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_of_part"])
+def _parts_kernel(
+    sums_ptr,  # [parts, SIZE] fp32
+    grad_q_ptr,  # [R, E]
+    target_ptr,  # [R, C]
+    grad_out_ptr,  # [R, E]
+    values_ptr,  # [R, E]
+    grad_values_ptr,  # [R, H, X]
+    filled_ptr,  # [R], or None
+    q_ptr,  # [R, H, X], or None where keys and values are explicit; so are the next two
+    grad_u_ptr,  # [R, H, Y]
+    pooled_ptr,  # [R, H, Y]
+    num_rows,
+    rows_of_part,
+    H: tl.constexpr,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    C: tl.constexpr,
+    SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A tile of one gradient over one part of the rows, or some columns of one of a bias.
+
+    The order of sums is that of ``parameter_gradients``' outputs.
+    """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    E: tl.constexpr = H * X
+    TILES_E: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    TILES_EE: tl.constexpr = TILES_E * TILES_E
+    TILES_XY: tl.constexpr = H * ((X + BLOCK_X - 1) // BLOCK_X) * ((Y + BLOCK_Y - 1) // BLOCK_Y)
+    program = tl.program_id(0)
+    part = tl.program_id(1)
+    begin = part * rows_of_part
+    end = tl.minimum(begin + rows_of_part, num_rows)
+    sums_ptr += part.to(tl.int64) * SIZE
+    if C != E:
+        TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
+        if program < TILES_EC:
+            _sum_products(
+                sums_ptr, grad_q_ptr, target_ptr, program, begin, end, 1, E, C,
+                PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
+            )  # fmt: skip
+            return
+        program += TILES_EE - TILES_EC
+        sums_ptr += E * (C - E)
+    if program < 2 * TILES_EE:
+        of_out = program // TILES_EE
+        a_ptr, b_ptr = grad_q_ptr, target_ptr
+        if of_out == 1:
+            a_ptr, b_ptr = grad_out_ptr, values_ptr
+        _sum_products(
+            sums_ptr + of_out * (E * E), a_ptr, b_ptr, program % TILES_EE, begin, end, 1, E, E,
+            PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
+        )  # fmt: skip
+        return
+    program -= 2 * TILES_EE
+    sums_ptr += 2 * E * E
+    if q_ptr is not None:
+        if program < 2 * TILES_XY:
+            of_values = program // TILES_XY
+            a_ptr, b_ptr = q_ptr, grad_u_ptr
+            if of_values == 1:
+                a_ptr, b_ptr = grad_values_ptr, pooled_ptr
+            _sum_products(
+                sums_ptr + of_values * (E * Y), a_ptr, b_ptr, program % TILES_XY, begin, end,
+                H, X, Y, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_R,
+            )  # fmt: skip
+            return
+        program -= 2 * TILES_XY
+        sums_ptr += 2 * E * Y
+    bias, tile = program // TILES_E, program % TILES_E
+    sums_ptr += bias * E
+    if bias == 0:
+        _sum_rows(sums_ptr, grad_q_ptr, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
+    elif bias == 1:  # that of keys changes nothing
+        _sum_rows(sums_ptr, grad_q_ptr, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
+    elif bias == 2:
+        _sum_rows(sums_ptr, grad_values_ptr, filled_ptr, tile, begin, end, E, BLOCK_E, BLOCK_R)
+    else:
+        _sum_rows(sums_ptr, grad_out_ptr, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
+
+
+@triton.jit
+def _add_up(
+    out_ptr,  # [NUM], or None
+    sums_ptr,  # [parts, SIZE] fp32, from the first of NUM on
+    num_parts,
+    NUM: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """The sum of all parts of this program's BLOCK elements of an output."""
+    if out_ptr is not None:
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        if tl.program_id(0) * BLOCK < NUM:
+            acc = tl.zeros([BLOCK_PARTS, BLOCK], tl.float32)
+            for first in range(0, num_parts, BLOCK_PARTS):
+                part = first + tl.arange(0, BLOCK_PARTS)
+                at = part.to(tl.int64)[:, None] * SIZE + i[None, :]
+                mask = (part < num_parts)[:, None] & (i < NUM)[None, :]
+                acc += tl.load(sums_ptr + at, mask=mask, other=0.0)
+            tl.store(out_ptr + i, tl.sum(acc, 0), mask=i < NUM)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _add_parts_kernel(
+    sums_ptr,  # [parts, SIZE] fp32
+    w_q_ptr,  # [E, C]
+    w_out_ptr,  # [E, E]
+    w_k_ptr,  # [E, Y], or None where the sums have none; so has the next one
+    w_v_ptr,  # [E, Y]
+    b_in_ptr,  # [3 · E], or None
+    b_out_ptr,  # [E], or None
+    num_parts,
+    E: tl.constexpr,
+    Y: tl.constexpr,
+    C: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Outputs, one for each number along the second axis of programs, of the sums of parts."""
+    if OVERLAP:
+        cuda.gdc_wait()
+    W: tl.constexpr = 0 if w_k_ptr is None else E * Y
+    output = tl.program_id(1)
+    if output == 0:
+        _add_up(w_q_ptr, sums_ptr, num_parts, E * C, SIZE, BLOCK, BLOCK_PARTS)
+    elif output == 1:
+        _add_up(w_out_ptr, sums_ptr + E * C, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
+    elif output == 2:
+        _add_up(w_k_ptr, sums_ptr + E * (C + E), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+    elif output == 3:
+        _add_up(w_v_ptr, sums_ptr + (E * (C + E) + W), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+    elif output == 4:
+        sums_ptr += E * (C + E) + 2 * W
+        _add_up(b_in_ptr, sums_ptr, num_parts, 3 * E, SIZE, BLOCK, BLOCK_PARTS)
+    else:
+        sums_ptr += E * (C + E) + 2 * W + 3 * E
+        _add_up(b_out_ptr, sums_ptr, num_parts, E, SIZE, BLOCK, BLOCK_PARTS)
+
+
+_sum_parts = Launcher(_parts_kernel)
+_add_parts = Launcher(_add_parts_kernel)
+
+
+def parameter_gradients(
+    grad_q: Tensor,
+    target: Tensor,
+    grad_out: Tensor,
+    values: Tensor,
+    grad_values: Tensor,
+    filled: Tensor | None,
+    absorbed: tuple[Tensor, Tensor, Tensor] | None,
+    grad_w_q: Tensor,
+    grad_w_out: Tensor,
+    grad_w_k: Tensor,
+    grad_w_v: Tensor,
+    grad_b_in: Tensor | None,
+    grad_b_out: Tensor | None,
+) -> None:
+    """Write the gradients at the top of this file; all of one dtype.
+
+    Args:
+        grad_q: ``[R, E]``.
+        target: ``[R, C]``.
+        grad_out: ``[R, E]``.
+        values: ``[R, E]``.
+        grad_values: ``[R, E]``.
+        filled: ``[R]`` ones where a target has a history, else zeros; where there are biases.
+        absorbed: ``q`` ``[R, H, E / H]``, ``grad_u`` and ``pooled`` ``[R, H, D]``; or None, for
+            none of ``grad_w_k`` and ``grad_w_v``.
+        grad_w_q: ``[E, C]``, contiguous, as are all that follow.
+        grad_w_out: ``[E, E]``.
+        grad_w_k: ``[H, E / H, D]``.
+        grad_w_v: ``[H, E / H, D]``.
+        grad_b_in: ``[3 · E]`` of queries, keys (zeros) and values, if there is one.
+        grad_b_out: ``[E]``, if there is one.
+    """
+    num_rows, width = grad_q.shape
+    num_heads, x, y = grad_w_k.shape
+    if absorbed is None:
+        num_heads, x, y = 1, width, 0
+        absorbed, grads_of_rows = (None, None, None), (None, None)
+    else:
+        absorbed, grads_of_rows = tuple(x.contiguous() for x in absorbed), (grad_w_k, grad_w_v)
+    overlap = launches_overlap(grad_q.device)
+    precision = product_precision(grad_q.dtype)
+    plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, target.shape[1], overlap)
+    block = plan.of_parts["BLOCK_R"]
+    rows_of_part = -(-num_rows * plan.num_tiles // (plan.num_programs * block)) * block
+    rows_of_part = max(ROWS, rows_of_part)
+    num_parts = max(1, -(-num_rows // rows_of_part))
+    sums = grad_q.new_empty(num_parts, plan.size, dtype=torch.float32)
+    rows = [x.contiguous() for x in (grad_q, target, grad_out, values, grad_values)]
+    _sum_parts(
+        (plan.num_tiles, num_parts),
+        (sums, *rows, filled, *absorbed, num_rows, rows_of_part),
+        plan.of_parts,
+    )
+    _add_parts(
+        (plan.num_blocks, 6),
+        (sums, grad_w_q, grad_w_out, *grads_of_rows, grad_b_in, grad_b_out, num_parts),
+        plan.of_sums,
+    )
+
+
+class _Plan(NamedTuple):
+    """How gradients of one shape are cut up.
+
+    Args:
+        num_programs: that rows are split for, some for each multiprocessor of an H200.
+        num_tiles: of all gradients.
+        size: elements of these.
+        num_blocks: of the largest.
+        of_parts: compile-time arguments of ``_parts_kernel``.
+        of_sums: those of ``_add_parts_kernel``.
+    """
+
+    num_programs: int
+    num_tiles: int
+    size: int
+    num_blocks: int
+    of_parts: dict[str, Any]
+    of_sums: dict[str, Any]
+
+
+@functools.cache
+def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overlap: bool) -> _Plan:
+    """Of ``H`` heads of width ``X``, targets of width ``C`` and, where absorbed, history rows of
+    width ``Y``, else 0.
+
+    Tiles were found by trying, on an H200.
+    """
+    e = heads * x
+    if half:
+        num_programs, block_r, most, warps = 264, 64, 128, 4
+    else:  # Four warps would multiply together, and transpose TF32 for that; two do not.
+        num_programs, block_r, most, warps = 528, 32, 64, 2 if precision == "tf32" else 4
+    block_x, block_e = min(64, padded_width(x)), min(64, padded_width(e))
+    block_y = min(most, padded_width(max(1, y)))
+    tiles_e, tiles_c = -(-e // block_e), -(-c // block_e)
+    tiles_of_head = -(-x // block_x) * -(-y // block_y)
+    size = e * (c + e) + 2 * e * y + 4 * e
+    of_parts = {
+        "H": heads,
+        "X": x,
+        "Y": y,
+        "C": c,
+        "SIZE": size,
+        "PRECISION": precision,
+        "BLOCK_X": block_x,
+        "BLOCK_Y": block_y,
+        "BLOCK_E": block_e,
+        "BLOCK_R": block_r,
+        "OVERLAP": overlap,
+        "num_warps": warps,
+    }
+    block = 128
+    of_sums = {
+        "E": e,
+        "Y": y,
+        "C": c,
+        "SIZE": size,
+        "BLOCK": block,
+        "BLOCK_PARTS": 16,
+        **overlap_options(overlap),
+    }
+    num_tiles = tiles_e * (tiles_c + tiles_e) + 2 * (heads * tiles_of_head + 2 * tiles_e)
+    num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // block)
+    return _Plan(num_programs, num_tiles, size, num_blocks, of_parts, of_sums)

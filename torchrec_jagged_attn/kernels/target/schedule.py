@@ -1,0 +1,167 @@
+"""How target attention is cut into programs: query rows into blocks, histories into chunks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample, find_tile
+
+__all__ = [
+    "DENSE",
+    "JAGGED",
+    "SHARED",
+    "find_work",
+    "list_slots_kernel",
+    "load_queries",
+    "query_rows",
+    "rows_of_chunk",
+    "rows_of_slot",
+    "store_outputs",
+    "store_queries",
+]
+
+# How queries are laid out: one row block per sample, the same block for all samples, or jagged.
+DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
+
+
+@triton.jit
+def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: tl.constexpr):
+    """First output row of ``sample``, and how many it has."""
+    if LAYOUT == JAGGED:
+        first = tl.load(query_offsets_ptr + sample).to(tl.int64) * H
+        count = tl.load(query_offsets_ptr + sample + 1).to(tl.int64) * H - first
+    else:
+        count = num_targets.to(tl.int64) * H
+        first = sample * count
+    return first, count
+
+
+@triton.jit
+def rows_of_chunk(length, chunks):
+    """How many rows each chunk has, a multiple of 16; the last ones may have fewer, or none."""
+    rows = (length.to(tl.int32) + chunks.to(tl.int32) - 1) // chunks.to(tl.int32)
+    return (rows + 15) // 16 * 16
+
+
+@triton.jit
+def find_work(
+    offsets_ptr,
+    query_offsets_ptr,
+    num_samples,
+    num_targets,
+    num_slots,
+    LAYOUT: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SLOT: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+):
+    """What this program does: a chunk of a sample's history, for one block of its query rows.
+
+    The first ``num_slots`` programs take the later chunks, each its slot's; the others take the
+    first chunk of every sample and block. Where ALL_BLOCKS, a program serves all blocks of its
+    sample, as if they were one.
+
+    Returns whether there is anything to do, the sample, its block, begin and end of the chunk, and
+    its slot, -1 where the chunk is the whole sample.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    later = program < num_slots
+    first = tl.maximum(program - num_slots, 0)
+    block = program * 0
+    if later:
+        sample = find_sample(offsets_ptr, num_samples, program, 1, SLOT, 0)
+    elif ALL_BLOCKS:
+        sample = first
+    elif LAYOUT == JAGGED:
+        sample, _, _, start = find_tile(query_offsets_ptr, num_samples, first, H, BLOCK_R)
+        block = start // BLOCK_R
+    else:
+        blocks = tl.cdiv(num_targets * H, BLOCK_R)
+        sample = (first.to(tl.int32) // blocks).to(tl.int64)
+        block = first - sample * blocks
+    _, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
+    num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, BLOCK_R)
+    begin = tl.load(offsets_ptr + sample).to(tl.int64)
+    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
+    chunks = count_chunks(length, num_blocks, CHUNK, SLOT)
+    chunk = program * 0
+    if later:
+        after = (program - begin // SLOT).to(tl.int32)
+        chunk = (after // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
+        block = after - chunk * num_blocks
+    busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
+    slot = tl.where(chunks > 1, begin // SLOT + chunk * num_blocks + block, -1)
+    rows = rows_of_chunk(length, chunks).to(tl.int64)
+    end = tl.minimum((chunk + 1) * rows, length)
+    return busy, sample, block, begin + chunk * rows, begin + end, slot
+
+
+@triton.jit
+def rows_of_slot(num_targets, LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr):
+    """How many query rows a slot has room for."""
+    rows = BLOCK_R if LAYOUT == JAGGED else num_targets * H
+    return tl.minimum(rows, BLOCK_R).to(tl.int64)
+
+
+@triton.jit
+def load_queries(ptr, first, r, count, d, D: tl.constexpr):
+    """``[BLOCK_R, BLOCK_D]``: rows ``r`` of ``count``, from row ``first`` on."""
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    return tl.load(ptr + (first + r)[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D: tl.constexpr):
+    """Store ``out`` (fp32) where :func:`load_queries` would load it, and what rounding takes of it.
+
+    ``rest_ptr`` is None where nobody asks: ``out_ptr`` takes fp32, or there is no backward.
+    """
+    store_queries(out_ptr, out, first, r, count, d, D)
+    if rest_ptr is not None:
+        rounded = out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        store_queries(rest_ptr, out - rounded, first, r, count, d, D)
+
+
+@triton.jit
+def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
+    """Store ``value`` where :func:`load_queries` would load it."""
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+def list_slots_kernel(
+    slots_ptr,  # [2, slots] int32: a slot's sample, -1 where it has none; zeros
+    offsets_ptr,  # [B + 1]
+    num_samples,
+    num_slots,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What kernels of single warps and of groups find chunks by: ``warp_tiles.find_listed_chunk``.
+
+    There, a sample of CHUNK rows or more is cut into chunks of up to twice as many. They have the
+    slots from ``offsets[b] // CHUNK`` on.
+    """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    there = sample < num_samples
+    first = tl.load(offsets_ptr + sample, mask=there, other=0).to(tl.int64)
+    last = tl.load(offsets_ptr + sample + 1, mask=there, other=0).to(tl.int64)
+    length = (last - first).to(tl.int32)
+    chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
+    begin = (first // CHUNK).to(tl.int32)
+    end = tl.where(sample == num_samples - 1, num_slots, (last // CHUNK).to(tl.int32))
+    for step in range(0, tl.max(end - begin), 8):
+        chunk = step + tl.arange(0, 8)[None, :]
+        slot = begin[:, None] + chunk
+        own = slot < end[:, None]
+        has_it = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
+        tl.store(slots_ptr + slot, has_it, mask=own)
+        tl.store(slots_ptr + num_slots + slot, 0, mask=own)

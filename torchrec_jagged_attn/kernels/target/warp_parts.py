@@ -1,0 +1,430 @@
+"""What the kernels of target attention share that are written for warps, in Gluon.
+
+They serve samples of up to 64 query rows, of widths that copies of 16 bytes divide. Tiles of rows
+arrive in shared memory by asynchronous copies while earlier ones are at work. Warps need nothing of
+each other but these: the tensor cores' products by warps (``m16n8``) have
+
+    up to 8 query rows     rows of history on their M side, queries on their N side, in one warp
+    up to 64               16 query rows to a warp on their M side, rows of history on their N side
+
+Triton neither keeps a tile for products along both of its sides in one place nor takes a narrow N.
+
+Tensor cores multiply fp32 as sums of bf16 (PARTS): three hold it whole, two hold 16 of its bits.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from torchrec_jagged_attn.kernels.common.gluon import (
+    products_by_warp,
+    thread_barrier,
+    wait_for_last_kernel,
+)
+
+# FIXME import torchrec_jagged_attn.kernels.common
+from torchrec_jagged_attn.kernels.target import schedule as target_schedule
+
+__all__ = [
+    "AT_ONCE",
+    "BLOCK_R",
+    "LEFT",
+    "MMA",
+    "RIGHT",
+    "allocate_parts",
+    "columns_at_once",
+    "columns_of_sums",
+    "exp",
+    "find_chunk",
+    "find_listed_chunk",
+    "is_last_chunk",
+    "load_bias",
+    "load_columns",
+    "load_parts",
+    "load_rows",
+    "open_ring",
+    "product",
+    "program_of_sample",
+    "ring_layout",
+    "row_buckets",
+    "row_layout",
+    "split",
+    "store_parts",
+    "store_rows",
+    "turn_ring",
+]
+
+
+BLOCK_R = gl.constexpr(8)  # query rows of a single warp's kernels
+MMA = gl.constexpr(products_by_warp.fn(1))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+
+PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
+AT_ONCE = gl.constexpr(4)  # chunks whose sums are on their way from memory at a time
+
+LOG2E = common.LOG2E
+LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
+LN2 = gl.constexpr(0.6931471805599453)
+
+age_bucket = gluon.jit(common.age_bucket.fn)
+recency_bucket = gluon.jit(common.recency_bucket.fn)
+rows_of_chunk = gluon.jit(target_schedule.rows_of_chunk.fn)
+
+
+@gluon.constexpr_function
+def probe_layout(warps):
+    """32 numbers over the lanes of a warp, the same in all."""
+    lanes = [[1], [2], [4], [8], [16]]
+    return gl.DistributedLinearLayout([], lanes, [[0]] * (warps.bit_length() - 1), [], [32])
+
+
+@gluon.constexpr_function
+def row_layout(width, dtype, warps=1):
+    """Lanes along rows of ``width`` elements, 16 bytes each."""
+    elements = 128 // dtype.primitive_bitwidth
+    lanes = min(32, width // elements)
+    return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def ring_layout(width, dtype):
+    """Tiles in shared memory, so that reads along either side meet few banks twice."""
+    rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
+    return gl.SwizzledSharedLayout(8, rows, min(8, width // 8), [1, 0])
+
+
+@gluon.jit
+def split(x, PARTS: gl.constexpr):
+    """``x`` as a sum of PARTS in bf16, the largest first; where it is one, ``x`` as it is."""
+    parts = ()
+    for _ in gl.static_range(PARTS - 1):
+        upper = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+        parts += (upper.to(gl.bfloat16),)
+        x -= upper
+    parts += (x if PARTS == 1 else x.to(gl.bfloat16),)
+    return parts
+
+
+@gluon.constexpr_function
+def columns_of_sums(rows, width, warps):
+    """How many columns of a chunk's sums, ``[rows, width]``, are in registers at a time."""
+    return min(width, (1024 if warps == 1 else 512 * warps) // rows)
+
+
+@gluon.constexpr_function
+def columns_at_once(width, rows, parts):
+    """How many columns of a tile's ``rows`` are in registers at a time."""
+    return width if parts == 1 else min(width, 1024 // rows)
+
+
+@gluon.jit
+def allocate_parts(
+    dtype: gl.constexpr, PARTS: gl.constexpr, rows: gl.constexpr, width: gl.constexpr
+):
+    """Shared memory for operands in PARTS, ``[PARTS, rows, width]``: see :func:`store_parts`."""
+    shape: gl.constexpr = [PARTS, rows, width]
+    return gl.allocate_shared_memory(dtype, shape, ring_layout(width, dtype))
+
+
+@gluon.jit
+def store_parts(operands, first: gl.constexpr, parts, TRANSPOSED: gl.constexpr):
+    """Store ``parts`` as rows of ``operands`` (``[PARTS, rows, D]`` in shared memory)."""
+    PARTS: gl.constexpr = operands.shape[0]
+    for part in gl.static_range(PARTS):
+        rows = operands.index(part)
+        if TRANSPOSED:
+            rows.slice(first, parts[part].shape[1]).permute((1, 0)).store(parts[part])
+        else:
+            rows.slice(first, parts[part].shape[0]).store(parts[part])
+
+
+@gluon.jit
+def load_parts(
+    operands,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    layout: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):
+    """``rows`` and ``columns``, each begin and count, of what :func:`store_parts` has stored."""
+    PARTS: gl.constexpr = operands.shape[0]
+    parts = ()
+    for part in gl.static_range(PARTS):
+        piece = operands.index(part).slice(rows[0], rows[1]).slice(columns[0], columns[1], 1)
+        if TRANSPOSED:
+            piece = piece.permute((1, 0))
+        parts += (piece.load(layout),)
+    return parts
+
+
+@gluon.jit
+def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
+    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones.
+
+    Tensor cores cut sums short where fp32 is rounded: so those of parts begin anew, the smallest
+    first. Where there are few of them, APART, they do not wait for each other.
+    """
+    if PARTS == 1:
+        acc = mma_v2(a[0], b[0], acc)
+    else:
+        shape: gl.constexpr = acc.shape
+        layout: gl.constexpr = acc.type.layout
+        zeros = gl.zeros(shape, gl.float32, layout)
+        total = zeros
+        for below in gl.static_range(PARTS):
+            for part in gl.static_range(PARTS - below):
+                other = b[PARTS - 1 - below - part]
+                if APART:
+                    total += mma_v2(a[part], other, zeros)
+                else:
+                    total = mma_v2(a[part], other, total)
+        acc += total
+    return acc
+
+
+@gluon.jit
+def exp(x, PARTS: gl.constexpr):
+    """``e^x``; where operands are in PARTS, for which ``x · log2(e)`` is too rounded, exactly."""
+    y = x * LOG2E
+    power = gl.exp2(y)
+    if PARTS > 1:
+        rest = gl.fma(x, LOG2E, -y) + x * LOG2E_REST
+        power = gl.where(power > 0, power + power * (rest * LN2), power)
+    return power
+
+
+@gluon.jit
+def find_listed_chunk(
+    slots_ptr,
+    offsets_ptr,
+    num_samples,
+    num_slots,
+    CHUNK: gl.constexpr,
+    OVERLAP: gl.constexpr,
+    FIRST: gl.constexpr = PROGRAMS,
+):
+    """What this program does, where ``target_schedule.list_slots_kernel`` lists the slots.
+
+    It takes a slot, or a sample of fewer than CHUNK rows. Slots come first, so that none who begins
+    late has many rows; but for the FIRST samples, as many as programs begin at once, while slots
+    are listed.
+
+    Returns whether there is anything to do, the sample, its first history row, its length, begin
+    and end of the chunk within it, its slot, -1 where the chunk is the whole sample, and how many
+    chunks the sample has.
+    """
+    program = gl.program_id(0)
+    before = gl.minimum(num_samples, FIRST)
+    slot = program - before
+    of_slot = (slot >= 0) & (slot < num_slots)
+    listed = gl.where(slot < 0, program, program - num_slots)
+    if OVERLAP:
+        if of_slot | (num_slots == 0):  # without slots, the last kernel is any other
+            wait_for_last_kernel()
+    if of_slot:
+        listed = gl.load(slots_ptr + slot)
+    sample = gl.maximum(listed, 0)
+    first = gl.load(offsets_ptr + sample).to(gl.int64)
+    length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
+    chunks = gl.where(of_slot, gl.maximum(gl.cdiv(length, 2 * CHUNK), 1), 1)
+    chunk = gl.where(of_slot, slot - (first // CHUNK).to(gl.int32), 0)
+    rows = rows_of_chunk(length, chunks)
+    busy = (listed >= 0) & (of_slot == (length >= CHUNK))
+    end = gl.minimum((chunk + 1) * rows, length)
+    slot = gl.where(chunks > 1, slot, -1)
+    return busy, sample, first, length, chunk * rows, end, slot, chunks
+
+
+@gluon.jit
+def program_of_sample(sample, num_samples, num_slots):
+    """The program that takes ``sample`` if it has fewer than CHUNK rows."""
+    return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_slots)
+
+
+@gluon.jit
+def is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+    """Whether the sample's other chunks have ended, and what they have stored is there to read.
+
+    Which one ends last differs from call to call: nothing of a result may depend on that.
+    """
+    thread_barrier()  # what any lane has stored is stored before lane 0 counts
+    ended = gl.atomic_add(slots_ptr + num_slots + first_slot, 1, sem="acq_rel", scope="gpu")
+    return ended == chunks - 1
+
+
+@gluon.jit
+def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
+    """What this program does, as ``target_schedule.find_work`` says, for samples of one block.
+
+    Programs that take later chunks, most of them idle, lie evenly among those that take first ones.
+
+    Returns whether there is anything to do, the sample, its first history row, its length, begin
+    and end of the chunk within it, and its slot, -1 where the chunk is the whole sample.
+    """
+    program = gl.program_id(0)
+    period = gl.num_programs(0) // gl.maximum(num_slots, 1)
+    turn = program // period
+    later = (program == turn * period) & (turn < num_slots)
+    sample = program - gl.minimum(turn + 1, num_slots)
+    if later:
+        lanes = gl.arange(0, 32, probe_layout(gl.num_warps()))
+        sample = program * 0
+        high = num_samples
+        while sample + 1 < high:
+            step = gl.cdiv(high - sample, 32)
+            at = sample + step * lanes
+            offset = gl.load(offsets_ptr + at, mask=at < high, other=0)
+            begun = (at < high) & (offset // CHUNK <= turn)
+            sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
+            high = gl.minimum(high, sample + step)
+    first = gl.load(offsets_ptr + sample).to(gl.int64)
+    length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
+    chunks = gl.maximum(length // CHUNK, 1)
+    slot = (first // CHUNK).to(gl.int32)
+    chunk = gl.where(later, turn - slot, 0)
+    busy = (chunk < chunks) & ((chunk > 0) | (not later))
+    rows = rows_of_chunk(length, chunks)
+    end = gl.minimum((chunk + 1) * rows, length)
+    return busy, sample, first, length, chunk * rows, end, gl.where(chunks > 1, slot + chunk, -1)
+
+
+@gluon.jit
+def load_columns(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
+    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp."""
+    d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, RIGHT))
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
+    mask = (d < D)[:, None] & (r < count)[None, :]
+    return gl.load(ptr + first * D + (r[None, :] * D + d[:, None]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_rows(
+    ptr,
+    first,
+    count,
+    column: gl.constexpr,
+    shape: gl.constexpr,
+    layout: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Rows ``first`` to ``first + count`` of width ``D`` from ``column`` on, with zeros around."""
+    r = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
+    d = column + gl.arange(0, shape[1], gl.SliceLayout(0, layout))
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    return gl.load(ptr + first * D + (r[:, None] * D + d[None, :]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
+    """Store ``value`` as rows ``first`` to ``first + count`` of width ``D``, from ``column`` on."""
+    layout: gl.constexpr = row_layout(value.shape[1], ptr.dtype.element_ty, gl.num_warps())
+    r = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    d = column + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
+    gl.store(ptr + first * D + (r[:, None] * D + d[None, :]), value, mask=mask)
+
+
+@gluon.jit
+def _copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Begin to copy the rows from ``start`` on to ``tile``: one group.
+
+    Copies that are masked, beyond ``end`` and D, write zeros.
+    """
+    BLOCK_N: gl.constexpr = tile.shape[0]
+    BLOCK_D: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = row_layout(BLOCK_D, tile.dtype, gl.num_warps())
+    if start < end:
+        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+        mask = (i < end - start)[:, None]
+        if D < BLOCK_D:
+            mask = mask & (d < D)[None, :]
+        ptrs = history_ptr + start.to(gl.int64) * STRIDE + (i[:, None] * STRIDE + d[None, :])
+        async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def open_ring(
+    history_ptr,
+    begin,
+    end,
+    D: gl.constexpr,
+    STRIDE: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """Shared memory for NUM_STAGES tiles of rows; all but the last are on their way to it."""
+    dtype: gl.constexpr = history_ptr.dtype.element_ty
+    shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
+    ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
+    for stage in gl.static_range(NUM_STAGES - 1):
+        _copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
+    return ring
+
+
+@gluon.jit
+def turn_ring(ring, stage, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+    """Begin to copy what comes after the tiles on their way, where the last tile was; the tile of
+    ``stage`` begins at row ``start``. Returns the next stage.
+    """
+    ahead: gl.constexpr = ring.shape[0] - 1
+    BLOCK_N: gl.constexpr = ring.shape[1]
+    to = gl.where(stage == 0, ahead, stage - 1)
+    _copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
+    return gl.where(stage == ahead, 0, stage + 1)
+
+
+@gluon.jit
+def row_buckets(n, first, length, timestamps_ptr, P: gl.constexpr, A: gl.constexpr):
+    """Buckets of position and age of the rows ``n`` of a sample."""
+    of_position = recency_bucket(length - 1 - n, P)
+    of_age = of_position
+    if A > 0:
+        time = gl.load(timestamps_ptr + first + n, mask=n < length, other=0)
+        newest = gl.load(timestamps_ptr + first + length - 1)
+        of_age = age_bucket(time, newest, A)
+    return of_position, of_age
+
+
+@gluon.jit
+def load_bias(
+    bias_ptr,  # of the sample's first row
+    position_bias_ptr,
+    age_bias_ptr,
+    of_position,
+    of_age,
+    n,
+    r,
+    visible,
+    count,
+    H: gl.constexpr,
+    P: gl.constexpr,
+    A: gl.constexpr,
+    PRIOR: gl.constexpr,
+):
+    """All biases of the rows ``n`` for the query rows ``r``; what is of either, shaped as scores.
+
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
+    from ``count`` on.
+    """
+    head = r % H
+    mask = visible & (r < count)
+    bias = 0.0
+    if PRIOR:
+        weights = gl.load(bias_ptr + n, mask=visible, other=1.0).to(gl.float32)
+        bias += gl.where(mask, gl.log(weights), 0.0)
+    elif bias_ptr is not None:
+        bias += gl.load(bias_ptr + (n * H + head), mask=mask, other=0.0).to(gl.float32)
+    if P > 0:
+        ptrs = position_bias_ptr + (of_position * H + head)
+        bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    if A > 0:
+        ptrs = age_bias_ptr + (of_age * H + head)
+        bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    return bias

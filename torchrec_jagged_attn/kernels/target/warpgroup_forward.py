@@ -1,0 +1,168 @@
+"""Forward of target attention on Hopper, of half precision, by a group of four warps.
+
+Rows of history are on the M side of products: for scores, ``[rows, queries]``, and, transposed, for
+outputs, ``[width, queries]``. Weights are of a reference that only follows the largest scores where
+these are far above it: warps need not agree on it for each tile.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchrec_jagged_attn.kernels.common.gluon import products_by_group, thread_barrier
+from torchrec_jagged_attn.kernels.target.one_warp_forward import combine_outputs
+from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk, is_last_chunk
+from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
+    PROGRAMS,
+    add_biases,
+    copy_queries,
+    group_layout,
+    open_ring,
+    store_transposed,
+    turn_ring,
+    wait_for_tile,
+)
+
+__all__ = ["forward_kernel"]
+
+MARGIN = gl.constexpr(10.0)  # how far scores may be above their reference, in base 2
+LOWEST = gl.constexpr(-3e38)
+
+
+@gluon.jit
+def _raise_reference(scores, reference, total, acc):
+    """Make the largest scores so far the reference of weights, also of those that are summed up."""
+    largest = gl.maximum(reference, gl.max(scores, 0))
+    rescale = gl.exp2(reference - largest)[None, :]
+    return largest, total * rescale, acc * rescale
+
+
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+def forward_kernel(
+    query_ptr,  # [rows, D]
+    bias_ptr,  # [N, H], or of PRIOR weights [N]
+    position_bias_ptr,  # [P, H]
+    age_bias_ptr,  # [A, H]
+    timestamps_ptr,  # [N]
+    out_ptr,  # [rows, D]
+    rest_ptr,  # [rows, D]: what out was rounded by
+    stats_ptr,  # [2, rows] fp32
+    sums_ptr,  # [slots, count, D] fp32
+    sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
+    slots_ptr,  # [2, slots] of list_slots_kernel
+    offsets_ptr,  # [B + 1]
+    history_desc,  # of [N, D]: see ``group_tiles.place_of``
+    num_samples,
+    num_targets,
+    num_rows,
+    num_slots,
+    scale,
+    SHARED: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    A: gl.constexpr,
+    PRIOR: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CHUNK: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    """All query rows of a sample over one chunk of its history."""
+    mma: gl.constexpr = products_by_group(BLOCK_R, gl.num_warps())
+    by_query: gl.constexpr = gl.SliceLayout(0, mma)
+    dtype: gl.constexpr = query_ptr.dtype.element_ty
+    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
+        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
+    )
+    if busy:
+        if bias_ptr is not None:
+            bias_ptr += first * (1 if PRIOR else H)
+        count = num_targets * H
+        row = sample.to(gl.int64) * count
+        queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], group_layout(BLOCK_D))
+        copy_queries(queries, query_ptr if SHARED else query_ptr + row * D, count, D)
+        async_copy.commit_group()
+        last = (first + end).to(gl.int32)
+        ring = open_ring(history_desc, last, end - begin, NUM_STAGES)
+        WARPS: gl.constexpr = gl.num_warps()
+        all_in_each: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        largest = gl.allocate_shared_memory(gl.float32, [WARPS], plain)
+        weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], group_layout(BLOCK_R))
+
+        index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
+        r = gl.arange(0, BLOCK_R, by_query)
+        zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, mma)
+        acc = gl.zeros([BLOCK_D, BLOCK_R], gl.float32, mma)
+        total = zeros  # each row's own: summed up once
+        reference = gl.full([BLOCK_R], LOWEST, gl.float32, by_query)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        for tile in range(gl.cdiv(end - begin, BLOCK_N)):
+            start = begin + tile * BLOCK_N
+            x = wait_for_tile(ring, tile, history_desc, end - start)
+            dots = warpgroup_mma(x, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dots = warpgroup_mma_wait(0, deps=(dots,))
+            turn_ring(ring, tile, history_desc, last, end - start)
+            n = start + index
+            visible = (n < end)[:, None]
+            scores = dots * (scale * LOG2E)
+            if (bias_ptr is not None) or P + A > 0:
+                scores = add_biases(
+                    scores, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, start, end,
+                    first, length, count, H, P, A, PRIOR,
+                )  # fmt: skip
+            scores = gl.where(visible, scores, -float("inf"))
+            below = scores - reference[None, :]
+            p = gl.exp2(below)
+            weights.store(p.to(dtype))
+            fence_async_shared()
+            of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, BLOCK_N // WARPS]), 1)
+            largest.store(of_warps)
+            thread_barrier()
+            if gl.max(largest.load(all_in_each), 0) > MARGIN:
+                reference, total, acc = _raise_reference(scores, reference, total, acc)
+                p = gl.exp2(scores - reference[None, :])
+                weights.store(p.to(dtype))
+                fence_async_shared()
+                thread_barrier()
+            total += p
+            acc = warpgroup_mma(x.permute((1, 0)), weights, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+
+        total = gl.sum(total, 0)
+        maximum = reference / LOG2E
+        if slot >= 0:
+            column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
+            ptrs = sums_ptr + slot.to(gl.int64) * count * D + (r[None, :] * D + column)
+            gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < D))
+            ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
+            gl.store(ptrs, maximum, mask=r < count)
+            gl.store(ptrs + count, total, mask=r < count)
+            first_slot = (first // CHUNK).to(gl.int32)
+            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+                combine_outputs(
+                    sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
+                    first_slot, chunks, D, BLOCK_D, 1, BLOCK_R,
+                )  # fmt: skip
+        else:
+            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
+            ptrs = stats_ptr + row + r
+            gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
+            gl.store(ptrs + num_rows, inverse, mask=r < count)
+            out = acc * inverse[None, :]
+            rounded = out.to(dtype)
+            store_transposed(out_ptr + row * D, rounded, queries, count, D)
+            if rest_ptr is not None:
+                rest = (out - rounded.to(gl.float32)).to(dtype)
+                store_transposed(rest_ptr + row * D, rest, queries, count, D)

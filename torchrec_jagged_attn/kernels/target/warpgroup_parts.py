@@ -1,0 +1,168 @@
+"""What the kernels of target attention share that are written for a group of warps, on Hopper.
+
+The tensor cores' products of a group (``wgmma``) read their operands from shared memory themselves.
+On their M side they take 64 rows at least: those of history, or its columns; so that query rows are
+on their N side, in multiples of eight.
+
+Tiles of rows are brought by the tensor memory accelerator, which knows where a sample ends: rows
+beyond that are zeros and are never read, and none beyond it is written.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from torchrec_jagged_attn.kernels.common.gluon import as_rows, thread_barrier
+from torchrec_jagged_attn.kernels.common.tma import END
+from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, load_bias, row_buckets, row_layout
+
+__all__ = [
+    "PROGRAMS",
+    "add_biases",
+    "copy_queries",
+    "group_layout",
+    "open_ring",
+    "place_of",
+    "store_transposed",
+    "turn_ring",
+    "wait_for_tile",
+]
+
+
+PROGRAMS = gl.constexpr(256)  # that begin while slots are listed
+
+
+@gluon.constexpr_function
+def group_layout(width):
+    """Rows of half precision in shared memory, as those products read them."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank=2)
+
+
+@gluon.jit
+def place_of(last, rest):
+    """The place of the box that begins ``rest`` rows before row ``last``, where its sample ends.
+
+    It is what ``flash_hopper`` makes descriptors for.
+    """
+    return [END, last, END - rest, 0, 0]
+
+
+@gluon.jit
+def _expect(ring, n, desc, rest):
+    """Say that the ``n``-th tile will be copied, if there are rows in it."""
+    full = ring[1].index(n % ring[0].shape[0])
+    mbarrier.expect(full, desc.block_type.nbytes, pred=rest > 0)
+
+
+@gluon.jit
+def _copy(ring, n, desc, last, rest):
+    """Begin to copy the ``n``-th tile, if there are rows in it."""
+    stage = n % ring[0].shape[0]
+    tma.async_copy_global_to_shared(
+        desc, place_of(last, rest), ring[1].index(stage), ring[0].index(stage), pred=rest > 0
+    )
+
+
+@gluon.jit
+def open_ring(desc, last, rest, NUM_STAGES: gl.constexpr):
+    """``(tiles, full)``: room for NUM_STAGES tiles, all but the last on their way, and barriers.
+
+    The first one begins ``rest`` rows before row ``last``.
+    """
+    shape: gl.constexpr = [NUM_STAGES] + desc.block_type.shape  # noqa: RUF005  (no star)
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    ring = (tiles, full)
+    for stage in gl.static_range(NUM_STAGES - 1):
+        _expect(ring, stage, desc, rest - stage * tiles.shape[3])
+        _copy(ring, stage, desc, last, rest - stage * tiles.shape[3])
+    return ring
+
+
+@gluon.jit
+def wait_for_tile(ring, n, desc, rest):
+    """The ``n``-th tile, once it is there. It begins ``rest`` rows before the last one's end."""
+    NUM_STAGES: gl.constexpr = ring[0].shape[0]
+    stage = n % NUM_STAGES
+    mbarrier.wait(ring[1].index(stage), (n // NUM_STAGES) & 1)
+    ahead: gl.constexpr = NUM_STAGES - 1
+    _expect(ring, n + ahead, desc, rest - ahead * ring[0].shape[3])
+    return as_rows(ring[0].index(stage))
+
+
+@gluon.jit
+def turn_ring(ring, n, desc, last, rest):
+    """Begin to copy what comes after the tiles on their way, where the one before the ``n``-th was.
+
+    All warps have read that one.
+    """
+    thread_barrier()
+    ahead: gl.constexpr = ring[0].shape[0] - 1
+    _copy(ring, n + ahead, desc, last, rest - ahead * ring[0].shape[3])
+
+
+@gluon.jit
+def _query_places(tile, count, D: gl.constexpr):
+    """Where the rows of ``tile`` are from the first one of ``count``, and which there are."""
+    layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
+    r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    return r * D + d, (r < count) & (d < D)
+
+
+@gluon.jit
+def copy_queries(tile, ptr, count, D: gl.constexpr):
+    """Begin to copy ``count`` rows of width D from ``ptr`` on to ``tile``; zeros around them."""
+    places, there = _query_places(tile, count, D)
+    async_copy.async_copy_global_to_shared(tile, ptr + places, mask=there)
+
+
+@gluon.jit
+def store_transposed(ptr, value, tile, count, D: gl.constexpr):
+    """Store the columns of ``value`` as ``count`` rows from ``ptr`` on, by way of ``tile``."""
+    places, there = _query_places(tile, count, D)
+    tile.permute((1, 0)).store(value)
+    layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
+    gl.store(ptr + places, tile.load(layout), mask=there)
+
+
+@gluon.jit
+def add_biases(
+    scores,
+    bias_ptr,  # of the sample's first row
+    position_bias_ptr,
+    age_bias_ptr,
+    timestamps_ptr,
+    start,
+    end,
+    first,
+    length,
+    count,
+    H: gl.constexpr,
+    P: gl.constexpr,
+    A: gl.constexpr,
+    PRIOR: gl.constexpr,
+):
+    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, and their biases.
+
+    A lane has columns eight apart: where heads come again by then, it loads those of one of them.
+    """
+    BLOCK_N: gl.constexpr = scores.shape[0]
+    BLOCK_R: gl.constexpr = scores.shape[1]
+    APART: gl.constexpr = 8 if 8 % H == 0 else BLOCK_R
+    apart = gl.reshape(scores, [BLOCK_N, BLOCK_R // APART, APART])
+    layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
+    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    r = gl.arange(0, APART, gl.SliceLayout(0, layout))[None, :]
+    of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+    bias = load_bias(
+        bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
+        n[:, None], r, (n < end)[:, None], count, H, P, A, PRIOR,
+    )  # fmt: skip
+    apart += gl.expand_dims(bias * LOG2E, 1)
+    return gl.convert_layout(gl.reshape(apart, [BLOCK_N, BLOCK_R]), scores.type.layout)

@@ -1,0 +1,316 @@
+"""``jagged_flash_attention``: multi-head attention within each sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.arguments import are_prior_weights, bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.checks import (
+    check_biases,
+    check_float,
+    check_offsets_metadata,
+    check_prior_weights_values,
+    check_same,
+    check_shape,
+    check_width,
+)
+from torchrec_jagged_attn.cpu import attention as reference
+from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.kernels.flash import attention as flash_kernels
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.registration import register_op
+
+__all__ = ["flash_attention", "jagged_flash_attention"]
+
+
+@overload
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Multi-head attention within each sample of a jagged batch, self or cross.
+
+    For row :math:`i` of a sample's queries and head :math:`h`, over the rows :math:`j` of its keys
+    and values,
+
+    .. math:: out_i = \sum_j p_{ij} v_j, \qquad
+              p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j + bias_{jh}
+              + P_{\beta(position_j), h} + A_{\beta(age_j), h} + \log w_j
+              + R_{\beta(|distance_{ij}|), h})
+
+    A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
+    first three biases and the prior weights :math:`w_j` are those of
+    :func:`jagged_target_attention`: they belong to a key row, and positions and ages are counted
+    from the last key of the sample. The last bias belongs to the distance between query and key in
+    rows, where both sides end together: :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta`
+    makes four buckets per octave.
+
+    Rows of other samples never matter, whatever is in them. Within a sample, what ``causal`` hides
+    from a query does not matter on a CPU, nor to outputs in fp32. On a GPU, NaN or infinity there
+    may still make outputs in half precision NaN, and gradients in any: a product adds up 0 · NaN,
+    as PyTorch's ``scaled_dot_product_attention`` does.
+
+    Args:
+        q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
+            rows wider than 256 need a GPU that gives a block 163 KiB of shared memory, as A100 and
+            H100 do; all else, 99 KiB.
+        k: ``[ΣLk, Hk, D]``, dtype of ``q``; ``H`` must be a multiple of ``Hk``, and head ``h`` of
+            ``q`` reads head ``h // (H / Hk)`` of ``k`` and ``v``.
+        v: ``[ΣLk, Hk, Dv]``, dtype of ``q``, ``Dv`` in 1…512.
+        q_offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns query rows ``q_offsets[b]`` to
+            ``q_offsets[b + 1] - 1``.
+        kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; by default
+            ``q_offsets``.
+        bias: ``[ΣLk, H]``, any dtype that ``q`` may have, added to the scores of its key; ``-inf``
+            hides it.
+        position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
+        age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
+        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
+        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, not negative, for all heads; zero
+            hides the key. Their gradient is zero where they are.
+        relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
+            On a GPU, of up to 2^30 - 129 rows of queries and of keys.
+        causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
+            last query sees them all.
+        scale: factor of the dot products; ``1/√D`` by default.
+        return_lse: whether to return log-sum-exps, too, by which attention over parts of the keys
+            is merged. They have no gradient.
+
+    Returns:
+        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
+        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` of a row that sees
+        nothing.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
+            values of offsets or prior weights do not fit.
+        NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> x = torch.eye(3).unsqueeze(1)  # 3 rows, H=1, D=3
+        >>> jagged_flash_attention(x, x, x, torch.tensor([0, 1, 3]), scale=0.0).squeeze(1)
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.0000, 0.5000, 0.5000],
+                [0.0000, 0.5000, 0.5000]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2; its tiled
+        softmax is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691), Algorithms 1 and 2.
+    """
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    check_offsets_metadata(q_offsets, "q_offsets")
+    check_offsets_metadata(kv_offsets, "kv_offsets")
+    check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))
+    check_float(q, "q")
+    check_shape(q, "q", "[ΣLq, H, D]", (None, None, None))
+    check_shape(k, "k", "[ΣLk, Hk, D]", (None, None, q.shape[2]))
+    check_shape(v, "v", "[ΣLk, Hk, Dv]", (k.shape[0], k.shape[1], None))
+    check_width(q.shape[2], "q")
+    check_width(v.shape[2], "v")
+    check_same(q, "q", dtype=True, k=k, v=v)
+    check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
+    check_biases(q, "q", k.shape[0], bias, position_bias, age_bias, timestamps, prior_weights)
+    bias = bias_or_prior_weights(bias, prior_weights)
+    if relative_bias is not None:
+        check_float(relative_bias, "relative_bias")
+        check_same(q, "q", dtype=False, relative_bias=relative_bias)
+        check_shape(relative_bias, "relative_bias", "[R, H]", (None, q.shape[1]))
+        if relative_bias.shape[0] == 0:
+            raise ValueError(
+                f"relative_bias must have at least one bucket, got {list(relative_bias.shape)}"
+            )
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got {list(q.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
+        )
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[2])
+    out, stats = flash_attention(
+        q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
+        relative_bias, causal, scale, return_lse,
+    )  # fmt: skip
+    if not return_lse:
+        return out
+    maximum, inverse = stats
+    lse = (maximum - torch.log2(inverse)) * math.log(2)
+    return out, lse.masked_fill_(inverse == 0, -torch.inf)
+
+
+def flash_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    relative_bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    needs_stats: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``.
+
+    ``bias`` may be ``[ΣLk]``: prior weights, whose logarithm is the bias of all heads. Kernels keep
+    the statistics for backward; the reference makes them only if ``needs_stats``, else zeros.
+    """
+    check_offsets_values(q_offsets, q.shape[0], "q_offsets")
+    check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
+    if are_prior_weights(bias):
+        check_prior_weights_values(bias)
+    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
+    if implementation(q.device)[0] == "reference":
+        return reference.flash_attention(
+            q, k, v, q_offsets, kv_offsets, *biases, causal, scale, needs_stats
+        )
+    return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
+
+
+def _flash_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    rows, heads = q.shape[:2]
+    stats = q.new_empty(2, rows, heads, dtype=torch.float32)
+    return q.new_empty(rows, heads, v.shape[2]), stats
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    needs_grad: Sequence[bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    relative_bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    needs_stats: bool,
+    out: Tensor,
+    stats: Tensor,
+) -> list[Tensor]:
+    """Gradients of those of q, k, v and the four biases that need one."""
+    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_q, *grads_of_biases = flash_attention_backward(
+        grad_out, q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
+        relative_bias, causal, scale, needs_grad[5], out, stats, grad_k, grad_v,
+    )  # fmt: skip
+    *grads_of_keys, grad_relative_bias = grads_of_biases
+    constants = (None, None, None)
+    grads = (
+        grad_q, grad_k, grad_v, None, None, *grads_of_keys, None, grad_relative_bias, *constants
+    )  # fmt: skip
+    return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    relative_bias: Tensor | None,
+    causal: bool,
+    scale: float,
+    needs_bias: bool,
+    out: Tensor,
+    stats: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q and the four biases, that of ``bias`` if ``needs_bias``; those of k and v are
+    written into the last two.
+
+    The rows of ``grad_k`` and ``grad_v`` may be apart, as in two halves of one tensor.
+    """
+    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
+    if implementation(q.device)[0] == "reference":
+        grads = reference.flash_attention_backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale
+        )
+    else:
+        grads = flash_kernels.backward(
+            grad_out, q, k, v, q_offsets, kv_offsets, *biases,
+            out, stats, grad_k, grad_v, causal, scale, needs_bias,
+        )  # fmt: skip
+    grad_q, grad_bias, grad_position, grad_age, grad_relative = grads
+    grad_bias = bias_gradient(grad_bias, bias) if needs_bias else None
+    return grad_q, grad_bias, grad_position, grad_age, grad_relative
+
+
+flash_attention = register_op(
+    "flash_attention",
+    forward=flash_attention_forward,
+    fake=_flash_attention_fake,
+    backward=_flash_attention_backward,
+    non_differentiable=("timestamps",),
+)

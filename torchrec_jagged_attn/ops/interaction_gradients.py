@@ -1,0 +1,355 @@
+"""The registered ops behind the feature interactions, and their gradients, made of one another:
+
+    out = dense(x, y)     dx = dense(dout, yᵀ)    dy = jagged(x, dout)
+    out = jagged(x, y)    dx = dense(y, doutᵀ)    dy = dense(x, dout)
+    out = pairs(x, y)     dx = array(dout, y)     dy = array(doutᵀ, x)
+    out = array(p, y)     dp = pairs(dout, y)     dy = array(pᵀ, dout)
+    out = x + y           dx = dout               dy = sum(dout)
+    out = x · y           dx = dout · y           dy = sum(dout · x)
+
+where dense is :data:`jagged_dense_bmm`, jagged :data:`jagged_jagged_bmm`, pairs :data:`pair_bmm`,
+array :data:`array_jagged_bmm` and sum :data:`jagged_sum`. Where no gradient is taken of these, both
+of dense, and both of jagged, are made in one pass.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.checks import should_validate
+from torchrec_jagged_attn.cpu import interaction as reference
+from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.kernels.interaction import product_gradients as gradient_kernels
+from torchrec_jagged_attn.kernels.interaction import products as product_kernels
+from torchrec_jagged_attn.kernels.interaction import softmax as kernels
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.registration import (
+    call_in_backward,
+    register_op_of_ops,
+    register_op_without_grad,
+)
+
+__all__ = [
+    "array_jagged_bmm",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_jagged_bmm",
+    "jagged_sum",
+    "pair_bmm",
+    "pair_offsets",
+    "softmax",
+    "softmax_backward",
+]
+
+Grads = tuple[Tensor | None, ...]
+
+
+def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
+    """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
+    return reference if implementation(x.device)[0] == "reference" else of_triton
+
+
+def _save_tensors(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
+    ctx.save_for_backward(*(x for x in inputs if x is None or isinstance(x, Tensor)))
+
+
+def _save_offsets(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
+    ctx.save_for_backward(inputs[-1])
+
+
+def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [B, D, T] → [N, T]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
+
+
+def _dense_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    x, y, offsets = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    if needs_x and needs_y and not torch.is_grad_enabled():
+        return *call_in_backward(ctx, jagged_dense_bmm_backward, grad_out, x, y, offsets), None
+    grad_x = jagged_dense_bmm(grad_out, y.mT, offsets) if needs_x else None
+    grad_y = jagged_jagged_bmm(x, grad_out, offsets) if needs_y else None
+    return grad_x, grad_y, None
+
+
+jagged_dense_bmm = register_op_of_ops(
+    "jagged_dense_bmm",
+    forward=_dense_forward,
+    fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
+    save=_save_tensors,
+    backward=_dense_backward,
+)
+
+
+def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [N, T] → [B, D, T]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
+
+
+def _jagged_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    x, y, offsets = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    if needs_x and needs_y and not torch.is_grad_enabled():
+        return *call_in_backward(ctx, jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
+    grad_x = jagged_dense_bmm(y, grad_out.mT, offsets) if needs_x else None
+    grad_y = jagged_dense_bmm(x, grad_out, offsets) if needs_y else None
+    return grad_x, grad_y, None
+
+
+jagged_jagged_bmm = register_op_of_ops(
+    "jagged_jagged_bmm",
+    forward=_jagged_forward,
+    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
+    save=_save_tensors,
+    backward=_jagged_backward,
+)
+
+
+def _dense_gradients(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of ``[N, D] × [B, D, T] → [N, T]``."""
+    of_device = _implementation(x, gradient_kernels)
+    return of_device.jagged_dense_bmm_backward(grad_out, x, y, offsets)
+
+
+def _jagged_gradients(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of ``[N, D] × [N, T] → [B, D, T]``."""
+    of_device = _implementation(x, gradient_kernels)
+    return of_device.jagged_jagged_bmm_backward(grad_out, x, y, offsets)
+
+
+def _fake_gradients(
+    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), y.new_empty(y.shape)
+
+
+jagged_dense_bmm_backward = register_op_without_grad(
+    "jagged_dense_bmm_backward", forward=_dense_gradients, fake=_fake_gradients
+)
+jagged_jagged_bmm_backward = register_op_without_grad(
+    "jagged_jagged_bmm_backward", forward=_jagged_gradients, fake=_fake_gradients
+)
+
+
+def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """``[B + 1]`` int64: where each sample's pairs begin, made without waiting for the device."""
+    return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
+
+
+pair_offsets = register_op_of_ops(
+    "jagged_pair_offsets",
+    forward=_offsets_forward,
+    fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
+    save=lambda ctx, inputs, out: None,
+    backward=lambda ctx, grad_out: (None, None),
+)
+
+
+def _check_pairs(
+    x_offsets: Tensor, num_x: int, y_offsets: Tensor, num_y: int, pair_offsets: Tensor, total: int
+) -> None:
+    """Values of offsets must divide the rows, and make ``total`` pairs; skipped as theirs are."""
+    if should_validate(pair_offsets):
+        check_offsets_values(x_offsets, num_x, "x_offsets")
+        check_offsets_values(y_offsets, num_y, "y_offsets")
+        _check_total(pair_offsets, total)
+
+
+def _check_total(pair_offsets: Tensor, total: int) -> None:
+    if should_validate(pair_offsets) and int(pair_offsets[-1]) != total:
+        raise ValueError(f"offsets must make the {total} pairs, got {int(pair_offsets[-1])}")
+
+
+def _pair_forward(
+    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor, total: int
+) -> Tensor:
+    """``[Nx, D], [Ny, D] → [Σ Lx·Ly]``."""
+    _check_pairs(x_offsets, x.shape[0], y_offsets, y.shape[0], pair_offsets, total)
+    pair_bmm = _implementation(x, product_kernels).pair_bmm
+    return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
+
+
+def _pair_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    x, y, *offsets = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    grad_x = array_jagged_bmm(grad_out, y, *offsets, x.shape[0], False) if needs_x else None
+    grad_y = array_jagged_bmm(grad_out, x, *offsets, y.shape[0], True) if needs_y else None
+    return grad_x, grad_y, None, None, None, None
+
+
+pair_bmm = register_op_of_ops(
+    "jagged_jagged_bmm_jagged_out",
+    forward=_pair_forward,
+    fake=lambda x, y, x_offsets, y_offsets, pair_offsets, total: x.new_empty(total),
+    save=_save_tensors,
+    backward=_pair_backward,
+)
+
+
+def _array_forward(
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor,
+    pair_offsets: Tensor,
+    num_rows: int,
+    transposed: bool,
+) -> Tensor:
+    """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
+    num_x, num_y = (y.shape[0], num_rows) if transposed else (num_rows, y.shape[0])
+    _check_pairs(x_offsets, num_x, y_offsets, num_y, pair_offsets, p.shape[0])
+    array_jagged_bmm = _implementation(p, product_kernels).array_jagged_bmm
+    return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
+
+
+def _array_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
+    _save_tensors(ctx, inputs, out)
+    ctx.transposed = inputs[-1]
+
+
+def _array_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    p, y, *offsets = ctx.saved_tensors
+    needs_p, needs_y, *_ = ctx.needs_input_grad
+    grad_p = grad_y = None
+    if needs_p:
+        of_x, of_y = (y, grad_out) if ctx.transposed else (grad_out, y)
+        grad_p = pair_bmm(of_x, of_y, *offsets, p.shape[0])
+    if needs_y:
+        grad_y = array_jagged_bmm(p, grad_out, *offsets, y.shape[0], not ctx.transposed)
+    return grad_p, grad_y, None, None, None, None, None
+
+
+array_jagged_bmm = register_op_of_ops(
+    "array_jagged_bmm_jagged_out",
+    forward=_array_forward,
+    fake=lambda p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed: y.new_empty(
+        num_rows, y.shape[1]
+    ),
+    save=_array_save,
+    backward=_array_backward,
+)
+
+
+def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
+    """Of columns of ``[N, T]``; or, with ``y_offsets`` and the offsets of pairs, of their rows."""
+    if y_offsets is None:
+        check_offsets_values(offsets, x.shape[0], "offsets")
+    else:
+        _check_total(offsets, x.shape[0])
+    return _implementation(x, kernels).softmax(x, offsets, y_offsets)
+
+
+def _softmax_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
+    ctx.save_for_backward(out, *inputs[1:])
+
+
+def _softmax_grad(ctx: Any, grad_out: Tensor) -> Grads:
+    return call_in_backward(ctx, softmax_backward, grad_out, *ctx.saved_tensors), None, None
+
+
+softmax = register_op_of_ops(
+    "jagged_softmax",
+    forward=_softmax_forward,
+    fake=lambda x, offsets, y_offsets: x.new_empty(x.shape),
+    save=_softmax_save,
+    backward=_softmax_grad,
+)
+
+
+def _softmax_backward(
+    grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
+) -> Tensor:
+    """Gradient of what gave ``out``."""
+    return _implementation(out, kernels).softmax_backward(grad_out, out, offsets, y_offsets)
+
+
+def _refuse(ctx: Any, grad_out: Tensor) -> Grads:
+    raise NotImplementedError("jagged_softmax and jagged2_softmax have no second derivative")
+
+
+softmax_backward = register_op_of_ops(
+    "jagged_softmax_backward",
+    forward=_softmax_backward,
+    fake=lambda grad_out, out, offsets, y_offsets: out.new_empty(out.shape),
+    save=_save_offsets,
+    backward=_refuse,
+)
+
+
+def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] + [B, D] → [N, D]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, kernels).elementwise(x, y, offsets, multiply=False)
+
+
+def _add_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    (offsets,) = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    grad_y = jagged_sum(grad_out, None, offsets) if needs_y else None
+    return grad_out if needs_x else None, grad_y, None
+
+
+jagged_dense_add = register_op_of_ops(
+    "jagged_dense_add",
+    forward=_add_forward,
+    fake=lambda x, y, offsets: x.new_empty(x.shape),
+    save=_save_offsets,
+    backward=_add_backward,
+)
+
+
+def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] ∘ [B, D] → [N, D]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, kernels).elementwise(x, y, offsets, multiply=True)
+
+
+def _mul_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    x, y, offsets = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    grad_x = jagged_dense_mul(grad_out, y, offsets) if needs_x else None
+    grad_y = jagged_sum(grad_out, x, offsets) if needs_y else None
+    return grad_x, grad_y, None
+
+
+jagged_dense_mul = register_op_of_ops(
+    "jagged_dense_mul",
+    forward=_mul_forward,
+    fake=lambda x, y, offsets: x.new_empty(x.shape),
+    save=_save_tensors,
+    backward=_mul_backward,
+)
+
+
+def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
+    """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
+    return _implementation(x, kernels).sum_rows(x, y, offsets)
+
+
+def _sum_backward(ctx: Any, grad_out: Tensor) -> Grads:
+    x, y, offsets = ctx.saved_tensors
+    needs_x, needs_y, *_ = ctx.needs_input_grad
+    factor = torch.ones_like(x) if y is None else y
+    grad_x = jagged_dense_mul(factor, grad_out, offsets) if needs_x else None
+    grad_y = jagged_dense_mul(x, grad_out, offsets) if needs_y else None
+    return grad_x, grad_y, None
+
+
+jagged_sum = register_op_of_ops(
+    "jagged_sum",
+    forward=_sum_forward,
+    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]),
+    save=_save_tensors,
+    backward=_sum_backward,
+)

@@ -1,0 +1,228 @@
+"""``jagged_target_attention``: a few queries per sample over its history rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.arguments import are_prior_weights, bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.checks import (
+    check_biases,
+    check_float,
+    check_offsets_metadata,
+    check_prior_weights_values,
+    check_same,
+    check_shape,
+    check_tensor,
+    check_width,
+)
+from torchrec_jagged_attn.cpu import attention as reference
+from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.kernels.target import attention as target_kernels
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.registration import register_op
+
+__all__ = ["jagged_target_attention"]
+
+
+def jagged_target_attention(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    *,
+    query_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    r"""Attend query rows over the history rows of their own sample, keys and values at once.
+
+    For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
+
+    .. math:: out = \sum_n p_n x_n, \qquad
+              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh} + P_{\beta(position_n), h}
+              + A_{\beta(age_n), h} + \log w_n)
+
+    All heads share one pass over the history. An empty history gives zeros. Positions count the
+    newer rows of the sample; ages are the time from a row to the last row of its sample, and zero
+    where that is negative. Both fall into four buckets per octave, :math:`\beta(x) = \lfloor 4
+    \log_2(1 + x) \rfloor` (of ``1 + x`` rounded to fp32), and the last bucket has no end. A row
+    whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such rows alone
+    gives zeros; but positions and ages count it.
+
+    Args:
+        query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
+            queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
+            fp16 (on CPU also fp64), ``D`` in 1…512.
+        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
+        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
+            ``offsets[b + 1] - 1``.
+        query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
+        bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
+        position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
+        age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
+        timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
+            time to the nearest 128 seconds. They have no gradient. An age that int64 does not hold,
+            as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
+        prior_weights: ``[N]``, any dtype that ``query`` may have, not negative: what each row
+            counts before it is compared with a query, for all heads. Their gradient is zero where
+            they are.
+        scale: factor of the dot products; ``1/√D`` by default.
+
+    Returns:
+        One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
+        (also for shared queries) or ``[ΣT, H, D]``.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
+            values of offsets or prior weights do not fit.
+        NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> query = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # B=2, H=1, D=2
+        >>> history = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 6.0]])
+        >>> jagged_target_attention(query, history, torch.tensor([0, 2, 3]), scale=0.0)
+        tensor([[[2., 2.]],
+        <BLANKLINE>
+                [[5., 6.]]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
+        of the first three rows of its Table 1.
+    """
+    check_tensor(query, "query")
+    check_offsets_metadata(offsets, "offsets")
+    num_samples = offsets.numel() - 1
+    per_sample = query_offsets is None and query.dim() == 3
+    if query_offsets is not None:
+        check_offsets_metadata(query_offsets, "query_offsets")
+        check_shape(query_offsets, "query_offsets", "[B + 1]", (num_samples + 1,))
+        check_shape(query, "query", "[ΣT, H, D]", (None, None, None))
+    elif query.dim() == 4 and query.shape[0] == 1:
+        check_shape(query, "query", "[1, T, H, D]", (1, None, None, None))
+    elif per_sample:
+        check_shape(query, "query", "[B, H, D]", (num_samples, None, None))
+        query = query.unsqueeze(1)
+    else:
+        check_shape(query, "query", "[B, T, H, D]", (num_samples, None, None, None))
+    width = query.shape[-1]
+    check_float(query, "query")
+    check_width(width, "query")
+    check_shape(history, "history", "[N, D]", (None, width))
+    check_same(query, "query", dtype=True, history=history)
+    check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
+    check_biases(
+        query, "query", history.shape[0], bias, position_bias, age_bias, timestamps, prior_weights
+    )
+    bias = bias_or_prior_weights(bias, prior_weights)
+    if scale is None:
+        scale = 1 / math.sqrt(width)
+    out, _, _ = _target_attention(
+        query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out.squeeze(1) if per_sample else out
+
+
+def target_attention_forward(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    scale: float,
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries.
+
+    ``bias`` may be ``[N]``: prior weights, whose logarithm is the bias of all heads.
+
+    And for backward: what rounding took of it, in its shape (no element where it is no half
+    precision, or no gradient will be taken), and softmax statistics.
+    """
+    check_offsets_values(offsets, history.shape[0], "offsets")
+    if query_offsets is not None:
+        check_offsets_values(query_offsets, query.shape[0], "query_offsets")
+    if are_prior_weights(bias):
+        check_prior_weights_values(bias)
+    biases = (bias, position_bias, age_bias, timestamps)
+    if implementation(query.device)[0] == "reference":
+        forward = reference.target_attention
+    else:
+        forward = target_kernels.forward
+    return forward(query, history, offsets, query_offsets, *biases, scale, for_backward)
+
+
+def target_attention_fake(
+    query: Tensor, history: Tensor, offsets: Tensor, query_offsets: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors of the shapes and dtypes that :func:`target_attention_forward` gives."""
+    shape = list(query.shape)
+    if query_offsets is None:
+        shape[0] = offsets.numel() - 1
+    for_backward = others[-1]
+    rest = query.new_empty(shape if for_backward and query.element_size() == 2 else [0])
+    stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
+    return query.new_empty(shape), rest, stats
+
+
+def target_attention_backward(
+    grad_out: Tensor,
+    needs_grad: Sequence[bool],
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    scale: float,
+    for_backward: bool,
+    out: Tensor,
+    rest: Tensor,
+    stats: Tensor,
+) -> list[Tensor]:
+    """Gradients of those of query, history and the three biases that need one."""
+    if not for_backward:
+        raise ValueError(
+            "for_backward must be True where a gradient is taken, got False: "
+            "this was called, traced or exported with gradients off"
+        )
+    biases = (bias, position_bias, age_bias, timestamps)
+    if implementation(query.device)[0] == "reference":
+        grads = reference.target_attention_backward(
+            grad_out, query, history, offsets, query_offsets, *biases, scale
+        )
+    else:
+        grads = target_kernels.backward(
+            grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale,
+            needs_grad[4],
+        )  # fmt: skip
+    grad_query, grad_history, grad_bias, *grads_of_tables = grads
+    if needs_grad[4]:
+        grad_bias = bias_gradient(grad_bias, bias)
+    grads = (
+        grad_query, grad_history, None, None, grad_bias, *grads_of_tables, None, None, None
+    )  # fmt: skip
+    return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
+
+
+_target_attention = register_op(
+    "target_attention",
+    forward=target_attention_forward,
+    fake=target_attention_fake,
+    backward=target_attention_backward,
+    non_differentiable=("timestamps",),
+)

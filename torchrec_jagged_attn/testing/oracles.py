@@ -1,0 +1,248 @@
+"""Oracles in fp64, and the same in plain PyTorch of the dtype tested."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "flash_attention_oracle",
+    "flash_attention_plain",
+    "recency_bias_oracle",
+    "target_attention_oracle",
+    "target_attention_plain",
+]
+
+Distribution = Literal["uniform", "log-normal", "skewed", "giant", "edges"] | float
+
+
+def target_attention_oracle(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
+
+    Rows of a prior weight of zero are taken out of the lists before.
+    """
+    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
+    if prior_weights is not None:
+        left = prior_weights > 0
+        logs = prior_weights[left].log().unsqueeze(1)
+        bias = logs if bias is None else bias[left] + logs
+        history, offsets = history[left], F.pad(left.cumsum(0), (1, 0))[offsets]
+    lengths = offsets.diff().tolist()
+    if query_offsets is not None:
+        queries = query.split(query_offsets.diff().tolist())  # [T_b, H, D] each
+    elif query.dim() == 3:
+        queries = query.unsqueeze(1).unbind()
+    else:
+        queries = query.expand(len(lengths), -1, -1, -1).unbind()
+    rows = history.split(lengths)
+    biases = [None] * len(lengths) if bias is None else bias.to(query.dtype).split(lengths)
+    outs = []
+    for q_THD, x_LD, bias_LH in zip(queries, rows, biases, strict=True):
+        if x_LD.shape[0] == 0 or q_THD.shape[0] == 0:
+            outs.append(q_THD * 0)
+            continue
+        q_HTD = q_THD.transpose(0, 1)
+        x_HLD = x_LD.expand(q_HTD.shape[0], -1, -1)
+        mask = None
+        if bias_LH is not None:
+            mask = bias_LH.T.unsqueeze(1).expand(q_HTD.shape[0], q_HTD.shape[1], -1)
+        out = F.scaled_dot_product_attention(q_HTD, x_HLD, x_HLD, mask, scale=scale)
+        outs.append(out.transpose(0, 1))
+    if query_offsets is not None:
+        return torch.cat(outs) if outs else query * 0
+    out = torch.stack(outs) if outs else query[:0] * 0
+    return out.squeeze(1) if query.dim() == 3 else out
+
+
+def target_attention_plain(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
+    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
+    bias, left = _with_prior_weights(bias, prior_weights, query.dtype)
+    index, real = _padding(offsets, history.shape[0])  # [B, L]
+    q_BTHD = query
+    if query_offsets is not None:
+        query_index, query_real = _padding(query_offsets, query.shape[0])
+        q_BTHD = _pad(query, query_index)
+    elif query.dim() == 3:
+        q_BTHD = query.unsqueeze(1)
+    if left is not None:
+        real = real & _pad(left, index)
+    x_BLD = _pad(history, index)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bthd,bld->bthl", q_BTHD.expand(index.shape[0], -1, -1, -1), x_BLD)
+    scores = scores * factor
+    if bias is not None:
+        scores = scores + _pad(bias, index).transpose(1, 2).unsqueeze(1)
+    weights = _masked_softmax(scores, real[:, None, None])
+    out = torch.einsum("bthl,bld->bthd", weights, x_BLD)
+    if query_offsets is not None:
+        return out[query_real]
+    return out.squeeze(1) if query.dim() == 3 else out
+
+
+def recency_bias_oracle(
+    offsets: Tensor,
+    bias: Tensor | None,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+) -> Tensor | None:
+    """``[N, H]``: ``bias`` and the scores by position and age, by integer arithmetic."""
+    positions, ages = [], []
+    times = None if timestamps is None else timestamps.tolist()
+    bounds = offsets.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        positions += range(end - begin - 1, -1, -1)
+        ages += [] if times is None else [max(times[end - 1] - t, 0) for t in times[begin:end]]
+    for table, distances in ((position_bias, positions), (age_bias, ages)):
+        if table is not None:
+            rounded = torch.tensor([distance + 1 for distance in distances]).float().tolist()
+            buckets = [math.floor(Fraction(x) ** 4).bit_length() - 1 for x in rounded]
+            index = torch.tensor(buckets, dtype=torch.int64, device=table.device)
+            scores = table[index.clamp(max=len(table) - 1)]
+            bias = scores if bias is None else bias + scores
+    return bias
+
+
+def flash_attention_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
+    group = q.shape[1] // k.shape[1]
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
+    if bias is not None and left is not None:
+        bias = bias.masked_fill(~left.unsqueeze(1), -torch.inf)
+    q_lengths, kv_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
+    biases = [None] * len(q_lengths) if bias is None else bias.to(q.dtype).split(kv_lengths)
+    outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
+    for q_LHD, k_LHD, v_LHD, bias_LH in zip(
+        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), biases, strict=True
+    ):
+        q_HLD = q_LHD.transpose(0, 1)
+        k_HLD = k_LHD.repeat_interleave(group, 1).transpose(0, 1)
+        v_HLD = v_LHD.repeat_interleave(group, 1).transpose(0, 1)
+        num_rows, num_keys = q_HLD.shape[1], k_HLD.shape[1]
+        out = q_HLD.new_zeros(q_HLD.shape[0], num_rows, v.shape[2])
+        mask = q_HLD.new_zeros(q_HLD.shape[0], num_rows, num_keys)
+        if bias_LH is not None:
+            mask = mask + bias_LH.T.unsqueeze(1)
+        if causal:
+            visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
+            mask = mask.masked_fill(visible == 0, -torch.inf)
+        seeing = (mask > -torch.inf).any(2).all(0)
+        if seeing.any():
+            out[:, seeing] = F.scaled_dot_product_attention(
+                q_HLD[:, seeing], k_HLD, v_HLD, mask[:, seeing], scale=scale
+            )
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+def flash_attention_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
+    group = q.shape[1] // k.shape[1]
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
+    q_index, q_real = _padding(q_offsets, q.shape[0])
+    kv_index, kv_real = _padding(kv_offsets, k.shape[0])
+    if left is not None:
+        kv_real = kv_real & _pad(left, kv_index)
+    q_BLHD = _pad(q, q_index)
+    k_BLHD, v_BLHD = (_pad(x, kv_index).repeat_interleave(group, 2) for x in (k, v))
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    visible = kv_real[:, None, None]  # [B, 1, 1, Lk]
+    if causal:
+        rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q_index, kv_index))
+        shift = kv_offsets.diff() - q_offsets.diff()
+        visible = visible & (keys <= rows[:, None] + shift[:, None, None]).unsqueeze(1)
+    scores = torch.einsum("bihd,bjhd->bhij", q_BLHD, k_BLHD) * factor
+    if bias is not None:
+        scores = scores + _pad(bias, kv_index).transpose(1, 2).unsqueeze(2)
+    out = torch.einsum("bhij,bjhd->bihd", _masked_softmax(scores, visible), v_BLHD)
+    return out[q_real]
+
+
+def _with_prior_weights(
+    bias: Tensor | None, prior_weights: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """``[N, H]`` or ``[N, 1]``: ``bias`` plus the logarithms of prior weights, but of removed rows;
+    and ``[N]``, which rows are left.
+    """
+    if prior_weights is None:
+        return bias, None
+    left = prior_weights > 0
+    logs = prior_weights.masked_fill(~left, 1).log().unsqueeze(1).to(dtype)
+    return logs if bias is None else bias + logs, left
+
+
+def _padding(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """``[B, L]`` row numbers of a padded batch, and which of them are real."""
+    length = int(offsets.diff().max()) if offsets.numel() > 1 else 0
+    index = offsets[:-1, None] + torch.arange(length, device=offsets.device)
+    real = index < offsets[1:, None]
+    return index.masked_fill(~real, num_rows), real
+
+
+def _pad(x: Tensor, index: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
+
+
+def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Softmax over the visible; zero where nothing is."""
+    some = visible.any(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(~visible & some, -torch.inf), -1) * some
