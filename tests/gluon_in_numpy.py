@@ -23,8 +23,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.kernels.target import attention as target_attention
 
 __all__ = ["gluon_in_numpy", "in_numpy", "launched_by"]
 
@@ -413,7 +413,7 @@ def gluon_in_numpy(groups: bool = False) -> Iterator[list[str]]:
     """
     with (
         launched_by(_launch) as launched,
-        mock.patch.object(target_attention, "_room_for_warps", return_value=HOPPER_SHARED_MEMORY),
-        mock.patch.object(target_attention, "_room_for_groups", return_value=groups),
+        mock.patch.object(devices, "gluon_shared_memory", return_value=HOPPER_SHARED_MEMORY),
+        mock.patch.object(devices, "hopper_multiprocessors", return_value=groups),
     ):
         yield launched

@@ -24,10 +24,8 @@ from gluon_in_numpy import Block, Layout, Pointer, in_numpy, launched_by
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.kernels.flash import hopper_backward as flash_hopper_backward
-from torchrec_jagged_attn.kernels.flash import hopper_forward as flash_hopper
-from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
 
 __all__ = ["hopper_in_numpy"]
 
@@ -292,8 +290,6 @@ def hopper_in_numpy() -> Iterator[list[str]]:
     """Kernels for Hopper run on CPU as on a GPU of few multiprocessors; yields those that did."""
     with (
         launched_by(_launch) as launched,
-        mock.patch.object(flash_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
-        mock.patch.object(flash_hopper_backward, "multiprocessors", return_value=MULTIPROCESSORS),
-        mock.patch.object(pairs_hopper, "multiprocessors", return_value=MULTIPROCESSORS),
+        mock.patch.object(devices, "hopper_multiprocessors", return_value=MULTIPROCESSORS),
     ):
         yield launched

@@ -79,7 +79,7 @@ def test_lengths_about_tiles(causal, kv_heads, width, dtype):
         assert_right(inputs, causal)
 
 
-SHORT_FIRST = ["flash_hopper_short"] * 2  # of two sizes of samples
+SHORT_FIRST = ["hopper_short"] * 2  # of two sizes of samples
 
 
 @pytest.mark.parametrize("width", [48, 64, 128])
@@ -91,7 +91,7 @@ def test_kernels_for_hopper(causal, width, hopper):
         inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width)
         assert_right(inputs, causal)
     short = SHORT_FIRST if width <= 64 else []
-    expected = [*short, "flash_hopper", *short, "flash_hopper_backward"] * 2
+    expected = [*short, "hopper_forward", *short, "hopper_backward"] * 2
     assert launched in (expected, None)
 
 
@@ -539,7 +539,7 @@ def test_relative_bias_on_hopper(causal, width, hopper):
             *[partial(with_relative_bias, causal=causal)] * 2,
             inputs | {"relative_bias": table},
         )
-    assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+    assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
 
 
 def test_relative_bias_of_more_rows_than_its_list_counts():
@@ -636,7 +636,7 @@ def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
     results = outputs_and_gradients(attend, inputs, grad_out)
     for name, expected_value in expected.items():
         assert torch.equal(results[name], expected_value), name
-    assert launched in (["flash_hopper", "flash_hopper_backward"] * 2, None)
+    assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
 
 
 def test_bias_shifts_nothing(device):

@@ -12,7 +12,7 @@ from test_registration import Recorder
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
-from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs
 from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -404,7 +404,7 @@ def whole_numbers(width, device):
 
 @pytest.fixture
 def pairs_of_any_mean(monkeypatch):
-    monkeypatch.setattr(pairs_hopper, "LEAST_MEAN_ROWS", 0)
+    monkeypatch.setattr(hopper_pairs, "LEAST_MEAN_ROWS", 0)
 
 
 @pytest.mark.usefixtures("pairs_of_any_mean")
@@ -413,7 +413,7 @@ def test_pairs_on_hopper(width, hopper):
     device, launched = hopper
     x, y, offsets, expected = whole_numbers(width, device)
     out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets, total=expected.numel())
-    assert launched in (["pairs_hopper"], None)
+    assert launched in (["hopper_pairs"], None)
     assert torch.equal(out, expected)
 
 
@@ -422,14 +422,14 @@ def test_pairs_on_hopper_write_nothing_else(hopper):
     """Whatever lies before and after, and wherever a sample's pairs begin modulo 16 bytes."""
     device, _ = hopper
     x, y, offsets, expected = whole_numbers(16, device)
-    if not pairs_hopper.takes(x, y, len(SIZES)):
+    if not hopper_pairs.takes(x, y, len(SIZES)):
         pytest.skip("needs a Hopper GPU")
     guard = 64
     held = torch.full((expected.numel() + 2 * guard,), torch.nan, device=device).half()
     out = held[guard:-guard]
     starts = pair_offsets(*offsets)
     assert len(set((starts % 8).tolist())) > 3
-    pairs_hopper.pair_bmm(x, y, out, *offsets, starts)
+    hopper_pairs.pair_bmm(x, y, out, *offsets, starts)
     assert torch.equal(out, expected)
     assert held[:guard].isnan().all()
     assert held[-guard:].isnan().all()
@@ -452,7 +452,7 @@ def test_pairs_have_the_same_bits_from_either_kernel(width, dtype, monkeypatch):
     )
     results = []
     for least in (0, 10**6):
-        monkeypatch.setattr(pairs_hopper, "LEAST_MEAN_ROWS", least)
+        monkeypatch.setattr(hopper_pairs, "LEAST_MEAN_ROWS", least)
         results.append(torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs))
     assert torch.equal(*results)
 

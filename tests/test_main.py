@@ -10,8 +10,8 @@ import torch
 import triton
 
 import torchrec_jagged_attn
-from torchrec_jagged_attn import __main__
-from torchrec_jagged_attn.cpu import build as cpu_attention
+from torchrec_jagged_attn import __main__, devices
+from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.ops import implementation
 
 
@@ -76,14 +76,14 @@ def test_help_names_the_options(capsys):
 @pytest.mark.parametrize("option", [[], ["--json"]], ids=["plain", "json"])
 def test_says_that_it_builds(option, monkeypatch, capsys):
     for is_built in (True, False):
-        monkeypatch.setattr(cpu_attention, "is_built", lambda is_built=is_built: is_built)
+        monkeypatch.setattr(extension, "is_built", lambda is_built=is_built: is_built)
         assert __main__.main(option) == 0
         assert ("Building" in capsys.readouterr().err) == (not is_built)
 
 
 def test_build_prints_where_it_lies(capsys):
     assert __main__.main(["--build"]) == 0
-    assert capsys.readouterr().out.strip() == str(cpu_attention.build())
+    assert capsys.readouterr().out.strip() == str(extension.build())
 
 
 def test_build_prints_what_the_compiler_says(tmp_path):
@@ -149,15 +149,10 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
-    from torchrec_jagged_attn.kernels.flash import hopper_forward as flash_hopper
-    from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
-    from torchrec_jagged_attn.kernels.target import attention as target_attention
-
     monkeypatch.setattr(__main__, "devices", lambda: [(torch.device("cuda"), "a GPU")])
     monkeypatch.setattr(__main__.ops, "implementation", lambda device: ("triton", "CUDA device"))
-    monkeypatch.setattr(target_attention, "_room_for_warps", lambda device: room)
-    for module in (flash_hopper, pairs_hopper, target_attention):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(devices, "gluon_shared_memory", lambda device: room)
+    monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: multiprocessors)
     paths = {}
     for op, _, path, why in __main__.paths():
         assert why

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
-from torchrec_jagged_attn.cpu import build as cpu_attention
+from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     Case,
@@ -238,7 +238,7 @@ def test_forward_takes_less_memory_than_the_rows():
 
 @pytest.fixture
 def without_compiled(monkeypatch):
-    monkeypatch.setattr(cpu_attention, "library", lambda: None)
+    monkeypatch.setattr(extension, "library", lambda: None)
 
 
 @pytest.mark.usefixtures("without_compiled")
@@ -280,7 +280,7 @@ def test_python_agrees(causal, monkeypatch):
     for _ in range(2):
         results.append(outputs_and_gradients(attend, inputs, grad_out))
         lses.append(attend(**inputs, return_lse=True)[1])
-        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+        monkeypatch.setattr(extension, "library", lambda: None)
     torch.testing.assert_close(results[0], results[1])
     torch.testing.assert_close(lses[0], lses[1])
 
@@ -296,7 +296,7 @@ def outcomes(inputs, grad_out, monkeypatch, **options):
     apart = {**inputs, "k": rows_at(inputs["k"], 2)}
     results = [outputs_and_gradients(attend, given, grad_out) for given in (inputs, apart)]
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_attention, "library", lambda: None)
+        patch.setattr(extension, "library", lambda: None)
         return [*results, outputs_and_gradients(attend, inputs, grad_out)]
 
 
@@ -379,7 +379,7 @@ def test_what_causality_hides_may_be_nan(queries, monkeypatch):
 def test_scores_that_are_not_finite_are_of_their_sample_alone(of, monkeypatch):
     """Each gives alone what it gives beside others, whose bias hides all keys."""
     if of == "python":
-        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+        monkeypatch.setattr(extension, "library", lambda: None)
     lengths = [5, 4, 3, 3, 4, 5]
     inputs, grad_out = special_inputs(lengths, biased=True)
     if of == "operators":
@@ -413,7 +413,7 @@ def test_a_table_by_distance_hides_all_keys(monkeypatch):
 def test_every_gradient_of_the_history_is_written(dtype, implemented, monkeypatch):
     """Also of rows that no query reads, in memory that was NaN."""
     if implemented == "python":
-        monkeypatch.setattr(cpu_attention, "library", lambda: None)
+        monkeypatch.setattr(extension, "library", lambda: None)
     for lengths, targets in (
         ([3, 0, 400, 5], [0, 2, 0, 1]),
         ([3, 400], [0, 0]),
@@ -473,9 +473,9 @@ ATTEND_TWICE = (
     "print(attend().item())",
 )
 BUILD = (
-    "from torchrec_jagged_attn.kernels import cpu_attention",
-    "assert cpu_attention.library() is not None",
-    "print(cpu_attention.build())",
+    "from torchrec_jagged_attn.cpu import extension",
+    "assert extension.library() is not None",
+    "print(extension.build())",
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}
 
@@ -508,7 +508,7 @@ def test_where_nothing_can_be_built(missing, tmp_path):
     assert float(done.stdout) == 16
     assert done.stderr.count("UserWarning") == 1
     said = done.stderr[done.stderr.index("UserWarning") :].splitlines()
-    assert "no cpu_attention.cpp" in said[0]
+    assert "no attention.cpp" in said[0]
     assert reason in said[1]
     assert advice in said[2]
     assert "python -m torchrec_jagged_attn --build" in said[2]
@@ -525,9 +525,9 @@ def test_is_built_once(tmp_path):
             (tools / name).symlink_to(found)
     lines = (
         "from concurrent.futures import ThreadPoolExecutor",
-        "from torchrec_jagged_attn.kernels import cpu_attention",
+        "from torchrec_jagged_attn.cpu import extension",
         "with ThreadPoolExecutor(2) as pool:",
-        "    found = [pool.submit(cpu_attention.library) for _ in range(2)]",
+        "    found = [pool.submit(extension.library) for _ in range(2)]",
         "assert None not in [future.result() for future in found]",
     )
     run_python(*lines, PATH=str(tools), TORCH_EXTENSIONS_DIR=str(folder))
@@ -538,7 +538,7 @@ def test_is_built_once(tmp_path):
 @pytest.fixture
 def built(tmp_path):
     """A copy of the library, in a folder of its own."""
-    found = cpu_attention.build()
+    found = extension.build()
     return Path(shutil.copy(found, tmp_path / found.name))
 
 
@@ -549,7 +549,7 @@ def with_compiler(tmp_path):
     lines = (
         "#!/bin/sh",
         'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
-        f'[ $# -lt 2 ] || cp {cpu_attention.build()} "$2"',
+        f'[ $# -lt 2 ] || cp {extension.build()} "$2"',
     )
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)

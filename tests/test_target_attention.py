@@ -219,7 +219,7 @@ def test_prior_weights_must_not_be_negative(device, monkeypatch):
     ("num_targets", "num_heads", "width"), [(1, 4, 24), (3, 2, 128), (9, 2, 64), (30, 2, 24)]
 )
 def test_recency_over_several_chunks(num_targets, num_heads, width, shared, dtype, device):
-    """Without a bias for each row, so that the kernels of ``warp_tiles.py`` take all of them."""
+    """Without a bias for each row, so that the kernels of ``warp_parts.py`` take all of them."""
     skip_unless_supported(Case("recency", 5, 1300, 2, 16, dtype=dtype), device)
     inputs = inputs_of([1300, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
     del inputs["bias"]

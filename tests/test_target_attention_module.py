@@ -16,6 +16,7 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops import multi_head_target_attention
 from torchrec_jagged_attn.ops.flash_attention import (
     flash_attention_backward,
     flash_attention_forward,
@@ -478,7 +479,7 @@ def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
         seen.append(history)
         return target_attention_forward(query, history, *arguments)
 
-    monkeypatch.setattr("torchrec_jagged_attn.ops.multi_head.target_attention_forward", forward)
+    monkeypatch.setattr(multi_head_target_attention, "target_attention_forward", forward)
     rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = JaggedTargetAttention(16, 2)(
@@ -502,8 +503,8 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
         return flash_attention_backward(grad_out, q, k, v, *arguments)
 
     for function in (forward, backward):
-        name = f"torchrec_jagged_attn.ops.multi_head.flash_attention_{function.__name__}"
-        monkeypatch.setattr(name, function)
+        name = f"flash_attention_{function.__name__}"
+        monkeypatch.setattr(multi_head_target_attention, name, function)
     rows = torch.randn(5, 16).to(history_dtype)
     module = JaggedTargetAttention(16, 2, keys_and_values="explicit")
     out = module(torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3])))

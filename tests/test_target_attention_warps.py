@@ -70,10 +70,12 @@ def test_right(num_targets, num_heads, width, tables, dtype, launched):
         timestamps = (14 * torch.rand(sum(LENGTHS), generator=generator)).exp().long()
     assert_right(inputs, timestamps)
     if num_targets * num_heads <= 8:
-        assert set(launched) == {"warp_forward", "warp_backward"}
+        assert set(launched) == {"one_warp_forward", "one_warp_backward"}
     else:
         one_pass = tables or dtype == torch.float32
-        assert set(launched) == {"block_forward"} | ({"block_backward"} if one_pass else set())
+        assert set(launched) == {"few_warps_forward"} | (
+            {"few_warps_backward"} if one_pass else set()
+        )
 
 
 @pytest.mark.parametrize("times", FAR_TIMES, ids=str)
@@ -104,7 +106,7 @@ def test_tables_of_few_buckets(seed, launched):
     inputs["age_bias"] = torch.randn(9 - seed % 9, 2, generator=generator)
     timestamps = (14 * torch.rand(640, generator=generator)).exp().long()
     assert_right(inputs, timestamps)
-    assert set(launched) == {"warp_forward", "warp_backward"}
+    assert set(launched) == {"one_warp_forward", "one_warp_backward"}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_groups_of_warps(num_targets, num_heads, width, tables, shared, lengths)
         inputs["query"] = inputs["query"][:1].contiguous()
     with gluon_in_numpy(groups=True) as launched:
         assert_right(inputs, timestamps)
-    assert set(launched) == {"hopper_forward", "hopper_backward"}
+    assert set(launched) == {"warpgroup_forward", "warpgroup_backward"}
 
 
 @pytest.mark.parametrize("step", [-40.0, 40.0])
@@ -144,7 +146,7 @@ def test_groups_of_warps_with_scores_far_apart(step):
     inputs["history"][:, 0] = step * (torch.arange(300) // 60)
     with gluon_in_numpy(groups=True) as launched:
         assert_right(inputs)
-    assert "hopper_forward" in launched
+    assert "warpgroup_forward" in launched
 
 
 @pytest.mark.parametrize("num_heads", [3, 20])
@@ -152,18 +154,18 @@ def test_bias_of_each_row(num_heads, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads)
     inputs["position_bias"] = torch.ones(5, num_heads).half()
     assert_right(inputs)
-    assert "warp_backward" in launched or "block_backward" in launched
+    assert "one_warp_backward" in launched or "few_warps_backward" in launched
 
 
 @pytest.mark.parametrize(
     ("num_targets", "num_heads", "width", "dtype", "groups", "kernels"),
     [
-        (1, 3, 16, torch.float16, False, {"warp_forward", "warp_backward"}),
-        (3, 2, 48, torch.float32, False, {"warp_forward", "warp_backward"}),
-        (9, 2, 40, torch.float32, False, {"block_forward", "block_backward"}),
-        (9, 2, 64, torch.float16, False, {"block_forward", "block_backward"}),
-        (9, 2, 64, torch.float16, True, {"hopper_forward", "hopper_backward"}),
-        (5, 9, 96, torch.float16, True, {"hopper_forward", "hopper_backward"}),
+        (1, 3, 16, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
+        (3, 2, 48, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
+        (9, 2, 40, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, 2, 64, torch.float16, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, 2, 64, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+        (5, 9, 96, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
     ],
 )
 @pytest.mark.parametrize("tables", [False, True], ids=["alone", "tables"])
@@ -187,7 +189,7 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, ker
         )
     assert all(torch.all(value == 0) for value in results.values())
     if dtype == torch.float16 and not groups and not tables:
-        kernels = kernels - {"block_backward"}  # which is slower there
+        kernels = kernels - {"few_warps_backward"}  # which is slower there
     assert set(launched) == kernels
 
 

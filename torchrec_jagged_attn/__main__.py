@@ -15,15 +15,15 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.cpu import build as cpu_attention
+from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
-from torchrec_jagged_attn.kernels.interaction import products as jagged_products
+from torchrec_jagged_attn.kernels.interaction import products
 from torchrec_jagged_attn.kernels.target import attention as target_attention
 
 # Of ops that have more than one path on a device.
 KERNELS = {
     "jagged_flash_attention": flash_attention,
-    "jagged_jagged_bmm_jagged_out": jagged_products,
+    "jagged_jagged_bmm_jagged_out": products,
     "jagged_target_attention": target_attention,
 }
 
@@ -75,7 +75,7 @@ def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
     """Paths of an op on a device, and what takes each; the first one takes all else."""
     path, why = ops.implementation(device)
     if path == "reference" and name in ("jagged_flash_attention", "jagged_target_attention"):
-        path = "reference" if cpu_attention.library() is None else "c++"
+        path = "reference" if extension.library() is None else "c++"
     found = [(path, why)]
     if path == "triton" and name in KERNELS:
         found += KERNELS[name].paths(device).items()
@@ -95,7 +95,7 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 def build() -> int:
     """Build the C++ for CPUs, and print the path of the library. Returns the exit code."""
     try:
-        print(cpu_attention.build())
+        print(extension.build())
     except Exception as error:
         print(*filter(None, (error, error.__cause__)), sep="\n", file=sys.stderr)
         return 1
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         print_table([("package", "version"), *packages])
         print_table([("device", "what it is"), *about])
     on_cpu, _ = ops.implementation(torch.device("cpu"))
-    if on_cpu == "reference" and not cpu_attention.is_built():
+    if on_cpu == "reference" and not extension.is_built():
         print("Building the C++ for CPUs, once, in some 15 s …", file=sys.stderr, flush=True)
     columns = ("op", "device", "path", "why")
     if args.json:

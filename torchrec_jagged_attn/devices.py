@@ -1,28 +1,24 @@
-"""Which implementation an op takes on a device."""
+"""What a device is: the implementation it takes, its dtypes, and what its kernels may use."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-from triton import knobs
 from triton.knobs import runtime
 
-__all__ = ["implementation", "multiprocessors", "supported_dtypes"]
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors of Hopper a device has: none if it is another."""
-    if device.type != "cuda" or runtime.interpret or torch.version.cuda is None:
-        return 0
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+__all__ = [
+    "gluon_shared_memory",
+    "hopper_multiprocessors",
+    "implementation",
+    "launches_overlap",
+    "shared_memory",
+    "supported_dtypes",
+]
 
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect.
-if knobs.runtime.interpret:
+if runtime.interpret:
     _IMPLEMENTATIONS = {
         "cpu": ("triton-interpreter", "CPU device, TRITON_INTERPRET=1"),
         "cuda": ("triton-interpreter", "CUDA device, TRITON_INTERPRET=1"),
@@ -61,3 +57,42 @@ def implementation(device: torch.device) -> tuple[str, str]:
 def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Floating-point dtypes that the implementation on ``device`` computes with."""
     return _DTYPES[implementation(device)[0]]
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take; as many as it likes in the interpreter."""
+    if device.type != "cuda":
+        return 2**31
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
+
+
+@functools.cache
+def gluon_shared_memory(device: torch.device) -> int:
+    """:func:`shared_memory` of a program in Gluon, or 0 where none runs.
+
+    Their asynchronous copies need an Ampere GPU or a later one.
+    """
+    return shared_memory(device) if _compute_capability(device) >= (8, 0) else 0
+
+
+@functools.cache
+def hopper_multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a Hopper GPU has; 0 for any other device."""
+    if _compute_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a kernel may begin before the last one ends: from Hopper GPUs on."""
+    return _compute_capability(device) >= (9, 0)
+
+
+def _compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of an NVIDIA GPU; ``(0, 0)`` of any other device, and in the interpreter."""
+    if device.type != "cuda" or runtime.interpret or torch.version.cuda is None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)

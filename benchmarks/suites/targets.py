@@ -1,6 +1,6 @@
 """Target attention from one target per sample to many: over raw rows, or over keys and values?
 
-``ours`` chooses, as the top of ``ops/multi_head.py`` counts; ``ours-absorbed`` and
+``ours`` chooses, as the top of ``ops/multi_head_target_attention.py`` counts; ``ours-absorbed`` and
 ``ours-explicit`` are the two roads, whose crossing it should meet.
 """
 

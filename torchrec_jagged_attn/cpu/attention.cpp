@@ -1,4 +1,4 @@
-// Attention within each sample of a batch on a CPU: what `reference.py` computes one sample after
+// Attention within each sample of a batch on a CPU: what `attention.py` computes one sample after
 // the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
 // sample is so small that calling them takes longer than what they do. Operators multiply what
 // causality hides by zero, which gives NaN of what is not finite: then loops do the sample again.

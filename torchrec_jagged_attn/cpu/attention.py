@@ -2,7 +2,7 @@
 
 Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the kernels. All attention is
 one of ``H`` heads of queries over ``K`` heads of keys and values; raw history rows are keys and
-values of one head. ``kernels/cpu_attention.cpp`` computes it on all cores; where that cannot be
+values of one head. ``kernels/attention.cpp`` computes it on all cores; where that cannot be
 built, :func:`_attend` and :func:`_differentiate` do the same in plain PyTorch.
 
 In names, ``N`` are rows of keys, ``L`` those of queries of one sample and ``S`` those of keys.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.cpu import build as cpu_attention
+from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = [
@@ -124,7 +124,7 @@ def flash_attention(
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
     largest_MH, inverse_MH = stats
-    attend = _attend if (compiled := cpu_attention.library()) is None else compiled.forward
+    attend = _attend if (compiled := extension.library()) is None else compiled.forward
     out = attend(
         (q.to(dtype) * scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
         causal, stats if needs_stats else stats[:0],
@@ -167,7 +167,7 @@ def flash_attention_backward(
         distances = torch.arange(layout.num_rows) - layout.offsets[:-1][layout.sample_ids()]
         bucket_of_distance = recency_buckets(distances, len(relative_bias))
         grad_by_distance = q.new_zeros(len(distances), q.shape[1], dtype=torch.float64)
-    compiled = cpu_attention.library()
+    compiled = extension.library()
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
         grad_out.to(dtype).contiguous(), (q.to(dtype) * scale).contiguous(), k, v, q_offsets,

@@ -1,1 +1,1 @@
-"""Kernels in Triton, and in C++ for CPUs, and their launchers; no autograd, modules, TorchRec."""
+"""Kernels in Triton and Gluon, and their launchers: three families on one common ground."""

@@ -25,7 +25,8 @@ from torchrec_jagged_attn.cpu import interaction as reference
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.kernels.interaction import product_gradients as gradient_kernels
 from torchrec_jagged_attn.kernels.interaction import products as product_kernels
-from torchrec_jagged_attn.kernels.interaction import softmax as kernels
+from torchrec_jagged_attn.kernels.interaction import rows as row_kernels
+from torchrec_jagged_attn.kernels.interaction import softmax as softmax_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
     call_in_backward,
@@ -247,7 +248,7 @@ def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Te
         check_offsets_values(offsets, x.shape[0], "offsets")
     else:
         _check_total(offsets, x.shape[0])
-    return _implementation(x, kernels).softmax(x, offsets, y_offsets)
+    return _implementation(x, softmax_kernels).softmax(x, offsets, y_offsets)
 
 
 def _softmax_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
@@ -271,7 +272,7 @@ def _softmax_backward(
     grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
     """Gradient of what gave ``out``."""
-    return _implementation(out, kernels).softmax_backward(grad_out, out, offsets, y_offsets)
+    return _implementation(out, softmax_kernels).softmax_backward(grad_out, out, offsets, y_offsets)
 
 
 def _refuse(ctx: Any, grad_out: Tensor) -> Grads:
@@ -290,7 +291,7 @@ softmax_backward = register_op_of_ops(
 def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] + [B, D] → [N, D]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, kernels).elementwise(x, y, offsets, multiply=False)
+    return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=False)
 
 
 def _add_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -312,7 +313,7 @@ jagged_dense_add = register_op_of_ops(
 def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] ∘ [B, D] → [N, D]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, kernels).elementwise(x, y, offsets, multiply=True)
+    return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=True)
 
 
 def _mul_backward(ctx: Any, grad_out: Tensor) -> Grads:
@@ -334,7 +335,7 @@ jagged_dense_mul = register_op_of_ops(
 
 def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
-    return _implementation(x, kernels).sum_rows(x, y, offsets)
+    return _implementation(x, row_kernels).sum_rows(x, y, offsets)
 
 
 def _sum_backward(ctx: Any, grad_out: Tensor) -> Grads:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from torchrec_jagged_attn.testing.oracles import Distribution
 
 __all__ = [
     "CASES",
@@ -19,6 +18,9 @@ __all__ = [
     "make_target_inputs",
     "offsets_of",
 ]
+
+
+Distribution = Literal["uniform", "log-normal", "skewed", "giant", "edges"] | float
 
 
 @dataclass(frozen=True)

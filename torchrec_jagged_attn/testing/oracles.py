@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,6 @@ __all__ = [
     "target_attention_oracle",
     "target_attention_plain",
 ]
-
-Distribution = Literal["uniform", "log-normal", "skewed", "giant", "edges"] | float
 
 
 def target_attention_oracle(

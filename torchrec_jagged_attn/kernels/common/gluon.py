@@ -10,8 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchrec_jagged_attn.kernels.common.tma import wait_full
 
-# FIXME import torchrec_jagged_attn.kernels.common
-
 __all__ = [
     "as_operand",
     "as_rows",

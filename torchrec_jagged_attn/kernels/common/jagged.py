@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 
 __all__ = ["add_chunks", "count_chunks", "find_chunk", "find_sample", "find_tile"]
@@ -118,7 +119,7 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: in
         _add_chunks(
             (num_slots, -(-width // 2048)),
             (sums, out, offsets, offsets.numel() - 1),
-            _add_constants(width, chunk, launches_overlap(out.device)),
+            _add_constants(width, chunk, devices.launches_overlap(out.device)),
         )
 
 

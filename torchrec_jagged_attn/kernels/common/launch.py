@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.knobs import runtime
 from triton.runtime import driver
 
-__all__ = ["Launcher", "launches_overlap", "overlap_options"]
+__all__ = ["Launcher", "overlap_options"]
 
 
 class Launcher:
@@ -79,15 +77,6 @@ class Launcher:
                 wide = argument >= 2**31
                 traits.append((wide, argument == 1, argument % 16 == 0) if specialized else wide)
         return traits
-
-
-@functools.cache
-def launches_overlap(device: torch.device) -> bool:
-    """Whether a kernel on ``device`` may begin before the last one ends: from Hopper GPUs on."""
-    of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
-    if runtime.interpret or of_amd:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:

@@ -3,7 +3,7 @@
 A tile is a block of rows of one side, queries or keys, of one sample. A list of them is made on the
 device, so that no program is idle for a short sample and the longest begin first; how many there
 may be follows from shapes. Short samples, at most so many rows on both sides, are not in the list:
-kernels of their own take a whole sample at a time (``flash_short.py``, ``flash_hopper_short.py``).
+kernels of their own take a whole sample at a time (``general_short.py``, ``hopper_short.py``).
 
 What a sample gets depends on its own lengths alone, so that no result depends on other samples.
 """
@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 __all__ = ["list_tiles", "locate_tile", "most_tiles"]
 
@@ -152,7 +153,7 @@ def list_tiles(
             "NUM_CLASSES": CLASSES,
             "CHUNK": CHUNK,
             "SCAN": SCAN,
-            "OVERLAP": launches_overlap(tiles.device),
+            "OVERLAP": devices.launches_overlap(tiles.device),
             "num_warps": CHUNK // 32,
         },
     )

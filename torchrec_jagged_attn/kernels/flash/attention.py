@@ -8,9 +8,9 @@ With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D 
 and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
 kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
 are whole in one tile, and go through kernels of their own, where nothing is computed twice
-(``flash_short.py``). On Hopper half precision without biases of keys has kernels of its own for all
-of this (``flash_hopper.py``; ``flash_hopper_backward.py``, which computes scores once, and adds up
-in turns; ``flash_hopper_short.py``, without any bias).
+(``general_short.py``). On Hopper half precision without biases of keys has kernels of its own for
+all of this (``hopper_forward.py``; ``hopper_backward.py``, which computes scores once, and adds up
+in turns; ``hopper_short.py``, without any bias).
 
 Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
 distance to the query (``distance_bias.py``; the kernels of Hopper take this one). Gradients of
@@ -19,18 +19,15 @@ tables are summed by tile, then over the tiles; for that of distances scores are
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
-from torchrec_jagged_attn.kernels.flash import hopper_backward as flash_hopper_backward
-from torchrec_jagged_attn.kernels.flash import hopper_forward as flash_hopper
-from torchrec_jagged_attn.kernels.flash import hopper_short as flash_hopper_short
+from torchrec_jagged_attn.kernels.flash import hopper_backward, hopper_forward, hopper_short
 from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
 from torchrec_jagged_attn.kernels.flash.general_backward import (
     grad_kv_kernel,
@@ -45,7 +42,7 @@ from torchrec_jagged_attn.kernels.flash.general_short import (
 
 __all__ = ["backward", "forward", "paths"]
 
-SHORT = 32  # rows of a sample that a tile of flash_short.py takes whole
+SHORT = 32  # rows of a sample that a tile of general_short.py takes whole
 
 _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
@@ -81,10 +78,10 @@ def forward(
         return out, stats
     sizes = (stats[0].numel(), call.reach, call.factor)
     tile = call.forward_tile()
-    block = flash_hopper.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
+    block = hopper_forward.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
     tiles = call.list_tiles(block, of_keys=False)
     if call.short_on_hopper:
-        flash_hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, causal)
+        hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, causal)
     elif call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
@@ -92,7 +89,7 @@ def forward(
             call.shape | call.short_tile(),
         )
     if call.on_hopper:
-        flash_hopper.forward(
+        hopper_forward.forward(
             *call.inputs, out, stats, call.by_distance, tiles, call.factor, causal, call.width
         )
         return out, stats
@@ -146,15 +143,15 @@ def backward(
     tile = call.grad_q_tile()
     prepared = ()
     if call.on_hopper:
-        tiles = call.list_tiles(flash_hopper_backward.BLOCK_N, of_keys=True, together=call.together)
-        prepared = flash_hopper_backward.prepare(
+        tiles = call.list_tiles(hopper_backward.BLOCK_N, of_keys=True, together=call.together)
+        prepared = hopper_backward.prepare(
             grad_out, out, stats, grad_q, None if relative_bias is None else delta, *call.offsets,
             tiles, causal, call.width, call.short, call.is_self,
         )  # fmt: skip
     else:
         tiles = call.list_tiles(tile["BLOCK_M"], of_keys=False)
     if call.short_on_hopper:
-        flash_hopper_short.backward(
+        hopper_short.backward(
             grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, call.factor, scale,
             causal,
         )  # fmt: skip
@@ -165,7 +162,7 @@ def backward(
             call.shape | strides | call.short_tile(),
         )
     if call.on_hopper:
-        flash_hopper_backward.backward(
+        hopper_backward.backward(
             *call.inputs, grad_q, *grads_of_rows, *prepared, call.by_distance, call.offsets[1],
             tiles, call.factor, scale, causal, call.width,
         )  # fmt: skip
@@ -283,19 +280,19 @@ class _Call:
         self.on_hopper = (
             not biased_by_keys
             and scale >= 0
-            and flash_hopper.takes(*self.inputs, self.width)
-            and flash_hopper_backward.takes(*grads)
+            and hopper_forward.takes(*self.inputs, self.width)
+            and hopper_backward.takes(*grads)
         )
         self.short_on_hopper = (
             self.on_hopper
             and not biased
-            and self.width == flash_hopper_short.WIDTH
-            and self.num_samples * q.shape[1] < 2**31 - flash_hopper_short.MOST_ROWS
+            and self.width == hopper_short.WIDTH
+            and self.num_samples * q.shape[1] < 2**31 - hopper_short.MOST_ROWS
         )
         half = q.element_size() == 2
         self.short = SHORT if half and self.row_bytes <= 256 and not biased else 0
         if self.short_on_hopper:  # in both directions
-            self.short = flash_hopper_short.MOST_ROWS
+            self.short = hopper_short.MOST_ROWS
         self.together = 2**16 // (1 << (k.shape[1] - 1).bit_length())
 
     def short_tile(self) -> dict:
@@ -303,7 +300,7 @@ class _Call:
         return {
             "BLOCK": self.short,
             "num_warps": 1 if self.row_bytes <= 128 else 2,
-            **overlap_options(launches_overlap(self.inputs[0].device)),
+            **overlap_options(devices.launches_overlap(self.inputs[0].device)),
         }
 
     def forward_tile(self) -> dict:
@@ -347,7 +344,7 @@ class _Call:
         if self.precision == "ieee":
             block = min(block, 32)  # scores of larger ones spill
         operands = 5 if self.row_bytes == 4 * self.width and self.precision == "tf32" else 4
-        room = _room(self.inputs[0].device)
+        room = devices.shared_memory(self.inputs[0].device)
         while block > 16 and block * (operands * self.row_bytes + 4 * block + 16) > room:
             block //= 2
         warps = 4 if self.row_bytes < 512 else 8
@@ -369,24 +366,15 @@ class _Call:
 def paths(device: torch.device) -> dict[str, str]:
     """What kernels of their own take on ``device``, see :class:`_Call`, by the name of these."""
     whole = "rows on both sides: half precision, no bias, widths <= 128"
-    if not flash_hopper.multiprocessors(device):
+    if not devices.hopper_multiprocessors(device):
         return {"triton, whole samples": f"samples of up to {SHORT} {whole}"}
-    on_hopper = f"{flash_hopper.TAKEN}, scale >= 0"
+    on_hopper = f"{hopper_forward.TAKEN}, scale >= 0"
     return {
-        "gluon, Hopper, whole samples": f"samples of up to {flash_hopper_short.MOST_ROWS} rows on "
-        f"both sides: {on_hopper}, no bias, the larger width at most {flash_hopper_short.WIDTH}",
+        "gluon, Hopper, whole samples": f"samples of up to {hopper_short.MOST_ROWS} rows on "
+        f"both sides: {on_hopper}, no bias, the larger width at most {hopper_short.WIDTH}",
         "triton, whole samples": f"other samples of up to {SHORT} {whole}",
         "gluon, Hopper": f"other samples: {on_hopper}, no bias but by distance",
     }
-
-
-@functools.cache
-def _room(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take."""
-    if device.type != "cuda":
-        return 2**31
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

@@ -131,7 +131,7 @@ def grad_q_kernel(
     grad_q_ptr,  # [ΣLq, H, D]
     delta_ptr,  # [ΣLq, H] fp32, out: Σ_d grad_out · out
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
     reach,
     factor,  # |scale| · log2(e), rounded once
@@ -312,7 +312,7 @@ def grad_kv_kernel(
     grad_bias_ptr,  # [ΣLk, H]
     grad_tables_ptr,  # [tiles, P + A, H] fp32
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
     reach,
     factor,  # |scale| · log2(e), rounded once
@@ -427,7 +427,7 @@ def grad_relative_kernel(
     grads_ptr,  # [tiles, H, R] fp32
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, of queries, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, of queries, see tile_list.list_tiles
     num_stats,
     reach,
     factor,  # |scale| · log2(e), rounded once

@@ -204,7 +204,7 @@ def forward_kernel(
     out_ptr,  # [ΣLq, H, Dv]
     stats_ptr,  # [2, ΣLq, H] fp32
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
     reach,
     factor,  # |scale| · log2(e), rounded once

@@ -32,10 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from torchrec_jagged_attn.devices import multiprocessors
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import as_operand, wait_for_last_kernel
 from torchrec_jagged_attn.kernels.common.jagged import find_tile
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
 from torchrec_jagged_attn.kernels.common.tma import END, Descriptor, is_addressable, jagged_rows
 from torchrec_jagged_attn.kernels.flash.hopper_forward import scores_by_distance
@@ -63,7 +63,7 @@ def prepare_kernel(
     delta_ptr,  # [ΣLq, H] fp32: the second of row_stats, if it is not None
     q_offsets_ptr,  # [B + 1]
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_samples,
     num_slots,  # most tiles of queries
     H: tl.constexpr,
@@ -676,7 +676,7 @@ def backward_kernel(
     grad_v_desc,  # of [ΣLk, Hk, Dv]
     by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
     kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     reach,
     factor,  # scale · log2(e), rounded once
     scale,
@@ -779,7 +779,7 @@ _FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
 def takes(*grads: Tensor) -> bool:
-    """Whether :func:`backward` takes what :func:`flash_hopper.takes` does, with these gradients."""
+    """Whether :func:`backward` takes these gradients, of what :func:`hopper_forward.takes`."""
     return all(x.shape[0] > 0 and is_addressable(x) for x in grads)
 
 
@@ -810,7 +810,7 @@ def prepare(
     row_stats = out.new_empty(num_slots * H, 2 * BLOCK_M, dtype=torch.float32)
     turns = out.new_empty(num_slots * H, dtype=torch.int32)
     _prepare(
-        (min(num_slots * H, PREPARING * multiprocessors(out.device)),),
+        (min(num_slots * H, PREPARING * devices.hopper_multiprocessors(out.device)),),
         (
             grad_out, out, stats, grad_q, row_stats, turns, delta, q_offsets, kv_offsets, tiles,
             num_samples, num_slots,
@@ -825,7 +825,7 @@ def prepare(
             "BLOCK_M": BLOCK_M,
             "BLOCK_D": width,
             "num_warps": 4,
-            **overlap_options(launches_overlap(out.device)),
+            **overlap_options(devices.launches_overlap(out.device)),
         },
     )  # fmt: skip
     return row_stats, turns
@@ -870,7 +870,7 @@ def backward(
     list_or_other = sums if by_distance is None else by_distance
     num_work = (tiles.shape[0] - 1) * HK
     _launch[q.dtype](
-        (min(num_work, multiprocessors(q.device)),),
+        (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (sums, turns, *descriptors, list_or_other, kv_offsets, tiles, reach, factor, scale),
         {
             "H": H,
@@ -883,6 +883,6 @@ def backward(
             "STAGES": 4 if width == 64 else 2,
             "BY_DISTANCE": by_distance is not None,
             "num_warps": 4,
-            **overlap_options(launches_overlap(q.device)),
+            **overlap_options(devices.launches_overlap(q.device)),
         },
     )

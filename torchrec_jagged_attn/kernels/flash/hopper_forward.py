@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchrec_jagged_attn.devices import multiprocessors
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
     GROUP_ROWS,
     as_operand,
@@ -33,7 +33,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     tell,
     wait_for_last_kernel,
 )
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
 from torchrec_jagged_attn.kernels.common.tma import (
     END,
@@ -45,7 +45,7 @@ from torchrec_jagged_attn.kernels.common.tma import (
     wait_empty,
     wait_full,
 )
-from torchrec_jagged_attn.kernels.flash import tiles as flash_tiles
+from torchrec_jagged_attn.kernels.flash import tiles
 
 __all__ = ["BLOCK_M", "TAKEN", "forward", "scores_by_distance", "takes"]
 
@@ -53,8 +53,8 @@ BLOCK_M = 128  # queries of a tile
 BLOCK_N = 128  # keys of a tile
 STAGES = 2  # tiles of queries, of keys and of values in shared memory
 
-online_softmax = gluon.jit(flash_tiles.online_softmax.fn)
-store_softmax_stats = gluon.jit(flash_tiles.store_softmax_stats.fn)
+online_softmax = gluon.jit(tiles.online_softmax.fn)
+store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
 
 
 @gluon.jit
@@ -301,7 +301,7 @@ def forward_kernel(
     v_desc,  # of [ΣLk, Hk, Dv]
     out_desc,  # of [ΣLq, H, Dv]
     by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
     reach,
     factor,  # scale · log2(e), rounded once
@@ -359,7 +359,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, width: int) -> bool:
     It depends on nothing that differs from batch to batch, but for a batch without keys.
     """
     return (
-        multiprocessors(q.device) > 0
+        devices.hopper_multiprocessors(q.device) > 0
         and q.dtype in _launch
         and width in (64, 128)
         and k.shape[0] > 0
@@ -390,7 +390,7 @@ def forward(
     )
     num_work = (tiles.shape[0] - 1) * q.shape[1]
     _launch[q.dtype](
-        (min(num_work, multiprocessors(q.device)),),
+        (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, factor),
         {
             "H": q.shape[1],
@@ -402,6 +402,6 @@ def forward(
             "STAGES": STAGES,
             "BY_DISTANCE": by_distance is not None,
             "num_warps": 4,
-            **overlap_options(launches_overlap(q.device)),
+            **overlap_options(devices.launches_overlap(q.device)),
         },
     )

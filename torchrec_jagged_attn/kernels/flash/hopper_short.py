@@ -1,10 +1,10 @@
 """Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
 
 A program takes some (sample, head) pairs, one after the other: all pairs of rows at once, as
-``flash_short.py`` does. Rows come and go by the tensor memory accelerator, those of the next sample
-while this one is computed, so that memory is all that takes time: forward reads q, k, v and writes
-out; backward reads q, k, v, grad_out and writes three gradients, and needs nothing that forward
-kept. Samples of one size have a kernel of their own:
+``general_short.py`` does. Rows come and go by the tensor memory accelerator, those of the next
+sample while this one is computed, so that memory is all that takes time: forward reads q, k, v and
+writes out; backward reads q, k, v, grad_out and writes three gradients, and needs nothing that
+forward kept. Samples of one size have a kernel of their own:
 
     up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
     33 to 64         four warps, products of a group of them (``wgmma``)
@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
     as_operand,
     as_rows,
@@ -37,16 +38,16 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     thread_barrier,
     wait_for_last_kernel,
 )
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
-from torchrec_jagged_attn.kernels.flash import tiles as flash_tiles
+from torchrec_jagged_attn.kernels.flash import tiles
 
 __all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
 
 MOST_ROWS = 64  # on both sides, of the samples that are taken
 WIDTH = 64  # of rows in shared memory
 
-store_softmax_stats = gluon.jit(flash_tiles.store_softmax_stats.fn)
+store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
 
 
 @gluon.jit
@@ -140,7 +141,7 @@ def _multiply_weights(weights, b):
 def _softmax(products, factor, visible):
     """Weights of the softmax before they are divided by their totals; maxima, totals.
 
-    As :func:`flash_tiles.online_softmax` of the first tile. ``factor`` is not zero, so that what
+    As :func:`tiles.online_softmax` of the first tile. ``factor`` is not zero, so that what
     is hidden gets no weight.
     """
     tops = gl.where(visible, products, -float("inf"))
@@ -507,7 +508,7 @@ def forward(
 ) -> None:
     """Write the rows of ``out`` and ``stats`` of samples of at most ``MOST_ROWS`` rows.
 
-    It takes the inputs that :func:`flash_hopper.takes` does with the width ``WIDTH``.
+    It takes the inputs that :func:`hopper_forward.takes` does with the width ``WIDTH``.
     """
     num_samples = q_offsets.numel() - 1
     num_items = num_samples * q.shape[1]
@@ -524,7 +525,7 @@ def forward(
                 "CAUSAL": causal,
                 "BLOCK": block,
                 **options,
-                **overlap_options(launches_overlap(q.device)),
+                **overlap_options(devices.launches_overlap(q.device)),
             },
         )  # fmt: skip
 
@@ -563,6 +564,6 @@ def backward(
                 "BLOCK_D": WIDTH,
                 **options,
                 "ITEMS": items,
-                **overlap_options(launches_overlap(q.device)),
+                **overlap_options(devices.launches_overlap(q.device)),
             },
         )

@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from torchrec_jagged_attn.devices import multiprocessors
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
     GROUP_ROWS,
     multiply_keys,
@@ -35,7 +35,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     thread_barrier,
     wait_for_last_kernel,
 )
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS, list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.common.tma import (
@@ -288,10 +288,10 @@ def _leave_out(ring, n, num_tiles, STAGES: gl.constexpr):
 @gluon.jit
 def pairs_kernel(
     out_ptr,  # [Σ Lx·Ly]
-    x_desc,  # of [ΣLx, 1, D], see flash_hopper._jagged_rows
+    x_desc,  # of [ΣLx, 1, D], see tma.jagged_rows
     y_desc,  # of [ΣLy, 1, D]
     ends_desc,  # of the same
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see flash_schedule.list_tiles
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     x_offsets_ptr,  # [B + 1]
     pair_offsets_ptr,  # [B + 1] int64
     BLOCK_M: gl.constexpr,
@@ -340,7 +340,7 @@ def takes(x: Tensor, y: Tensor, num_samples: int) -> bool:
     The kernel of other inputs gives the same bits, so that the mean may have a say.
     """
     return (
-        multiprocessors(x.device) > 0
+        devices.hopper_multiprocessors(x.device) > 0
         and x.shape[0] >= LEAST_MEAN_ROWS * num_samples
         and x.dtype in (torch.bfloat16, torch.float16)
         and 0 < x.shape[1] <= 128
@@ -362,7 +362,7 @@ def pair_bmm(
         jagged_rows(y.unsqueeze(1), VECTOR.value, width),
     )
     _launch(
-        (min(capacity, multiprocessors(x.device)),),
+        (min(capacity, devices.hopper_multiprocessors(x.device)),),
         (out, *descriptors, tiles, x_offsets, pair_offsets),
         {
             "BLOCK_M": BLOCK_M,
@@ -371,6 +371,6 @@ def pair_bmm(
             "STAGES": STAGES,
             "STAGES_Y": STAGES_Y,
             "num_warps": 4,
-            **overlap_options(launches_overlap(x.device)),
+            **overlap_options(devices.launches_overlap(x.device)),
         },
     )

@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.jagged import add_chunks, find_chunk, find_tile
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import (
     load_tile,
     multiply,
@@ -134,7 +135,7 @@ def jagged_dense_bmm_backward(
     if width > WIDEST or x.numel() == 0 or width == 0:
         return jagged_dense_bmm(grad_out, y.mT, offsets), jagged_jagged_bmm(x, grad_out, offsets)
     constants = _dense_constants(
-        x.dtype, product_precision(x.dtype), depth, width, launches_overlap(x.device)
+        x.dtype, product_precision(x.dtype), depth, width, devices.launches_overlap(x.device)
     )
     chunk = constants["CHUNK"]
     num_slots = num_rows // chunk

@@ -3,8 +3,8 @@
     out_b [M, N] = a_b [M, K] · b_b [K, N]                          2·M·N·K FLOPs
 
 Where M is jagged, a program has a tile of rows, found from shapes alone as in ``find_tile``. Where
-M and N are not, K is: rows are summed up, in chunks. ``product_tiles.py`` says where samples lie.
-On Hopper pairs of rows in half precision have a kernel of their own (``pairs_hopper.py``).
+M and N are not, K is: rows are summed up, in chunks. ``matmul.py`` says where samples lie.
+On Hopper pairs of rows in half precision have a kernel of their own (``hopper_pairs.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.jagged import add_chunks, find_chunk, find_tile
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import (
     load_tile,
     multiply,
@@ -26,7 +27,7 @@ from torchrec_jagged_attn.kernels.common.matmul import (
     product_precision,
     tile_of,
 )
-from torchrec_jagged_attn.kernels.interaction import hopper_pairs as pairs_hopper
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs
 
 __all__ = [
     "array_jagged_bmm",
@@ -234,9 +235,9 @@ def pair_bmm(
 ) -> Tensor:
     """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
     out = x.new_empty(total)
-    if total > 0 and pairs_hopper.takes(x, y, x_offsets.numel() - 1):
+    if total > 0 and hopper_pairs.takes(x, y, x_offsets.numel() - 1):
         offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
-        pairs_hopper.pair_bmm(x, y, out, *offsets)
+        hopper_pairs.pair_bmm(x, y, out, *offsets)
     else:
         _launch_rows(
             x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
@@ -246,7 +247,7 @@ def pair_bmm(
 
 def paths(device: torch.device) -> dict[str, str]:
     """What kernels of their own :func:`pair_bmm` takes on ``device``, by the name of these."""
-    return {"gluon, Hopper": pairs_hopper.TAKEN} if pairs_hopper.multiprocessors(device) else {}
+    return {"gluon, Hopper": hopper_pairs.TAKEN} if devices.hopper_multiprocessors(device) else {}
 
 
 def array_jagged_bmm(
@@ -309,7 +310,9 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, m, n)
     if out.numel() == 0:
         return out
-    constants = _sums_constants(product_precision(x.dtype), m, n, launches_overlap(x.device))
+    constants = _sums_constants(
+        product_precision(x.dtype), m, n, devices.launches_overlap(x.device)
+    )
     chunk = constants["CHUNK"]
     num_slots = num_rows // chunk
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)

@@ -1,4 +1,8 @@
-"""A dense row per sample added to or multiplied with its rows, and sums of rows."""
+"""A dense row per sample added to or multiplied with its rows, and sums of rows.
+
+All are bound by memory: of E elements of e bytes each, the element-wise ones move 2·E·e bytes, and
+the gradient of the dense row reads E·e or 2·E·e.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,13 @@ from torch import Tensor
 
 from torchrec_jagged_attn.kernels.common.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.kernels.interaction.softmax import CHUNK, TILE
 
 __all__ = ["elementwise", "sum_rows"]
+
+# Elements of a tile.
+TILE = 2048
+# Rows after which a sum is cut.
+CHUNK = 256
 
 
 @triton.jit(do_not_specialize=["num_samples"])

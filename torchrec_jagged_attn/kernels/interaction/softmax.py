@@ -1,10 +1,7 @@
-"""Softmax within each sample, and a dense row per sample added to or multiplied with its rows.
+"""Softmax within each sample.
 
-All are bound by memory: with e bytes an element and E elements,
-
-    softmax       reads and writes E·e bytes, backward 3·E·e; what does not fit in a tile is read
-                  again (from the cache, if it fits there)
-    element-wise  2·E·e bytes, and the gradient of the dense row reads E·e or 2·E·e
+It is bound by memory: of E elements of e bytes each, it reads and writes E·e bytes, backward 3·E·e.
+What does not fit in a tile is read again, from the cache if it fits there.
 
 A softmax is over a column of a sample's ``[L, T]``, or over a row of its ``[Lx, Ly]`` pairs: here,
 over ``r`` in ``[i, r]``, where pairs have ``i`` in rows and columns have ``i`` next to each other.
@@ -24,10 +21,6 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_up
 
 __all__ = ["softmax", "softmax_backward"]
 
-# Elements of a tile.
-TILE = 2048
-# Rows after which a sum is cut.
-CHUNK = 256
 # Rows up to which columns are read again and again: a sample of so many stays in the cache.
 LONG = 1024
 # Bytes of a tile of longer ones; several are on their way at a time.

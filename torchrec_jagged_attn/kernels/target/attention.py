@@ -5,7 +5,7 @@ order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
     backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, where one block holds the
-               query rows of a sample, in half precision or by the kernels of ``warp_tiles.py``;
+               query rows of a sample, in half precision or by the kernels of ``warp_parts.py``;
                else reads x once more for each block: 14·N·R·D FLOPs
 
 Histories are cut into chunks, so that a long one is spread over the GPU; the sums of a sample's
@@ -19,20 +19,19 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torchrec_jagged_attn.devices import multiprocessors
+from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width, product_precision
 from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
-from torchrec_jagged_attn.kernels.target import schedule as target_schedule
+from torchrec_jagged_attn.kernels.target import schedule
 from torchrec_jagged_attn.kernels.target.few_warps_backward import (
-    backward_kernel as block_backward_kernel,
+    backward_kernel as few_warps_backward_kernel,
 )
 from torchrec_jagged_attn.kernels.target.few_warps_forward import (
-    forward_kernel as block_forward_kernel,
+    forward_kernel as few_warps_forward_kernel,
 )
 from torchrec_jagged_attn.kernels.target.general_backward import (
     grad_history_kernel,
@@ -45,26 +44,25 @@ from torchrec_jagged_attn.kernels.target.general_combine import (
 )
 from torchrec_jagged_attn.kernels.target.general_forward import forward_kernel
 from torchrec_jagged_attn.kernels.target.one_warp_backward import (
-    backward_kernel as warp_backward_kernel,
+    backward_kernel as one_warp_backward_kernel,
 )
 from torchrec_jagged_attn.kernels.target.one_warp_forward import (
-    forward_kernel as warp_forward_kernel,
+    forward_kernel as one_warp_forward_kernel,
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import (
-    backward_kernel as hopper_backward_kernel,
+    backward_kernel as warpgroup_backward_kernel,
 )
 from torchrec_jagged_attn.kernels.target.warpgroup_forward import (
-    forward_kernel as hopper_forward_kernel,
+    forward_kernel as warpgroup_forward_kernel,
 )
 
 __all__ = ["backward", "forward"]
 
 # As plain numbers: comparing those of Triton takes host time.
 DENSE, SHARED, JAGGED = (
-    layout.value
-    for layout in (target_schedule.DENSE, target_schedule.SHARED, target_schedule.JAGGED)
+    layout.value for layout in (schedule.DENSE, schedule.SHARED, schedule.JAGGED)
 )
 WARP_ROWS = BLOCK_R.value
 BUCKETS_OF_WARPS = 256  # of both tables, which lie in shared memory
@@ -79,13 +77,13 @@ _grad_query = Launcher(grad_query_kernel)
 _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
 _sum_tables = Launcher(sum_tables_kernel)
-_list_slots = Launcher(target_schedule.list_slots_kernel)
-_warp_forward = Launcher(warp_forward_kernel)
-_warp_backward = Launcher(warp_backward_kernel)
-_block_forward = Launcher(block_forward_kernel)
-_block_backward = Launcher(block_backward_kernel)
-_hopper_forward = Launcher(hopper_forward_kernel)
-_hopper_backward = Launcher(hopper_backward_kernel)
+_list_slots = Launcher(schedule.list_slots_kernel)
+_one_warp_forward = Launcher(one_warp_forward_kernel)
+_one_warp_backward = Launcher(one_warp_backward_kernel)
+_few_warps_forward = Launcher(few_warps_forward_kernel)
+_few_warps_backward = Launcher(few_warps_backward_kernel)
+_warpgroup_forward = Launcher(warpgroup_forward_kernel)
+_warpgroup_backward = Launcher(warpgroup_backward_kernel)
 
 
 def forward(
@@ -125,7 +123,7 @@ def forward(
     queries = _aligned(call.inputs[0]) if plan.by_group else call.inputs[0]
     listed = (call.list_slots(),) if plan.listed else ()  # the last kernel before the main one
     if plan.by_warps:
-        (_warp_forward if plan.one_warp else _block_forward)(
+        (_one_warp_forward if plan.one_warp else _few_warps_forward)(
             (num_slots + call.num_samples,),
             (
                 *call.inputs, *outputs, *listed, call.offsets[0], *call.sizes, num_slots, scale,
@@ -133,7 +131,7 @@ def forward(
             plan.kernel,
         )  # fmt: skip
     elif plan.by_group:
-        _hopper_forward(
+        _warpgroup_forward(
             (num_slots + call.num_samples,),
             (
                 queries, *call.inputs[2:], *outputs, *listed, call.offsets[0],
@@ -221,7 +219,7 @@ def backward(
                 sums.new_empty(num_slots, 1 + plan.buckets, plan.rows) if exact_tables else None
             )
             listed = (weights, call.list_slots())
-        (_warp_backward if plan.one_warp else _block_backward)(
+        (_one_warp_backward if plan.one_warp else _few_warps_backward)(
             (num_slots + num_samples,),
             (
                 grad_out, *call.inputs, *outputs, grad_history, grad_bias, grad_tables, sums,
@@ -230,7 +228,7 @@ def backward(
             plan.kernel,
         )  # fmt: skip
     elif plan.by_group and num_samples:
-        _hopper_backward(
+        _warpgroup_backward(
             (num_slots + num_samples,),
             (
                 _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *outputs, grad_bias,
@@ -312,8 +310,8 @@ class _Call:
             history.stride(0),
             history.data_ptr() % 16 == 0,
             product_precision(history.dtype),
-            _room_for_warps(history.device),
-            _capability(history.device) >= (9, 0),  # which knows dependent launches
+            devices.gluon_shared_memory(history.device),
+            devices.launches_overlap(history.device),
             _room_for_groups(history),
         )
         self.num_slots = history.shape[0] // self.plan.slot
@@ -327,7 +325,7 @@ class _Call:
         self.sizes = (self.num_samples, num_targets, total_rows)
 
     def list_slots(self) -> Tensor:
-        """What :func:`target_schedule.list_slots_kernel` makes, which may still be at it."""
+        """What :func:`schedule.list_slots_kernel` makes, which may still be at it."""
         offsets = self.offsets[0]
         slots = offsets.new_empty(2, self.num_slots, dtype=torch.int32)
         if self.num_slots:
@@ -345,8 +343,8 @@ class _Plan:
     Nothing of it depends on how many samples and rows there are.
 
     Attributes:
-        one_warp, by_warps: whether kernels of ``warp_tiles.py`` take it, of one or of any warps.
-        by_group: whether those of ``group_tiles.py`` do.
+        one_warp, by_warps: whether kernels of ``warp_parts.py`` take it, of one or of any warps.
+        by_group: whether those of ``warpgroup_parts.py`` do.
         listed: whether their programs find chunks by a list of slots, and bring sums together.
         block_r, chunk: query rows, and history rows, that a program takes at least.
         slot: how many history rows there are for each slot.
@@ -536,7 +534,7 @@ _plan = functools.lru_cache(maxsize=1024)(_Plan)
 
 def paths(device: torch.device) -> dict[str, str]:
     """What :class:`_Plan` gives to kernels in Gluon on ``device``, by the name of these."""
-    if not _room_for_warps(device):
+    if not devices.gluon_shared_memory(device):
         return {}
     found = {
         "gluon": "as many targets for each sample, history rows at multiples of 16 bytes, tables "
@@ -545,11 +543,11 @@ def paths(device: torch.device) -> dict[str, str]:
         "width <= 256",
     }
     few = f"of those, {WARP_ROWS + 1} to 64 query rows, width <= 128"
-    if _room_for_warps(device) > ROOM_OF_WARPS:
+    if devices.gluon_shared_memory(device) > ROOM_OF_WARPS:
         found["gluon, a few warps"] = (
             f"{few}: fp32 of up to 32; half precision, backward with tables only"
         )
-    if multiprocessors(device):
+    if devices.hopper_multiprocessors(device):
         found["gluon, wgmma"] = (
             f"{few}, before a few warps: half precision, rows that do not overlap; backward "
             f"without a bias of each row, of up to {BUCKETS.value} buckets in a table"
@@ -557,29 +555,9 @@ def paths(device: torch.device) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU of NVIDIA; less than any for others, and for the interpreter: it knows no Gluon."""
-    of_amd = torch.version.hip is not None  # pyright: ignore[reportAttributeAccessIssue]
-    if triton.knobs.runtime.interpret or of_amd:
-        return 0, 0
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _room_for_warps(device: torch.device) -> int:
-    """Bytes of shared memory for a program of ``warp_tiles.py``, or 0 where they do not run.
-
-    Asynchronous copies need an Ampere GPU or a later one.
-    """
-    if _capability(device) < (8, 0):
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def _room_for_groups(history: Tensor) -> bool:
-    """Whether the kernels of ``group_tiles.py`` run there, and rows are not too many for them."""
-    return multiprocessors(history.device) > 0 and history.shape[0] <= END.value
+    """Whether the kernels of warpgroups run there, and rows are not too many for them."""
+    return devices.hopper_multiprocessors(history.device) > 0 and history.shape[0] <= END.value
 
 
 def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:

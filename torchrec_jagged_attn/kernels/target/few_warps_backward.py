@@ -1,4 +1,4 @@
-"""Backward of target attention by a few warps, each with 16 query rows: see ``warp_tiles.py``.
+"""Backward of target attention by a few warps, each with 16 query rows: see ``warp_parts.py``.
 
 Weights and gradients of scores are put one above the other in shared memory, and so are gradients
 of outputs and queries: one product makes the gradients of history rows, 16 of them to a warp.

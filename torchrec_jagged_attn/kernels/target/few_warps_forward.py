@@ -1,4 +1,4 @@
-"""Forward of target attention by a few warps, each with 16 query rows: see ``warp_tiles.py``."""
+"""Forward of target attention by a few warps, each with 16 query rows: see ``warp_parts.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of target attention, backward: see ``target_attention.py`` for what they share."""
+"""Kernels of target attention, backward: see ``attention.py`` for what they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels of target attention, forward: see ``target_attention.py`` for what they share."""
+"""Kernels of target attention, forward: see ``attention.py`` for what they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward of target attention by single warps: see ``warp_tiles.py``.
+"""Backward of target attention by single warps: see ``warp_parts.py``.
 
 Gradients of outputs and queries lie one above the other as one operand of 16 rows: with the weights
 and the gradients of scores side by side, one product of the tensor cores' full depth makes the

@@ -1,4 +1,4 @@
-"""Forward of target attention by single warps: see ``warp_tiles.py``."""
+"""Forward of target attention by single warps: see ``warp_parts.py``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from torchrec_jagged_attn.kernels.common.launch import Launcher, launches_overlap, overlap_options
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import (
     load_tile,
     multiply,
@@ -329,7 +330,7 @@ def parameter_gradients(
         absorbed, grads_of_rows = (None, None, None), (None, None)
     else:
         absorbed, grads_of_rows = tuple(x.contiguous() for x in absorbed), (grad_w_k, grad_w_v)
-    overlap = launches_overlap(grad_q.device)
+    overlap = devices.launches_overlap(grad_q.device)
     precision = product_precision(grad_q.dtype)
     plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, target.shape[1], overlap)
     block = plan.of_parts["BLOCK_R"]

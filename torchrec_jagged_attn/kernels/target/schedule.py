@@ -143,7 +143,7 @@ def list_slots_kernel(
     BLOCK_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What kernels of single warps and of groups find chunks by: ``warp_tiles.find_listed_chunk``.
+    """What kernels of single warps and of groups find chunks by: ``warp_parts.find_listed_chunk``.
 
     There, a sample of CHUNK rows or more is cut into chunks of up to twice as many. They have the
     slots from ``offsets[b] // CHUNK`` on.

@@ -18,14 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from torchrec_jagged_attn.kernels.common import biases
 from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
     thread_barrier,
     wait_for_last_kernel,
 )
-
-# FIXME import torchrec_jagged_attn.kernels.common
-from torchrec_jagged_attn.kernels.target import schedule as target_schedule
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E
+from torchrec_jagged_attn.kernels.target import schedule
 
 __all__ = [
     "AT_ONCE",
@@ -65,13 +65,12 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
 AT_ONCE = gl.constexpr(4)  # chunks whose sums are on their way from memory at a time
 
-LOG2E = common.LOG2E
 LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
-age_bucket = gluon.jit(common.age_bucket.fn)
-recency_bucket = gluon.jit(common.recency_bucket.fn)
-rows_of_chunk = gluon.jit(target_schedule.rows_of_chunk.fn)
+age_bucket = gluon.jit(biases.age_bucket.fn)
+recency_bucket = gluon.jit(biases.recency_bucket.fn)
+rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
 
 @gluon.constexpr_function
@@ -206,7 +205,7 @@ def find_listed_chunk(
     OVERLAP: gl.constexpr,
     FIRST: gl.constexpr = PROGRAMS,
 ):
-    """What this program does, where ``target_schedule.list_slots_kernel`` lists the slots.
+    """What this program does, where ``schedule.list_slots_kernel`` lists the slots.
 
     It takes a slot, or a sample of fewer than CHUNK rows. Slots come first, so that none who begins
     late has many rows; but for the FIRST samples, as many as programs begin at once, while slots
@@ -257,7 +256,7 @@ def is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
 
 @gluon.jit
 def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
-    """What this program does, as ``target_schedule.find_work`` says, for samples of one block.
+    """What this program does, as ``schedule.find_work`` says, for samples of one block.
 
     Programs that take later chunks, most of them idle, lie evenly among those that take first ones.
 

@@ -1,7 +1,7 @@
 """Backward of target attention on Hopper, of half precision, by a group of four warps.
 
 Weights and gradients of scores are ``[rows, queries]``, rows of history on the M side, as scores
-are in ``hopper_forward.py``: from registers they make the gradients of those rows, and by way of
+are in ``warpgroup_forward.py``: from registers they make the gradients of those rows, and by way of
 shared memory those of queries, ``[width, queries]``, and of tables, ``[buckets, queries]``.
 """
 
@@ -88,7 +88,7 @@ def backward_kernel(
     sums_ptr,  # [slots, count, D] fp32
     slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
-    history_desc,  # of [N, D]: see ``group_tiles.place_of``
+    history_desc,  # of [N, D]: see ``warpgroup_parts.place_of``
     grad_history_desc,  # of [N, D]
     num_samples,
     num_targets,

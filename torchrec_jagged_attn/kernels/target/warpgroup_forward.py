@@ -58,7 +58,7 @@ def forward_kernel(
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
     slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
-    history_desc,  # of [N, D]: see ``group_tiles.place_of``
+    history_desc,  # of [N, D]: see ``warpgroup_parts.place_of``
     num_samples,
     num_targets,
     num_rows,

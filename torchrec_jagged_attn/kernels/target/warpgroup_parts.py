@@ -45,7 +45,7 @@ def group_layout(width):
 def place_of(last, rest):
     """The place of the box that begins ``rest`` rows before row ``last``, where its sample ends.
 
-    It is what ``flash_hopper`` makes descriptors for.
+    It is what ``tma.jagged_rows`` makes descriptors for.
     """
     return [END, last, END - rest, 0, 0]
 

@@ -1,4 +1,4 @@
-"""Builds ``cpu_attention.cpp``, once for each version of PyTorch, and loads it.
+"""Builds ``attention.cpp``, once for each version of PyTorch, and loads it.
 
 A library is named by the digest of what it was made from, and by that of its own bytes: one that is
 damaged, by a full disk say, has not the name of its bytes, and is not loaded.
@@ -24,12 +24,12 @@ import torch
 
 __all__ = ["build", "is_built", "library"]
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
+_SOURCE = Path(__file__).with_name("attention.cpp")
 _lock = threading.Lock()
 
 
 def library() -> Any | None:
-    """The ops of ``cpu_attention.cpp``; none, after one warning, if it cannot be built or loaded.
+    """The ops of ``attention.cpp``; none, after one warning, if it cannot be built or loaded.
 
     The first time on a machine that takes a C++ compiler, Ninja and some 15 s. What is built stays
     in PyTorch's folder of extensions, which the variable ``TORCH_EXTENSIONS_DIR`` may name.

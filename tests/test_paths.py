@@ -1,0 +1,62 @@
+"""The rules by which a path is chosen, told and logged."""
+
+import logging
+
+import pytest
+import torch
+
+from torchrec_jagged_attn import paths
+from torchrec_jagged_attn.paths import Choice, Condition, Path, choose, log_choice, table
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PATHS = (
+    Path(
+        "narrow",
+        (
+            Condition("width at most 8", lambda call: call["width"] <= 8),
+            Condition("no bias", lambda call: not call["bias"]),
+        ),
+        runs_on=lambda device: device.type == "cuda",
+    ),
+    Path("general"),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "bias", "expected"),
+    [
+        (CUDA, 8, False, Choice("narrow", ())),
+        (CUDA, 9, True, Choice("general", (("narrow", "width at most 8"),))),
+        (CUDA, 8, True, Choice("general", (("narrow", "no bias"),))),
+        (CPU, 8, False, Choice("general", (("narrow", "does not run on cpu"),))),
+    ],
+)
+def test_the_first_path_that_refuses_nothing_takes_the_call(device, width, bias, expected):
+    assert choose(PATHS, device, {"width": width, "bias": bias}) == expected
+
+
+def test_calls_that_no_path_takes_are_refused():
+    with pytest.raises(NotImplementedError, match=r"narrow.*no bias"):
+        choose(PATHS[:1], CUDA, {"width": 1, "bias": True})
+
+
+def test_the_table_has_the_paths_of_a_device():
+    assert table(PATHS, CUDA) == {"narrow": "width at most 8; no bias", "general": "all else"}
+    assert table(PATHS, CPU) == {"general": "all else"}
+
+
+def test_a_choice_is_logged_once_for_each_line_that_calls(monkeypatch, caplog):
+    monkeypatch.setattr(paths, "_logged", set())
+    choice = Choice("general", (("narrow", "no bias"),))
+    caplog.set_level(logging.INFO)
+    log_choice("forward", choice)
+    assert not caplog.messages
+    monkeypatch.setattr(paths, "LOG", True)
+    for _ in range(2):
+        log_choice("forward", choice)
+    log_choice("forward", choice)
+    said = "general takes forward; not narrow: needs no bias"
+    first, second = (message.split(": ", 1) for message in caplog.messages)
+    assert first[0].startswith(__file__)
+    assert (first[1], second[1]) == (said, said)
+    assert first[0] != second[0]

@@ -1,0 +1,1 @@
+"""What runs on a CPU: plain PyTorch, and attention in C++ where that can be built."""

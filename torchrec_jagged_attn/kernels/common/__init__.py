@@ -1,0 +1,1 @@
+"""What the families of kernels share. It imports none of them."""

@@ -1,0 +1,1 @@
+"""Multi-head attention within each sample, self or cross."""

@@ -1,0 +1,1 @@
+"""Feature interactions: products within each sample, the softmax, sums over rows."""
