@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import TargetArguments, TargetGradients, TargetOutputs
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width, product_precision
 from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
@@ -86,47 +87,33 @@ _warpgroup_forward = Launcher(warpgroup_forward_kernel)
 _warpgroup_backward = Launcher(warpgroup_backward_kernel)
 
 
-def forward(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    scale: float,
-    for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of ``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries, and for backward what
-    it was rounded by (no element in fp32, or not ``for_backward``), and statistics.
-
-    A ``bias`` of ``[N]`` is prior weights, whose logarithm is the bias of all heads.
-    """
+def forward(args: TargetArguments) -> TargetOutputs:
+    """Attend."""
+    query = args.query
     shape = list(query.shape)
-    if query_offsets is None:
-        shape[0] = offsets.numel() - 1
+    if args.query_offsets is None:
+        shape[0] = args.offsets.numel() - 1
     out = query.new_empty(shape)
-    for_backward = for_backward and query.element_size() == 2
-    rest = query.new_empty(shape if for_backward else [0])
+    is_rounded = args.for_backward and query.element_size() == 2
+    residual = query.new_empty(shape if is_rounded else [0])
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
+    outputs = TargetOutputs(out, residual, stats)
     if out.numel() == 0:
-        return out, rest, stats
-    call = _Call(
-        False, query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps
-    )
+        return outputs
+    call = _Call(args, backward=False)
     plan, num_slots = call.plan, call.num_slots
     sums = stats.new_empty(num_slots, plan.rows_of_slot, plan.width)
     sums_stats = stats.new_empty(num_slots, 2, plan.rows_of_slot)
-    rest_or_none = rest if for_backward else None
-    outputs = (out, rest_or_none, stats, sums, sums_stats)
+    residual_or_none = residual if is_rounded else None
+    written = (out, residual_or_none, stats, sums, sums_stats)
     queries = _aligned(call.inputs[0]) if plan.by_group else call.inputs[0]
     listed = (call.list_slots(),) if plan.listed else ()  # the last kernel before the main one
     if plan.by_warps:
         (_one_warp_forward if plan.one_warp else _few_warps_forward)(
             (num_slots + call.num_samples,),
             (
-                *call.inputs, *outputs, *listed, call.offsets[0], *call.sizes, num_slots, scale,
+                *call.inputs, *written, *listed, call.offsets[0], *call.sizes, num_slots,
+                args.scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -134,8 +121,8 @@ def forward(
         _warpgroup_forward(
             (num_slots + call.num_samples,),
             (
-                queries, *call.inputs[2:], *outputs, *listed, call.offsets[0],
-                plan.rows_of(call.inputs[1]), *call.sizes, num_slots, scale,
+                queries, *call.inputs[2:], *written, *listed, call.offsets[0],
+                plan.rows_of(call.inputs[1]), *call.sizes, num_slots, args.scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -143,47 +130,31 @@ def forward(
         _forward(
             (num_slots + call.num_blocks,),
             (
-                *call.inputs, *outputs, *call.offsets, *call.sizes,
-                num_slots, plan.history_stride, scale,
+                *call.inputs, *written, *call.offsets, *call.sizes,
+                num_slots, plan.history_stride, args.scale,
             ),
             plan.kernel,
         )  # fmt: skip
     if num_slots and not plan.listed:
         _combine_outputs(
             (num_slots, plan.column_blocks),
-            (sums, sums_stats, out, rest_or_none, stats, *call.offsets, *call.sizes),
+            (sums, sums_stats, out, residual_or_none, stats, *call.offsets, *call.sizes),
             plan.combine,
         )
-    return out, rest, stats
+    return outputs
 
 
 def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    out: Tensor,
-    rest: Tensor,
-    stats: Tensor,
-    scale: float,
-    needs_bias: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``.
-
-    That of ``bias`` if ``needs_bias``; where that is prior weights, of their logarithms in fp32.
-    """
-    call = _Call(
-        True, query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps
-    )
+    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs_bias: bool = True
+) -> TargetGradients:
+    """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms."""
+    call = _Call(args, backward=True)
     plan, num_slots, num_samples = call.plan, call.num_slots, call.num_samples
+    bias, position_bias, age_bias, _, _ = args.biases
+    out, residual, stats = outputs
     shared = plan.layout == SHARED
     grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
-    grad_history = history.new_empty(*history.shape)
+    grad_history = args.history.new_empty(*args.history.shape)
     grad_bias = None
     if bias is not None and needs_bias:
         dtype = torch.float32 if plan.prior else bias.dtype
@@ -197,15 +168,14 @@ def backward(
     delta = torch.empty_like(stats[0]) if plan.more_blocks else None
     residuals = sums.new_empty(num_slots, plan.rows_of_slot) if plan.more_blocks else None
     grad_out = grad_out.contiguous()
-    rest_or_none = rest if plan.half else None
-    outputs = (out, rest_or_none, stats, grad_query)
-    sizes = (*call.sizes, num_slots, plan.history_stride, scale)
+    read = (out, residual if plan.half else None, stats, grad_query)
+    sizes = (*call.sizes, num_slots, plan.history_stride, args.scale)
 
     def launch_grad_history(one_block: bool) -> None:
         _grad_history(
             (num_slots + num_samples,),
             (
-                grad_out, *call.inputs, *outputs, delta, grad_history, grad_bias, grad_tables,
+                grad_out, *call.inputs, *read, delta, grad_history, grad_bias, grad_tables,
                 sums, *call.offsets, *sizes,
             ),
             plan.grad_history | {"ONE_BLOCK": one_block},
@@ -222,8 +192,8 @@ def backward(
         (_one_warp_backward if plan.one_warp else _few_warps_backward)(
             (num_slots + num_samples,),
             (
-                grad_out, *call.inputs, *outputs, grad_history, grad_bias, grad_tables, sums,
-                *listed, call.offsets[0], *call.sizes, num_slots, scale,
+                grad_out, *call.inputs, *read, grad_history, grad_bias, grad_tables, sums,
+                *listed, call.offsets[0], *call.sizes, num_slots, args.scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -231,9 +201,9 @@ def backward(
         _warpgroup_backward(
             (num_slots + num_samples,),
             (
-                _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *outputs, grad_bias,
+                _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *read, grad_bias,
                 grad_tables, sums, call.list_slots(), call.offsets[0], plan.rows_of(call.inputs[1]),
-                plan.rows_of(grad_history), *call.sizes, num_slots, scale,
+                plan.rows_of(grad_history), *call.sizes, num_slots, args.scale,
             ),
             plan.kernel,
         )  # fmt: skip
@@ -243,7 +213,7 @@ def backward(
         _grad_query(
             (num_slots + call.num_blocks,),
             (
-                grad_out, *call.inputs, *outputs, delta, sums, residuals, *call.offsets, *sizes,
+                grad_out, *call.inputs, *read, delta, sums, residuals, *call.offsets, *sizes,
             ),
             plan.grad_query,
         )  # fmt: skip
@@ -252,14 +222,14 @@ def backward(
             (num_slots, plan.column_blocks),
             (
                 sums, residuals, out, grad_query, delta, *call.offsets,
-                num_samples, plan.num_targets, scale,
+                num_samples, plan.num_targets, args.scale,
             ),
             plan.combine,
         )  # fmt: skip
     if plan.more_blocks and num_samples:
         launch_grad_history(one_block=False)
     if shared:
-        grad_query = grad_query.sum(0, keepdim=True).to(dtype=query.dtype)
+        grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
         grad_table = _sum_of_tables(grad_tables, plan.overlap)
@@ -268,24 +238,15 @@ def backward(
         if age_bias is not None:  # no memory of the other's
             of_age = grad_table[plan.num_positions :]
             grad_age_bias = of_age.to(dtype=age_bias.dtype, copy=plan.num_positions > 0)
-    return grad_query, grad_history, grad_bias, grad_position_bias, grad_age_bias
+    return TargetGradients(grad_query, grad_history, grad_bias, grad_position_bias, grad_age_bias)
 
 
 class _Call:
     """What both directions of one call have in common."""
 
-    def __init__(
-        self,
-        backward: bool,
-        query: Tensor,
-        history: Tensor,
-        offsets: Tensor,
-        query_offsets: Tensor | None,
-        bias: Tensor | None,
-        position_bias: Tensor | None,
-        age_bias: Tensor | None,
-        timestamps: Tensor | None,
-    ) -> None:
+    def __init__(self, args: TargetArguments, backward: bool) -> None:
+        query, history, offsets, query_offsets = args[:4]
+        bias, position_bias, age_bias, timestamps, _ = args.biases
         self.num_samples = offsets.shape[0] - 1
         num_heads, width = query.shape[-2:]
         if query_offsets is not None:
