@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.conftest import skip_unless_supported
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
-from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn import devices, jagged_flash_attention
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
 from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
@@ -234,7 +234,7 @@ def test_tf32(width):
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float16, 256), (torch.float32, 128)], ids=str)
 def test_less_shared_memory(width, dtype, kernel_device, monkeypatch):
-    monkeypatch.setattr(flash_attention, "_room", lambda device: 99 * 1024)
+    monkeypatch.setattr(devices, "shared_memory", lambda device: 99 * 1024)
     lengths = [3, 70, 0, 5], [40, 70, 4, 1]
     assert_right(inputs_of(*lengths, kernel_device, dtype, bias=True, width=width))
 
