@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py --cases rank-1k,rank-200 --directions forward --csv tiles.csv
 
-What ``torchrec_jagged_attn.kernels.target`` chooses should be among the first lines. All
+What ``torchrec_jagged_attn.kernels.target_attention`` chooses should be among the first lines. All
 candidates compute the same; whether it is right is the tests' business. Times are medians of
 replayed CUDA graphs, with no host in them; ``of floor`` is the time that the bytes take at the copy
 bandwidth, measured in the same run, over that of the candidate.
