@@ -17,11 +17,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# Run a second time without a GPU, with the kernels in Triton's interpreter. Not those of
+# Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
 # JaggedTargetAttention and its collection: they take minutes there, and meet no kernel that the
 # others do not.
-KERNEL_TESTS := $(filter-out %_module.py, $(wildcard tests/test_*attention*.py)) \
-	tests/test_interaction.py tests/test_feature_interaction.py tests/test_projections.py
+KERNEL_TESTS := tests/kernels $(wildcard tests/ops/test_*attention.py) tests/ops/test_interaction.py \
+	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
 .PHONY: demo test check format benchmark sanitize clean
 
@@ -50,8 +50,8 @@ benchmark: $(READY)
 	$(BIN)/python benchmarks/run.py
 
 sanitize: $(READY)  # of CUDA's toolkit
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/mixed_batch.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/mixed_batch.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
 
 clean:
 	rm -rf $(VENV) runs

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hopper_in_numpy import hopper_in_numpy
 from hypothesis import settings
 from triton import knobs
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.kernels.hopper_in_numpy import hopper_in_numpy
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case

@@ -18,7 +18,6 @@ import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import figures
 import run
@@ -526,7 +525,7 @@ print(json.dumps(chunks))
 @pytest.mark.parametrize(("direction", "buckets"), [("forward", 0), ("backward", 5)])
 def test_tuning_runs_the_kernels_with_each_candidate(direction, buckets, tmp_path):
     csv = tmp_path / "tiles.csv"
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     argv = ["--cases", "tiny", "--directions", direction, "--buckets", str(buckets)]
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED_TUNING, *argv, "--chunks", "16", "--csv", str(csv)],

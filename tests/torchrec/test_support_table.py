@@ -3,9 +3,9 @@
 import ast
 from pathlib import Path
 
-from test_torchrec_options import OPTIONS, REFUSED
+from tests.torchrec.test_options import OPTIONS, REFUSED
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 DOCUMENT = TESTS.parent / "docs" / "torchrec.md"
 STATES = {"yes", "no", "error", "untested", "–"}
 
@@ -25,8 +25,8 @@ def is_expected_to_fail(function: ast.FunctionDef) -> bool:
     return any("mark.xfail" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def functions(name: str) -> dict[str, ast.FunctionDef]:
-    body = ast.parse((TESTS / name).read_text()).body
+def functions(file: str) -> dict[str, ast.FunctionDef]:
+    body = ast.parse((TESTS / file).read_text()).body
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
 
 
@@ -43,9 +43,9 @@ def test_what_torchrec_cannot_is_listed_and_nothing_else():
     for file, name in listed:
         assert is_expected_to_fail(functions(file)[name]), name
     failing = {
-        (path.name, name)
-        for path in TESTS.glob("test_*.py")
-        for name, function in functions(path.name).items()
+        (file, name)
+        for file in (str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
+        for name, function in functions(file).items()
         if is_expected_to_fail(function)
     }
     assert failing == {(file, name) for file, name in listed}

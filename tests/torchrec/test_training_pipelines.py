@@ -23,7 +23,8 @@ from torchrec.distributed.train_pipeline import (
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingType
-from two_ranks import (
+
+from tests.torchrec.two_ranks import (
     HISTORY_LENGTHS,
     NUM_STEPS,
     batches,

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_registration import Recorder
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
+from tests.conftest import skip_unless_supported
+from tests.ops.test_registration import Recorder
 from torchrec_jagged_attn.kernels.interaction import hopper_pairs
 from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
 from torchrec_jagged_attn.ops import implementation

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import gluon_in_numpy
 import numpy as np
-from gluon_in_numpy import Block, Layout, Pointer, in_numpy, launched_by
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tests.kernels import gluon_in_numpy
+from tests.kernels.gluon_in_numpy import Block, Layout, Pointer, in_numpy, launched_by
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import skip_unless_supported
 
+from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn.kernels.target.projections import ROWS
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     _add_bias_of_values,

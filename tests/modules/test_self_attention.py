@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import skip_unless_supported
 from torch import nn
 from torch.func import functional_call
 from torchrec import JaggedTensor
 
+from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
 from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
 

@@ -9,16 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import serve_dlrm
 import torch
-from torchrec.inference.modules import quantize_inference_model
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import serve_dlrm  # noqa: E402
-from events import NUM_DENSE_FEATURES  # noqa: E402
-from serve_dlrm import (  # noqa: E402
+from events import NUM_DENSE_FEATURES
+from serve_dlrm import (
     HISTORIES,
     TARGETS,
     RequestError,
@@ -28,9 +22,12 @@ from serve_dlrm import (  # noqa: E402
     read_request,
     score,
 )
+from torchrec.inference.modules import quantize_inference_model
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CPU = torch.device("cpu")
 REQUEST = json.loads((EXAMPLES / "request.json").read_text())
 SHAPES = {  # candidates and history rows

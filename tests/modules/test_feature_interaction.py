@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import skip_unless_supported
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import JaggedFeatureInteraction
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (

@@ -52,7 +52,7 @@ def launched(monkeypatch):
     """A launcher that has launched once, its kernel's calls, and the arguments of that launch."""
     streams = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
     monkeypatch.setattr(
-        "torchrec_jagged_attn.kernels.launch.driver", SimpleNamespace(active=streams)
+        "torchrec_jagged_attn.kernels.common.launch.driver", SimpleNamespace(active=streams)
     )
     kernel = Kernel()
     launcher = Launcher(kernel)

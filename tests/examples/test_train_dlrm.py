@@ -12,39 +12,36 @@ import sys
 import zipfile
 from pathlib import Path
 
+import movielens
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from torchmetrics.functional.classification import binary_auroc
-from torchrec.optim.keyed import KeyedOptimizerWrapper
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
-import movielens  # noqa: E402
-import train_dlrm  # noqa: E402
-from checkpoint import (  # noqa: E402
+import train_dlrm
+from checkpoint import (
     CheckpointError,
     Checkpoints,
     describe_checkpoint,
     load_state,
     newest_checkpoint,
 )
-from events import (  # noqa: E402
+from events import (
     DataError,
     Events,
     InteractionLog,
     evaluation_batches,
     training_batches,
 )
-from planted import planted_log  # noqa: E402
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planted import planted_log
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
+ROOT = Path(__file__).parents[2]
 RATINGS = ["1::20::5::100", "2::10::3::300", "1::10::4::50", "1::30::1::100", "2::30::2::400"]
 MOVIES = ["10::Amélie (2001)::Comedy|Romance", "30::Heat (1995)::Action", "20::Pi (1998)::Action"]
 USERS = ["1::F::25::10::48067", "2::M::18::4::70072"]

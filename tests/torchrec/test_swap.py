@@ -25,8 +25,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from two_ranks import CPU, NUM_STEPS, batches, collection_of, make_model, run_ranks
 
+from tests.torchrec.two_ranks import CPU, NUM_STEPS, batches, collection_of, make_model, run_ranks
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,

@@ -4,8 +4,10 @@ import functools
 
 import pytest
 import torch
-from gluon_in_numpy import gluon_in_numpy
-from test_target_attention import (
+from triton import knobs
+
+from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from tests.ops.test_target_attention import (
     FAR_TIMES,
     buckets_apart,
     draw_prior_weights,
@@ -13,8 +15,6 @@ from test_target_attention import (
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
-from triton import knobs
-
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
@@ -89,7 +89,7 @@ def test_ages_beyond_all_numbers(groups, num_targets, times):
         apart = buckets_apart(jagged_target_attention(**inputs))
     by_group = groups and num_targets > 8
     assert launched == [
-        f"{'hopper' if by_group else 'warp' if num_targets == 1 else 'block'}_forward"
+        f"{'warpgroup' if by_group else 'one_warp' if num_targets == 1 else 'few_warps'}_forward"
     ]
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 

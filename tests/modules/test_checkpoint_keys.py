@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from test_resharding import Parts, assert_equal, parts_of, put_together
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from two_ranks import (
+
+from tests.torchrec.test_resharding import Parts, assert_equal, parts_of, put_together
+from tests.torchrec.two_ranks import (
     FEATURES,
     collection_of,
     full_state_dict,
@@ -22,7 +23,6 @@ from two_ranks import (
     shard,
     train,
 )
-
 from torchrec_jagged_attn import embedding_bag_keys, rename_keys
 
 

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import skip_unless_supported
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -14,6 +13,7 @@ from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
+from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops import multi_head_target_attention

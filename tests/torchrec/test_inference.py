@@ -23,8 +23,8 @@ from torchrec.inference.modules import (
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from two_ranks import FEATURES, NUM_IDS, NUM_STEPS, make_batch, make_model
 
+from tests.torchrec.two_ranks import FEATURES, NUM_IDS, NUM_STEPS, make_batch, make_model
 from torchrec_jagged_attn import JaggedTargetAttention
 
 Inputs = tuple[Tensor, Tensor, Tensor]

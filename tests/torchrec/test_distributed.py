@@ -16,7 +16,8 @@ from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from two_ranks import (
+
+from tests.torchrec.two_ranks import (
     NUM_STEPS,
     OPTIMIZERS,
     STEPS_OF_EQUAL_BATCHES,
@@ -32,7 +33,6 @@ from two_ranks import (
     train_unsharded,
     world_size,
 )
-
 from torchrec_jagged_attn import embedding_parameters
 
 SHARDINGS = {

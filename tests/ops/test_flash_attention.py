@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torch._dynamo.testing import CompileCounter
 
+from tests.conftest import skip_unless_supported
+from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention

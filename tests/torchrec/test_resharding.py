@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
-from two_ranks import (
+
+from tests.torchrec.two_ranks import (
     FEATURES,
     NUM_STEPS,
     full_state_dict,

@@ -24,7 +24,8 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from two_ranks import (
+
+from tests.torchrec.two_ranks import (
     NUM_STEPS,
     collection_of,
     dense_optimizer,

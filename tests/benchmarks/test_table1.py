@@ -1,15 +1,12 @@
 """The paper's Table 1: every op is right by every provider that runs here, and has its row."""
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import run
 from rich.console import Console

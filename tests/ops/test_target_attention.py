@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from conftest import skip_unless_supported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
