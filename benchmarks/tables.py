@@ -19,6 +19,7 @@ import csv
 import importlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -182,7 +183,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
     heads = [table.heads, *(column.head for column in table.columns)]
     below = [f"{mark} {note}." for note, mark in notes.items()]
     files = ", ".join(f"`{name}.csv`" for name in table.results)
-    below.append(f"From {files}: {figures.stamps()}.")
+    below += textwrap.wrap(f"From {files}: {figures.stamps()}.", 104, break_on_hyphens=False)
     return "\n".join([*_markdown(heads, rows), "", *below])
 
 
