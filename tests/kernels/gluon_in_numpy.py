@@ -25,6 +25,8 @@ from triton.runtime.jit import ConstexprFunction
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.target import attention
+from torchrec_jagged_attn.kernels.target.plan import Plan
 
 __all__ = ["gluon_in_numpy", "in_numpy", "launched_by"]
 
@@ -415,5 +417,6 @@ def gluon_in_numpy(groups: bool = False) -> Iterator[list[str]]:
         launched_by(_launch) as launched,
         mock.patch.object(devices, "gluon_shared_memory", return_value=HOPPER_SHARED_MEMORY),
         mock.patch.object(devices, "hopper_multiprocessors", return_value=groups),
+        mock.patch.object(attention, "plan_of", Plan),  # which remembers no other device
     ):
         yield launched

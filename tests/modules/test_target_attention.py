@@ -15,14 +15,10 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 
 from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
+from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
-from torchrec_jagged_attn.ops import multi_head_target_attention
-from torchrec_jagged_attn.ops.flash_attention import (
-    flash_attention_backward,
-    flash_attention_forward,
-)
-from torchrec_jagged_attn.ops.multi_head_target_attention import _is_explicit
-from torchrec_jagged_attn.ops.target_attention import target_attention_forward
+from torchrec_jagged_attn.ops import flash_attention, target_attention
+from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
 from torchrec_jagged_attn.testing import (
     CASES,
     assert_close,
@@ -475,11 +471,10 @@ def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
     """No copy, no cast: the rows are what is large."""
     seen = []
 
-    def forward(query, history, *arguments):
-        seen.append(history)
-        return target_attention_forward(query, history, *arguments)
-
-    monkeypatch.setattr(multi_head_target_attention, "target_attention_forward", forward)
+    attend = target_attention.forward
+    monkeypatch.setattr(
+        target_attention, "forward", lambda args: seen.append(args.history) or attend(args)
+    )
     rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = JaggedTargetAttention(16, 2)(
@@ -494,17 +489,18 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
     """By one product: they are two halves of one tensor, and so are their gradients."""
     seen = []
 
-    def forward(q, k, v, *arguments):
-        seen.append((q, k, v))
-        return flash_attention_forward(q, k, v, *arguments)
+    attend, differentiate = flash_attention.forward, flash_attention.backward
 
-    def backward(grad_out, q, k, v, *arguments):
-        seen.append((grad_out, *arguments[-2:]))
-        return flash_attention_backward(grad_out, q, k, v, *arguments)
+    def forward(args):
+        seen.append(args[:3])
+        return attend(args)
 
-    for function in (forward, backward):
-        name = f"flash_attention_{function.__name__}"
-        monkeypatch.setattr(multi_head_target_attention, name, function)
+    def backward(grad_out, args, outputs, grad_k, grad_v, **options):
+        seen.append((grad_out, grad_k, grad_v))
+        return differentiate(grad_out, args, outputs, grad_k, grad_v, **options)
+
+    monkeypatch.setattr(flash_attention, "forward", forward)
+    monkeypatch.setattr(flash_attention, "backward", backward)
     rows = torch.randn(5, 16).to(history_dtype)
     module = JaggedTargetAttention(16, 2, keys_and_values="explicit")
     out = module(torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3])))
@@ -982,20 +978,24 @@ def test_auto_counts_what_either_way_takes(
 ):
     """As ``docs/target_attention.md`` has it, of 4 heads and width 128."""
 
-    def is_explicit(num_targets, jagged):
+    def makes_keys(num_targets, jagged):
         with FakeTensorMode():
             target = torch.empty(num_samples, num_targets, 128, device=device_type, dtype=dtype)
             history = torch.empty(9, 128, device=device_type, dtype=dtype)
             offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
+            arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
+                target=target, history=history, offsets=offsets, num_heads=4,
+                out_weight=torch.empty(128, 128), keys_and_values="auto",
+            )  # fmt: skip
             if jagged:
-                return _is_explicit("auto", target.flatten(0, 1), history, offsets, offsets, 4, 128)
-            return _is_explicit("auto", target, history, offsets, None, 4, 128)
+                arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
+            return is_explicit(arguments)
 
-    assert not is_explicit(most_absorbed, jagged=True)
-    assert is_explicit(least_explicit, jagged=True)
+    assert not makes_keys(most_absorbed, jagged=True)
+    assert makes_keys(least_explicit, jagged=True)
     if num_samples > 1:  # the batch size of others plays no part
-        assert not is_explicit(most_absorbed, jagged=False)
-        assert is_explicit(least_explicit, jagged=False)
+        assert not makes_keys(most_absorbed, jagged=False)
+        assert makes_keys(least_explicit, jagged=False)
 
 
 def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):

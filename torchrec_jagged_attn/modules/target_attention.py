@@ -1,7 +1,5 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import Literal
 

@@ -6,8 +6,8 @@ import torch
 from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn.kernels.target.projections import ROWS
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
-    _add_bias_of_values,
-    _parameter_gradients,
+    add_values_bias,
+    write_parameter_gradients,
 )
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
@@ -45,7 +45,7 @@ def gradients_of(inputs, absorbed=True, biased=True):
     weights = [new((width, rows[name].shape[1]), torch.nan) for name in ("target", "values")]
     of_history = new((2, heads, x, y), torch.nan)
     biases = [new((3 * width,), torch.nan), new((width,), torch.nan)]
-    _parameter_gradients(
+    write_parameter_gradients(
         *rows.values(),
         tuple(heads_and_rows) if absorbed else None,
         *weights,
@@ -154,7 +154,7 @@ def test_bias_of_values(num_rows, width, dtype, device):
     values, filled = inputs["values"], inputs["filled"]
     bias = torch.linspace(-1, 1, width).to(values)
     expected = torch.where(filled.unsqueeze(1) == 1, values + bias, values)
-    _add_bias_of_values(values, bias, filled)
+    add_values_bias(values, bias, filled)
     assert torch.equal(values, expected)
 
 
@@ -162,7 +162,7 @@ def test_bias_of_values(num_rows, width, dtype, device):
 def test_bias_of_values_that_is_strided(strided, device):
     values, filled = torch.zeros(3, 16, device=device), torch.ones(3, device=device)
     bias = strided(torch.arange(1.0, 33, device=device))
-    _add_bias_of_values(values, bias, filled)
+    add_values_bias(values, bias, filled)
     assert torch.equal(values, bias.expand(3, 16))
 
 

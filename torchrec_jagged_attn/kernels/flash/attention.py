@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import dot_precision, padded_width, tile_rows
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
@@ -52,36 +53,20 @@ _grad_relative = Launcher(grad_relative_kernel)
 _backward_short = Launcher(backward_short_kernel)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``.
-
-    A ``bias`` of ``[ΣLk]`` is prior weights, whose logarithm is the bias of all heads.
-    """
-    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
-    call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
+def forward(args: FlashArguments) -> FlashOutputs:
+    """Attend."""
+    q, v = args.q, args.v
+    call = _Call(args)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     stats = q.new_empty([2, *q.shape[:2]], dtype=torch.float32)
     if out.numel() == 0:
-        return out, stats
+        return FlashOutputs(out, stats)
     sizes = (stats[0].numel(), call.reach, call.factor)
     tile = call.forward_tile()
     block = hopper_forward.BLOCK_M if call.on_hopper else tile["BLOCK_M"]
     tiles = call.list_tiles(block, of_keys=False)
     if call.short_on_hopper:
-        hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, causal)
+        hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, args.causal)
     elif call.short:
         _forward_short(
             (call.num_samples * q.shape[1],),
@@ -90,47 +75,36 @@ def forward(
         )
     if call.on_hopper:
         hopper_forward.forward(
-            *call.inputs, out, stats, call.by_distance, tiles, call.factor, causal, call.width
+            *call.inputs, out, stats, call.by_distance, tiles, call.factor, args.causal, call.width
         )
-        return out, stats
+        return FlashOutputs(out, stats)
     _forward(
         ((tiles.shape[0] - 1) * q.shape[1],),
         (*call.inputs, *call.biases, out, stats, call.offsets[1], tiles, *sizes),
         call.shape | call.tables | tile,
     )
-    return out, stats
+    return FlashOutputs(out, stats)
 
 
 def backward(
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    out: Tensor,
-    stats: Tensor,
+    args: FlashArguments,
+    outputs: FlashOutputs,
     grad_k: Tensor,
     grad_v: Tensor,
-    causal: bool,
-    scale: float,
     needs_bias: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
+) -> FlashGradients:
+    """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
-    That of ``bias`` if ``needs_bias``; where that is prior weights, of their logarithms,
-    ``[ΣLk, H]`` fp32. Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose
-    rows may be apart.
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart.
     """
-    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
+    q, k = args.q, args.k
+    bias, position_bias, age_bias, _, relative_bias = args.biases
+    causal, scale = args.causal, args.scale
+    out, stats = outputs
     grad_out = grad_out.contiguous()
     grads_of_rows = (grad_out, grad_k, grad_v)
-    call = _Call(q, k, v, q_offsets, kv_offsets, *biases, causal, scale, grads_of_rows)
+    call = _Call(args, grads_of_rows)
     grad_q, delta = q.new_empty(q.shape), torch.empty_like(stats[0])
     grad_bias = None
     if bias is not None and needs_bias:
@@ -212,7 +186,7 @@ def backward(
         by_tile = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).mT
         grads[2] = torch.sum(by_tile, 0, out=delta.new_empty(by_tile.shape[1:]))  # contiguous
     tables = (position_bias, age_bias, relative_bias)
-    return grad_q, grad_bias, *map(_as_table, grads, tables)
+    return FlashGradients(grad_q, grad_k, grad_v, grad_bias, *map(_as_table, grads, tables))
 
 
 class _Call:
@@ -222,22 +196,10 @@ class _Call:
     on an H200.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_offsets: Tensor,
-        kv_offsets: Tensor,
-        bias: Tensor | None,
-        position_bias: Tensor | None,
-        age_bias: Tensor | None,
-        timestamps: Tensor | None,
-        relative_bias: Tensor | None,
-        causal: bool,
-        scale: float,
-        grads: tuple[Tensor, ...] = (),
-    ) -> None:
+    def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
+        q, k, v, q_offsets, kv_offsets = args[:5]
+        bias, position_bias, age_bias, timestamps, relative_bias = args.biases
+        causal, scale = args.causal, args.scale
         self.num_samples = q_offsets.numel() - 1
         self.inputs = (_rows(q), _rows(k), _rows(v))
         self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
