@@ -12,7 +12,6 @@ import triton
 import torchrec_jagged_attn
 from torchrec_jagged_attn import __main__, devices
 from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.ops import implementation
 
 
 @pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted"])
@@ -70,9 +69,7 @@ def test_help_names_the_options(capsys):
     assert "--build" in said
 
 
-@pytest.mark.skipif(
-    implementation(torch.device("cpu"))[0] != "reference", reason="the kernels are interpreted"
-)
+@pytest.mark.reference
 @pytest.mark.parametrize("option", [[], ["--json"]], ids=["plain", "json"])
 def test_says_that_it_builds(option, monkeypatch, capsys):
     for is_built in (True, False):
