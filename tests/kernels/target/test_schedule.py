@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from triton import knobs
 
 from torchrec_jagged_attn.kernels.target.schedule import list_slots_kernel
 from torchrec_jagged_attn.testing import offsets_of
@@ -24,13 +23,11 @@ BLOCK_B = 4  # fewer than there are samples, so that several programs list them
     ],
     ids=str,
 )
-def test_slots_are_listed(lengths, dtype, device):
+def test_slots_are_listed(lengths, dtype, kernel_device):
     """A sample of CHUNK rows or more has a slot for each chunk; no other slot has a sample."""
-    if device.type == "cpu" and not knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1")
-    offsets = offsets_of(torch.tensor(lengths), dtype, device)
+    offsets = offsets_of(torch.tensor(lengths), dtype, kernel_device)
     num_slots = sum(lengths) // CHUNK
-    slots = torch.full((2, num_slots + 1), 77, dtype=torch.int32, device=device)
+    slots = torch.full((2, num_slots + 1), 77, dtype=torch.int32, device=kernel_device)
     listed = slots.flatten()[: 2 * num_slots].view(2, num_slots)
     list_slots_kernel[(-(-len(lengths) // BLOCK_B),)](
         listed, offsets, len(lengths), num_slots, CHUNK=CHUNK, BLOCK_B=BLOCK_B, OVERLAP=False
