@@ -139,14 +139,7 @@ def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:
 
 
 def shown(value: Decimal | None, unit: str) -> str:
-    """A figure of three digits, or of fewer where no more were written, and a dash for none.
-
-    Examples:
-        >>> shown(Decimal("0.270"), "ms"), shown(Decimal("7.1"), "× ours"), shown(None, "ms")
-        ('0.270', '7.1', '–')
-        >>> shown(Decimal("1.339"), "µs"), shown(Decimal("0.7964"), "of floor")
-        ('1,339', '80 %')
-    """
+    """A figure of three digits, or of fewer where no more were written, and a dash for none."""
     if value is None:
         return "–"
     percent = unit in ("of floor", "saved")
@@ -188,13 +181,26 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
 
 
 def paths_table(module: str) -> str:
-    """The paths of a module, in the order in which they are asked, and what each takes."""
+    """The paths of a module, in the order in which they are asked, and what each takes.
+
+    What all but the last ask for stands below. ``PATHS`` may also be such lists, by op.
+    """
     paths = importlib.import_module(f"{PACKAGE}.{module}").PATHS
-    rows = [
-        f"`{path.name}` | " + ("; ".join(text for text, _ in path.conditions) or "all else")
-        for path in paths
-    ]
-    return "\n".join(_markdown(["path", "takes"], rows))
+    by_op = paths if isinstance(paths, dict) else {"": paths}
+    rows, below = [], []
+    for op, of_op in by_op.items():
+        asked = [[text for text, _ in path.conditions] for path in of_op[:-1]]
+        common = [text for text in asked[0] if all(text in texts for texts in asked[1:])]
+        if len(asked) == 1:
+            common = []
+        for path, texts in zip(of_op, [*asked, []], strict=True):
+            own = "; ".join(text for text in texts if text not in common) or "all else"
+            rows.append(" | ".join([*filter(None, [op and f"`{op}`"]), f"`{path.name}`", own]))
+        if common:
+            below += ["", f"All but `{of_op[-1].name}` ask for these, too: {'; '.join(common)}."]
+    below = [line for text in below for line in textwrap.wrap(text, 104) or [""]]
+    heads = ["op", "path", "takes"] if isinstance(paths, dict) else ["path", "takes"]
+    return "\n".join([*_markdown(heads, rows), *below])
 
 
 def _markdown(heads: list[str], rows: list[str]) -> list[str]:

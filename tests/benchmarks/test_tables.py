@@ -142,9 +142,20 @@ def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
     from torchrec_jagged_attn import paths
     from torchrec_jagged_attn.paths import Condition, Path
 
-    rules = (Path("narrow", (Condition("a", bool), Condition("b", bool))), Path("general"))
+    a, b, c = (Condition(text, bool) for text in "abc")
+    rules = (Path("narrow", (a, b)), Path("wide", (b, c)), Path("general"))
     monkeypatch.setattr(paths, "PATHS", rules, raising=False)
     assert tables.paths_table("paths").splitlines()[2:] == [
-        "| `narrow` | a; b |",
+        "| `narrow` | a |",
+        "| `wide` | c |",
         "| `general` | all else |",
+        "",
+        "All but `general` ask for these, too: b.",
+    ]
+    monkeypatch.setattr(paths, "PATHS", {"op": (rules[0], rules[2])})
+    assert tables.paths_table("paths").splitlines() == [
+        "| op | path | takes |",
+        "|---|---|---|",
+        "| `op` | `narrow` | a; b |",
+        "| `op` | `general` | all else |",
     ]
