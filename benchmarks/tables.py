@@ -176,8 +176,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
     heads = [table.heads, *(column.head for column in table.columns)]
     below = [f"{mark} {note}." for note, mark in notes.items()]
     files = ", ".join(f"`{name}.csv`" for name in table.results)
-    below += textwrap.wrap(f"From {files}: {figures.stamps()}.", 104, break_on_hyphens=False)
-    return "\n".join([*_markdown(heads, rows), "", *below])
+    return _markdown(heads, rows, [*below, f"From {files}: {figures.stamps()}."])
 
 
 def paths_table(module: str) -> str:
@@ -197,16 +196,19 @@ def paths_table(module: str) -> str:
             own = "; ".join(text for text in texts if text not in common) or "all else"
             rows.append(" | ".join([*filter(None, [op and f"`{op}`"]), f"`{path.name}`", own]))
         if common:
-            below += ["", f"All but `{of_op[-1].name}` ask for these, too: {'; '.join(common)}."]
-    below = [line for text in below for line in textwrap.wrap(text, 104) or [""]]
+            below += [f"All but `{of_op[-1].name}` ask for these, too: {'; '.join(common)}."]
     heads = ["op", "path", "takes"] if isinstance(paths, dict) else ["path", "takes"]
-    return "\n".join([*_markdown(heads, rows), *below])
+    return _markdown(heads, rows, below)
 
 
-def _markdown(heads: list[str], rows: list[str]) -> list[str]:
+def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
+    """A table, and paragraphs below it."""
     head = " | ".join(heads)
     rule = "|".join("---" for _ in head.split(" | "))
-    return [f"| {head} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
+    lines = [f"| {head} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
+    for paragraph in below:
+        lines += ["", *textwrap.wrap(paragraph, 104, break_on_hyphens=False)]
+    return "\n".join(lines)
 
 
 def rewritten(text: str) -> str:
