@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torch._dynamo.testing import CompileCounter
 
-from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn import devices, jagged_flash_attention
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
 from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
@@ -237,7 +237,7 @@ def test_tf32(width):
 def test_less_shared_memory(width, dtype, device, monkeypatch):
     if implementation(device)[0] == "reference":
         pytest.skip("kernels only")
-    monkeypatch.setattr(flash_attention, "_room", lambda device: 99 * 1024)
+    monkeypatch.setattr(devices, "shared_memory", lambda device: 99 * 1024)
     assert_right(inputs_of([3, 70, 0, 5], [40, 70, 4, 1], device, dtype, bias=True, width=width))
 
 
