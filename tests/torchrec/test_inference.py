@@ -97,6 +97,12 @@ tables = pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
 packages_load = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
 )
+# What takes most of the time of a compilation, and serves speed alone.
+QUICKLY = {
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": False,
+    "cpp_cache_precompile_headers": False,
+}
 quantized_tables = pytest.mark.parametrize("tables", list(QUANTIZED))
 
 
@@ -237,7 +243,9 @@ def test_encoder_layers(device: torch.device):
 def test_compiled_ahead_of_time(tables: str, device: torch.device, tmp_path: Path, fake_classes):
     scorer = make_scorer(tables, device, tags=PoolingType.SUM)
     package = torch._inductor.aoti_compile_and_package(
-        export(scorer, device, strict=False), package_path=str(tmp_path / "scorer.pt2")
+        export(scorer, device, strict=False),
+        package_path=str(tmp_path / "scorer.pt2"),
+        inductor_configs=QUICKLY,
     )
     assert_near(torch._inductor.aoti_load_package(package), scorer, device)
 
