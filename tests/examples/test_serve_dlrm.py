@@ -127,7 +127,7 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
         [*command, f"--package={package}", "--times=3", "--top=4"],
         env=os.environ
         | {
-            "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # in less time
+            "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # in half the time
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": str(EXAMPLES.parent),
         },
