@@ -1,6 +1,6 @@
 # make demo    train the example model on made-up data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
-# make check   format, lint, types, doctests
+# make check   format, lint, types, doctests, tables of the docs
 #
 # Each makes what it needs in $(VENV) first. The CPU or the CUDA stack is chosen by whether the
 # machine has a GPU; STACK=cpu or STACK=cuda chooses by hand. On a CPU machine, PyPI's torch brings
@@ -40,6 +40,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/python benchmarks/tables.py --check
 	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
 
 format: $(READY)

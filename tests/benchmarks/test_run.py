@@ -473,7 +473,6 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_quick_run_on_a_gpu_measures_graphs_kernels_and_memory(tmp_path):
     csv = tmp_path / "figures.csv"
     argv = ["--quick", "--device", "cuda", "--graph", "--kernels", "--providers", "ours*"]
@@ -491,7 +490,7 @@ from unittest import mock
 import torch
 
 import tune
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.testing import CASES, Case
 
 CASES["tiny"] = Case("tiny", 2, 20, 1, 16, lengths=1.0)

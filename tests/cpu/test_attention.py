@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
@@ -31,9 +30,7 @@ from torchrec_jagged_attn.testing import (
     target_attention_plain,
 )
 
-pytestmark = pytest.mark.skipif(
-    implementation(torch.device("cpu"))[0] != "reference", reason="the kernels are interpreted"
-)
+pytestmark = pytest.mark.reference
 
 LENGTHS = [1, 17, 0, 64, 1, 17, 130, 17, 3, 700, 1, 64, 2]
 

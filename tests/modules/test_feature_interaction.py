@@ -9,7 +9,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import JaggedFeatureInteraction
-from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
@@ -81,7 +80,7 @@ def test_is_the_formula(activation, fused, dtype, targets, device):
     assert_matches_oracle(function, oracle, oracle, inputs_of(targets, device, dtype))
 
 
-@pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
+@pytest.mark.reference  # kernels compute no fp64
 @ALL_TARGETS
 def test_fused_is_composed(targets):
     """In fp64 they differ by nothing but fp64's rounding, gradients included."""

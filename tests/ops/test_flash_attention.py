@@ -11,11 +11,11 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.conftest import skip_unless_supported
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
-from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn.arguments import Biases, FlashArguments
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
 from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
-from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     CASES,
     Case,
@@ -166,14 +166,16 @@ def test_infinities_of_a_side_without_the_other(width, kv_heads, hopper):
 def test_gradients_in_halves_of_one_tensor(width, hopper):
     device, _ = hopper
     inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
-    operands = [inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")] + [None] * 5
-    out, stats = flash_attention.forward(*operands, False, 0.2)
+    args = FlashArguments(
+        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *Biases(),
+        causal=False, scale=0.2, needs_stats=True,
+    )  # fmt: skip
+    outputs = flash_attention.forward(args)
 
     def differentiate(grad_k, grad_v):
-        grad_out = torch.ones_like(out)
-        of_keys = (grad_k, grad_v)
-        grads = flash_attention.backward(grad_out, *operands, out, stats, *of_keys, False, 0.2)
-        return grads[0], *of_keys
+        grad_out = torch.ones_like(outputs.out)
+        grads = flash_attention.backward(grad_out, args, outputs, grad_k, grad_v)
+        return grads.q, grad_k, grad_v
 
     halves = inputs["k"].new_empty(89, 1, 2 * width)
     together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
@@ -234,11 +236,10 @@ def test_tf32(width):
 
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float16, 256), (torch.float32, 128)], ids=str)
-def test_less_shared_memory(width, dtype, device, monkeypatch):
-    if implementation(device)[0] == "reference":
-        pytest.skip("kernels only")
-    monkeypatch.setattr(flash_attention, "_room", lambda device: 99 * 1024)
-    assert_right(inputs_of([3, 70, 0, 5], [40, 70, 4, 1], device, dtype, bias=True, width=width))
+def test_less_shared_memory(width, dtype, kernel_device, monkeypatch):
+    monkeypatch.setattr(devices, "shared_memory", lambda device: 99 * 1024)
+    lengths = [3, 70, 0, 5], [40, 70, 4, 1]
+    assert_right(inputs_of(*lengths, kernel_device, dtype, bias=True, width=width))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -359,14 +360,12 @@ def test_prior_weights_and_distances(device):
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("short", [0, 32, 64], ids=str)
 @pytest.mark.parametrize("together", [0, 1024], ids=str)
-def test_tiles_are_listed_the_longest_first(together, short, is_self, device):
-    if implementation(device)[0] == "reference":
-        pytest.skip("kernels only")
+def test_tiles_are_listed_the_longest_first(together, short, is_self, kernel_device):
     generator = torch.Generator().manual_seed(0)
     own, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
     own[7], other[300] = 700, 3000
     other = own if is_self else other
-    offsets = [offsets_of(lengths, torch.int64, device) for lengths in (own, other)]
+    offsets = [offsets_of(lengths, torch.int64, kernel_device) for lengths in (own, other)]
     rows = int(own.sum()), 0 if is_self else int(other.sum())
     capacity = most_tiles(*rows, 600, short, 64)
     tiles = list_tiles(*offsets, capacity, short, 64, together).cpu()
@@ -423,13 +422,12 @@ def assert_tail_is_as_alone(inputs, grad_out, sample):
     return tail
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 64)], ids=str)
-def test_more_programs_than_a_grid_dimension_holds(width, dtype, device):
-    if implementation(device)[0] != "triton":
-        pytest.skip("too many samples for a loop on CPU")
+def test_more_programs_than_a_grid_dimension_holds(width, dtype):
     lengths = torch.arange(70_000) % 3
     lengths[::7] += 40
-    inputs = inputs_of(lengths, lengths, device, dtype, width=width)
+    inputs = inputs_of(lengths, lengths, "cuda", dtype, width=width)
     grad_out = torch.randn_like(inputs["q"][..., : width // 2])
     assert_right(assert_tail_is_as_alone(inputs, grad_out, 69_990))
 
@@ -784,7 +782,7 @@ def test_opcheck(device):
     torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25, False))
 
 
-@pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
+@pytest.mark.reference  # kernels compute no fp64
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradcheck_of_the_reference(causal):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)

@@ -50,10 +50,17 @@ def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
 def test_cases(name, bias, device):
     skip_unless_supported(CASES[name], device)
     assert_right(make_target_inputs(CASES[name], device, bias=bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.large])
+def test_large_cases(name, bias):
+    assert_right(make_target_inputs(CASES[name], "cuda", bias=bias))
 
 
 @pytest.mark.usefixtures("tf32")
@@ -596,7 +603,7 @@ def test_opcheck(device, jagged, prior):
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
-@pytest.mark.skipif(implementation(CPU)[0] != "reference", reason="kernels compute no fp64")
+@pytest.mark.reference  # kernels compute no fp64
 def test_gradcheck_of_the_reference():
     inputs = inputs_of([3, 0, 5], num_targets=2, dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in ("query", "history", "bias")]

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from triton import knobs
 
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.ops.test_target_attention import (
@@ -23,9 +22,7 @@ from torchrec_jagged_attn.testing import (
     target_attention_plain,
 )
 
-pytestmark = pytest.mark.skipif(
-    not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1, for the kernels around them"
-)
+pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
 
 LENGTHS = [560, 0, 3, 1, 33, 0]  # the first one is cut by single warps
 
