@@ -130,8 +130,9 @@ class Figures:
 
 def _stamp(row: dict[str, str]) -> str:
     """What was measured on, its versions, and when."""
-    packages = [f"{name} {row[name]}" for name in ("torch", "triton", "torchrec") if row.get(name)]
-    return ", ".join([row["gpu"], *packages, row["date"].partition("T")[0]])
+    names = ("torch", "triton", "torchrec", "fbgemm")
+    versions = [f"{name} {row[name]}" for name in names if row.get(name)]
+    return ", ".join([row["gpu"], *versions, row["date"].partition("T")[0]])
 
 
 def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:
