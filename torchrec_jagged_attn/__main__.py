@@ -15,8 +15,9 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
+from torchrec_jagged_attn import paths as rules
 from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.kernels.flash import attention as flash_attention
+from torchrec_jagged_attn.kernels.flash import plan as flash_attention
 from torchrec_jagged_attn.kernels.interaction import products
 from torchrec_jagged_attn.kernels.target import attention as target_attention
 
@@ -78,7 +79,13 @@ def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
         path = "reference" if extension.library() is None else "c++"
     found = [(path, why)]
     if path == "triton" and name in KERNELS:
-        found += KERNELS[name].paths(device).items()
+        kernels = KERNELS[name]
+        rows = (
+            rules.table(kernels.PATHS, device)
+            if hasattr(kernels, "PATHS")
+            else kernels.paths(device)
+        )
+        found += rows.items()
     return found
 
 

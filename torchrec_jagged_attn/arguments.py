@@ -94,11 +94,11 @@ class TargetOutputs(NamedTuple):
 class TargetGradients(NamedTuple):
     """Gradients of ``target_attention``. That of prior weights is of their logarithms, in fp32."""
 
-    query: Tensor | None = None
-    history: Tensor | None = None
-    bias: Tensor | None = None
-    position_bias: Tensor | None = None
-    age_bias: Tensor | None = None
+    query: Tensor
+    history: Tensor
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
 
 
 class FlashArguments(NamedTuple):
@@ -147,13 +147,13 @@ class FlashOutputs(NamedTuple):
 class FlashGradients(NamedTuple):
     """Gradients of ``flash_attention``. That of prior weights is of their logarithms, in fp32."""
 
-    q: Tensor | None = None
-    k: Tensor | None = None
-    v: Tensor | None = None
-    bias: Tensor | None = None
-    position_bias: Tensor | None = None
-    age_bias: Tensor | None = None
-    relative_bias: Tensor | None = None
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    relative_bias: Tensor | None
 
 
 class MultiHeadArguments(NamedTuple):
@@ -247,14 +247,14 @@ class MultiHeadOutputs(NamedTuple):
 class MultiHeadGradients(NamedTuple):
     """Gradients of ``multi_head_target_attention``."""
 
-    target: Tensor | None = None
-    history: Tensor | None = None
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    v_weight: Tensor | None = None
-    in_bias: Tensor | None = None
-    out_weight: Tensor | None = None
-    out_bias: Tensor | None = None
-    position_bias: Tensor | None = None
-    age_bias: Tensor | None = None
-    prior_weights: Tensor | None = None
+    target: Tensor | None
+    history: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    prior_weights: Tensor | None

@@ -490,7 +490,7 @@ from unittest import mock
 import torch
 
 import tune
-from torchrec_jagged_attn.kernels.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.testing import CASES, Case
 
 CASES["tiny"] = Case("tiny", 2, 20, 1, 16, lengths=1.0)

@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.conftest import skip_unless_supported
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
-from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn.arguments import Biases, FlashArguments
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
 from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
@@ -165,14 +166,16 @@ def test_infinities_of_a_side_without_the_other(width, kv_heads, hopper):
 def test_gradients_in_halves_of_one_tensor(width, hopper):
     device, _ = hopper
     inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
-    operands = [inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")] + [None] * 5
-    out, stats = flash_attention.forward(*operands, False, 0.2)
+    args = FlashArguments(
+        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *Biases(),
+        causal=False, scale=0.2, needs_stats=True,
+    )  # fmt: skip
+    outputs = flash_attention.forward(args)
 
     def differentiate(grad_k, grad_v):
-        grad_out = torch.ones_like(out)
-        of_keys = (grad_k, grad_v)
-        grads = flash_attention.backward(grad_out, *operands, out, stats, *of_keys, False, 0.2)
-        return grads[0], *of_keys
+        grad_out = torch.ones_like(outputs.out)
+        grads = flash_attention.backward(grad_out, args, outputs, grad_k, grad_v)
+        return grads.q, grad_k, grad_v
 
     halves = inputs["k"].new_empty(89, 1, 2 * width)
     together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
@@ -234,7 +237,7 @@ def test_tf32(width):
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float16, 256), (torch.float32, 128)], ids=str)
 def test_less_shared_memory(width, dtype, kernel_device, monkeypatch):
-    monkeypatch.setattr(flash_attention, "_room", lambda device: 99 * 1024)
+    monkeypatch.setattr(devices, "shared_memory", lambda device: 99 * 1024)
     lengths = [3, 70, 0, 5], [40, 70, 4, 1]
     assert_right(inputs_of(*lengths, kernel_device, dtype, bias=True, width=width))
 

@@ -34,6 +34,10 @@ from torchrec_jagged_attn import (
     embedding_parameters,
 )
 
+# Ranks are forked by a process that has imported all this once, unless that may have opened CUDA.
+START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+mp.set_forkserver_preload([__name__])
+
 CPU = torch.device("cpu")
 NUM_IDS = 30
 FEATURES = {
@@ -113,7 +117,7 @@ def run_ranks(
         (function, directory, backend, ranks, ranks_of_host or ranks, args),
         nprocs=ranks,
         join=False,
-        start_method="spawn",
+        start_method=START_METHOD,
     )
     while not context.join(timeout=60):
         pass

@@ -44,7 +44,6 @@ def backward(
     grads = attention.backward(
         grad_out.flatten(0, -3), _over_history(args, query), None, grad_history.unsqueeze(1), None
     )
-    assert grads.q is not None
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share
         grad_query = grad_query.sum(0, keepdim=True)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_scripting
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 

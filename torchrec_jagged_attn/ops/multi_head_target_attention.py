@@ -35,6 +35,7 @@ fill it, it takes no less time.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -185,28 +186,21 @@ def _backward(
             grad_values, filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
             grad_out_bias,
         )  # fmt: skip
-    grads = MultiHeadGradients(
-        None,
-        grad_history,
-        *grad_weights,
-        *[None] * (3 - len(grad_weights)),
-        grad_bias,
-        grad_out_weight,
-        grad_out_bias,
-        of_scores.position_bias,
-        of_scores.age_bias,
-        of_scores.bias,
-    )
-    if needs.target:
-        grads = grads._replace(target=(grad_q @ w_q).view_as(target))
-    return MultiHeadGradients(
-        *(
-            grad.to(dtype=getattr(args, name).dtype)
-            if grad is not None and getattr(needs, name)
-            else None
-            for name, grad in grads._asdict().items()
-        )
-    )
+    grads = {
+        "target": (grad_q @ w_q).view_as(target) if needs.target else None,
+        "history": grad_history,
+        **dict(itertools.zip_longest(("q_weight", "k_weight", "v_weight"), grad_weights)),
+        "in_bias": grad_bias,
+        "out_weight": grad_out_weight,
+        "out_bias": grad_out_bias,
+        "position_bias": of_scores.position_bias,
+        "age_bias": of_scores.age_bias,
+        "prior_weights": of_scores.bias,
+    }
+    for name, grad in grads.items():
+        if grad is not None and getattr(needs, name):
+            grads[name] = grad.to(dtype=getattr(args, name).dtype)
+    return MultiHeadGradients(**grads)
 
 
 def is_explicit(args: MultiHeadArguments) -> bool:

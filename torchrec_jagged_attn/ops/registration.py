@@ -264,7 +264,7 @@ def _differentiate(
         if not torch._C._are_functorch_transforms_active():
             return node.apply(*inputs, call)
         with enable_single_level_autograd_function():  # the dispatcher calls this at each level
-            return node_of_level.apply(*inputs, call)
+            return node_of_level.apply(*inputs, call)  # pyright: ignore[reportAttributeAccessIssue]
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
 

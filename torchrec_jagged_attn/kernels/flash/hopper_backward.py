@@ -37,11 +37,11 @@ from torchrec_jagged_attn.kernels.common.gluon import as_operand, wait_for_last_
 from torchrec_jagged_attn.kernels.common.jagged import find_tile
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
-from torchrec_jagged_attn.kernels.common.tma import END, Descriptor, is_addressable, jagged_rows
+from torchrec_jagged_attn.kernels.common.tma import END, Descriptor, jagged_rows
 from torchrec_jagged_attn.kernels.flash.hopper_forward import scores_by_distance
 from torchrec_jagged_attn.kernels.flash.tiles import load_rows, store_rows
 
-__all__ = ["BLOCK_N", "backward", "prepare", "takes"]
+__all__ = ["BLOCK_N", "backward", "prepare"]
 
 BLOCK_M = 64  # queries of a tile
 BLOCK_N = 128  # keys of a tile
@@ -776,11 +776,6 @@ _prepare = Launcher(prepare_kernel)
 # A launcher does not ask for the dtype of a descriptor.
 _launch = {dtype: Launcher(backward_kernel) for dtype in (torch.bfloat16, torch.float16)}
 _FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
-
-
-def takes(*grads: Tensor) -> bool:
-    """Whether :func:`backward` takes these gradients, of what :func:`hopper_forward.takes`."""
-    return all(x.shape[0] > 0 and is_addressable(x) for x in grads)
 
 
 def prepare(

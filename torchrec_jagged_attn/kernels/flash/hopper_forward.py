@@ -38,7 +38,6 @@ from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
 from torchrec_jagged_attn.kernels.common.tma import (
     END,
     fill,
-    is_addressable,
     jagged_rows,
     make_ring,
     release,
@@ -47,7 +46,7 @@ from torchrec_jagged_attn.kernels.common.tma import (
 )
 from torchrec_jagged_attn.kernels.flash import tiles
 
-__all__ = ["BLOCK_M", "TAKEN", "forward", "scores_by_distance", "takes"]
+__all__ = ["BLOCK_M", "forward", "scores_by_distance"]
 
 BLOCK_M = 128  # queries of a tile
 BLOCK_N = 128  # keys of a tile
@@ -348,23 +347,6 @@ def forward_kernel(
 
 # A launcher does not ask for the dtype of a descriptor.
 _launch = {dtype: Launcher(forward_kernel) for dtype in (torch.bfloat16, torch.float16)}
-
-
-TAKEN = "half precision, widths that 8 divides, the larger 33 to 128, rows at multiples of 16 bytes"
-
-
-def takes(q: Tensor, k: Tensor, v: Tensor, width: int) -> bool:
-    """Whether :func:`forward` takes these inputs, ``width`` wide in shared memory: ``TAKEN``.
-
-    It depends on nothing that differs from batch to batch, but for a batch without keys.
-    """
-    return (
-        devices.hopper_multiprocessors(q.device) > 0
-        and q.dtype in _launch
-        and width in (64, 128)
-        and k.shape[0] > 0
-        and all(is_addressable(x) for x in (q, k, v))
-    )
 
 
 def forward(
