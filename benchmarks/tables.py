@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 from table_specs import TABLES, Cell, Table
 
