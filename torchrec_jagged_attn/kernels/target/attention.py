@@ -164,7 +164,7 @@ def backward(
         grad_tables = fill(num_slots + num_samples, problem.buckets, targets, problem.num_heads)
     sums = stats.new_empty(num_slots, plan.rows_of_slot, problem.width)
     delta = torch.empty_like(stats[0]) if plan.more_blocks else None
-    residuals = sums.new_empty(num_slots, plan.rows_of_slot) if plan.more_blocks else None
+    ds_totals = sums.new_empty(num_slots, plan.rows_of_slot) if plan.more_blocks else None
     grad_out = grad_out.contiguous()
     read = (out, residual if problem.half else None, stats, grad_query)
     sizes = (*call.sizes, num_slots, problem.history_stride, args.scale)
@@ -211,7 +211,7 @@ def backward(
         _grad_query(
             (num_slots + call.num_blocks,),
             (
-                grad_out, *call.inputs, *read, delta, sums, residuals, *call.offsets, *sizes,
+                grad_out, *call.inputs, *read, delta, sums, ds_totals, *call.offsets, *sizes,
             ),
             plan.grad_query,
         )  # fmt: skip
@@ -219,7 +219,7 @@ def backward(
         _combine_gradients(
             (num_slots, plan.column_blocks),
             (
-                sums, residuals, out, grad_query, delta, *call.offsets,
+                sums, ds_totals, out, grad_query, delta, *call.offsets,
                 num_samples, problem.num_targets, args.scale,
             ),
             plan.combine,
