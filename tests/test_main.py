@@ -139,10 +139,10 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
     ("room", "multiprocessors", "expected"),
     [
         (0, 0, []),
-        (A10, 0, ["gluon", "gluon, one warp"]),
-        (A100, 0, ["gluon", "gluon, one warp"]),
-        (H100, 0, ["gluon", "gluon, one warp", "gluon, a few warps"]),
-        (H100, 132, ["gluon", "gluon, one warp", "gluon, a few warps", "gluon, wgmma"]),
+        (A10, 0, ["one_warp"]),
+        (A100, 0, ["one_warp"]),
+        (H100, 0, ["one_warp", "few_warps"]),
+        (H100, 132, ["one_warp", "warpgroup", "few_warps"]),
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
