@@ -71,13 +71,16 @@ def test_tf32(width, num_targets, device):
     assert_right(inputs_of([70, 0, 17], device, num_targets=num_targets, width=width))
 
 
+LAYOUTS = ["one-target", "targets", "many-targets", "shared", "jagged"]
+TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
+
+
 @pytest.mark.parametrize(
     ("layout", "times", "dtype"),
-    each_pair(
-        ["one-target", "targets", "many-targets", "shared", "jagged"],
-        [None, torch.int32, torch.int64, torch.float32, torch.float64],
-        [torch.float32, torch.float16, torch.bfloat16],
-    ),
+    [
+        *each_pair(LAYOUTS, TIMES, [torch.float32, torch.float16]),
+        *((layout, times, torch.bfloat16) for layout, times in zip(LAYOUTS, TIMES, strict=True)),
+    ],
     ids=str,
 )
 def test_recency(layout, times, dtype, device):
@@ -152,7 +155,7 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
     timestamps = None
     if "tables" in others:
         inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-        inputs["age_bias"] = torch.randn(50, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
         timestamps = torch.arange(218, device=device) ** 2
     functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
     inputs["prior_weights"] = draw_prior_weights(

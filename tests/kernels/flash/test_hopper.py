@@ -1,0 +1,187 @@
+"""The kernels of flash attention for Hopper, in numpy and on a GPU, and where others take over."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.ops.test_flash_attention import assert_right, inputs_of, with_relative_bias
+from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.arguments import Biases, FlashArguments
+from torchrec_jagged_attn.kernels.flash import attention as flash_attention
+from torchrec_jagged_attn.testing import (
+    assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    outputs_and_gradients,
+)
+
+SHORT_FIRST = ["hopper_short"] * 2  # of two sizes of samples
+
+
+@pytest.mark.parametrize("width", [48, 64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kernels_for_hopper(causal, width, hopper):
+    device, launched = hopper
+    lengths = [257, 33, 0, 130, 65, 1, 16, 17, 32, 64]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width)
+        assert_right(inputs, causal)
+    short = SHORT_FIRST if width <= 64 else []
+    expected = [*short, "hopper_forward", *short, "hopper_backward"] * 2
+    assert launched in (expected, None)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_short_samples_on_hopper(causal, kv_heads, hopper):
+    device, _ = hopper
+    lengths = [0, 5, 64, 16, 1, 0, 33, 17, 63, 15, 0, 32, 31, 65, 2]
+    others = [(lengths, 64), (lengths[::-1], 48), ([17] * len(lengths), 64), ([0, 40, 3] * 5, 64)]
+    for kv_lengths, width in others:
+        inputs = inputs_of(
+            lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads
+        )
+        assert_right(inputs, causal)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_short_samples_are_the_same_alone(causal, kv_heads, hopper):
+    device, _ = hopper
+    attend = partial(jagged_flash_attention, causal=causal)
+    lengths, kv_lengths = [20, 64, 0, 3, 40, 16, 31, 90], [7, 64, 2, 16, 5, 0, 32, 1]
+    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=64, kv_heads=kv_heads)
+    grad_out = torch.randn_like(inputs["q"][..., :32])
+    whole = outputs_and_gradients(attend, inputs, grad_out)
+    bounds = {"q": inputs["q_offsets"].tolist(), "k": inputs["kv_offsets"].tolist()}
+    bounds |= {"out": bounds["q"], "v": bounds["k"]}
+    for b in range(len(lengths)):
+        of = {name: slice(*x[b : b + 2]) for name, x in bounds.items()}
+        alone = {name: inputs[name][of[name]] for name in "qkv"}
+        alone["q_offsets"] = inputs["q_offsets"][b : b + 2] - bounds["q"][b]
+        alone["kv_offsets"] = inputs["kv_offsets"][b : b + 2] - bounds["k"][b]
+        results = outputs_and_gradients(attend, alone, grad_out[of["out"]])
+        if lengths[b] and kv_lengths[b]:  # calls without rows take no kernel for Hopper
+            for name, rows in of.items():
+                assert torch.equal(results[name], whole[name][rows]), (b, name)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_lengths", [[0, 3, 0], [0, 3, 80]], ids=str)
+def test_long_samples_without_keys_on_hopper(kv_lengths, hopper):
+    device, _ = hopper
+    inputs = inputs_of([70, 3, 0], kv_lengths, device, torch.float16, width=64)
+    grad_out = torch.randn_like(inputs["q"][..., :32])
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["q"][:70] == 0)
+    assert torch.all(results["k"][3:] == 0)
+    assert torch.all(results["v"][3:] == 0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("width", [32, 64], ids=["triton", "gluon"])
+def test_infinities_of_a_side_without_the_other(width, kv_heads, hopper):
+    """Where no pair is, no gradient is, either."""
+    device, _ = hopper
+    inputs = inputs_of(
+        [3, 40, 0, 20, 0], [20, 0, 50, 0, 9], device, torch.float16, width=width, kv_heads=kv_heads
+    )
+    inputs["q"][10] = torch.inf
+    inputs["k"][30], inputs["v"][40], inputs["v"][72] = torch.inf, torch.nan, torch.inf
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    grad_out[50, 0] = torch.inf
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    assert torch.all(results["q"][3:] == 0)
+    assert torch.all(results["k"][20:] == 0)
+    assert torch.all(results["v"][20:] == 0)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_in_halves_of_one_tensor(width, hopper):
+    device, _ = hopper
+    inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
+    args = FlashArguments(
+        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *Biases(),
+        causal=False, scale=0.2, needs_stats=True,
+    )  # fmt: skip
+    outputs = flash_attention.forward(args)
+
+    def differentiate(grad_k, grad_v):
+        grad_out = torch.ones_like(outputs.out)
+        grads = flash_attention.backward(grad_out, args, outputs, grad_k, grad_v)
+        return grads.q, grad_k, grad_v
+
+    halves = inputs["k"].new_empty(89, 1, 2 * width)
+    together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
+    apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
+    assert all(map(torch.equal, together, apart))
+
+
+@pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
+def test_what_hopper_does_not_take(width, scale, hopper):
+    device, launched = hopper
+    inputs = inputs_of([3, 40, 70], [3, 40, 70], device, torch.float16, width=width)
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
+    assert launched in ([], None)
+
+
+def test_heads_packed_with_keys_and_values(hopper):
+    device, launched = hopper
+    packed = torch.randn(280, 3, 2, 64, device=device, dtype=torch.float16)
+    offsets = torch.tensor([0, 70, 90, 130, 260, 280], device=device)
+    apart = dict(zip("qkv", packed.transpose(0, 1).contiguous(), strict=True))
+    expected = outputs_and_gradients(
+        partial(jagged_flash_attention, q_offsets=offsets), apart, apart["q"]
+    )
+    together = dict(zip("qkv", packed.unbind(1), strict=True))
+    results = outputs_and_gradients(
+        partial(jagged_flash_attention, q_offsets=offsets), together, apart["q"]
+    )
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
+    num_launched = len(launched or ())
+    unaligned = torch.empty(280 * 128 + 1, device=device, dtype=torch.float16)[1:]
+    unaligned = unaligned.view(280, 2, 64).copy_(together["q"])
+    assert_right(together | {"q": unaligned, "q_offsets": offsets})
+    assert len(launched or ()) == num_launched
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias_on_hopper(causal, width, hopper):
+    device, launched = hopper
+    lengths = [140, 0, 70, 64, 1, 5]
+    for kv_lengths, kv_heads in ((lengths, 1), ([150, 3, 33, 200, 0, 1], 2)):
+        inputs = inputs_of(
+            lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads
+        )
+        table = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+        if kv_lengths == lengths:  # where each query sees itself
+            table[12:] = -torch.inf
+        assert_matches_oracle(
+            partial(jagged_flash_attention, causal=causal),
+            *[partial(with_relative_bias, causal=causal)] * 2,
+            inputs | {"relative_bias": table},
+        )
+    assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "value"), [(64, False, torch.nan), (128, True, torch.inf)], ids=str
+)
+def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
+    device, launched = hopper
+    inputs = inputs_of([70], [70], device, torch.float16, width=width)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 80, device=device).view(40, 2)
+    attend = partial(jagged_flash_attention, causal=causal)
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    inputs["relative_bias"] = inputs["relative_bias"].clone()
+    inputs["relative_bias"][25:] = value  # distances from 75 on, which a tile of 128 has
+    results = outputs_and_gradients(attend, inputs, grad_out)
+    for name, expected_value in expected.items():
+        assert torch.equal(results[name], expected_value), name
+    assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
