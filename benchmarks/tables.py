@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 from table_specs import TABLES, Cell, Table
 
@@ -130,8 +130,9 @@ class Figures:
 
 def _stamp(row: dict[str, str]) -> str:
     """What was measured on, its versions, and when."""
-    packages = [f"{name} {row[name]}" for name in ("torch", "triton", "torchrec") if row.get(name)]
-    return ", ".join([row["gpu"], *packages, row["date"].partition("T")[0]])
+    names = ("torch", "triton", "torchrec", "fbgemm")
+    versions = [f"{name} {row[name]}" for name in names if row.get(name)]
+    return ", ".join([row["gpu"], *versions, row["date"].partition("T")[0]])
 
 
 def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:

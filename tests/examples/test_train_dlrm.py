@@ -39,6 +39,8 @@ from planted import planted_log
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from tests.processes import run_script
+
 logging.disable(logging.NOTSET)  # which the examples turn off
 
 ROOT = Path(__file__).parents[2]
@@ -403,16 +405,16 @@ def assert_log_equal(log, other):
         np.testing.assert_array_equal(getattr(log, name), getattr(other, name))
 
 
+SCRIPT = ROOT / "examples" / "train_dlrm.py"
 OPTIONS = ["--users=60", "--batch-size=256", "--max-history=50"]
 POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
-def command(out: Path | None, *options: str, ranks: int = 1) -> list[str]:
+def command(out: Path, *options: str, ranks: int = 1) -> list[str]:
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    outs = [] if out is None else [f"--out={out}"]
-    return [*launcher, str(ROOT / "examples" / "train_dlrm.py"), *outs, *OPTIONS, *options]
+    return [*launcher, str(SCRIPT), f"--out={out}", *OPTIONS, *options]
 
 
 def environment() -> dict[str, str]:
@@ -423,14 +425,15 @@ def environment() -> dict[str, str]:
     return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(*args, cwd: Path | None = None, **kwargs) -> subprocess.CompletedProcess:
+def run(out: Path | None, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    outs = [] if out is None else [f"--out={out}"]
+    return run_script(SCRIPT, *outs, *OPTIONS, *options, cwd=cwd, env=environment())
+
+
+def run_command(*args, **kwargs) -> subprocess.CompletedProcess:
+    """The same in a process that imports what it needs."""
     return subprocess.run(
-        command(*args, **kwargs),
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
+        command(*args, **kwargs), env=environment(), capture_output=True, text=True, timeout=120
     )
 
 
@@ -442,7 +445,7 @@ def results(out: Path) -> dict[str, dict]:
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """All poolings after two epochs."""
     out = tmp_path_factory.mktemp("finished")
-    return out, run(out, "--epochs=2")
+    return out, run_command(out, "--epochs=2")
 
 
 def test_all_poolings_train_and_are_compared(finished):
@@ -467,7 +470,7 @@ def test_histories_may_attend_to_themselves_first(tmp_path):
 
 
 def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_path):
-    process = run(tmp_path, "--epochs=1", "--workers=1", ranks=2)
+    process = run_command(tmp_path, "--epochs=1", "--workers=1", ranks=2)
     assert process.returncode == 0, process.stderr
     one, two = results(finished[0]), results(tmp_path)
     for pooling in POOLINGS:

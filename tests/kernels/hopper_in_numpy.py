@@ -167,7 +167,7 @@ def _language(
     def allocate(dtype: type, shape: list[int], layout: object) -> object:
         if isinstance(layout, BarrierLayout):
             barriers = [Barrier(machine) for _ in range(shape[0])]
-            return types.SimpleNamespace(index=lambda at: barriers[int(at)])
+            return types.SimpleNamespace(index=lambda at: barriers[int(at)], shape=shape)
         fresh = np.nan if issubclass(dtype, np.floating) else -(2**30)
         return SharedMemory(np.full(shape, fresh, dtype))
 

@@ -41,8 +41,9 @@ class Recorder(TorchDispatchMode):
 def leaves(device):
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 1, 16), (5, 16)
-    attention_on(device)  # here, and not first where a transform would hold what it draws
-    return [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
+    leaves = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
+    attention_on(leaves[0].device)  # not first where a transform would hold what it draws
+    return leaves
 
 
 @pytest.fixture

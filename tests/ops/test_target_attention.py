@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from tests.combinations import each_pair
 from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.ops import implementation
@@ -71,31 +72,29 @@ def test_tf32(width, num_targets, device):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "times"),
-    [
-        *((torch.float32, t) for t in (torch.int32, torch.int64, torch.float32, torch.float64)),
-        *((dtype, None) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
-        (torch.float16, torch.int64),
-        (torch.bfloat16, torch.float64),
-    ],
+    ("layout", "times", "dtype"),
+    each_pair(
+        ["one-target", "targets", "many-targets", "shared", "jagged"],
+        [None, torch.int32, torch.int64, torch.float32, torch.float64],
+        [torch.float32, torch.float16, torch.bfloat16],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("layout", ["one-target", "targets", "many-targets", "shared", "jagged"])
-def test_recency(layout, dtype, times, device):
-    skip_unless_supported(Case("recency", 5, 300, 2, 16, dtype=dtype), device)
+def test_recency(layout, times, dtype, device):
+    skip_unless_supported(Case("recency", 5, 150, 2, 16, dtype=dtype), device)
     num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    inputs = inputs_of([300, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
+    inputs = inputs_of([150, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
     generator = torch.Generator().manual_seed(1)
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
     elif layout == "jagged":
         inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
         inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+    inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
     timestamps = None
     if times is not None:
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device, times)
+        timestamps = torch.exp(14 * torch.rand(218, generator=generator)).to(device, times)
 
     def with_times(function):  # timestamps are no leaf, though they may be floating-point
         return functools.partial(function, timestamps=timestamps)
@@ -139,8 +138,8 @@ PRIOR_CASES = [
 
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
-    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
-    lengths = [300, 0, 3, 64, 1]
+    skip_unless_supported(Case("prior", 5, 150, 2, 16, dtype=dtype), device)
+    lengths = [150, 0, 3, 64, 1]
     inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
     generator = torch.Generator().manual_seed(1)
     if layout == "shared":
@@ -152,9 +151,9 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
         del inputs["bias"]
     timestamps = None
     if "tables" in others:
-        inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
-        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.arange(368, device=device) ** 2
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(50, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(218, device=device) ** 2
     functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
     inputs["prior_weights"] = draw_prior_weights(
         lengths, device, dtype if num_targets == 9 else torch.float32
@@ -164,7 +163,7 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
     )
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 700, 0], [1300, 3, 1200]], ids=str)
+@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 700, 0], [600, 3, 520]], ids=str)
 def test_prior_weights_at_edges(lengths, device):
     for num_targets in (0, 1, 9):
         inputs = inputs_of(lengths, device, num_targets=num_targets)
@@ -223,19 +222,20 @@ def test_prior_weights_must_not_be_negative(device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(
-    ("num_targets", "num_heads", "width"), [(1, 4, 24), (3, 2, 128), (9, 2, 64), (30, 2, 24)]
+    ("num_targets", "num_heads", "width", "length"),
+    [(1, 4, 24, 800), (3, 2, 128, 500), (9, 2, 64, 1100), (30, 2, 24, 1100)],
 )
-def test_recency_over_several_chunks(num_targets, num_heads, width, shared, dtype, device):
+def test_recency_over_several_chunks(num_targets, num_heads, width, length, shared, dtype, device):
     """Without a bias for each row, so that the kernels of ``warp_parts.py`` take all of them."""
-    skip_unless_supported(Case("recency", 5, 1300, 2, 16, dtype=dtype), device)
-    inputs = inputs_of([1300, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
+    skip_unless_supported(Case("recency", 5, length, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([length, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
     del inputs["bias"]
     if shared:
         inputs["query"] = inputs["query"][:1].contiguous()
     generator = torch.Generator().manual_seed(1)
     inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(device, dtype)
     inputs["age_bias"] = torch.randn(70, num_heads, generator=generator).to(device, dtype)
-    timestamps = torch.exp(14 * torch.rand(1368, generator=generator)).to(device, torch.int64)
+    timestamps = torch.exp(14 * torch.rand(length + 68, generator=generator)).to(device).long()
 
     def with_times(function):
         return functools.partial(function, timestamps=timestamps)
@@ -479,7 +479,7 @@ def test_jagged_queries_do_not_see_how_many_the_others_have(device):
 @pytest.mark.parametrize("layout", ["dense", "shared", "jagged"])
 def test_many_query_rows_over_several_chunks(layout, device):
     """64 targets of 4 heads; of the jagged ones, 120 of the long sample."""
-    inputs = inputs_of([2100, 0, 17], device, torch.float16, num_heads=4, num_targets=64)
+    inputs = inputs_of([1100, 0, 17], device, torch.float16, num_heads=4, num_targets=64)
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
     elif layout == "jagged":
@@ -538,7 +538,7 @@ def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, devi
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_other_samples_never_matter(device, bias, num_targets, dtype):
-    lengths = [3, 0, 130, 17, 1100]
+    lengths = [3, 0, 130, 17, 1100 if num_targets == 40 else 600]  # of several chunks
     inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
     if not bias:
         del inputs["bias"]

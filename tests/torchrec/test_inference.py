@@ -237,7 +237,9 @@ def test_encoder_layers(device: torch.device):
 def test_compiled_ahead_of_time(tables: str, device: torch.device, tmp_path: Path, fake_classes):
     scorer = make_scorer(tables, device, tags=PoolingType.SUM)
     package = torch._inductor.aoti_compile_and_package(
-        export(scorer, device, strict=False), package_path=str(tmp_path / "scorer.pt2")
+        export(scorer, device, strict=False),
+        package_path=str(tmp_path / "scorer.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # in half the time
     )
     assert_near(torch._inductor.aoti_load_package(package), scorer, device)
 

@@ -28,15 +28,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.processes import START_METHOD
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-
-# Ranks are forked by a process that has imported all this once, unless that may have opened CUDA.
-START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
-mp.set_forkserver_preload([__name__])
 
 CPU = torch.device("cpu")
 NUM_IDS = 30

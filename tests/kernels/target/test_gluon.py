@@ -43,33 +43,34 @@ def assert_right(inputs, timestamps=None):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("num_targets", "num_heads", "width", "tables"),
+    ("num_targets", "num_heads", "width", "num_positions", "num_ages"),
     [
-        (1, 4, 16, ""),
-        (1, 4, 16, "position"),
-        (2, 3, 48, "position and age"),
-        (1, 1, 256, "age"),
-        (4, 5, 16, "position"),
-        (9, 2, 40, ""),
-        (1, 20, 16, "position"),
-        (8, 4, 128, "position and age"),
+        (1, 4, 16, 0, 0),
+        (1, 4, 16, 30, 0),
+        (2, 3, 48, 12, 30),
+        (1, 1, 256, 0, 70),
+        (4, 5, 16, 12, 0),
+        (9, 2, 40, 0, 0),
+        (1, 20, 16, 5, 0),
+        (8, 4, 128, 12, 20),
     ],
 )
-def test_right(num_targets, num_heads, width, tables, dtype, launched):
+def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), dtype, num_heads, num_targets, width)
     del inputs["bias"]
     generator = torch.Generator().manual_seed(1)
     timestamps = None
-    if "position" in tables:
-        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(dtype)
-    if "age" in tables:
-        inputs["age_bias"] = torch.randn(70, num_heads, generator=generator).to(dtype)
+    if num_positions:
+        table = torch.randn(num_positions, num_heads, generator=generator)
+        inputs["position_bias"] = table.to(dtype)
+    if num_ages:
+        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).to(dtype)
         timestamps = (14 * torch.rand(sum(LENGTHS), generator=generator)).exp().long()
     assert_right(inputs, timestamps)
     if num_targets * num_heads <= 8:
         assert set(launched) == {"one_warp_forward", "one_warp_backward"}
     else:
-        one_pass = tables or dtype == torch.float32
+        one_pass = num_positions or dtype == torch.float32
         assert set(launched) == {"few_warps_forward"} | (
             {"few_warps_backward"} if one_pass else set()
         )
@@ -107,24 +108,24 @@ def test_tables_of_few_buckets(seed, launched):
 
 
 @pytest.mark.parametrize(
-    ("num_targets", "num_heads", "width", "tables", "shared"),
+    ("num_targets", "num_heads", "width", "num_positions", "num_ages", "shared"),
     [
-        (8, 4, 128, False, False),
-        (9, 1, 64, True, False),
-        (16, 1, 16, False, True),
-        (5, 9, 96, False, False),
-        (8, 4, 128, True, False),
+        (8, 4, 128, 0, 0, False),
+        (9, 1, 64, 30, 64, False),
+        (16, 1, 16, 0, 0, True),
+        (5, 9, 96, 0, 0, False),
+        (8, 4, 128, 12, 20, False),
     ],
 )
 @pytest.mark.parametrize("lengths", [[1100, 0, 3, 1, 65, 0], [0, 0], [128]], ids=str)
-def test_groups_of_warps(num_targets, num_heads, width, tables, shared, lengths):
+def test_groups_of_warps(num_targets, num_heads, width, num_positions, num_ages, shared, lengths):
     inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_heads, num_targets, width)
     del inputs["bias"]
     timestamps = None
-    if tables:
+    if num_positions:
         generator = torch.Generator().manual_seed(1)
-        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).half()
-        inputs["age_bias"] = torch.randn(64, num_heads, generator=generator).half()
+        inputs["position_bias"] = torch.randn(num_positions, num_heads, generator=generator).half()
+        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).half()
         timestamps = (14 * torch.rand(sum(lengths), generator=generator)).exp().long()
     if shared:
         inputs["query"] = inputs["query"][:1].contiguous()
@@ -174,8 +175,8 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, ker
     timestamps = None
     if tables:
         generator = torch.Generator().manual_seed(1)
-        inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(dtype)
-        inputs["age_bias"] = torch.randn(64, num_heads, generator=generator).to(dtype)
+        inputs["position_bias"] = torch.randn(9, num_heads, generator=generator).to(dtype)
+        inputs["age_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
         timestamps = torch.arange(sum(lengths)) ** 2
     with gluon_in_numpy(groups) as launched:
         assert_right(inputs, timestamps)

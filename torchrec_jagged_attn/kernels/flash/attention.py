@@ -31,7 +31,12 @@ from torchrec_jagged_attn.kernels.common.matmul import dot_precision
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.common.tma import is_addressable
-from torchrec_jagged_attn.kernels.flash import hopper_backward, hopper_forward, hopper_short
+from torchrec_jagged_attn.kernels.flash import (
+    hopper_backward,
+    hopper_forward,
+    hopper_prepare,
+    hopper_short,
+)
 from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
 from torchrec_jagged_attn.kernels.flash.general_backward import (
     grad_kv_kernel,
@@ -126,7 +131,7 @@ def backward(
     prepared = ()
     if plan.on_hopper:
         tiles = call.list_tiles(hopper_backward.BLOCK_N, of_keys=True, together=plan.together)
-        prepared = hopper_backward.prepare(
+        prepared = hopper_prepare.prepare(
             grad_out, out, stats, grad_q, None if relative_bias is None else delta, *call.offsets,
             tiles, causal, plan.width, plan.most_short, call.is_self,
         )  # fmt: skip
