@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 from table_specs import TABLES, Cell, Table
@@ -181,7 +183,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
 
 
 def paths_table(module: str) -> str:
-    """The paths of a module, in the order in which they are asked, and what each takes.
+    """The paths of a module, in the order in which they are asked, where each runs, what it takes.
 
     What all but the last ask for stands below. ``PATHS`` may also be such lists, by op.
     """
@@ -189,16 +191,17 @@ def paths_table(module: str) -> str:
     by_op = paths if isinstance(paths, dict) else {"": paths}
     rows, below = [], []
     for op, of_op in by_op.items():
-        asked = [[text for text, _ in path.conditions] for path in of_op[:-1]]
-        common = [text for text in asked[0] if all(text in texts for texts in asked[1:])]
-        if len(asked) == 1:
-            common = []
-        for path, texts in zip(of_op, [*asked, []], strict=True):
-            own = "; ".join(text for text in texts if text not in common) or "all else"
-            rows.append(" | ".join([*filter(None, [op and f"`{op}`"]), f"`{path.name}`", own]))
+        asked = [[text for text, _ in path.conditions] for path in of_op]
+        several = len(of_op) > 2
+        common = [text for text in asked[0] if several and all(text in own for own in asked[:-1])]
+        for path, texts in zip(of_op, asked, strict=True):
+            own = [text for text in texts if text not in common]
+            takes = "; ".join([path.samples] * bool(path.samples) + own) or "all else"
+            runs_on = "any" if path.runs_on(torch.device("cpu")) else path.device
+            rows.append(" | ".join([f"`{op}`"] * bool(op) + [f"`{path.name}`", runs_on, takes]))
         if common:
             below += [f"All but `{of_op[-1].name}` ask for these, too: {'; '.join(common)}."]
-    heads = ["op", "path", "takes"] if isinstance(paths, dict) else ["path", "takes"]
+    heads = ["op"] * isinstance(paths, dict) + ["path", "GPU", "takes"]
     return _markdown(heads, rows, below)
 
 

@@ -139,10 +139,10 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
     ("room", "multiprocessors", "expected"),
     [
         (0, 0, []),
-        (A10, 0, ["gluon", "gluon, one warp"]),
-        (A100, 0, ["gluon", "gluon, one warp"]),
-        (H100, 0, ["gluon", "gluon, one warp", "gluon, a few warps"]),
-        (H100, 132, ["gluon", "gluon, one warp", "gluon, a few warps", "gluon, wgmma"]),
+        (A10, 0, ["one_warp"]),
+        (A100, 0, ["one_warp"]),
+        (H100, 0, ["one_warp", "few_warps"]),
+        (H100, 132, ["one_warp", "warpgroup", "few_warps"]),
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
@@ -157,8 +157,24 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     flash = ["general_short", "general"]
     if multiprocessors:
         flash = ["hopper_short", "general_short", "hopper", "general"]
-    assert paths.pop("jagged_flash_attention") == ["triton", *flash]
-    of_pairs = ["triton", "gluon, Hopper"] if multiprocessors else ["triton"]
+    assert paths.pop("jagged_flash_attention") == flash
+    of_pairs = ["hopper_pairs", "general"] if multiprocessors else ["general"]
     assert paths.pop("jagged_jagged_bmm_jagged_out") == of_pairs
-    assert paths.pop("jagged_target_attention") == ["triton", *expected]
+    assert paths.pop("jagged_softmax") == ["short_columns", "long_lines"]
+    assert paths.pop("jagged2_softmax") == ["whole_rows", "long_lines"]
+    assert paths.pop("jagged_target_attention") == [*expected, "general"]
     assert all(of_op == ["triton"] for of_op in paths.values())
+
+
+@pytest.mark.reference
+def test_says_why_a_cpu_has_no_c_plus_plus(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrec_jagged_attn", "--json"],
+        env={**os.environ, "CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    why = {(row["op"], row["path"]): row["why"] for row in json.loads(done.stdout)["ops"]}
+    for op in ("jagged_flash_attention", "jagged_target_attention"):
+        assert "there is no C++ compiler 'no-such-compiler'" in why[op, "python"]

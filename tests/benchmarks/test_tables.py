@@ -15,6 +15,9 @@ import run
 import tables
 from table_specs import TABLES, Cell, Column, Table
 
+from torchrec_jagged_attn import paths
+from torchrec_jagged_attn.paths import Condition
+
 FILES = sorted(tables.RESULTS.glob("*.csv"))
 COLUMNS = {"suite", "case", "provider", "mode", "metric", "median", "unit", "gpu", "torch", "date"}
 
@@ -159,23 +162,30 @@ def test_notes_and_the_place_of_a_run_stand_below(tmp_path):
 
 
 def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
-    from torchrec_jagged_attn import paths
-    from torchrec_jagged_attn.paths import Condition, Path
-
     a, b, c = (Condition(text, bool) for text in "abc")
-    rules = (Path("narrow", (a, b)), Path("wide", (b, c)), Path("general"))
-    monkeypatch.setattr(paths, "PATHS", rules, raising=False)
+    narrow = paths.Path("narrow", (a, b), lambda device: False, device="a Hopper GPU")
+    wide = paths.Path("wide", (b, c), samples="short ones")
+    general = paths.Path("general")
+    monkeypatch.setattr(paths, "PATHS", (narrow, wide, general), raising=False)
     assert tables.paths_table("paths").splitlines()[2:] == [
-        "| `narrow` | a |",
-        "| `wide` | c |",
-        "| `general` | all else |",
+        "| `narrow` | a Hopper GPU | a |",
+        "| `wide` | any | short ones; c |",
+        "| `general` | any | all else |",
         "",
         "All but `general` ask for these, too: b.",
     ]
-    monkeypatch.setattr(paths, "PATHS", {"op": (rules[0], rules[2])})
+    monkeypatch.setattr(paths, "PATHS", {"op": (narrow, general)})
     assert tables.paths_table("paths").splitlines() == [
-        "| op | path | takes |",
-        "|---|---|---|",
-        "| `op` | `narrow` | a; b |",
-        "| `op` | `general` | all else |",
+        "| op | path | GPU | takes |",
+        "|---|---|---|---|",
+        "| `op` | `narrow` | a Hopper GPU | a; b |",
+        "| `op` | `general` | any | all else |",
     ]
+
+
+def test_every_family_has_a_table_of_its_paths():
+    kernels = tables.ROOT / tables.PACKAGE / "kernels"
+    families = {path.parent.name for path in kernels.glob("*/plan.py")}
+    text = "".join(path.read_text() for path in tables.DOCUMENTS)
+    assert len(families) == 3
+    assert all(f"<!-- table: kernels.{family}.plan -->" in text for family in families)

@@ -137,6 +137,22 @@ def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
     assert built.exists()
 
 
+def test_a_built_library_that_does_not_load(tmp_path):
+    """Another folder would not help where another compiler is needed."""
+    compiler = tmp_path / "c++"
+    lines = (
+        "#!/bin/sh",
+        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
+        '[ $# -lt 2 ] || echo no library > "$2"',
+    )
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    done = run_python(*ATTEND_TWICE, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert float(done.stdout) == 16
+    assert "invalid ELF header" in done.stderr or "file too short" in done.stderr
+    assert "name a compiler that suits PyTorch in the variable CXX" in done.stderr
+
+
 def run_python(*lines, **environment):
     return subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],

@@ -12,7 +12,8 @@ from torch._dynamo.testing import CompileCounter
 import torchrec_jagged_attn
 from tests.conftest import skip_unless_supported
 from tests.ops.test_registration import Recorder
-from torchrec_jagged_attn.kernels.interaction import hopper_pairs
+from torchrec_jagged_attn import devices, paths
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs, plan
 from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -404,7 +405,7 @@ def whole_numbers(width, device):
 
 @pytest.fixture
 def pairs_of_any_mean(monkeypatch):
-    monkeypatch.setattr(hopper_pairs, "LEAST_MEAN_ROWS", 0)
+    monkeypatch.setattr(plan, "MIN_MEAN_ROWS", 0)
 
 
 @pytest.mark.usefixtures("pairs_of_any_mean")
@@ -422,7 +423,7 @@ def test_pairs_on_hopper_write_nothing_else(hopper):
     """Whatever lies before and after, and wherever a sample's pairs begin modulo 16 bytes."""
     device, _ = hopper
     x, y, offsets, expected = whole_numbers(16, device)
-    if not hopper_pairs.takes(x, y, len(SIZES)):
+    if devices.hopper_multiprocessors(device) == 0:
         pytest.skip("needs a Hopper GPU")
     guard = 64
     held = torch.full((expected.numel() + 2 * guard,), torch.nan, device=device).half()
@@ -435,10 +436,17 @@ def test_pairs_on_hopper_write_nothing_else(hopper):
     assert held[-guard:].isnan().all()
 
 
-def test_pairs_of_short_samples_take_another_kernel(hopper):
+def test_pairs_of_short_samples_take_another_kernel(hopper, monkeypatch, caplog):
     device, launched = hopper
     x, y, offsets, expected = whole_numbers(64, device)
+    monkeypatch.setattr(paths, "LOG", True)
+    caplog.set_level("INFO")
     out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
+    (said,) = caplog.messages
+    assert f"{__file__}:" in said
+    if launched is not None:
+        why = f"needs {plan.MIN_MEAN_ROWS} rows of x or more per sample in the mean"
+        assert said.endswith(f"general takes jagged_jagged_bmm_jagged_out; not hopper_pairs: {why}")
     assert launched in ([], None)
     assert torch.equal(out, expected)
 
@@ -452,7 +460,7 @@ def test_pairs_have_the_same_bits_from_either_kernel(width, dtype, monkeypatch):
     )
     results = []
     for least in (0, 10**6):
-        monkeypatch.setattr(hopper_pairs, "LEAST_MEAN_ROWS", least)
+        monkeypatch.setattr(plan, "MIN_MEAN_ROWS", least)
         results.append(torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs))
     assert torch.equal(*results)
 

@@ -136,6 +136,7 @@ PATHS = (
             Condition("samples times heads below 2^31", lambda s: s.call.counted),
         ),
         _is_hopper,
+        device="a Hopper GPU",
     ),
     Path(
         "general_short",
@@ -156,6 +157,7 @@ PATHS = (
             _IN_BOXES,
         ),
         _is_hopper,
+        device="a Hopper GPU",
     ),
     Path("general"),
 )

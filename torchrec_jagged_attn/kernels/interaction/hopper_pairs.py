@@ -19,7 +19,8 @@ Every element is a sum over D in one order, whichever product it is taken from.
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,7 +42,6 @@ from torchrec_jagged_attn.kernels.common.tile_list import FIELDS, list_tiles, mo
 from torchrec_jagged_attn.kernels.common.tma import (
     fill,
     give,
-    is_addressable,
     jagged_rows,
     make_ring,
     release,
@@ -50,14 +50,11 @@ from torchrec_jagged_attn.kernels.common.tma import (
     wait_full,
 )
 
-__all__ = ["TAKEN", "pair_bmm", "takes"]
+__all__ = ["pair_bmm"]
 
 BLOCK_M = 128  # rows of x of a tile, half of them of each group
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
-# With fewer rows of x a sample, much of a tile is empty: on an H200, the other kernel is as fast or
-# faster then, and needs no list.
-LEAST_MEAN_ROWS = 128
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
 # Of a number of 61 bits: 2^30, and the rest.
 LOW = gl.constexpr(2**30)
@@ -318,47 +315,38 @@ def pairs_kernel(
 
 _launch = Launcher(pairs_kernel)
 
-TAKEN = (
-    f"samples of {LEAST_MEAN_ROWS} rows of x or more in the mean: half precision, widths up to 128 "
-    "that 8 divides, rows at multiples of 16 bytes"
-)
-
-
-def takes(x: Tensor, y: Tensor, num_samples: int) -> bool:
-    """Whether :func:`pair_bmm` takes these inputs, of which neither is empty: ``TAKEN``.
-
-    The kernel of other inputs gives the same bits, so that the mean may have a say.
-    """
-    return (
-        devices.hopper_multiprocessors(x.device) > 0
-        and x.shape[0] >= LEAST_MEAN_ROWS * num_samples
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and 0 < x.shape[1] <= 128
-        and all(t.stride(1) == 1 and is_addressable(t.unsqueeze(1)) for t in (x, y))
-    )
-
 
 def pair_bmm(
     x: Tensor, y: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor
 ) -> None:
     """Write ``out``, which begins at a multiple of 16 bytes; offsets are contiguous."""
-    width = max(64, padded_width(x.shape[1]))
     num_samples = x_offsets.numel() - 1
     capacity = most_tiles(x.shape[0], y.shape[0], num_samples, 0, BLOCK_M)
     tiles = list_tiles(x_offsets, y_offsets, capacity, 0, BLOCK_M)
+    constants = _pair_constants(x.shape[1], devices.launches_overlap(x.device))
+    width = constants["BLOCK_D"]
+    x, y = x.unsqueeze(1), y.unsqueeze(1)  # of one head
     descriptors = (
-        jagged_rows(x.unsqueeze(1), BLOCK_M, width),
-        jagged_rows(y.unsqueeze(1), BLOCK_N, width),
-        jagged_rows(y.unsqueeze(1), VECTOR.value, width),
+        jagged_rows(x, BLOCK_M, width),
+        jagged_rows(y, BLOCK_N, width),
+        jagged_rows(y, VECTOR.value, width),
     )
     _launch(
         (min(capacity, devices.hopper_multiprocessors(x.device)),),
         (out, *descriptors, tiles, x_offsets, pair_offsets),
-        {
-            "BLOCK_N": BLOCK_N,
-            "STAGES": STAGES,
-            "STAGES_Y": STAGES_Y,
-            "num_warps": 4,
-            **overlap_options(devices.launches_overlap(x.device)),
-        },
+        constants,
     )
+
+
+@functools.cache
+def _pair_constants(width: int, overlap: bool) -> dict:
+    """Compile-time arguments of ``pairs_kernel``."""
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_D": max(64, padded_width(width)),
+        "STAGES": STAGES,
+        "STAGES_Y": STAGES_Y,
+        "num_warps": 4,
+        **overlap_options(overlap),
+    }

@@ -139,6 +139,7 @@ PATHS = (
             *_GLUON,
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
+        device="an Ampere GPU or later",
     ),
     Path(
         "warpgroup",
@@ -160,6 +161,7 @@ PATHS = (
             ),
         ),
         runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
+        device="a Hopper GPU",
     ),
     Path(
         "few_warps",
@@ -173,6 +175,7 @@ PATHS = (
             ),
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
+        device="an H100 or later: 196 KiB of shared memory",
     ),
     Path("general"),
 )
