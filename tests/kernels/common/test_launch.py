@@ -1,6 +1,7 @@
 """What ``Launcher`` takes for a call like another."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -107,3 +108,23 @@ def test_others_are_compiled_anew(launched, change, constants):
     arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
     launcher((3,), arguments, CONSTANTS | constants)
     assert [call[0] for call in calls] == ["compiled"]
+
+
+class Record(NamedTuple):
+    x: torch.Tensor | None
+    y: torch.Tensor | int | None
+
+
+def test_records_are_alike_where_their_fields_are(launched):
+    launcher, calls, arguments = launched
+    x = torch.zeros(64)
+
+    def launch(*fields):
+        launcher((3,), (arguments[0], Record(*fields), *arguments[2:]), CONSTANTS)
+        return calls.pop()[0]
+
+    unlike = [(x, None), (None, x), (x, x), (x.half(), None), (torch.zeros(65)[1:], None)]
+    unlike += [(x, number) for number in (1, 3, 16, 2**31 + 1)]
+    assert {launch(*fields) for fields in unlike} == {"compiled"}
+    assert {launch(*fields) for fields in unlike} == {"launched"}
+    assert launch(torch.ones(7), None) == launch(x, 5) == "launched"

@@ -62,10 +62,7 @@ def row_buckets(
 
 @triton.jit
 def load_bias(
-    bias_ptr,
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
+    biases,
     offsets_ptr,
     sample,
     n,
@@ -77,7 +74,9 @@ def load_bias(
     A: tl.constexpr,
     PRIOR: tl.constexpr,
 ):
-    """All biases of the rows ``n`` for the query rows ``r``, both as in scores.
+    """All ``biases`` of the rows ``n`` for the query rows ``r``, both shaped as in scores.
+
+    ``biases`` has pointers in the fields of ``arguments.Biases``, but ``relative_bias``.
 
     PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
     from ``count`` on: they have no maximum to keep it from overflowing.
@@ -87,17 +86,17 @@ def load_bias(
     bias = 0.0
     if PRIOR:
         # For each query row, too: a column of weights, spread over these rows, is lowered wrongly.
-        weights = tl.load(bias_ptr + n + head * 0, mask=mask, other=1.0)
+        weights = tl.load(biases.bias + n + head * 0, mask=mask, other=1.0)
         bias += tl.log(weights.to(tl.float32))
-    elif bias_ptr is not None:
-        bias += tl.load(bias_ptr + n * H + head, mask=mask, other=0.0).to(tl.float32)
+    elif biases.bias is not None:
+        bias += tl.load(biases.bias + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:
-        of_position, of_age = row_buckets(n, visible, offsets_ptr, timestamps_ptr, sample, P, A)
+        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases.timestamps, sample, P, A)
         if P > 0:
-            ptrs = position_bias_ptr + of_position * H + head
+            ptrs = biases.position_bias + of_position * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if A > 0:
-            ptrs = age_bias_ptr + of_age * H + head
+            ptrs = biases.age_bias + of_age * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     return bias
 

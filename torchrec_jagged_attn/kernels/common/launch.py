@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +47,7 @@ class Launcher:
             self.kernel[grid](*arguments, **constants)
             return
         device = arguments[0].get_device()
-        key = (device, *constants.values(), *self._traits(arguments))
+        key = (device, *constants.values(), *_traits(arguments, self.specialized))
         found = self.compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)
@@ -61,22 +62,26 @@ class Launcher:
             handles = compiled.function, compiled.packed_metadata
             compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
 
-    def _traits(self, arguments: tuple[Any, ...]) -> list[Hashable]:
-        """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are
-        1 or divisible by 16 where it specialises for that, and what is ``None``. Others, floats and
-        descriptors, are always of one kind where they stand.
-        """
-        traits: list[Hashable] = []
-        for argument, specialized in zip(arguments, self.specialized, strict=False):
-            if argument is None:
-                traits.append(None)
-            elif isinstance(argument, Tensor):
-                aligned = argument.data_ptr() % 16 == 0
-                traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
-            elif isinstance(argument, int):
-                wide = argument >= 2**31
-                traits.append((wide, argument == 1, argument % 16 == 0) if specialized else wide)
-        return traits
+
+def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Hashable]:
+    """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are 1 or
+    divisible by 16 where they are ``specialized``, and what is ``None``. The same of the fields
+    of records, whose integers Triton always specializes. Others, floats and descriptors, are always
+    of one kind where they stand.
+    """
+    traits: list[Hashable] = []
+    for argument, is_specialized in zip(arguments, specialized, strict=False):
+        if argument is None:
+            traits.append(None)
+        elif isinstance(argument, Tensor):
+            aligned = argument.data_ptr() % 16 == 0
+            traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
+        elif isinstance(argument, int):
+            wide = argument >= 2**31
+            traits.append((wide, argument == 1, argument % 16 == 0) if is_specialized else wide)
+        elif isinstance(argument, tuple):
+            traits += _traits(argument, repeat(True))
+    return traits
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.common.biases import load_bias, row_buckets
 from torchrec_jagged_attn.kernels.common.matmul import multiply
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, mean_grad
@@ -365,8 +366,8 @@ def grad_kv_kernel(
         bias = tl.zeros([BLOCK_N], tl.float32)
         if BIASED:
             bias += load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
-                j, own, head, H, H, P, A, PRIOR,
+                Biases(bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr),
+                kv_offsets_ptr, sample, j, own, head, H, H, P, A, PRIOR,
             )  # fmt: skip
         bias *= LOG2E
         zero_ptr = by_distance_ptr
@@ -499,8 +500,9 @@ def grad_relative_kernel(
             scores_bias = bias
             if BY_KEYS:
                 scores_bias += LOG2E * load_bias(
-                    bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr,
-                    sample, base + key + j[None, :], j[None, :] < keys, head, H, H, P, A, PRIOR,
+                    Biases(bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr),
+                    kv_offsets_ptr, sample, base + key + j[None, :], j[None, :] < keys, head, H, H,
+                    P, A, PRIOR,
                 )  # fmt: skip
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             products = -products if NEGATIVE else products

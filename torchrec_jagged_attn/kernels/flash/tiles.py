@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.common.biases import load_bias
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
@@ -109,8 +110,8 @@ def key_bias(
     bias = 0.0
     if BIASED:
         bias = load_bias(
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, kv_offsets_ptr, sample,
-            base + j, j < num_keys, head, H, H, P, A, PRIOR,
+            Biases(bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr),
+            kv_offsets_ptr, sample, base + j, j < num_keys, head, H, H, P, A, PRIOR,
         )  # fmt: skip
         bias *= LOG2E
         if R > 0:

@@ -21,7 +21,12 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn import paths
-from torchrec_jagged_attn.arguments import TargetArguments, TargetGradients, TargetOutputs
+from torchrec_jagged_attn.arguments import (
+    Biases,
+    TargetArguments,
+    TargetGradients,
+    TargetOutputs,
+)
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import product_precision
 from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
@@ -244,7 +249,7 @@ class _Call:
 
     def __init__(self, args: TargetArguments, backward: bool) -> None:
         query, history, offsets, query_offsets = args[:4]
-        bias, position_bias, age_bias, timestamps, _ = args.biases
+        bias, position_bias, age_bias = args.biases[:3]
         self.num_samples = offsets.shape[0] - 1
         num_heads, width = query.shape[-2:]
         if query_offsets is not None:
@@ -278,8 +283,8 @@ class _Call:
             self.num_blocks = total_rows // self.plan.block_r + self.num_samples
         else:
             self.num_blocks = self.num_samples * -(-problem.rows // self.plan.block_r)
-        biases = (bias, position_bias, age_bias, timestamps)
-        self.inputs = (query.contiguous(), history, *map(_contiguous, biases))
+        biases = Biases(*map(_contiguous, args.biases))
+        self.inputs = (query.contiguous(), history, biases)
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
         self.sizes = (self.num_samples, num_targets, total_rows)
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.warp_parts import (
+    biases_from,
     columns_at_once,
     exp,
     find_chunk,
@@ -96,10 +97,7 @@ def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows STRIDE apart
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
@@ -150,8 +148,7 @@ def backward_kernel(
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         history_ptr += first * STRIDE
         grad_history_ptr += first * D
-        if bias_ptr is not None:
-            bias_ptr += first * (1 if PRIOR else H)
+        sample_biases = biases_from(first, biases, H, PRIOR)
         if grad_bias_ptr is not None:
             grad_bias_ptr += first * (1 if PRIOR else H)
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
@@ -216,9 +213,9 @@ def backward_kernel(
                 dp = product(of_grad, x, dp, PARTS)
             n = start + index
             visible = (n < end)[None, :]
-            of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+            of_position, of_age = row_buckets(n, biases, first, length, P, A)
             bias = load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, of_position[None, :], of_age[None, :],
+                sample_biases, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             p = exp(dots * scale + bias - maximum, PARTS) * inverse  # rounded as forward

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.warp_combine import store_outputs, store_stats
 from torchrec_jagged_attn.kernels.target.warp_parts import (
+    biases_from,
     columns_at_once,
     exp,
     find_chunk,
@@ -38,10 +39,7 @@ __all__ = ["forward_kernel"]
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows STRIDE apart
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
@@ -79,8 +77,7 @@ def forward_kernel(
     )
     if busy:
         history_ptr += first * STRIDE
-        if bias_ptr is not None:
-            bias_ptr += first * (1 if PRIOR else H)
+        sample_biases = biases_from(first, biases, H, PRIOR)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         count = num_targets * H
@@ -115,9 +112,9 @@ def forward_kernel(
                 dots = product(of_q, x, dots, PARTS)
             n = start + index
             visible = (n < end)[None, :]
-            of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+            of_position, of_age = row_buckets(n, biases, first, length, P, A)
             bias = load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, of_position[None, :], of_age[None, :],
+                sample_biases, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))

@@ -72,10 +72,7 @@ def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
@@ -135,8 +132,7 @@ def grad_query_kernel(
         x_ptrs = history_ptr + n * history_stride + d[None, :]
         x = tl.load(x_ptrs, mask=visible & (d < D)[None, :], other=0.0)
         bias = load_bias(
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, r[None, :], count, H, P, A, PRIOR,
+            biases, offsets_ptr, sample, n, visible, r[None, :], count, H, P, A, PRIOR,
         )  # fmt: skip
         _, ds = _score_gradients(
             q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
@@ -163,10 +159,7 @@ def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
@@ -243,8 +236,7 @@ def grad_history_kernel(
         heads = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
         if ONE_BLOCK:
             bias = load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-                n, visible, r[None, :], count, H, P, A, PRIOR,
+                biases, offsets_ptr, sample, n, visible, r[None, :], count, H, P, A, PRIOR,
             )  # fmt: skip
             p, ds = _score_gradients(
                 q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
@@ -261,8 +253,7 @@ def grad_history_kernel(
                 delta = tl.load(delta_ptr + first + rows, mask=rows < count, other=0.0)
                 maximum, inverse = load_stats(stats_ptr, num_rows, first + rows, rows < count)
                 bias = load_bias(
-                    bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-                    n, visible, rows[None, :], count, H, P, A, PRIOR,
+                    biases, offsets_ptr, sample, n, visible, rows[None, :], count, H, P, A, PRIOR,
                 )  # fmt: skip
                 p, ds = _score_gradients(
                     q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
@@ -279,7 +270,7 @@ def grad_history_kernel(
         if P > 0 or A > 0:
             flat = start + tl.arange(0, BLOCK_N)
             of_position, of_age = row_buckets(
-                flat, flat < end, offsets_ptr, timestamps_ptr, sample, P, A
+                flat, flat < end, offsets_ptr, biases.timestamps, sample, P, A
             )
             if P > 0:
                 grad_position_bias = add_to_table(

@@ -33,10 +33,7 @@ __all__ = ["forward_kernel"]
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
@@ -86,8 +83,7 @@ def forward_kernel(
         x_ptrs = history_ptr + n * history_stride + d[None, :]
         x = tl.load(x_ptrs, mask=visible & (d < D)[None, :], other=0.0)
         bias = load_bias(
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, offsets_ptr, sample,
-            n, visible, r[None, :], count, H, P, A, PRIOR,
+            biases, offsets_ptr, sample, n, visible, r[None, :], count, H, P, A, PRIOR,
         )  # fmt: skip
         p, rescale, maximum, total = online_softmax_update(
             tl.dot(x, tl.trans(q), input_precision=PRECISION),

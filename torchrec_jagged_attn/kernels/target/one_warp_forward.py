@@ -25,6 +25,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     MMA,
     RIGHT,
     allocate_parts,
+    biases_from,
     columns_at_once,
     exp,
     find_listed_chunk,
@@ -47,10 +48,7 @@ __all__ = ["forward_kernel"]
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows STRIDE apart
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
@@ -83,8 +81,7 @@ def forward_kernel(
     )
     if busy:
         history_ptr += first * STRIDE
-        if bias_ptr is not None:
-            bias_ptr += first * (1 if PRIOR else H)
+        sample_biases = biases_from(first, biases, H, PRIOR)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         count = num_targets * H
@@ -118,9 +115,9 @@ def forward_kernel(
                 dots = product(x, of_q, dots, PARTS, APART=True)
             n = start + index
             visible = (n < end)[:, None]
-            of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+            of_position, of_age = row_buckets(n, biases, first, length, P, A)
             bias = load_bias(
-                bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
+                sample_biases, of_position[:, None], of_age[:, None],
                 n[:, None], r[None, :], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))

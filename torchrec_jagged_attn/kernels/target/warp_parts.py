@@ -19,7 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torchrec_jagged_attn.kernels.common import biases
+from torchrec_jagged_attn.arguments import Biases
+from torchrec_jagged_attn.kernels.common import biases as in_triton
 from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
     wait_for_last_kernel,
@@ -33,6 +34,7 @@ __all__ = [
     "MMA",
     "RIGHT",
     "allocate_parts",
+    "biases_from",
     "columns_at_once",
     "exp",
     "find_chunk",
@@ -64,8 +66,8 @@ PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a ti
 LOG2E_LOW = gl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
-age_bucket = gluon.jit(biases.age_bucket.fn)
-recency_bucket = gluon.jit(biases.recency_bucket.fn)
+age_bucket = gluon.jit(in_triton.age_bucket.fn)
+recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
 
@@ -359,22 +361,29 @@ def turn_ring(ring, stage, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.
 
 
 @gluon.jit
-def row_buckets(n, first, length, timestamps_ptr, P: gl.constexpr, A: gl.constexpr):
+def biases_from(first, biases, H: gl.constexpr, PRIOR: gl.constexpr):
+    """``biases`` whose ``bias`` begins at a sample's ``first`` row."""
+    bias_ptr = biases.bias
+    if bias_ptr is not None:
+        bias_ptr += first * (1 if PRIOR else H)
+    return Biases(bias_ptr, biases.position_bias, biases.age_bias, biases.timestamps)
+
+
+@gluon.jit
+def row_buckets(n, biases, first, length, P: gl.constexpr, A: gl.constexpr):
     """Buckets of position and age of the rows ``n`` of a sample."""
     of_position = recency_bucket(length - 1 - n, P)
     of_age = of_position
     if A > 0:
-        time = gl.load(timestamps_ptr + first + n, mask=n < length, other=0)
-        newest = gl.load(timestamps_ptr + first + length - 1)
+        time = gl.load(biases.timestamps + first + n, mask=n < length, other=0)
+        newest = gl.load(biases.timestamps + first + length - 1)
         of_age = age_bucket(time, newest, A)
     return of_position, of_age
 
 
 @gluon.jit
 def load_bias(
-    bias_ptr,  # of the sample's first row
-    position_bias_ptr,
-    age_bias_ptr,
+    biases,
     of_position,
     of_age,
     n,
@@ -386,7 +395,7 @@ def load_bias(
     A: gl.constexpr,
     PRIOR: gl.constexpr,
 ):
-    """All biases of the rows ``n`` for the query rows ``r``, both shaped to broadcast as scores.
+    """All :func:`biases_from` a sample's first row, of its rows ``n`` for the query rows ``r``.
 
     PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
     from ``count`` on.
@@ -395,14 +404,14 @@ def load_bias(
     mask = visible & (r < count)
     bias = 0.0
     if PRIOR:
-        weights = gl.load(bias_ptr + n, mask=visible, other=1.0).to(gl.float32)
+        weights = gl.load(biases.bias + n, mask=visible, other=1.0).to(gl.float32)
         bias += gl.where(mask, gl.log(weights), 0.0)
-    elif bias_ptr is not None:
-        bias += gl.load(bias_ptr + (n * H + head), mask=mask, other=0.0).to(gl.float32)
+    elif biases.bias is not None:
+        bias += gl.load(biases.bias + (n * H + head), mask=mask, other=0.0).to(gl.float32)
     if P > 0:
-        ptrs = position_bias_ptr + (of_position * H + head)
+        ptrs = biases.position_bias + (of_position * H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if A > 0:
-        ptrs = age_bias_ptr + (of_age * H + head)
+        ptrs = biases.age_bias + (of_age * H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     return bias

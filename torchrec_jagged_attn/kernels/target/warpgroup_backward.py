@@ -24,6 +24,7 @@ from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_group
 from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LOG2E,
+    biases_from,
     find_listed_chunk,
     load_rows,
     row_buckets,
@@ -77,10 +78,7 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value
     stats_ptr,  # [2, rows] fp32
@@ -121,8 +119,7 @@ def backward_kernel(
         slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
     )
     if busy:
-        if bias_ptr is not None:
-            bias_ptr += first * (1 if PRIOR else H)
+        sample_biases = biases_from(first, biases, H, PRIOR)
         if grad_prior_ptr is not None:
             grad_prior_ptr += first
         count = num_targets * H
@@ -174,10 +171,9 @@ def backward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)
-            if (bias_ptr is not None) or P + A > 0:
+            if (biases.bias is not None) or P + A > 0:
                 scores = add_biases(
-                    scores, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, start, end,
-                    first, length, count, H, P, A, PRIOR,
+                    scores, sample_biases, start, end, first, length, count, H, P, A, PRIOR,
                 )  # fmt: skip
             p = gl.where(visible, gl.exp2(scores - shift), 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))
@@ -191,7 +187,7 @@ def backward_kernel(
             fence_async_shared()
             acc = warpgroup_mma(x.permute((1, 0)), of_scores, acc, is_async=True)
             if P + A > 0:
-                of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+                of_position, of_age = row_buckets(n, biases, first, length, P, A)
                 if P > 0:
                     position_table = _add_to_table(position_table, of_position, parts)
                 if A > 0:

@@ -25,7 +25,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
     is_last_chunk,
     store_stats,
 )
-from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk
+from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, biases_from, find_listed_chunk
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
@@ -54,10 +54,7 @@ def _raise_reference(scores, reference, total, acc):
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    bias_ptr,  # [N, H], or of PRIOR weights [N]
-    position_bias_ptr,  # [P, H]
-    age_bias_ptr,  # [A, H]
-    timestamps_ptr,  # [N]
+    biases,  # pointers in an ``arguments.Biases``
     out_ptr,  # [rows, D]
     residual_ptr,  # [rows, D]: fp32 output minus its rounded value
     stats_ptr,  # [2, rows] fp32
@@ -92,8 +89,7 @@ def forward_kernel(
         slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
     )
     if busy:
-        if bias_ptr is not None:
-            bias_ptr += first * (1 if PRIOR else H)
+        sample_biases = biases_from(first, biases, H, PRIOR)
         count = num_targets * H
         row = sample.to(gl.int64) * count
         queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], warpgroup_layout(BLOCK_D))
@@ -124,10 +120,9 @@ def forward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)
-            if (bias_ptr is not None) or P + A > 0:
+            if (biases.bias is not None) or P + A > 0:
                 scores = add_biases(
-                    scores, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, start, end,
-                    first, length, count, H, P, A, PRIOR,
+                    scores, sample_biases, start, end, first, length, count, H, P, A, PRIOR,
                 )  # fmt: skip
             scores = gl.where(visible, scores, -float("inf"))
             below = scores - reference[None, :]

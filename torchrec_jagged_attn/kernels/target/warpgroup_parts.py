@@ -137,10 +137,7 @@ def store_transposed(ptr, value, tile, count, D: gl.constexpr):
 @gluon.jit
 def add_biases(
     scores,
-    bias_ptr,  # of the sample's first row
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
+    biases,  # from the sample's first row: ``warp_parts.biases_from``
     start,
     end,
     first,
@@ -162,9 +159,9 @@ def add_biases(
     layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
     n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     r = gl.arange(0, APART, gl.SliceLayout(0, layout))[None, :]
-    of_position, of_age = row_buckets(n, first, length, timestamps_ptr, P, A)
+    of_position, of_age = row_buckets(n, biases, first, length, P, A)
     bias = load_bias(
-        bias_ptr, position_bias_ptr, age_bias_ptr, of_position[:, None], of_age[:, None],
+        biases, of_position[:, None], of_age[:, None],
         n[:, None], r, (n < end)[:, None], count, H, P, A, PRIOR,
     )  # fmt: skip
     apart += gl.expand_dims(bias * LOG2E, 1)
