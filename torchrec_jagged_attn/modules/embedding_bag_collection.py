@@ -115,7 +115,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
         self._tables = tables
         self._is_weighted = is_weighted
-        # Bags of fp32 take weights of fp32 alone.
+        # Bags of fp32 take weights of fp32 alone; sharded ones convert them.
         self._weights_fp32 = [
             name
             for table in bag_tables
@@ -291,5 +291,5 @@ def _check_features(
 ) -> None:
     if not is_scripting():
         check_features(features, num_embeddings, timestamps, is_weighted, is_sharded)
-        if is_weighted and weights_fp32:
+        if is_weighted and weights_fp32 and not is_sharded:
             check_pooled_weights(features.weights(), weights_fp32)
