@@ -165,7 +165,7 @@ def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
     check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
 
 
-def check_prior_weights_values(prior_weights: Tensor) -> None:
+def check_prior_weights_values(prior_weights: Tensor, name: str = "prior_weights") -> None:
     """They must be finite and not negative; skipped where reading would wait."""
     if not should_validate(prior_weights):
         return
@@ -173,6 +173,6 @@ def check_prior_weights_values(prior_weights: Tensor) -> None:
     if wrong.numel():
         at = int(wrong[0])
         raise ValueError(
-            "prior_weights must be finite and not negative, got "
+            f"{name} must be finite and not negative, got "
             f"{prior_weights[at].item()} at position {at}"
         )

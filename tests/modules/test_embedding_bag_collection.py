@@ -7,6 +7,9 @@ import random
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
@@ -18,6 +21,8 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
+from torchrec_jagged_attn.modules import pooling
+from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.testing import assert_close
 
 Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
@@ -859,6 +864,79 @@ def test_weights_must_be_there_where_they_are_read_and_nowhere_else():
     weighted = dataclasses.replace(PAIRS, is_weighted=True)
     with pytest.raises(ValueError, match="features must have weights for is_weighted=True"):
         make_collection(weighted)(to_features(GOOD))
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_weights_of_a_history_are_named_by_its_key(weight: float):
+    scenario = SCENARIOS["weighted"]
+    features = to_features(make_batch(scenario, [2, 0, 3]), is_weighted=True)
+    for key in ("bought", "item", "tags", "hist"):  # but for the last, any weight will do
+        begin = features.offset_per_key()[features.keys().index(key)]
+        features.weights()[begin] = weight
+        if key != "hist":
+            make_collection(scenario)(features)
+    message = rf"weights of history 'hist' must be finite and not negative, got {weight} at pos"
+    with pytest.raises(ValueError, match=message):
+        make_collection(scenario)(features)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("weighted", torch.float64, r"weights of \['user'\] must be torch.float32, got .*float64"),
+        ("nothing-else", torch.int64, "weights of history 'hist' must be one of float32, .*int64"),
+        ("nothing-else", torch.float64, None),
+    ],
+)
+def test_dtypes_of_weights_are_refused_by_key(name: str, dtype: torch.dtype, message: str | None):
+    scenario = dataclasses.replace(SCENARIOS[name], is_weighted=True)
+    features = to_features(make_batch(scenario, [2, 0, 3]), is_weighted=True)
+    features = KeyedJaggedTensor(
+        features.keys(), features.values(), features.weights().to(dtype), lengths=features.lengths()
+    )
+    collection = make_collection(scenario)
+    if message is None:
+        collection(features)
+    else:
+        with pytest.raises(TypeError, match=message):
+            collection(features)
+
+
+def test_names_of_features_are_made_once_for_each_collection(monkeypatch: pytest.MonkeyPatch):
+    counted, made = [], pooling.get_embedding_names_by_table
+    monkeypatch.setattr(
+        pooling,
+        "get_embedding_names_by_table",
+        lambda tables: counted.append(tables) or made(tables),
+    )
+    make_collection(SCENARIOS["different-widths"])
+    assert len(counted) == 5  # all tables, those of three widths, and those of bags
+
+
+def test_histories_of_several_batch_sizes_are_compared_before_they_are_cut():
+    """Each key is expanded first: ``time`` has three samples where ``hist`` has two."""
+    truncation = HistoryTruncation([(["hist", "time"], 1)])
+
+    def features(time_lengths: list[int]) -> KeyedJaggedTensor:
+        lengths = torch.tensor([2, 1, *time_lengths])
+        return KeyedJaggedTensor(
+            keys=["hist", "time"],
+            values=torch.arange(int(lengths.sum())),
+            lengths=lengths,
+            stride_per_key_per_rank=[[2], [3]],
+            inverse_indices=(["hist", "time"], torch.tensor([[0, 1, 0], [0, 1, 2]])),
+        )
+
+    assert truncation(features([2, 1, 2])).lengths().tolist() == [1] * 5
+    with pytest.raises(ValueError, match=r"'time' must be as long as 'hist' .* got 3 and 2 in"):
+        truncation(features([2, 1, 3]))
+
+
+def test_the_warning_about_an_optimizer_of_tables_points_at_the_line_that_gave_it():
+    collection = make_collection(SCENARIOS["nothing-else"])
+    with pytest.warns(UserWarning, match="leaves out the weights of attentions") as caught:
+        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_gradients_of_weights(device: torch.device):

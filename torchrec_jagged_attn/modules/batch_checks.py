@@ -9,9 +9,35 @@ from collections.abc import Callable
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import should_validate
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_prior_weights_values,
+    should_validate,
+)
 
-__all__ = ["check_equal_lengths", "check_features", "check_single_rows"]
+__all__ = [
+    "check_equal_lengths",
+    "check_features",
+    "check_history_weights",
+    "check_pooled_weights",
+    "check_single_rows",
+    "of_each_sample",
+]
+
+
+def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
+    """The rows of a key, repeated where several samples have them, as lookups do."""
+    sequence = features[name]
+    if not features.variable_stride_per_key():
+        return sequence
+    keys, inverse_indices = features.inverse_indices()
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        inverse_indices[keys.index(name)].int(),
+        sequence.lengths(),
+        sequence.values(),
+        sequence.weights_or_none(),
+    )
+    return JaggedTensor(values, lengths=lengths, weights=weights)
 
 
 def check_features(
@@ -68,6 +94,18 @@ def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> N
                 f"ids of {key!r} must lie in 0…{num_embeddings[key] - 1}, "
                 f"got {least if least < 0 else most}"
             )
+
+
+def check_pooled_weights(weights: torch.Tensor, names: list[str]) -> None:
+    """The ``weights`` of a batch must be fp32 for lookups that pool the features ``names``."""
+    if weights.dtype != torch.float32:
+        raise TypeError(f"weights of {names} must be torch.float32, got {weights.dtype}")
+
+
+def check_history_weights(weights: torch.Tensor, name: str) -> None:
+    """``weights`` of the history ``name`` must be able to be prior weights of its rows."""
+    check_float(weights, f"weights of history {name!r}")
+    check_prior_weights_values(weights, f"weights of history {name!r}")
 
 
 def check_single_rows(sequence: JaggedTensor, name: str) -> None:

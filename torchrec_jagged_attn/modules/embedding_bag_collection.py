@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_jagged_attn.modules.batch_checks import check_features
+from torchrec_jagged_attn.modules.batch_checks import check_features, check_pooled_weights
 from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
     check_configs,
@@ -115,6 +115,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
         self._tables = tables
         self._is_weighted = is_weighted
+        # Bags of fp32 take weights of fp32 alone; sharded ones convert them.
+        self._weights_fp32 = [
+            name
+            for table in bag_tables
+            for name in table.feature_names
+            if table.data_type == DataType.FP32
+        ]
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._timestamps = [config.timestamps for config in attentions if config.timestamps]
         self._num_embeddings: dict[str, int] = {}
@@ -204,6 +211,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             self._num_embeddings,
             self._timestamps,
             self._is_weighted,
+            self._weights_fp32,
             check_sharded(self._lookups()),
         )
         if self.history_truncation is not None:
@@ -278,7 +286,10 @@ def _check_features(
     num_embeddings: dict[str, int],
     timestamps: list[str],
     is_weighted: bool,
+    weights_fp32: list[str],
     is_sharded: bool,
 ) -> None:
     if not is_scripting():
         check_features(features, num_embeddings, timestamps, is_weighted, is_sharded)
+        if is_weighted and weights_fp32 and not is_sharded:
+            check_pooled_weights(features.weights(), weights_fp32)

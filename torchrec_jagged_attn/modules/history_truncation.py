@@ -5,7 +5,7 @@ from torch import nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths
+from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, of_each_sample
 
 __all__ = ["HistoryTruncation"]
 
@@ -40,10 +40,11 @@ class HistoryTruncation(nn.Module):
 def _truncate(
     features: KeyedJaggedTensor, groups: list[list[str]], limits: dict[str, int]
 ) -> KeyedJaggedTensor:
-    if not is_scripting() and not features.variable_stride_per_key():
+    if not is_scripting():
         for keys in groups:
             for key in keys[1:]:  # which would look alike once they are cut
-                check_equal_lengths(features[key], key, features[keys[0]], keys[0])
+                first = of_each_sample(features, keys[0])
+                check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
     old, weights = features.lengths(), features.weights_or_none()
     new = old.clone()
     begin = 0

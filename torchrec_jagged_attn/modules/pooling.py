@@ -1,6 +1,8 @@
 """Everything after the lookups of a ``TargetAttentionEmbeddingBagCollection``."""
 
 # torch.jit.script reads annotations, so they are no strings here.
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
@@ -8,7 +10,12 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, check_single_rows
+from torchrec_jagged_attn.modules.batch_checks import (
+    check_equal_lengths,
+    check_history_weights,
+    check_single_rows,
+    of_each_sample,
+)
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
@@ -43,22 +50,19 @@ class TargetAttentionPooling(nn.Module):
         super().__init__()
         keys = _names(tables)
         self._keys = list(keys.values())
+        sources = _sources(sequence_tables, keys)
         self._widths = [table.embedding_dim for table in tables for _ in table.feature_names]
         self._is_weighted = is_weighted
-        self._attentions = [
-            _Attention(config, tables, keys, sequence_tables) for config in attentions
-        ]
+        self._attentions = [_attention(config, tables, sources) for config in attentions]
         targets = {
             source.key: source for attention in self._attentions for source in attention.targets
         }
         histories = {source.key for attention in self._attentions for source in attention.histories}
         self._targets = list(targets.values())
+        modes = {table.name: pooling_type_to_str(table.pooling) for table in tables}
         self._pooled = [
-            (source, pooling_type_to_str(table.pooling))
-            for table in (table for part in sequence_tables for table in part)
-            for source in (
-                _Source(table, feature, keys, sequence_tables) for feature in table.feature_names
-            )
+            (source, modes[table])
+            for (table, _), source in sources.items()
             if source.key not in targets and source.key not in histories
         ]
         self._bags = [(name, keys[feature]) for feature, name in _names(bag_tables).items()]
@@ -67,7 +71,7 @@ class TargetAttentionPooling(nn.Module):
             nn.Sequential(
                 *(
                     HistoryEncoderLayer(
-                        attention.history_dim,
+                        _width(attention.histories),
                         config.num_heads,
                         recency_bias=config.recency_bias,
                         device=device,
@@ -79,9 +83,9 @@ class TargetAttentionPooling(nn.Module):
         )
         self.attentions = nn.ModuleList(
             JaggedTargetAttention(
-                attention.history_dim,
+                _width(attention.histories),
                 config.num_heads,
-                target_dim=attention.target_dim,
+                target_dim=_width(attention.targets),
                 recency_bias=config.recency_bias,
                 age_bias=config.timestamps is not None,
                 init=config.init,
@@ -120,7 +124,7 @@ class TargetAttentionPooling(nn.Module):
             if attention.timestamps is not None:
                 timestamps = _timestamps(features, attention.timestamps, history, keys[0])
             if self._is_weighted:
-                weights = _weights(features, keys[0])
+                weights = _prior_weights(features, keys[0])
             for layer in layers.children():
                 history = layer(history, weights)
             target = torch.cat([targets[x.key] for x in attention.targets], dim=1)
@@ -151,52 +155,66 @@ def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
     }
 
 
-class _Source:
+class _Source(NamedTuple):
     """Where rows of a sequence come from, and the column that they end in.
 
     Attributes:
         feature: key of the KeyedJaggedTensor.
         key: of the output.
         width: of the rows.
+        lookup: number of the EmbeddingCollection.
+        name: what that one calls the feature.
     """
 
-    def __init__(
-        self,
-        table: EmbeddingBagConfig,
-        feature: str,
-        keys: dict[tuple[str, str], str],
-        sequence_tables: list[list[EmbeddingBagConfig]],
-    ) -> None:
-        self.feature, self.key, self.width = feature, keys[table.name, feature], table.embedding_dim
-        for index, part in enumerate(sequence_tables):
-            if (table.name, feature) in (names := _names(part)):
-                self._lookup, self._name = index, names[table.name, feature]
+    feature: str
+    key: str
+    width: int
+    lookup: int
+    name: str
 
     def rows(self, sequences: list[dict[str, JaggedTensor]]) -> JaggedTensor:
         """The rows, among those that all lookups give."""
-        return sequences[self._lookup][self._name]
+        return sequences[self.lookup][self.name]
 
 
-class _Attention:
+def _sources(
+    sequence_tables: list[list[EmbeddingBagConfig]], keys: dict[tuple[str, str], str]
+) -> dict[tuple[str, str], _Source]:
+    """Where the rows of each table's feature come from; ``keys`` are those of the output."""
+    sources = {}
+    for lookup, part in enumerate(sequence_tables):
+        widths = {table.name: table.embedding_dim for table in part}
+        for (table, feature), name in _names(part).items():
+            key = keys[table, feature]
+            sources[table, feature] = _Source(feature, key, widths[table], lookup, name)
+    return sources
+
+
+class _Attention(NamedTuple):
     """What one attention reads."""
 
-    def __init__(
-        self,
-        config: TargetAttentionConfig,
-        tables: list[EmbeddingBagConfig],
-        keys: dict[tuple[str, str], str],
-        sequence_tables: list[list[EmbeddingBagConfig]],
-    ) -> None:
-        self.targets, self.histories = (
-            [
-                _Source(*find_feature(argument, name, tables), keys, sequence_tables)
-                for name in names
-            ]
-            for argument, names in (("target", config.targets), ("history", config.histories))
-        )
-        self.target_dim = sum(source.width for source in self.targets)
-        self.history_dim = sum(source.width for source in self.histories)
-        self.timestamps = config.timestamps
+    targets: list[_Source]
+    histories: list[_Source]
+    timestamps: str | None
+
+
+def _attention(
+    config: TargetAttentionConfig,
+    tables: list[EmbeddingBagConfig],
+    sources: dict[tuple[str, str], _Source],
+) -> _Attention:
+    targets, histories = (
+        [
+            sources[table.name, feature]
+            for table, feature in (find_feature(argument, name, tables) for name in names)
+        ]
+        for argument, names in (("target", config.targets), ("history", config.histories))
+    )
+    return _Attention(targets, histories, config.timestamps)
+
+
+def _width(sources: list[_Source]) -> int:
+    return sum(source.width for source in sources)
 
 
 # What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
@@ -245,7 +263,7 @@ def _timestamps(
     """``[N]`` times of the rows of ``history``."""
     if is_scripting():
         return features[name].values()
-    timestamps = _of_each_sample(features, name)
+    timestamps = of_each_sample(features, name)
     check_equal_lengths(timestamps, name, history, history_name)
     return timestamps.values()
 
@@ -255,19 +273,13 @@ def _weights(features: KeyedJaggedTensor, name: str) -> Tensor:
     """``[N]`` weights of the rows of ``name``."""
     if is_scripting():
         return features[name].weights()
-    return _of_each_sample(features, name).weights()
+    return of_each_sample(features, name).weights()
 
 
-def _of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
-    """The rows of a key, repeated where several samples have them, as lookups do."""
-    sequence = features[name]
-    if not features.variable_stride_per_key():
-        return sequence
-    keys, inverse_indices = features.inverse_indices()
-    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-        inverse_indices[keys.index(name)].int(),
-        sequence.lengths(),
-        sequence.values(),
-        sequence.weights_or_none(),
-    )
-    return JaggedTensor(values, lengths=lengths, weights=weights)
+@torch.fx.wrap
+def _prior_weights(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """:func:`_weights` of a history, of rows before they are compared with a target."""
+    weights = _weights(features, name)
+    if not is_scripting():
+        check_history_weights(weights, name)
+    return weights

@@ -19,6 +19,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_jagged_attn.paths import levels_to_caller
+
 __all__ = [
     "check_sharded",
     "embedding_parameters",
@@ -96,7 +98,7 @@ def takes_table_optimizer() -> bool:
         "apply_optimizer_in_backward leaves out the weights of attentions: the optimizer of the "
         "dense layers must have them, as in_backward_optimizer_filter(model.named_parameters()) "
         "gives them; embedding_parameters(model) are the weights of tables alone",
-        stacklevel=2,
+        stacklevel=levels_to_caller(),
     )
     return True
 
