@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hopper_in_numpy import hopper_in_numpy
+from gluon_in_numpy import gluon_in_numpy
 from hypothesis import settings
 from triton import knobs
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -63,7 +63,7 @@ def hopper(request):
     elif not knobs.runtime.interpret:
         pytest.skip("needs TRITON_INTERPRET=1, for the kernels around those for Hopper")
     else:
-        with hopper_in_numpy() as launched:
+        with gluon_in_numpy(multiprocessors=3) as launched:
             yield torch.device("cpu"), launched
 
 
