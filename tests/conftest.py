@@ -15,7 +15,7 @@ from triton import knobs
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.kernels.hopper_in_numpy import hopper_in_numpy
+from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case
@@ -108,7 +108,7 @@ def hopper(request):
     if request.param == "gpu":
         yield torch.device("cuda"), None
     else:
-        with hopper_in_numpy() as launched:
+        with gluon_in_numpy(multiprocessors=3) as launched:
             yield torch.device("cpu"), launched
 
 

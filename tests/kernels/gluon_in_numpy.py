@@ -1,16 +1,24 @@
 """Runs the package's Gluon kernels in numpy: Gluon has no interpreter as Triton has.
 
-The code of a kernel runs as it stands, program by program, in an order that is none of a GPU's and
-another at each launch.
-What it calls of Gluon is here. Layouts mean nothing; asynchronous copies arrive as late as
-``wait_group`` allows, and fill what their mask leaves out with zeros; fresh shared memory is NaN;
-every access is held against the bounds of its tensor.
+The code of a kernel runs as it stands. As many programs run at a time as the device has
+multiprocessors, each a thread, and in an order that is none of a GPU's and another at each launch.
+Where a kernel's warps are specialized, every partition of them is a thread, too.
+
+What a kernel calls of Gluon is here. Layouts mean nothing; fresh shared memory is NaN; every access
+is held against the bounds of its tensor. Copies arrive as late as what waits for them allows; those
+of the tensor memory accelerator may also arrive at once, and leave as late as what waits for them
+allows, each row at the address of 64 bits that its descriptor gives. Products are those of the
+operands as they are when they are waited for. A wait that nothing can end fails the test.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import random
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,10 +36,12 @@ from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.target import attention
 from torchrec_jagged_attn.kernels.target.plan import Plan
 
-__all__ = ["gluon_in_numpy", "in_numpy", "launched_by"]
+__all__ = ["gluon_in_numpy"]
 
 BFLOAT16 = object()  # of which numpy knows nothing
 HOPPER_SHARED_MEMORY = 232_448
+PATIENCE_S = 20.0
+PRODUCT_S = 1e-3  # how long a product takes, where other threads may do what is too early
 
 
 class Layout:
@@ -41,15 +51,19 @@ class Layout:
         self.parent = self.layout = self
 
 
+class BarrierLayout:
+    """Layout of barriers."""
+
+
 class Block:
     """A tensor of a program."""
 
     __hash__ = None
+    type = Layout()
 
     def __init__(self, values: object) -> None:
         self.values = np.asarray(values)
         self.shape, self.dtype = list(self.values.shape), self.values.dtype
-        self.type = Layout()
 
     def to(self, dtype: type, bitcast: bool = False) -> Block:
         if dtype is BFLOAT16:  # in the numbers that it has, as fp32
@@ -120,7 +134,7 @@ class Pointer:
 
 
 class SharedMemory:
-    """A piece of shared memory."""
+    """A piece of shared memory, of which all that is cut remains a view."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -138,7 +152,9 @@ class SharedMemory:
         return SharedMemory(self.values.transpose(order))
 
     def reshape(self, shape: list[int]) -> SharedMemory:
-        return SharedMemory(self.values.reshape(shape))
+        view = self.values.view()
+        view.shape = shape  # which raises where a copy would be needed
+        return SharedMemory(view)
 
     def load(self, layout: object) -> Block:
         return Block(self.values.copy())
@@ -168,86 +184,181 @@ class AsyncCopies:
                 ptrs.read(mask, tile.values)
 
 
-class Boxes:
-    """What a descriptor of boxes of two bytes an element says."""
+class Machine:
+    """What the threads of a launch share."""
 
-    def __init__(self, desc: TensorDescriptor) -> None:
-        self.elements = _argument(desc.base).elements
-        self.shape, self.strides = desc.shape, desc.strides
-        self.dtype, self.layout = self.elements.dtype.type, desc.layout
-        size = int(np.prod(desc.block_shape)) * self.elements.itemsize
-        self.block_type = types.SimpleNamespace(shape=list(desc.block_shape), nbytes=size)
+    def __init__(self, seed: int) -> None:
+        self.lock = threading.Condition()
+        self.errors: list[BaseException] = []
+        self.random = random.Random(seed)
+        self.running, self.idle = 1, 0  # threads: those there are, and those that wait in vain
 
-    def rows(self, place: list) -> Iterator[tuple[tuple[int, ...], slice]]:
-        """The rows of the box at ``place`` that are within bounds: where in the box, and where."""
-        *box, width = self.block_type.shape
-        for index in np.ndindex(*box):
-            at = [int(begin) + i for begin, i in zip(place, (*index, 0), strict=True)]
-            if all(0 <= i < size for i, size in zip(at, self.shape, strict=True)):
-                offset = sum(i * stride for i, stride in zip(at, self.strides, strict=True)) % 2**63
-                count = min(width, self.shape[-1] - at[-1])
-                assert offset + count <= self.elements.size, "out of bounds"
-                yield index, slice(offset, offset + count)
+    def run(self, calls: list[Callable[[], object]], num_threads: int) -> None:
+        """All ``calls``, as many at a time as there are threads."""
+        if num_threads == 1:
+            for call in calls:
+                call()
+            return
+        waiting = iter(calls)
+        threads = [threading.Thread(target=self._work, args=(waiting,)) for _ in range(num_threads)]
+        self._count_threads(num_threads - 1)  # this one does nothing meanwhile
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._count_threads(1)
+        if self.errors:
+            raise self.errors[0]
+
+    def _work(self, calls: Iterator[Callable[[], object]]) -> None:
+        try:
+            with np.errstate(all="ignore"):
+                for call in calls:
+                    call()
+        except BaseException as error:
+            self.errors.append(error)
+        self._count_threads(-1)
+
+    def _count_threads(self, more: int) -> None:
+        with self.lock:
+            self.running += more
+            self.notify()
+
+    def notify(self) -> None:
+        """Let all who wait look again; the lock is held."""
+        self.idle = 0
+        self.lock.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.lock:
+            while not condition():
+                assert not self.errors, "another thread failed"
+                self.idle += 1
+                assert self.idle < self.running, "all threads wait"
+                assert self.lock.wait(PATIENCE_S), "waits for ever"
+
+
+class Barrier:
+    """An mbarrier: its phase ends when all have arrived, and all bytes that are expected."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.phase = machine, 0
+        self.copies: list[Callable[[], None]] = []  # that arrive when they are waited for
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+        self.num_bytes = 0
+
+    def arrive(self, num_arrivals: int, num_bytes: int) -> None:
+        """Of threads, which may expect bytes, or, where that is negative, of bytes."""
+        with self.machine.lock:
+            self.missing -= num_arrivals
+            self.num_bytes += num_bytes
+            assert self.missing >= 0, "more arrive than the barrier is for"
+            if self.missing == 0 and self.num_bytes == 0:
+                self.phase, self.missing = self.phase + 1, self.count
+                self.machine.notify()
+
+    def wait(self, parity: object) -> None:
+        self.machine.wait_for(lambda: self._has_ended(int(parity)))
+
+    def _has_ended(self, parity: int) -> bool:
+        while self.copies:
+            self.copies.pop(0)()
+        return self.phase % 2 != parity
+
+
+class Descriptor:
+    """The tensor that a descriptor describes, by addresses of 64 bits."""
+
+    def __init__(self, descriptor: TensorDescriptor) -> None:
+        self.elements, self.box = _argument(descriptor.base).elements, descriptor.block_shape
+        self.bounds, self.strides = descriptor.shape, descriptor.strides
+        self.dtype, self.layout = self.elements.dtype.type, Layout()
+        num_bytes = int(np.prod(self.box)) * self.elements.itemsize
+        self.block_type = types.SimpleNamespace(shape=list(self.box), nbytes=num_bytes)
+
+    def locate(self, coordinates: list) -> tuple[np.ndarray, np.ndarray]:
+        """Which elements of the box there are, ``[*box]``, and where those lie."""
+        item = self.elements.itemsize
+        inside, address = np.ones(self.box, bool), np.zeros(self.box, np.uint64)
+        for axis, first in enumerate(coordinates):
+            at = int(first) + np.arange(self.box[axis])
+            at = at.reshape([-1 if i == axis else 1 for i in range(len(self.box))])
+            inside &= (at >= 0) & (at < self.bounds[axis])
+            address += at.astype(np.uint64) * np.uint64(self.strides[axis] * item)
+        index = (address[inside] // np.uint64(item)).astype(np.int64)
+        assert ((index >= 0) & (index < self.elements.size)).all(), "out of bounds"
+        return inside, index
 
 
 class TensorMemoryAccelerator:
-    """Copies of boxes, which arrive as late as the barriers that wait for them allow."""
+    """A program's copies of boxes: they arrive at once, or as late as barriers allow, and leave as
+    late as their trade allows.
+    """
 
-    MBarrierLayout = Layout
-
-    def __init__(self) -> None:
-        self.barriers, self.stores = {}, []
-
-    def _barrier(self, barrier: SharedMemory) -> types.SimpleNamespace:
-        new = types.SimpleNamespace(bytes=0, copies=[], phases=0)
-        return self.barriers.setdefault(barrier.values.ctypes.data, new)
-
-    def init(self, barrier: SharedMemory, count: int) -> None:
-        assert count == 1
-        assert not self._barrier(barrier).phases
-
-    def expect(self, barrier: SharedMemory, size: int, pred: object = True) -> None:
-        self._barrier(barrier).bytes += size * bool(pred)
-
-    def wait(self, barrier: SharedMemory, phase: object) -> None:
-        of_barrier = self._barrier(barrier)
-        for desc, place, tile in of_barrier.copies:
-            of_barrier.bytes -= desc.block_type.nbytes
-            tile.values[...] = 0
-            for index, at in desc.rows(place):
-                tile.values[index][: at.stop - at.start] = desc.elements[at]
-        of_barrier.phases += bool(of_barrier.copies)
-        of_barrier.copies = []
-        assert of_barrier.bytes == 0, "not all bytes come"
-        assert (of_barrier.phases - 1) & 1 == int(phase), "waits forever"
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.loads: list[list] = []  # of each barrier, those that are on their way
+        self.leaving: dict[int, list] = {}  # of each thread, which alone waits for them
 
     def async_copy_global_to_shared(
-        self, desc: Boxes, place: list, barrier: SharedMemory, tile: SharedMemory, pred: object
+        self,
+        descriptor: Descriptor,
+        coordinates: list,
+        barrier: Barrier,
+        tile: SharedMemory,
+        pred: object = True,
     ) -> None:
-        if pred:
-            self._barrier(barrier).copies.append((desc, place, tile))
+        def arrive() -> None:
+            inside, index = descriptor.locate(coordinates)
+            tile.values[...] = 0
+            tile.values[inside] = descriptor.elements[index]
+            barrier.arrive(0, -descriptor.block_type.nbytes)
 
-    def async_copy_shared_to_global(self, desc: Boxes, place: list, tile: SharedMemory) -> None:
-        self.stores.append((desc, place, tile))
+        if not pred:
+            return
+        with self.machine.lock:
+            if self.machine.random.random() < 0.5:
+                arrive()
+            else:
+                barrier.copies.append(arrive)
+                self.loads.append(barrier.copies)
+                self.machine.notify()
+
+    def async_copy_shared_to_global(
+        self, descriptor: Descriptor, coordinates: list, tile: SharedMemory
+    ) -> None:
+        copies = self.leaving.setdefault(threading.get_ident(), [])
+        copies.append((descriptor, coordinates, tile))
 
     def store_wait(self, pendings: int) -> None:
-        while len(self.stores) > pendings:
-            desc, place, tile = self.stores.pop(0)
-            for index, at in desc.rows(place):
-                desc.elements[at] = tile.values[index][: at.stop - at.start]
+        copies = self.leaving.get(threading.get_ident(), [])
+        while len(copies) > pendings:
+            descriptor, coordinates, tile = copies.pop(0)
+            inside, index = descriptor.locate(coordinates)
+            descriptor.elements[index] = tile.values[inside]
 
 
-def _load(ptr: Pointer, mask: object = None, other: float = 0) -> Block:
+class Product:
+    """A product on its way; its operands are read when it is waited for."""
+
+    def __init__(self, a: Any, b: SharedMemory, acc: Any, use_acc: bool) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+
+    def value(self) -> Block:
+        acc = self.acc.value() if isinstance(self.acc, Product) else self.acc
+        assert self.a.dtype == self.b.dtype
+        product = self.a.values.astype(np.float32) @ self.b.values.astype(np.float32)
+        assert list(product.shape) == acc.shape
+        return Block(product + acc.values if self.use_acc else product)
+
+
+def _load(ptr: Pointer, mask: object = None, other: float = 0, cache_modifier: str = "") -> Block:
     shape = np.broadcast_shapes(ptr.offsets.shape, np.shape(_values(mask)))
     out = np.full(shape, other, ptr.elements.dtype)
     ptr.read(mask, out)
     return Block(out)
-
-
-def _atomic_add(ptr: Pointer, value: int, **_: str) -> Block:
-    before = _load(ptr)
-    ptr.write(before + value, None)
-    return before
 
 
 def _where(condition: object, a: object, b: object) -> Block:
@@ -266,13 +377,18 @@ def _multiply(a: Block, b: Block, acc: Block) -> Block:
     return Block(acc.values + a.values.astype(np.float32) @ b.values.astype(np.float32))
 
 
-def _multiply_by_group(a, b, acc: Block, use_acc: bool = True, is_async: bool = False) -> Block:
-    a, b = (x.load(None) if isinstance(x, SharedMemory) else x for x in (a, b))
-    return _multiply(a, b, acc if use_acc else Block(np.zeros_like(acc.values)))
+def _multiply_async(
+    a: Any, b: SharedMemory, acc: Any, use_acc: bool = True, is_async: bool = False
+) -> Block | Product:
+    product = Product(a, b, acc, use_acc)
+    return product if is_async else product.value()
 
 
-def _wait_for_products(outstanding: int, deps: tuple) -> object:
-    return deps[0] if len(deps) == 1 else deps
+def _shift_columns(tile: Block, count: Block) -> Block:
+    """Each row to the right; NaN where anything may be."""
+    at = np.arange(tile.shape[1]) - count.values
+    values = np.take_along_axis(tile.values, np.maximum(at, 0), 1)
+    return Block(np.where(at < 0, tile.values.dtype.type(np.nan), values))
 
 
 def _multiply_add(a: Block, b: float, c: Block) -> Block:
@@ -284,8 +400,29 @@ def _of_blocks(function):
     return lambda *blocks: Block(function(*map(_values, blocks)))
 
 
-def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNamespace:
+def _language(
+    machine: Machine, program: int, num_programs: int, num_warps: int
+) -> types.SimpleNamespace:
     """Gluon's language, as one program sees it."""
+
+    def allocate(dtype: Any, shape: list[int], layout: object) -> object:
+        if isinstance(layout, BarrierLayout):
+            barriers = [Barrier(machine) for _ in range(shape[0])]
+            return types.SimpleNamespace(index=lambda at: barriers[int(at)], shape=shape)
+        dtype = np.dtype(np.float32 if dtype is BFLOAT16 else dtype)
+        fresh = np.nan if dtype.kind == "f" else -(2**30)
+        return SharedMemory(np.full(shape, fresh, dtype))
+
+    def atomic_add(ptr: Pointer, value: object, sem: str = "", scope: str = "") -> Block:
+        with machine.lock:
+            before = _load(ptr)
+            ptr.write(before + value, None)
+        return before
+
+    def warp_specialize(trades: list[tuple], num_warps: list[int], num_registers: list[int]):
+        assert len(trades) == 1 + len(num_warps) == 1 + len(num_registers)
+        machine.run([functools.partial(trade, *inputs) for trade, inputs in trades], len(trades))
+
     layouts = {name: Layout for name in dir(real) if name.endswith("Layout")}
     return types.SimpleNamespace(
         **layouts,
@@ -299,7 +436,7 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         zeros=lambda shape, dtype, layout: _full(shape, 0, dtype),
         load=_load,
         store=lambda ptr, value, mask=None: ptr.write(value, mask),
-        atomic_add=_atomic_add,
+        atomic_add=atomic_add,
         where=_where,
         maximum=_of_blocks(np.maximum),
         minimum=_of_blocks(np.minimum),
@@ -318,9 +455,9 @@ def _language(program: int, num_programs: int, num_warps: int) -> types.SimpleNa
         reshape=lambda block, shape: Block(block.values.reshape(shape)),
         expand_dims=lambda block, axis: Block(np.expand_dims(_values(block), axis)),
         convert_layout=lambda block, layout: block,
-        allocate_shared_memory=lambda dtype, shape, layout: SharedMemory(
-            np.full(shape, np.nan, np.float32 if dtype is BFLOAT16 else dtype)
-        ),
+        allocate_shared_memory=allocate,
+        to_tensor=lambda x: Block(x if isinstance(x, bool) else np.int32(x)),
+        warp_specialize=warp_specialize,
     )
 
 
@@ -328,7 +465,7 @@ def _range(*bounds: object) -> Iterator[Block]:
     return (Block(np.int32(i)) for i in range(*map(int, bounds)))
 
 
-def in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
+def _in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
     """The function of ``kernel``, and of those that it calls, with other globals."""
     namespace = dict(kernel.fn.__globals__)
     for name in set(kernel.fn.__code__.co_names) & namespace.keys():
@@ -338,7 +475,7 @@ def in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
         elif isinstance(value, ConstexprFunction):
             namespace[name] = Layout if name.endswith("layout") else value.fn
         elif hasattr(value, "fn"):
-            namespace[name] = in_numpy(value, replaced)
+            namespace[name] = _in_numpy(value, replaced)
     function = kernel.fn
     defaults = (getattr(default, "value", default) for default in function.__defaults__ or ())
     return types.FunctionType(function.__code__, namespace | replaced, argdefs=tuple(defaults))
@@ -350,7 +487,7 @@ def _argument(x: object) -> object:
         size = last + 1 if x.numel() else 0
         return Pointer(x.detach().as_strided((size,), (1,)).numpy())
     if isinstance(x, TensorDescriptor):
-        return Boxes(x)
+        return Descriptor(x)
     if isinstance(x, tuple):
         return type(x)(*map(_argument, x))
     if isinstance(x, (int, float)):
@@ -359,66 +496,83 @@ def _argument(x: object) -> object:
 
 
 def _launch(
-    launcher: Launcher, grid: tuple, arguments: tuple, constants: dict, launched: list[str]
+    kernel: GluonJITFunction,
+    grid: tuple,
+    arguments: tuple,
+    constants: dict,
+    multiprocessors: int,
+    seed: int,
 ) -> None:
+    names = kernel.arg_names[len(arguments) :]
     constants = dict(constants)
     num_warps = constants.pop("num_warps")
     constants.pop("maxnreg", None)
-    names = launcher.kernel.arg_names
-    assert set(names[len(arguments) :]) == constants.keys(), "arguments and constants do not fit"
-    for program in np.random.default_rng(len(launched)).permutation(grid[0]):
-        copies, gl = AsyncCopies(), _language(program, grid[0], num_warps)
-        accelerator = TensorMemoryAccelerator()
+    assert set(names) == constants.keys(), "arguments and constants do not fit"
+    arguments = tuple(map(_argument, arguments))
+    machine = Machine(seed)
+    barriers = types.SimpleNamespace(
+        MBarrierLayout=BarrierLayout,
+        init=lambda barrier, count: barrier.init(count),
+        expect=lambda barrier, num_bytes, pred=True: pred and barrier.arrive(1, num_bytes),
+        arrive=lambda barrier: barrier.arrive(1, 0),
+        wait=lambda barrier, phase: barrier.wait(phase),
+    )
+
+    def wait_for_products(num_outstanding: int, deps: tuple) -> object:
+        if machine.running > 1:
+            time.sleep(PRODUCT_S)
+        values = [dep.value() if isinstance(dep, Product) else dep for dep in deps]
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def run(program: int) -> None:
+        gl = _language(machine, program, grid[0], num_warps)
+        copies, accelerator = AsyncCopies(), TensorMemoryAccelerator(machine)
         replaced = {
             "gl": gl,
             "tl": gl,
             "range": _range,
             "async_copy": copies,
-            "mbarrier": accelerator,
+            "mbarrier": barriers,
             "tma": accelerator,
             "mma_v2": _multiply,
-            "warpgroup_mma": _multiply_by_group,
-            "warpgroup_mma_wait": _wait_for_products,
+            "warpgroup_mma": _multiply_async,
+            "warpgroup_mma_wait": wait_for_products,
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
+            "shift_columns": _shift_columns,
         }
         with np.errstate(all="ignore"):
-            in_numpy(launcher.kernel, replaced)(*map(_argument, arguments), **constants)
-        on_their_way = [barrier.copies for barrier in accelerator.barriers.values()]
-        left = [*copies.groups, copies.group, accelerator.stores, *on_their_way]
+            _in_numpy(kernel, replaced)(*arguments, **constants)
+        left = [*copies.groups, copies.group, *accelerator.loads, *accelerator.leaving.values()]
         assert not any(left), "copies are left on their way"
+
+    order = np.random.default_rng(seed).permutation(grid[0])
+    num_threads = max(1, min(multiprocessors, grid[0]))
+    machine.run([functools.partial(run, program) for program in order], num_threads)
 
 
 @contextlib.contextmanager
-def launched_by(launch_gluon: Callable[..., None]) -> Iterator[list[str]]:
-    """Gluon kernels are launched by ``launch_gluon``; yields those that were.
+def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
+    """Gluon kernels run on CPU as on a GPU with the shared memory of Hopper's; yields the modules
+    of those that did.
 
-    It takes what the launcher takes, and the names of those launched so far.
+    Those that only Hopper has run if it has ``multiprocessors``.
     """
     launched: list[str] = []
     launch = Launcher.__call__
 
     def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
-        if isinstance(launcher.kernel, GluonJITFunction):
-            launched.append(launcher.kernel.fn.__module__.split(".")[-1])
-            launch_gluon(launcher, grid, arguments, constants, launched)
+        kernel = launcher.kernel
+        if isinstance(kernel, GluonJITFunction):
+            launched.append(kernel.fn.__module__.split(".")[-1])
+            _launch(kernel, grid, arguments, constants, multiprocessors, seed=len(launched))
         else:
             launch(launcher, grid, arguments, constants)
 
-    with mock.patch.object(Launcher, "__call__", launch_any):
-        yield launched
-
-
-@contextlib.contextmanager
-def gluon_in_numpy(groups: bool = False) -> Iterator[list[str]]:
-    """Gluon kernels run, on CPU, where they would on a Hopper GPU; yields those that did.
-
-    Those that only Hopper has run if ``groups``.
-    """
     with (
-        launched_by(_launch) as launched,
+        mock.patch.object(Launcher, "__call__", launch_any),
         mock.patch.object(devices, "gluon_shared_memory", return_value=HOPPER_SHARED_MEMORY),
-        mock.patch.object(devices, "hopper_multiprocessors", return_value=groups),
+        mock.patch.object(devices, "hopper_multiprocessors", return_value=multiprocessors),
         mock.patch.object(attention, "plan_of", Plan),  # which remembers no other device
     ):
         yield launched

@@ -129,7 +129,7 @@ def test_groups_of_warps(num_targets, num_heads, width, num_positions, num_ages,
         timestamps = (14 * torch.rand(sum(lengths), generator=generator)).exp().long()
     if shared:
         inputs["query"] = inputs["query"][:1].contiguous()
-    with gluon_in_numpy(groups=True) as launched:
+    with gluon_in_numpy(multiprocessors=1) as launched:
         assert_right(inputs, timestamps)
     assert set(launched) == {"warpgroup_forward", "warpgroup_backward"}
 
@@ -142,7 +142,7 @@ def test_groups_of_warps_with_scores_far_apart(step):
     inputs["query"][...] = 0
     inputs["query"][..., 0] = 8.0
     inputs["history"][:, 0] = step * (torch.arange(300) // 60)
-    with gluon_in_numpy(groups=True) as launched:
+    with gluon_in_numpy(multiprocessors=1) as launched:
         assert_right(inputs)
     assert "warpgroup_forward" in launched
 

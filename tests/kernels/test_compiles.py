@@ -1,0 +1,239 @@
+"""Every kernel compiles for the GPUs that it is for, on a machine that has none.
+
+The ops take CPU tensors as an A100 or an H100 would, and what they launch is compiled instead. So
+CI sees faults of layouts, registers and shared memory that no interpreter does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import pkgutil
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from torchrec_jagged_attn import (
+    JaggedTargetAttention,
+    devices,
+    jagged_dense_add,
+    jagged_dense_bmm,
+    jagged_dense_mul,
+    jagged_flash_attention,
+    jagged_jagged_bmm,
+    jagged_softmax,
+    jagged_target_attention,
+    kernels,
+)
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.ops import interaction_gradients
+
+pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="kernels are interpreted")
+
+SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
+NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # how their modules' names begin
+
+LENGTHS = torch.tensor([100, 0, 3, 700])
+OFFSETS = torch.tensor([0, 100, 100, 103, 803])
+N = 803
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+@contextlib.contextmanager
+def ops_on(arch: int) -> Iterator[list[Launch]]:
+    """The ops take CPU tensors as a GPU of ``arch`` would; yields what they would have launched.
+
+    Triton compiles for ``arch``, too.
+    """
+    launches: list[Launch] = []
+
+    def launch(launcher: Launcher, *call: Any) -> None:
+        launches.append(Launch(launcher.kernel, *call))
+
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,  # Triton keeps what it compiles by device
+        get_current_stream=lambda device: 0,
+    )
+    with (
+        mock.patch.multiple(
+            devices,
+            shared_memory=lambda device: SHARED_MEMORY[arch],
+            gluon_shared_memory=lambda device: SHARED_MEMORY[arch],
+            hopper_multiprocessors=lambda device: 132 if arch == 90 else 0,
+            launches_overlap=lambda device: arch >= 90,
+        ),
+        mock.patch.dict(devices._IMPLEMENTATIONS, cpu=("triton", "compiled")),
+        mock.patch.object(Launcher, "__call__", launch),
+        mock.patch.object(driver, "_active", gpu),
+    ):
+        yield launches
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+
+def tables(num_heads: int) -> dict[str, Tensor]:
+    """Biases by position and age, and prior weights."""
+    return {
+        "position_bias": zeros(9, num_heads, dtype=FP32),
+        "age_bias": zeros(5, num_heads, dtype=FP32),
+        "timestamps": torch.zeros(N, dtype=torch.int64),
+        "prior_weights": torch.ones(N, requires_grad=True),
+    }
+
+
+def target(
+    num_targets: int,
+    dtype: torch.dtype,
+    width: int = 64,
+    biased: bool = False,
+    jagged: bool = False,
+) -> None:
+    query = zeros(4, num_targets, 4, width, dtype=dtype)
+    query_offsets = None
+    if jagged:
+        query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
+    biases = tables(4) if biased else {}
+    history = zeros(N, width, dtype=dtype)
+    jagged_target_attention(
+        query, history, OFFSETS, query_offsets=query_offsets, **biases
+    ).sum().backward()
+
+
+def flash(width: int, dtype: torch.dtype = BF16, biased: bool = False, relative: bool = False):
+    biases = tables(2) if biased else {}
+    if relative:
+        biases["relative_bias"] = zeros(9, 2, dtype=FP32)
+    q, k, v = (zeros(N, 2, width, dtype=dtype) for _ in range(3))
+    jagged_flash_attention(q, k, v, OFFSETS, causal=True, **biases).sum().backward()
+
+
+def table_1(dtype: torch.dtype) -> None:
+    """Products and softmax of rows by a matrix for each sample, and sums."""
+    x, y, row = (zeros(*shape, dtype=dtype) for shape in ((N, 64), (4, 64, 32), (4, 64)))
+    weights = jagged_softmax(jagged_dense_bmm(x, y, OFFSETS), OFFSETS)
+    jagged_jagged_bmm(x, weights, OFFSETS).sum().backward()
+    jagged_dense_mul(jagged_dense_add(x, row, OFFSETS), row, OFFSETS).sum().backward()
+
+
+def pairs(dtype: torch.dtype) -> None:
+    """Products and softmax of pairs; their offsets are not computed, and are given here."""
+    interaction_gradients.pair_offsets(OFFSETS, OFFSETS)
+    ends = LENGTHS.square().cumsum(0)
+    offsets = (OFFSETS, OFFSETS, torch.cat([ends.new_zeros(1), ends]))
+    x = zeros(N, 64, dtype=dtype)
+    p = interaction_gradients.pair_bmm(x, x, *offsets, int(ends[-1]))
+    p = interaction_gradients.softmax(p, offsets[2], OFFSETS)
+    interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
+
+
+def layer() -> None:
+    history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
+    module = JaggedTargetAttention(32, 2, dtype=BF16)
+    module(zeros(4, 32), history).sum().backward()
+
+
+class Case(NamedTuple):
+    archs: tuple[int, ...]
+    kernels: str  # those to compile of what the call launches, as a regular expression
+    call: Callable[[], None]
+
+
+CASES = {
+    "one warp": Case((80, 90), "target", lambda: target(1, BF16)),
+    "one warp, biased": Case((80, 90), "target", lambda: target(1, BF16, biased=True)),
+    "few warps, biased": Case((90,), "few_warps", lambda: target(6, FP32, 32, biased=True)),
+    "warpgroup": Case((90,), "warpgroup", lambda: target(8, BF16)),
+    "warpgroup, biased": Case((90,), "warpgroup", lambda: target(8, BF16, biased=True)),
+    "general target": Case((80, 90), "target", lambda: target(2, BF16, 20)),
+    "general target, biased": Case(
+        (80, 90), "target", lambda: target(2, BF16, 32, biased=True, jagged=True)
+    ),
+    "hopper flash": Case((90,), "", lambda: flash(64)),
+    "hopper flash by distance": Case((90,), "hopper", lambda: flash(64, relative=True)),
+    "general flash": Case((80,), "", lambda: flash(20)),
+    "general flash of short samples": Case((90,), "short", lambda: flash(20)),
+    "general flash by distance": Case((80,), "relative|distance", lambda: flash(20, relative=True)),
+    "general flash, biased": Case((90,), "flash", lambda: flash(32, biased=True, relative=True)),
+    "table 1": Case((80, 90), "", lambda: table_1(BF16)),
+    "pairs": Case((80, 90), "", lambda: pairs(BF16)),
+    "layer": Case((80, 90), "projections", layer),
+}
+RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
+FITS = {"one warp", "warpgroup", "hopper flash"}  # registers hold all
+
+
+def launches_of(name: str, launches: list[Launch]) -> list[Launch]:
+    """What a call launches, of the kernels that it is for."""
+    CASES[name].call()
+    return [x for x in launches if re.search(CASES[name].kernels, label(x.kernel))]
+
+
+def label(kernel: Any) -> str:
+    """Module in the package's kernels, and name."""
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}".removeprefix(f"{kernels.__name__}.")
+
+
+def stack_bytes(compiled: Any) -> int:
+    """Memory of a thread, of what registers do not hold."""
+    (cubin,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+    usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (found,) = re.findall(rf"Function {compiled.name}:\s+REG:\d+ STACK:(\d+)", usage)
+    return int(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
+        yield
+
+
+@pytest.mark.parametrize(("name", "arch"), RUNS)
+def test_compiles(name: str, arch: int) -> None:
+    with ops_on(arch) as launches:
+        for kernel, grid, arguments, constants in launches_of(name, launches):
+            compiled = kernel.warmup(*arguments, grid=grid, **constants)
+            assert compiled.metadata.shared <= SHARED_MEMORY[arch], label(kernel)
+            if name in FITS:
+                assert stack_bytes(compiled) == 0, label(kernel)
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_every_kernel_is_compiled(arch: int) -> None:
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
+    missing = {
+        label(x.kernel)
+        for x in gc.get_objects()
+        if type(x) is Launcher and isinstance(x.kernel, JITFunction)
+    }
+    for name, of_arch in RUNS:
+        if of_arch == arch:
+            with ops_on(arch) as launches:
+                missing -= {label(x.kernel) for x in launches_of(name, launches)}
+    if arch < 90:
+        missing = {x for x in missing if not x.split(".")[1].startswith(NEED_AN_H100)}
+    assert not missing
