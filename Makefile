@@ -1,6 +1,6 @@
 # make demo    train the example model on made-up data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
-# make check   format, lint, types, doctests
+# make check   format, lint, types, doctests, tables of the docs
 #
 # Each makes what it needs in $(VENV) first. The CPU or the CUDA stack is chosen by whether the
 # machine has a GPU; STACK=cpu or STACK=cuda chooses by hand. On a CPU machine, PyPI's torch brings
@@ -17,11 +17,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# Run a second time without a GPU, with the kernels in Triton's interpreter. Not those of
+# Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
 # JaggedTargetAttention and its collection: they take minutes there, and meet no kernel that the
 # others do not.
-KERNEL_TESTS := $(filter-out %_module.py, $(wildcard tests/test_*attention*.py)) \
-	tests/test_interaction.py tests/test_feature_interaction.py tests/test_projections.py
+KERNEL_TESTS := tests/kernels $(wildcard tests/ops/test_*attention.py) tests/ops/test_interaction.py \
+	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
 .PHONY: demo test check format benchmark sanitize clean
 
@@ -30,8 +30,8 @@ demo: $(READY)
 
 test: $(READY)
 ifeq ($(STACK),cpu)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(KERNEL_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup $(KERNEL_TESTS)
 else
 	$(BIN)/pytest
 endif
@@ -40,6 +40,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/python benchmarks/tables.py --check
 	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
 
 format: $(READY)
@@ -50,8 +51,8 @@ benchmark: $(READY)
 	$(BIN)/python benchmarks/run.py
 
 sanitize: $(READY)  # of CUDA's toolkit
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/mixed_batch.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/mixed_batch.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
 
 clean:
 	rm -rf $(VENV) runs

@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py --cases rank-1k,rank-200 --directions forward --csv tiles.csv
 
-What ``torchrec_jagged_attn.kernels.target_attention`` chooses should be among the first lines. All
+What ``torchrec_jagged_attn.kernels.target.plan`` chooses should be among the first lines. All
 candidates compute the same; whether it is right is the tests' business. Times are medians of
 replayed CUDA graphs, with no host in them; ``of floor`` is the time that the bytes take at the copy
 bandwidth, measured in the same run, over that of the candidate.
@@ -27,7 +27,7 @@ from suites import target_attention_kernel
 from torch import Tensor
 
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.kernels.target import attention as kernels
+from torchrec_jagged_attn.kernels.target import attention, plan
 from torchrec_jagged_attn.testing import CASES, Case
 
 DEVICE = "cuda"
@@ -47,25 +47,25 @@ def make_call(case: Case, direction: str, buckets: int) -> Callable[[], object]:
     return make_step(direction, call, replace(x, leaves=x.leaves | tables), grad_out)
 
 
-def plan_of(call: Callable[[], object]) -> kernels._Plan:
+def plan_of(call: Callable[[], object]) -> plan.Plan:
     """How the kernels cut up ``call``, which launches them once."""
-    plans, plan = [], kernels._plan
+    plans = []
 
-    def remember(*arguments: object) -> kernels._Plan:
-        plans.append(plan(*arguments))
+    def remember(problem: plan.Problem) -> plan.Plan:
+        plans.append(plan.Plan(problem))
         return plans[-1]
 
-    with mock.patch.object(kernels, "_plan", remember):
+    with mock.patch.object(attention, "plan_of", remember):
         call()
     return plans[0]
 
 
 def candidates(case: Case, direction: str, buckets: int, chunks: list[int]) -> Iterator[dict]:
     """Tiles worth a try, in the words of the kernels' own choice, which comes first."""
-    plan = plan_of(make_call(replace(case, batch_size=1, max_length=8), direction, buckets))
-    chosen = plan.tiles(direction == "backward")
+    first = plan_of(make_call(replace(case, batch_size=1, max_length=8), direction, buckets))
+    chosen = first.tiles
     yield chosen
-    warps = [chosen["num_warps"]] if plan.by_warps else [4, 8]
+    warps = [chosen["num_warps"]] if first.path in ("one_warp", "few_warps") else [4, 8]
     shapes = itertools.product((16, 32, 64, 128), chunks, (2, 3, 4), warps)
     for block_n, chunk, stages, num_warps in shapes:
         shape = {"BLOCK_N": block_n, "CHUNK": chunk, "NUM_STAGES": stages, "num_warps": num_warps}
@@ -76,8 +76,8 @@ def candidates(case: Case, direction: str, buckets: int, chunks: list[int]) -> I
 def with_tiles(tiles: dict) -> Iterator[None]:
     """A context in which the kernels cut their work up so."""
     with (
-        mock.patch.object(kernels, "_plan", kernels._Plan),  # which remembers none
-        mock.patch.object(kernels._Plan, "tiles", return_value=tiles),
+        mock.patch.object(attention, "plan_of", plan.Plan),  # which remembers none
+        mock.patch.object(plan, "tiles_of", return_value=tiles),
     ):
         yield
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from gluon_in_numpy import gluon_in_numpy
 from hypothesis import settings
 from triton import knobs
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case
@@ -26,6 +29,30 @@ if knobs.runtime.interpret:
 
     InterpreterBuilder.create_dot = product_rounded_once
 
+    # What takes most of the interpreter's time: it computes every sum of integers a second time, in
+    # int64, for an assertion that it then leaves out; it looks through all of Triton's language at
+    # every call of a function; and it makes the table of NumPy's dtypes for every block.
+    interpreter.interpreter_builder.options = replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
+    patch_language = interpreter._patch_lang
+    patched: set[int] = set()  # modules
+
+    def patch_language_once(function):
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            patch_language(function)
+        return interpreter._LangPatchScope()  # of nothing that is to be restored
+
+    interpreter._patch_lang = patch_language_once
+    dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
+
+    def dtype_in_numpy(dtype):
+        scalar = dtype.scalar
+        return np.dtype(np.uint64) if scalar.is_ptr() else dtype_of_scalar(scalar)
+
+    interpreter._get_np_dtype = dtype_in_numpy
+
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
@@ -34,15 +61,30 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what is marked ``gpu`` on a machine that has none."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this run has not the means for, so that a skip means something."""
+    missing = {"reference" if knobs.runtime.interpret else "interpreter"}
+    if not torch.cuda.is_available():
+        missing.add("gpu")
+    left_out = [item for item in items if missing & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device that tests run on; under ``TRITON_INTERPRET=1``, "cpu" interprets the kernels."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def kernel_device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that kernels run on."""
     return torch.device(request.param)
 
 
@@ -52,7 +94,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("numpy", marks=pytest.mark.interpreter),  # and Triton's kernels around them
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
+)
 def hopper(request):
     """A device and the modules of kernels in Gluon launched there, where those for Hopper run.
 
@@ -60,8 +107,6 @@ def hopper(request):
     """
     if request.param == "gpu":
         yield torch.device("cuda"), None
-    elif not knobs.runtime.interpret:
-        pytest.skip("needs TRITON_INTERPRET=1, for the kernels around those for Hopper")
     else:
         with gluon_in_numpy(multiprocessors=3) as launched:
             yield torch.device("cpu"), launched
@@ -94,8 +139,6 @@ def nan_filled_memory():
 
 
 def skip_unless_supported(case: Case, device: torch.device) -> None:
-    """Skip a case that the device's implementation has no dtype for, or no power."""
+    """Skip a case that the device's implementation has no dtype for."""
     if case.dtype not in supported_dtypes(device):
         pytest.skip(f"{case.dtype} is not computed by {implementation(device)[0]}")
-    if case.large and device.type != "cuda":
-        pytest.skip("large cases need a GPU")

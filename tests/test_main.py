@@ -12,7 +12,6 @@ import triton
 import torchrec_jagged_attn
 from torchrec_jagged_attn import __main__, devices
 from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.ops import implementation
 
 
 @pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted"])
@@ -70,9 +69,7 @@ def test_help_names_the_options(capsys):
     assert "--build" in said
 
 
-@pytest.mark.skipif(
-    implementation(torch.device("cpu"))[0] != "reference", reason="the kernels are interpreted"
-)
+@pytest.mark.reference
 @pytest.mark.parametrize("option", [[], ["--json"]], ids=["plain", "json"])
 def test_says_that_it_builds(option, monkeypatch, capsys):
     for is_built in (True, False):
@@ -142,10 +139,10 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
     ("room", "multiprocessors", "expected"),
     [
         (0, 0, []),
-        (A10, 0, ["gluon", "gluon, one warp"]),
-        (A100, 0, ["gluon", "gluon, one warp"]),
-        (H100, 0, ["gluon", "gluon, one warp", "gluon, a few warps"]),
-        (H100, 132, ["gluon", "gluon, one warp", "gluon, a few warps", "gluon, wgmma"]),
+        (A10, 0, ["one_warp"]),
+        (A100, 0, ["one_warp"]),
+        (H100, 0, ["one_warp", "few_warps"]),
+        (H100, 132, ["one_warp", "warpgroup", "few_warps"]),
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
@@ -157,11 +154,27 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     for op, _, path, why in __main__.paths():
         assert why
         paths.setdefault(op, []).append(path)
-    flash = ["triton, whole samples"]
+    flash = ["general_short", "general"]
     if multiprocessors:
-        flash = ["gluon, Hopper, whole samples", *flash, "gluon, Hopper"]
-    assert paths.pop("jagged_flash_attention") == ["triton", *flash]
-    of_pairs = ["triton", "gluon, Hopper"] if multiprocessors else ["triton"]
+        flash = ["hopper_short", "general_short", "hopper", "general"]
+    assert paths.pop("jagged_flash_attention") == flash
+    of_pairs = ["hopper_pairs", "general"] if multiprocessors else ["general"]
     assert paths.pop("jagged_jagged_bmm_jagged_out") == of_pairs
-    assert paths.pop("jagged_target_attention") == ["triton", *expected]
+    assert paths.pop("jagged_softmax") == ["short_columns", "long_lines"]
+    assert paths.pop("jagged2_softmax") == ["whole_rows", "long_lines"]
+    assert paths.pop("jagged_target_attention") == [*expected, "general"]
     assert all(of_op == ["triton"] for of_op in paths.values())
+
+
+@pytest.mark.reference
+def test_says_why_a_cpu_has_no_c_plus_plus(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrec_jagged_attn", "--json"],
+        env={**os.environ, "CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    why = {(row["op"], row["path"]): row["why"] for row in json.loads(done.stdout)["ops"]}
+    for op in ("jagged_flash_attention", "jagged_target_attention"):
+        assert "there is no C++ compiler 'no-such-compiler'" in why[op, "python"]

@@ -16,16 +16,10 @@ from triton import knobs
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
 from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.kernels.flash import attention as flash_attention
-from torchrec_jagged_attn.kernels.interaction import products
-from torchrec_jagged_attn.kernels.target import attention as target_attention
-
-# Of ops that have more than one path on a device.
-KERNELS = {
-    "jagged_flash_attention": flash_attention,
-    "jagged_jagged_bmm_jagged_out": products,
-    "jagged_target_attention": target_attention,
-}
+from torchrec_jagged_attn.kernels.flash import plan as flash_plan
+from torchrec_jagged_attn.kernels.interaction import plan as interaction_plan
+from torchrec_jagged_attn.kernels.target import plan as target_plan
+from torchrec_jagged_attn.paths import table
 
 
 def versions() -> list[tuple[str, str]]:
@@ -61,7 +55,7 @@ def devices() -> list[tuple[torch.device, str]]:
 
 
 def paths() -> list[tuple[str, str, str, str]]:
-    """Op, device, path and what takes it, for every public op on every device here."""
+    """Op, device, path and what it takes, for every public op on every device here."""
     names = [name for name in ops.__all__ if name in torchrec_jagged_attn.__all__]
     return [
         (name, str(device), *path)
@@ -72,14 +66,31 @@ def paths() -> list[tuple[str, str, str, str]]:
 
 
 def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
-    """Paths of an op on a device, and what takes each; the first one takes all else."""
-    path, why = ops.implementation(device)
-    if path == "reference" and name in ("jagged_flash_attention", "jagged_target_attention"):
-        path = "reference" if extension.library() is None else "c++"
-    found = [(path, why)]
-    if path == "triton" and name in KERNELS:
-        found += KERNELS[name].paths(device).items()
-    return found
+    """The paths of an op on a device, in the order in which they are asked, and what each takes."""
+    implementation, why = ops.implementation(device)
+    if implementation == "triton" and (of_op := kernel_paths(name, device)):
+        return list(of_op.items())
+    if implementation == "reference" and name.endswith("_attention"):
+        return [cpu_path()]
+    return [(implementation, why)]
+
+
+def kernel_paths(name: str, device: torch.device) -> dict[str, str]:
+    """The paths of an op's kernels on a device; none where the op has one only."""
+    of_attention = {
+        "jagged_flash_attention": flash_plan.PATHS,
+        "jagged_target_attention": target_plan.PATHS,
+    }
+    return table((of_attention | interaction_plan.PATHS).get(name, ()), device)
+
+
+def cpu_path() -> tuple[str, str]:
+    """What computes attention on a CPU, and why."""
+    try:
+        extension.build()
+    except Exception as error:
+        return "python", f"no C++: {extension.summary(error)}"
+    return "c++", "CPU device"
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

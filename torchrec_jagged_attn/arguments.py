@@ -1,38 +1,260 @@
-"""Records of what the ops take."""
+"""Records of what the ops of attention take, return and give as gradients.
+
+The fields of a record are the arguments of an op's schema, in their order. Of the gradients, each
+has the name of the argument that it belongs to, and is ``None`` where nobody asks for it.
+"""
 
 from __future__ import annotations
 
-from typing import TypeGuard
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import (
-    check_prior_weights_values,
-)
-
-__all__ = ["are_prior_weights", "bias_gradient", "bias_or_prior_weights"]
-
-
-def bias_or_prior_weights(bias: Tensor | None, prior_weights: Tensor | None) -> Tensor | None:
-    """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``."""
-    if bias is None or prior_weights is None:
-        return prior_weights if bias is None else bias
-    check_prior_weights_values(prior_weights)
-    dtype = torch.promote_types(bias.dtype, torch.promote_types(prior_weights.dtype, torch.float32))
-    removed = prior_weights == 0
-    logs = prior_weights.to(dtype).masked_fill(removed, 1).log().masked_fill(removed, -torch.inf)
-    return bias.to(dtype) + logs.unsqueeze(1)
+__all__ = [
+    "Biases",
+    "FlashArguments",
+    "FlashGradients",
+    "FlashOutputs",
+    "MultiHeadArguments",
+    "MultiHeadGradients",
+    "MultiHeadOutputs",
+    "TargetArguments",
+    "TargetGradients",
+    "TargetOutputs",
+]
 
 
-def are_prior_weights(bias: Tensor | None) -> TypeGuard[Tensor]:
-    return bias is not None and bias.dim() == 1
+class Biases(NamedTuple):
+    """What is added to the scores of ``H`` heads. ``N`` are the rows of keys.
+
+    Attributes:
+        bias: ``[N, H]``; or ``[N]`` prior weights, whose logarithm is the bias of all heads.
+        position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
+        age_bias: ``[A, H]``, by the bucket of a row's age.
+        timestamps: ``[N]``, of which the ages are taken.
+        relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
+    """
+
+    bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    age_bias: Tensor | None = None
+    timestamps: Tensor | None = None
+    relative_bias: Tensor | None = None
+
+    @property
+    def are_prior_weights(self) -> bool:
+        """Whether ``bias`` is ``[N]`` prior weights."""
+        return self.bias is not None and self.bias.dim() == 1
 
 
-def bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """That of the ``bias``; of prior weights made of that of their logarithms, by head or not."""
-    if grad is None or not are_prior_weights(bias):
-        return grad
-    if grad.dim() == 2:
-        grad = grad.sum(1)
-    return (grad / bias).masked_fill(bias == 0, 0).to(bias.dtype)
+class TargetArguments(NamedTuple):
+    """Arguments of ``target_attention``: see :func:`jagged_target_attention`.
+
+    Attributes:
+        query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
+        bias: see :class:`Biases`.
+        for_backward: whether a gradient may be taken.
+    """
+
+    query: Tensor
+    history: Tensor
+    offsets: Tensor
+    query_offsets: Tensor | None
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    timestamps: Tensor | None
+    scale: float
+    for_backward: bool
+
+    @property
+    def biases(self) -> Biases:
+        """What is added to the scores."""
+        return Biases(self.bias, self.position_bias, self.age_bias, self.timestamps)
+
+
+class TargetOutputs(NamedTuple):
+    """What ``target_attention`` returns.
+
+    Attributes:
+        out: ``[B, T, H, D]`` or ``[ΣT, H, D]``.
+        residual: fp32 output minus its rounded value, for the gradient; empty for fp32, or where no
+            gradient will be taken.
+        stats: ``[2, …]`` fp32, of each row of ``out`` the softmax's largest score and one by the
+            sum of its weights.
+    """
+
+    out: Tensor
+    residual: Tensor
+    stats: Tensor
+
+
+class TargetGradients(NamedTuple):
+    """Gradients of ``target_attention``. That of prior weights is of their logarithms, in fp32."""
+
+    query: Tensor
+    history: Tensor
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+
+
+class FlashArguments(NamedTuple):
+    """Arguments of ``flash_attention``: see :func:`jagged_flash_attention`.
+
+    Attributes:
+        bias: see :class:`Biases`.
+        needs_stats: whether the statistics of the softmax are asked for. Kernels always keep them,
+            for the gradient.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    timestamps: Tensor | None
+    relative_bias: Tensor | None
+    causal: bool
+    scale: float
+    needs_stats: bool
+
+    @property
+    def biases(self) -> Biases:
+        """What is added to the scores."""
+        return Biases(
+            self.bias, self.position_bias, self.age_bias, self.timestamps, self.relative_bias
+        )
+
+
+class FlashOutputs(NamedTuple):
+    """What ``flash_attention`` returns.
+
+    Attributes:
+        out: ``[ΣLq, H, Dv]``.
+        stats: ``[2, ΣLq, H]`` fp32, see :class:`TargetOutputs`; zeros where nobody needs them.
+    """
+
+    out: Tensor
+    stats: Tensor
+
+
+class FlashGradients(NamedTuple):
+    """Gradients of ``flash_attention``. That of prior weights is of their logarithms, in fp32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    relative_bias: Tensor | None
+
+
+class MultiHeadArguments(NamedTuple):
+    """Arguments of ``multi_head_target_attention``.
+
+    Attributes:
+        target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
+        history: ``[N, D]``, read in its own dtype.
+        offsets: ``[B + 1]`` int32 or int64.
+        query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
+        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
+        k_weight: ``[E, D]``.
+        v_weight: ``[E, D]``.
+        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing.
+        out_weight: ``[E, E]``.
+        out_bias: ``[E]``.
+        position_bias: see :func:`jagged_target_attention`.
+        age_bias: see there.
+        timestamps: see there.
+        prior_weights: see there.
+        num_heads: ``H``.
+        dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
+            keys and values in that of ``history``.
+        keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
+        for_backward: whether a gradient may be taken.
+    """
+
+    target: Tensor
+    history: Tensor
+    offsets: Tensor
+    query_offsets: Tensor | None
+    q_weight: Tensor
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    timestamps: Tensor | None
+    prior_weights: Tensor | None
+    num_heads: int
+    dtype: torch.dtype
+    keys_and_values: str
+    for_backward: bool
+
+    @property
+    def biases(self) -> Biases:
+        """What is added to the scores."""
+        return Biases(self.prior_weights, self.position_bias, self.age_bias, self.timestamps)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores: one by the root of a head's width."""
+        return 1 / math.sqrt(self.out_weight.shape[0] // self.num_heads)
+
+    @property
+    def in_weights(self) -> list[Tensor]:
+        """The weight of all three projections, or those of queries, keys and values."""
+        weights = (self.q_weight, self.k_weight, self.v_weight)
+        return [weight for weight in weights if weight is not None]
+
+
+class MultiHeadOutputs(NamedTuple):
+    """What ``multi_head_target_attention`` returns: the output, and what its gradient needs.
+
+    ``R`` are all targets.
+
+    Attributes:
+        out: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``.
+        q: ``[R, H, E / H]``.
+        u: ``[R, H, D]``, what history rows are compared with, in the dtype of the history. Without
+            a row where nothing asks for it, like ``pooled``.
+        pooled: ``[R, H, D]``, the pooled rows of the history, in its dtype.
+        residual: that of ``pooled``, see :class:`TargetOutputs`.
+        stats: of the attention.
+        values: ``[R, E]``.
+        filled: ``[R]`` ones for targets with a history, zeros for others; empty without a bias.
+    """
+
+    out: Tensor
+    q: Tensor
+    u: Tensor
+    pooled: Tensor
+    residual: Tensor
+    stats: Tensor
+    values: Tensor
+    filled: Tensor
+
+
+class MultiHeadGradients(NamedTuple):
+    """Gradients of ``multi_head_target_attention``."""
+
+    target: Tensor | None
+    history: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    prior_weights: Tensor | None

@@ -8,6 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 
 __all__ = [
@@ -119,26 +120,22 @@ def check_biases(
     query: Tensor,
     query_name: str,
     num_rows: int,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
+    biases: Biases,
     prior_weights: Tensor | None,
 ) -> None:
     """What ``num_rows`` key rows may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
-    check_same(
-        query, query_name, dtype=False,
-        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        prior_weights=prior_weights,
-    )  # fmt: skip
+    bias, _, age_bias, timestamps, _ = biases
+    check_same(query, query_name, dtype=False, **biases._asdict(), prior_weights=prior_weights)
     if bias is not None:
         check_float(bias, "bias")
         check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
-    for table, name, symbols in (
-        (position_bias, "position_bias", "[P, H]"),
-        (age_bias, "age_bias", "[A, H]"),
+    for name, symbols in (
+        ("position_bias", "[P, H]"),
+        ("age_bias", "[A, H]"),
+        ("relative_bias", "[R, H]"),
     ):
+        table = getattr(biases, name)
         if table is None:
             continue
         check_float(table, name)

@@ -23,7 +23,7 @@ from torchrec_jagged_attn import JaggedLayout
 Attend = Callable[..., Tensor]
 
 
-class _Padding:
+class Padding:
     """From jagged rows ``[N, …]`` to a padded batch ``[B, L, …]`` and back: views if it is full."""
 
     def __init__(self, offsets: Tensor, num_rows: int, length: int) -> None:
@@ -45,7 +45,7 @@ class _Padding:
         return rows if self.place is None else rows.index_select(0, self.place)
 
 
-def _visible(x: Inputs) -> Tensor:
+def visible_rows(x: Inputs) -> Tensor:
     """``[B, 1, 1, L]``: which rows of padded histories are real."""
     places = torch.arange(x.max_length, device=x.offsets.device)
     return (places < x.offsets.diff().unsqueeze(1))[:, None, None]
@@ -55,11 +55,11 @@ def padded_sdpa(x: Inputs) -> Attend:
     """``F.scaled_dot_product_attention`` on padded tensors; the padding is timed, too."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        targets = _Padding(x.query_offsets, q.shape[0], x.max_targets)
-        histories = _Padding(x.offsets, k.shape[0], x.max_length)
+        targets = Padding(x.query_offsets, q.shape[0], x.max_targets)
+        histories = Padding(x.offsets, k.shape[0], x.max_length)
         k_BHLD = histories.pad(k).transpose(1, 2)
         v_BHLD = k_BHLD if v is k else histories.pad(v).transpose(1, 2)
-        mask = _visible(x)
+        mask = visible_rows(x)
         if bias is not None:
             bias_BH1L = histories.pad(bias).transpose(1, 2).unsqueeze(2)
             mask = bias_BH1L.contiguous().masked_fill(~mask, -torch.inf)
@@ -75,11 +75,11 @@ def expanded_sdpa(x: Inputs, group: int = 1) -> Attend:
     samples = JaggedLayout(x.query_offsets // group, num_groups).sample_ids()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        histories = _Padding(x.offsets, k.shape[0], x.max_length)
+        histories = Padding(x.offsets, k.shape[0], x.max_length)
         k_RHLD = histories.pad(k)[samples].transpose(1, 2)
         v_RHLD = k_RHLD if v is k else histories.pad(v)[samples].transpose(1, 2)
         q_RHGD = q.unflatten(0, (num_groups, group)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q_RHGD, k_RHLD, v_RHLD, _visible(x)[samples])
+        out = F.scaled_dot_product_attention(q_RHGD, k_RHLD, v_RHLD, visible_rows(x)[samples])
         return out.transpose(1, 2).flatten(0, 1)
 
     return attend
@@ -200,7 +200,7 @@ def fbgemm_sll(x: Inputs) -> Attend:
     def one_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         bias_BLT = no_bias
         if bias is not None:
-            padded = _Padding(x.offsets, bias.shape[0], x.max_length).pad(bias)
+            padded = Padding(x.offsets, bias.shape[0], x.max_length).pad(bias)
             bias_BLT = padded.expand(shape).contiguous()
         return torch.ops.fbgemm.sll_jagged_dense_flash_attention(
             k, q.mT, v, bias_BLT, x.offsets, x.max_length, allow_tf32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torchrec_jagged_attn
 from suites import Inputs, Relaid, UnavailableError
-from suites._attention import Attend, _Padding, _visible, flash_attention_3, torch_varlen
+from suites._attention import Attend, Padding, flash_attention_3, torch_varlen, visible_rows
 from torchrec_jagged_attn import JaggedLayout
 from torchrec_jagged_attn.testing import offsets_of
 
@@ -130,7 +130,7 @@ def nested_tensor(x: Inputs) -> Call:
 
 def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
     """Operands are padded before, and results stay so: ``[B, H, L, D]``."""
-    padding = _Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
+    padding = Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
 
     def lay(name: str, rows: Tensor) -> Tensor:
         return padding.pad(rows).transpose(1, 2).contiguous()
@@ -149,7 +149,7 @@ def dense(x: Inputs, bias: Callable[[], Tensor] | None = None) -> Relaid:
 
     ``bias`` makes what is added to the scores, ``[H, L, L]``.
     """
-    hidden = ~_visible(x)
+    hidden = ~visible_rows(x)
     low = torch.finfo(x.case.dtype).min
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ def dense_flash(x: Inputs) -> Relaid:
     It is told of the padding by a key column that each query reads, since no mask goes with the
     fastest kernels. To lay it there is not timed; that products are wider by it, is.
     """
-    hidden = ~_visible(x)[:, 0, 0]  # [B, L]
-    padding = _Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
+    hidden = ~visible_rows(x)[:, 0, 0]  # [B, L]
+    padding = Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
     width = x.case.width
     low = torch.finfo(x.case.dtype).min / 2 if x.case.dtype == torch.float32 else -30000.0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from suites import Inputs, Relaid
 from suites import self_attention as base
-from suites._attention import _Padding
+from suites._attention import Padding
 from suites._self_attention import PEERS, Call, dense, flex_attention, ours
 from suites.target_attention_recency import NUM_BUCKETS, buckets_of
 from torchrec_jagged_attn import jagged_flash_attention
@@ -57,7 +57,7 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tens
 def attend_padded(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tensor) -> Tensor:
     """The textbook formula on padded operands."""
     length = int(offsets.diff().max())
-    padding = _Padding(offsets, q.shape[0], length)
+    padding = Padding(offsets, q.shape[0], length)
     q_BHLD, k_BHLD, v_BHLD = (padding.pad(rows).transpose(1, 2) for rows in (q, k, v))
     scores = q_BHLD @ k_BHLD.mT * q.shape[2] ** -0.5 + bias_HLL[:, :length, :length]
     steps = torch.arange(length, device=offsets.device)

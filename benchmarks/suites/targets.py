@@ -1,7 +1,7 @@
 """Target attention from one target per sample to many: over raw rows, or over keys and values?
 
 ``ours`` chooses, as the top of ``ops/multi_head_target_attention.py`` counts; ``ours-absorbed`` and
-``ours-explicit`` are the two roads, whose crossing it should meet.
+``ours-explicit`` are the two ways, at whose crossing it should change.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the kernels. All attention is
 one of ``H`` heads of queries over ``K`` heads of keys and values; raw history rows are keys and
-values of one head. ``kernels/attention.cpp`` computes it on all cores; where that cannot be
+values of one head. ``attention.cpp`` computes it on all cores; where that cannot be
 built, :func:`_attend` and :func:`_differentiate` do the same in plain PyTorch.
 
 In names, ``N`` are rows of keys, ``L`` those of queries of one sample and ``S`` those of keys.
@@ -17,148 +17,52 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from torchrec_jagged_attn.arguments import Biases, FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = [
-    "flash_attention",
-    "flash_attention_backward",
-    "target_attention",
-    "target_attention_backward",
-]
+__all__ = ["backward", "compute_dtype", "forward"]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 
 
-def target_attention(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    scale: float,
-    for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``[B, T, H, D]``, ``[1, T, H, D]`` or ``[ΣT, H, D]`` queries over ``[N, D]`` rows.
-
-    Returns the output, shaped as one query row per sample and target, and zeros for what the
-    kernels keep of rounding and, without prior weights, for their statistics: the gradient needs
-    neither here.
-    """
-    rows, q_offsets = _by_target(query, offsets, query_offsets)
-    keys = history.unsqueeze(1)
-    weighted = bias is not None and bias.dim() == 1
-    out, stats = flash_attention(
-        rows.flatten(0, -3), keys, keys, q_offsets, offsets,
-        bias, position_bias, age_bias, timestamps, None, False, scale, weighted,
-    )  # fmt: skip
-    out = out.view(rows.shape)
-    rest = out.new_zeros(out.shape if for_backward and out.element_size() == 2 else [0])
-    return out, rest, stats.view(2, *out.shape[:-1])
-
-
-def target_attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``query``, ``history``, ``bias``, ``position_bias`` and ``age_bias``."""
-    # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
-    rows, q_offsets = _by_target(query.to(_compute_dtype(query)), offsets, query_offsets)
-    keys, grad_history = history.unsqueeze(1), history.new_empty(history.shape)
-    grad_rows, grad_bias, grad_position, grad_age, _ = flash_attention_backward(
-        grad_out.flatten(0, -3), rows.flatten(0, -3), keys, keys, q_offsets, offsets,
-        bias, position_bias, age_bias, timestamps, None, grad_history.unsqueeze(1), None, False,
-        scale,
-    )  # fmt: skip
-    grad_query = grad_rows.view(rows.shape)
-    if rows.shape != query.shape:  # one that all samples share
-        grad_query = grad_query.sum(0, keepdim=True)
-    return grad_query.to(query.dtype), grad_history, grad_bias, grad_position, grad_age
-
-
-def _by_target(
-    query: Tensor, offsets: Tensor, query_offsets: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``query`` as each sample has it, and ``[B + 1]`` offsets of the samples' targets."""
-    if query_offsets is not None:
-        return query, query_offsets
-    num_samples, num_targets = offsets.numel() - 1, query.shape[1]
-    return query.expand(num_samples, -1, -1, -1), torch.arange(num_samples + 1) * num_targets
-
-
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    needs_stats: bool,
-) -> tuple[Tensor, Tensor]:
-    """``[ΣLq, H, D]`` over ``[ΣLk, K, D]`` and ``[ΣLk, K, Dv]``.
-
-    Returns the output ``[ΣLq, H, Dv]``, and the statistics ``[2, ΣLq, H]`` that the kernels keep:
-    the largest score, times log2(e), and one by the sum of weights; zeros where no key is seen, or
-    where ``needs_stats`` is false.
-    """
-    dtype = _compute_dtype(q)
-    bias_HN, _ = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
-    by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
+def forward(args: FlashArguments) -> FlashOutputs:
+    """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen."""
+    q, k, v, q_offsets, kv_offsets = args[:5]
+    dtype = compute_dtype(q)
+    bias_HN, _ = _bias_of_keys(q, kv_offsets, args.biases)
+    by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
     stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
     largest_MH, inverse_MH = stats
     attend = _attend if (compiled := extension.library()) is None else compiled.forward
     out = attend(
-        (q.to(dtype) * scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
-        causal, stats if needs_stats else stats[:0],
+        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
+        args.causal, stats if args.needs_stats else stats[:0],
     )  # fmt: skip
-    if needs_stats:
+    if args.needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
-    return out.to(q.dtype), stats.float()
+    return FlashOutputs(out.to(q.dtype), stats.float())
 
 
-def flash_attention_backward(
+def backward(
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
+    args: FlashArguments,
+    outputs: FlashOutputs | None,
     grad_k: Tensor,
     grad_v: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``q``, ``bias``, ``position_bias``, ``age_bias`` and ``relative_bias``.
+    needs_bias: bool = True,
+) -> FlashGradients:
+    """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
-    That of prior weights is of their logarithms, ``[N, H]``. Those of ``k`` and ``v`` are written
-    into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k`` must be ``v``, and their sum into
-    ``grad_k``.
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
+    must be ``v``, and their sum into ``grad_k``. All else is computed again from the arguments, and
+    whether the gradient of ``bias`` is asked for changes nothing here.
     """
-    dtype = _compute_dtype(q)
-    bias_HN, buckets = _bias_of_keys(q, kv_offsets, bias, position_bias, age_bias, timestamps)
+    q, k, v, q_offsets, kv_offsets = args[:5]
+    relative_bias = args.relative_bias
+    dtype = compute_dtype(q)
+    bias_HN, buckets = _bias_of_keys(q, kv_offsets, args.biases)
     grad_bias_HN = None if bias_HN is None else bias_HN.new_zeros(bias_HN.shape)
     by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
     grad_by_distance = bucket_of_distance = None
@@ -170,17 +74,20 @@ def flash_attention_backward(
     compiled = extension.library()
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
-        grad_out.to(dtype).contiguous(), (q.to(dtype) * scale).contiguous(), k, v, q_offsets,
-        kv_offsets, bias_HN, by_distance, causal, grad_k, grad_v, grad_bias_HN, grad_by_distance,
+        grad_out.to(dtype).contiguous(), (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets,
+        kv_offsets, bias_HN, by_distance, args.causal, grad_k, grad_v, grad_bias_HN,
+        grad_by_distance,
     )  # fmt: skip
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     position_bucket, age_bucket = buckets
-    return (
-        grad_q.mul_(scale).to(q.dtype),
-        _bias_gradient(grad_bias_NH, None, bias),
-        _bias_gradient(grad_bias_NH, position_bucket, position_bias),
-        _bias_gradient(grad_bias_NH, age_bucket, age_bias),
-        _bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
+    return FlashGradients(
+        q=grad_q.mul_(args.scale).to(q.dtype),
+        k=grad_k,
+        v=grad_v,
+        bias=_bias_gradient(grad_bias_NH, None, args.bias),
+        position_bias=_bias_gradient(grad_bias_NH, position_bucket, args.position_bias),
+        age_bias=_bias_gradient(grad_bias_NH, age_bucket, args.age_bias),
+        relative_bias=_bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
     )
 
 
@@ -337,21 +244,14 @@ def _by_distance(
 
 
 def _bias_of_keys(
-    q: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
+    q: Tensor, kv_offsets: Tensor, biases: Biases
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
-
-    A bias of ``[N]`` is the logarithm of that.
-    """
-    dtype, positions, ages = _compute_dtype(q), None, None
+    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
+    bias, position_bias, age_bias, timestamps, _ = biases
+    dtype, positions, ages = compute_dtype(q), None, None
     parts = [] if bias is None else [bias.to(dtype)]
-    if bias is not None and bias.dim() == 1:
-        logs = bias.to(_compute_dtype(bias)).log().to(dtype)
+    if bias is not None and biases.are_prior_weights:
+        logs = bias.to(compute_dtype(bias)).log().to(dtype)
         parts = [logs.unsqueeze(1).expand(-1, q.shape[1])]
     if position_bias is not None or age_bias is not None:
         num_rows = int(kv_offsets[-1])
@@ -395,7 +295,8 @@ def _bias_gradient(
     return grad_NH.to(x.dtype)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products and sums of ``x``."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["build", "is_built", "library"]
+__all__ = ["build", "is_built", "library", "summary"]
 
 _SOURCE = Path(__file__).with_name("attention.cpp")
 _lock = threading.Lock()
@@ -77,18 +77,33 @@ def _load() -> Path | Exception:
         return error
 
 
+def summary(error: Exception) -> str:
+    """One line of what :func:`build` raised: the loader's words, or the compiler's first error."""
+    said = (error.__cause__ or error) if _is_of_loader(error) else error
+    lines = str(said).splitlines() or [""]
+    reason = next((line for line in lines if " error: " in line), lines[0])
+    return textwrap.shorten(f"{type(said).__name__}: {reason}", 240)
+
+
+def _is_of_loader(error: Exception) -> bool:
+    """Whether a library that was built does not load. Errors of files and folders have a number."""
+    return isinstance(error, OSError) and error.errno is None
+
+
 @functools.cache
 def _warn(error: Exception) -> None:
     """Warn in three lines, once."""
-    advice, said = "install g++, or name a compiler in the variable CXX", error
-    if isinstance(error, OSError):
+    advice = "install g++, or name a compiler in the variable CXX"
+    if _is_of_loader(error):
+        advice = (
+            "name a compiler that suits PyTorch in the variable CXX, or a folder that programs may "
+            "run from in TORCH_EXTENSIONS_DIR"
+        )
+    elif isinstance(error, OSError):
         advice = "name a folder that can be written to in the variable TORCH_EXTENSIONS_DIR"
-        said = error.__cause__ or error  # the loader's own words
-    lines = str(said).splitlines() or [""]
-    reason = next((line for line in lines if " error: " in line), lines[0])
     warnings.warn(
         f"attention on a CPU runs in Python, one sample after the other: no {_SOURCE.name} here\n"
-        f"{textwrap.shorten(f'{type(said).__name__}: {reason}', 240)}\n"
+        f"{summary(error)}\n"
         f"{advice}; `python -m torchrec_jagged_attn --build` shows the whole output",
         stacklevel=3,
     )

@@ -1,7 +1,5 @@
 """The learned recency bias of a history's rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,13 +1,11 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_scripting
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from types import ModuleType
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import are_prior_weights, bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.arguments import Biases, FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.checks import (
     check_biases,
     check_float,
@@ -19,10 +19,11 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     check_width,
 )
-from torchrec_jagged_attn.cpu import attention as reference
+from torchrec_jagged_attn.cpu import attention as cpu
 from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.kernels.flash import attention as flash_kernels
+from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["flash_attention", "jagged_flash_attention"]
@@ -167,16 +168,8 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    check_biases(q, "q", k.shape[0], bias, position_bias, age_bias, timestamps, prior_weights)
-    bias = bias_or_prior_weights(bias, prior_weights)
-    if relative_bias is not None:
-        check_float(relative_bias, "relative_bias")
-        check_same(q, "q", dtype=False, relative_bias=relative_bias)
-        check_shape(relative_bias, "relative_bias", "[R, H]", (None, q.shape[1]))
-        if relative_bias.shape[0] == 0:
-            raise ValueError(
-                f"relative_bias must have at least one bucket, got {list(relative_bias.shape)}"
-            )
+    biases = Biases(bias, position_bias, age_bias, timestamps, relative_bias)
+    check_biases(q, "q", k.shape[0], biases, prior_weights)
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
@@ -186,8 +179,8 @@ def jagged_flash_attention(
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
     out, stats = flash_attention(
-        q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
-        relative_bias, causal, scale, return_lse,
+        q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
+        age_bias, timestamps, relative_bias, causal, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return out
@@ -196,121 +189,56 @@ def jagged_flash_attention(
     return out, lse.masked_fill_(inverse == 0, -torch.inf)
 
 
-def flash_attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    needs_stats: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output ``[ΣLq, H, Dv]`` and softmax statistics ``[2, ΣLq, H]``.
-
-    ``bias`` may be ``[ΣLk]``: prior weights, whose logarithm is the bias of all heads. Kernels keep
-    the statistics for backward; the reference makes them only if ``needs_stats``, else zeros.
-    """
-    check_offsets_values(q_offsets, q.shape[0], "q_offsets")
-    check_offsets_values(kv_offsets, k.shape[0], "kv_offsets")
-    if are_prior_weights(bias):
-        check_prior_weights_values(bias)
-    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
-    if implementation(q.device)[0] == "reference":
-        return reference.flash_attention(
-            q, k, v, q_offsets, kv_offsets, *biases, causal, scale, needs_stats
-        )
-    return flash_kernels.forward(q, k, v, q_offsets, kv_offsets, *biases, causal, scale)
+def forward(args: FlashArguments) -> FlashOutputs:
+    """Attend; see :class:`FlashArguments`."""
+    check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets")
+    check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
+    if args.bias is not None and args.bias.dim() == 1:
+        check_prior_weights_values(args.bias)
+    return _implementation(args.q).forward(args)
 
 
-def _flash_attention_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    rows, heads = q.shape[:2]
-    stats = q.new_empty(2, rows, heads, dtype=torch.float32)
-    return q.new_empty(rows, heads, v.shape[2]), stats
+def _fake(args: FlashArguments) -> FlashOutputs:
+    rows, heads = args.q.shape[:2]
+    stats = args.q.new_empty(2, rows, heads, dtype=torch.float32)
+    return FlashOutputs(args.q.new_empty(rows, heads, args.v.shape[2]), stats)
 
 
-def _flash_attention_backward(
+def _backward(
+    grad_out: Tensor, args: FlashArguments, outputs: FlashOutputs, needs: FlashArguments
+) -> FlashGradients:
+    grad_k, grad_v = (x.new_empty(x.shape) for x in (args.k, args.v))
+    return backward(grad_out, args, outputs, grad_k, grad_v, bool(needs.bias))
+
+
+def backward(
     grad_out: Tensor,
-    needs_grad: Sequence[bool],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    needs_stats: bool,
-    out: Tensor,
-    stats: Tensor,
-) -> list[Tensor]:
-    """Gradients of those of q, k, v and the four biases that need one."""
-    grad_k, grad_v = k.new_empty(k.shape), v.new_empty(v.shape)
-    grad_q, *grads_of_biases = flash_attention_backward(
-        grad_out, q, k, v, q_offsets, kv_offsets, bias, position_bias, age_bias, timestamps,
-        relative_bias, causal, scale, needs_grad[5], out, stats, grad_k, grad_v,
-    )  # fmt: skip
-    *grads_of_keys, grad_relative_bias = grads_of_biases
-    constants = (None, None, None)
-    grads = (
-        grad_q, grad_k, grad_v, None, None, *grads_of_keys, None, grad_relative_bias, *constants
-    )  # fmt: skip
-    return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
-
-
-def flash_attention_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    relative_bias: Tensor | None,
-    causal: bool,
-    scale: float,
-    needs_bias: bool,
-    out: Tensor,
-    stats: Tensor,
+    args: FlashArguments,
+    outputs: FlashOutputs,
     grad_k: Tensor,
     grad_v: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q and the four biases, that of ``bias`` if ``needs_bias``; those of k and v are
-    written into the last two.
+    needs_bias: bool,
+) -> FlashGradients:
+    """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``.
 
-    The rows of ``grad_k`` and ``grad_v`` may be apart, as in two halves of one tensor.
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart, as
+    in two halves of one tensor.
     """
-    biases = (bias, position_bias, age_bias, timestamps, relative_bias)
-    if implementation(q.device)[0] == "reference":
-        grads = reference.flash_attention_backward(
-            grad_out, q, k, v, q_offsets, kv_offsets, *biases, grad_k, grad_v, causal, scale
-        )
-    else:
-        grads = flash_kernels.backward(
-            grad_out, q, k, v, q_offsets, kv_offsets, *biases,
-            out, stats, grad_k, grad_v, causal, scale, needs_bias,
-        )  # fmt: skip
-    grad_q, grad_bias, grad_position, grad_age, grad_relative = grads
-    grad_bias = bias_gradient(grad_bias, bias) if needs_bias else None
-    return grad_q, grad_bias, grad_position, grad_age, grad_relative
+    grads = _implementation(args.q).backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
+    return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+
+
+def _implementation(x: Tensor) -> ModuleType:
+    """What attends on the device of ``x``."""
+    return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
 flash_attention = register_op(
     "flash_attention",
-    forward=flash_attention_forward,
-    fake=_flash_attention_fake,
-    backward=_flash_attention_backward,
+    arguments=FlashArguments,
+    outputs=FlashOutputs,
+    forward=forward,
+    fake=_fake,
+    backward=_backward,
     non_differentiable=("timestamps",),
 )

@@ -9,7 +9,8 @@ for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from torch.autograd.function import _SingleLevelFunction
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+
+Arguments = TypeVar("Arguments", bound=Any)
+Outputs = TypeVar("Outputs", bound=Any)
 
 NAMESPACE = "torchrec_jagged_attn"
 DEVICES = ("CPU", "CUDA")
@@ -47,41 +51,63 @@ _runs: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 def register_op(
     name: str,
     *,
-    forward: Callable[..., tuple[Tensor, ...]],
-    fake: Callable[..., tuple[Tensor, ...]],
-    backward: Callable[..., list[Tensor]],
+    arguments: type[Arguments],
+    outputs: type[Outputs],
+    forward: Callable[[Arguments], Outputs],
+    fake: Callable[[Arguments], Outputs],
+    backward: Callable[[Tensor, Arguments, Outputs, Arguments], NamedTuple],
     non_differentiable: tuple[str, ...] = (),
 ) -> torch._ops.OpOverload:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
-    The schemas are those of the annotated functions. Both run with autocast off, and return new
-    tensors that share no memory with any other. ``torch.func.grad`` and ``vjp`` work, and ``vmap``
-    takes one element after the other. Second derivatives are refused, and gradients of a batch, as
-    ``vmap`` of a gradient takes.
+    Both run with autocast off, and return new tensors that share no memory with any other.
+    ``torch.func.grad`` and ``vjp`` work, and ``vmap`` takes one element after the other. Second
+    derivatives are refused, and gradients of a batch, as ``vmap`` of a gradient takes.
 
     Args:
         name: of the op.
-        forward: ``(*inputs) -> (out, *saved)``, where tensors come before all other inputs. Only
-            ``out`` has a gradient.
+        arguments: the record of the op's arguments, whose fields are the schema. Tensors come
+            before all others.
+        outputs: the record of what the op returns, tensors alone. Only the first has a gradient.
+        forward: from arguments to outputs.
         fake: ``forward`` on tensors without data.
-        backward: ``(grad_out, needs_grad, *inputs, out, *saved)``, with a bool for each input, to
-            the gradient of each input that needs one, in their order, shapes and dtypes.
-        non_differentiable: names of tensors among the inputs that may be floating-point, and of
+        backward: ``(grad_out, arguments, outputs, needs)`` to a record of gradients by the names of
+            the arguments, in their shapes and dtypes. ``needs`` has a bool for each argument:
+            whether its gradient is asked for.
+        non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
 
     Returns:
-        The op, a function of ``forward``'s inputs.
+        The op, a function of the arguments one by one.
     """
+    num_arguments = len(arguments._fields)
 
-    def fake_backward(
-        grad_out: Tensor, needs_grad: Sequence[bool], *inputs_and_outputs: Any
-    ) -> list[Tensor]:
-        inputs = inputs_and_outputs[: len(needs_grad)]
-        return [x.new_empty(x.shape) for x, need in zip(inputs, needs_grad, strict=True) if need]
+    def run_forward(*fields: Any) -> tuple[Tensor, ...]:
+        return tuple(forward(arguments(*fields)))
 
-    op, run, library = _define(name, forward, fake)
+    def fake_forward(*fields: Any) -> tuple[Tensor, ...]:
+        return tuple(fake(arguments(*fields)))
+
+    def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
+        grads = backward(
+            grad_out,
+            arguments(*fields[:num_arguments]),
+            outputs(*fields[num_arguments:]),
+            arguments(*needs_grad),
+        )
+        asked = zip(arguments._fields, needs_grad, strict=True)
+        return [getattr(grads, name) for name, need in asked if need]
+
+    def fake_gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
+        asked = zip(fields, needs_grad, strict=False)
+        return [x.new_empty(x.shape) for x, need in asked if need]
+
+    of_arguments, of_outputs = get_type_hints(arguments), get_type_hints(outputs)
+    returns = tuple[tuple(of_outputs.values())]  # pyright: ignore[reportInvalidTypeArguments]
+    op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
+    of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_arguments, **of_outputs}
     backward_op, run_backward, backward_library = _define(
-        f"{name}_backward", backward, fake_backward
+        f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
     )
     num_tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
 
@@ -238,7 +264,7 @@ def _differentiate(
         if not torch._C._are_functorch_transforms_active():
             return node.apply(*inputs, call)
         with enable_single_level_autograd_function():  # the dispatcher calls this at each level
-            return node_of_level.apply(*inputs, call)
+            return node_of_level.apply(*inputs, call)  # pyright: ignore[reportAttributeAccessIssue]
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
 
@@ -277,14 +303,33 @@ def _saves_as_they_are() -> bool:
     return _top_saved_tensors_default_hooks(True) is None
 
 
+def _schema(arguments: dict[str, Any], returns: Any) -> str:
+    """The schema of an op that takes ``arguments``, from names to types."""
+
+    def prototype() -> None: ...
+
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    prototype.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [Parameter(name, kind, annotation=of_type) for name, of_type in arguments.items()],
+        return_annotation=returns,
+    )
+    return torch.library.infer_schema(prototype, mutates_args=())
+
+
 def _define(
-    name: str, implementation: Callable[..., Any], fake: Callable[..., Any]
+    name: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    schema: str | None = None,
 ) -> tuple[torch._ops.OpOverload, Callable[..., Any], torch.library.Library]:
     """The op of an implementation and its fake, without a gradient; what runs on a device; and the
     op's library.
 
-    The first input is a tensor, whose device becomes the current one.
+    The first input is a tensor, whose device becomes the current one. The schema is by default that
+    of the annotated implementation.
     """
+    if schema is None:
+        schema = torch.library.infer_schema(implementation, mutates_args=())
 
     def run(*arguments: Any) -> Any:
         if forward_ad._current_level >= 0:  # gradients, too, may have a tangent
@@ -295,7 +340,7 @@ def _define(
     if name in _libraries:
         _libraries.pop(name)._destroy()
     library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
-    library.define(name + torch.library.infer_schema(implementation, mutates_args=()))
+    library.define(name + schema)
     for key in DEVICES:
         library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)

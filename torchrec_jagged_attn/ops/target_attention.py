@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import are_prior_weights, bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.arguments import (
+    Biases,
+    TargetArguments,
+    TargetGradients,
+    TargetOutputs,
+)
 from torchrec_jagged_attn.checks import (
     check_biases,
     check_float,
@@ -20,10 +24,11 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
     check_width,
 )
-from torchrec_jagged_attn.cpu import attention as reference
+from torchrec_jagged_attn.cpu import target_attention as cpu
 from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.kernels.target import attention as target_kernels
+from torchrec_jagged_attn.kernels.target import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
 
 __all__ = ["jagged_target_attention"]
@@ -119,110 +124,63 @@ def jagged_target_attention(
     check_shape(history, "history", "[N, D]", (None, width))
     check_same(query, "query", dtype=True, history=history)
     check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
-    check_biases(
-        query, "query", history.shape[0], bias, position_bias, age_bias, timestamps, prior_weights
-    )
-    bias = bias_or_prior_weights(bias, prior_weights)
+    biases = Biases(bias, position_bias, age_bias, timestamps)
+    check_biases(query, "query", history.shape[0], biases, prior_weights)
     if scale is None:
         scale = 1 / math.sqrt(width)
     out, _, _ = _target_attention(
-        query, history, offsets, query_offsets, bias, position_bias, age_bias, timestamps, scale,
-        torch.is_grad_enabled(),
+        query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
+        position_bias, age_bias, timestamps, scale, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
 
-def target_attention_forward(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    scale: float,
-    for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of ``[B | 1, T, H, D]`` or jagged ``[ΣT, H, D]`` queries.
-
-    ``bias`` may be ``[N]``: prior weights, whose logarithm is the bias of all heads.
-
-    And for backward: what rounding took of it, in its shape (no element where it is no half
-    precision, or no gradient will be taken), and softmax statistics.
-    """
-    check_offsets_values(offsets, history.shape[0], "offsets")
-    if query_offsets is not None:
-        check_offsets_values(query_offsets, query.shape[0], "query_offsets")
-    if are_prior_weights(bias):
-        check_prior_weights_values(bias)
-    biases = (bias, position_bias, age_bias, timestamps)
-    if implementation(query.device)[0] == "reference":
-        forward = reference.target_attention
-    else:
-        forward = target_kernels.forward
-    return forward(query, history, offsets, query_offsets, *biases, scale, for_backward)
+def forward(args: TargetArguments) -> TargetOutputs:
+    """Attend; see :class:`TargetArguments`."""
+    check_offsets_values(args.offsets, args.history.shape[0], "offsets")
+    if args.query_offsets is not None:
+        check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
+    if args.bias is not None and args.bias.dim() == 1:
+        check_prior_weights_values(args.bias)
+    return _implementation(args.query).forward(args)
 
 
-def target_attention_fake(
-    query: Tensor, history: Tensor, offsets: Tensor, query_offsets: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors of the shapes and dtypes that :func:`target_attention_forward` gives."""
-    shape = list(query.shape)
-    if query_offsets is None:
-        shape[0] = offsets.numel() - 1
-    for_backward = others[-1]
-    rest = query.new_empty(shape if for_backward and query.element_size() == 2 else [0])
+def fake(args: TargetArguments) -> TargetOutputs:
+    """Tensors of the shapes and dtypes that :func:`forward` gives."""
+    query, shape = args.query, list(args.query.shape)
+    if args.query_offsets is None:
+        shape[0] = args.offsets.numel() - 1
+    is_rounded = args.for_backward and query.element_size() == 2
+    residual = query.new_empty(shape if is_rounded else [0])
     stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
-    return query.new_empty(shape), rest, stats
+    return TargetOutputs(query.new_empty(shape), residual, stats)
 
 
-def target_attention_backward(
-    grad_out: Tensor,
-    needs_grad: Sequence[bool],
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    scale: float,
-    for_backward: bool,
-    out: Tensor,
-    rest: Tensor,
-    stats: Tensor,
-) -> list[Tensor]:
-    """Gradients of those of query, history and the three biases that need one."""
-    if not for_backward:
+def backward(
+    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs: TargetArguments
+) -> TargetGradients:
+    """Gradients of :func:`forward`."""
+    if not args.for_backward:
         raise ValueError(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
-    biases = (bias, position_bias, age_bias, timestamps)
-    if implementation(query.device)[0] == "reference":
-        grads = reference.target_attention_backward(
-            grad_out, query, history, offsets, query_offsets, *biases, scale
-        )
-    else:
-        grads = target_kernels.backward(
-            grad_out, query, history, offsets, query_offsets, *biases, out, rest, stats, scale,
-            needs_grad[4],
-        )  # fmt: skip
-    grad_query, grad_history, grad_bias, *grads_of_tables = grads
-    if needs_grad[4]:
-        grad_bias = bias_gradient(grad_bias, bias)
-    grads = (
-        grad_query, grad_history, None, None, grad_bias, *grads_of_tables, None, None, None
-    )  # fmt: skip
-    return [grad for grad, need in zip(grads, needs_grad, strict=True) if grad is not None and need]
+    needs_bias = bool(needs.bias)
+    grads = _implementation(args.query).backward(grad_out, args, outputs, needs_bias)
+    return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+
+
+def _implementation(x: Tensor) -> ModuleType:
+    """What attends on the device of ``x``."""
+    return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
 _target_attention = register_op(
     "target_attention",
-    forward=target_attention_forward,
-    fake=target_attention_fake,
-    backward=target_attention_backward,
+    arguments=TargetArguments,
+    outputs=TargetOutputs,
+    forward=forward,
+    fake=fake,
+    backward=backward,
     non_differentiable=("timestamps",),
 )

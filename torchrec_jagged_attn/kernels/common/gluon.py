@@ -8,11 +8,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from torchrec_jagged_attn.kernels.common.tma import wait_full
+from torchrec_jagged_attn.kernels.common.tma import read, wait_full
 
 __all__ = [
+    "GROUP_ROWS",
     "as_operand",
     "as_rows",
+    "hear",
     "launch_dependents",
     "multiply_keys",
     "next_tile",
@@ -20,39 +22,43 @@ __all__ = [
     "products_by_warp",
     "tell",
     "thread_barrier",
+    "wait_for_last_kernel",
 ]
 GROUP_ROWS = gl.constexpr(64)  # queries of a group of warps
 
 
 @gluon.jit
 def tell(places, turn, tile, STAGES: gl.constexpr):
-    """Leave where this turn's tile lies, four numbers, in shared memory."""
+    """Leave the numbers that say where this turn's ``tile`` lies in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for field in gl.static_range(4):
+    FIELDS: gl.constexpr = places.shape[0] // STAGES
+    for field in gl.static_range(FIELDS):
         value = gl.full([1], tile[field], gl.int32, layout)
-        places.index(turn % STAGES * 4 + field).store(value)
+        places.index(turn % STAGES * FIELDS + field).store(value)
 
 
 @gluon.jit
-def _hear(places, turn, field: gl.constexpr, STAGES: gl.constexpr):
+def hear(places, turn, field: gl.constexpr, STAGES: gl.constexpr):
     """One of the numbers that :func:`tell` has left."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(places.index(turn % STAGES * 4 + field).load(layout), 0)
+    FIELDS: gl.constexpr = places.shape[0] // STAGES
+    return gl.max(places.index(turn % STAGES * FIELDS + field).load(layout), 0)
 
 
 @gluon.jit
-def next_tile(places, queries, turn, STAGES: gl.constexpr):
+def next_tile(places, queries, turn):
     """``(row, count, num_keys, head)`` of this turn's tile, once its queries are there."""
-    wait_full(queries, turn, STAGES)
-    row, count = _hear(places, turn, 0, STAGES), _hear(places, turn, 1, STAGES)
-    num_keys, head = _hear(places, turn, 2, STAGES), _hear(places, turn, 3, STAGES)
+    STAGES: gl.constexpr = queries.full.shape[0]
+    wait_full(queries, turn)
+    row, count = hear(places, turn, 0, STAGES), hear(places, turn, 1, STAGES)
+    num_keys, head = hear(places, turn, 2, STAGES), hear(places, turn, 3, STAGES)
     return row, count, num_keys, head
 
 
 @gluon.jit
-def multiply_keys(q, keys, n, STAGES: gl.constexpr):
-    """Begin the products of queries and the ``n``-th tile of keys."""
-    k = wait_full(keys, n, STAGES)
+def multiply_keys(q, keys, n):
+    """Begin the products of queries and tile ``n`` of keys."""
+    k = read(keys, n)
     BLOCK_N: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout)

@@ -1,6 +1,13 @@
-"""Boxes of jagged rows for the tensor memory accelerator, and rings of them in shared memory."""
+"""Boxes of jagged rows for the tensor memory accelerator, and rings of them in shared memory.
+
+A ring has room for STAGES tiles, which one warp fills and others read, in turn: tile ``n`` lies
+where tile ``n - STAGES`` was. Each place has two barriers: ``full``, which opens once a tile is
+there, and ``empty``, which opens once all readers have released it.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -12,60 +19,124 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
+    "END",
+    "Barriers",
     "Descriptor",
+    "Ring",
+    "copy_in",
+    "copy_out",
     "fill",
+    "give",
     "is_addressable",
     "jagged_rows",
+    "make_barriers",
     "make_ring",
+    "read",
     "release",
+    "rows",
     "wait_empty",
     "wait_full",
 ]
 END = gl.constexpr(2**30)  # see jagged_rows
 
 
+class Barriers(NamedTuple):
+    """Those of a ring whose tiles lie elsewhere, each ``[STAGES, 1]``."""
+
+    full: Any
+    empty: Any
+
+
+class Ring(NamedTuple):
+    """A ring, ``tiles`` of it ``[STAGES, *box]``."""
+
+    full: Any
+    empty: Any
+    tiles: Any
+
+
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr):
-    """``(tiles, full, empty)``: room for ``STAGES`` tiles that both groups read, and barriers."""
-    shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+def make_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """The barriers of a ring. WRITERS give each tile, and READERS release it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    return tiles, full, empty
+        mbarrier.init(full.index(stage), count=WRITERS)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return Barriers(full, empty)
 
 
 @gluon.jit
-def wait_empty(ring, n, STAGES: gl.constexpr):
-    """Wait until the tile before the ``n``-th of a ring, in its place, has been read."""
-    mbarrier.wait(ring[2].index(n % STAGES), (n // STAGES + 1) & 1)
+def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr = 2):
+    """A ring for boxes of ``desc``, which :func:`fill` gives."""
+    shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full, empty = make_barriers(STAGES, 1, READERS)
+    return Ring(full, empty, tiles)
 
 
 @gluon.jit
-def fill(ring, n, desc, end, rest, head, STAGES: gl.constexpr):
-    """Begin to copy the tile whose first row is ``rest`` rows before ``end``, see jagged_rows."""
-    stage = n % STAGES
-    mbarrier.expect(ring[1].index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(
-        desc, [END, end, END - rest, head, 0], ring[1].index(stage), ring[0].index(stage)
-    )
+def wait_full(ring, n):
+    """Wait until tile ``n`` of a ring is there."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
-def wait_full(ring, n, STAGES: gl.constexpr):
-    """The ``n``-th tile of a ring, ``[rows, width]``, once it is there."""
-    stage = n % STAGES
-    mbarrier.wait(ring[1].index(stage), (n // STAGES) & 1)
-    tile = ring[0].index(stage)
+def wait_empty(ring, n):
+    """Wait until the tile that lay where tile ``n`` of a ring is to lie has been read."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.empty.index(n % STAGES), (n // STAGES + 1) & 1)
+
+
+@gluon.jit
+def give(ring, n):
+    """Say that tile ``n`` of a ring is there."""
+    mbarrier.arrive(ring.full.index(n % ring.full.shape[0]))
+
+
+@gluon.jit
+def release(ring, n):
+    """Say that this reader is done with tile ``n`` of a ring."""
+    mbarrier.arrive(ring.empty.index(n % ring.full.shape[0]))
+
+
+@gluon.jit
+def rows(ring, n):
+    """Tile ``n`` of a ring, ``[rows, width]``."""
+    tile = ring.tiles.index(n % ring.full.shape[0])
     return tile.reshape([tile.shape[2], tile.shape[4]])
 
 
 @gluon.jit
-def release(ring, n, STAGES: gl.constexpr):
-    """Say that this group has read the ``n``-th tile of a ring."""
-    mbarrier.arrive(ring[2].index(n % STAGES))
+def read(ring, n):
+    """Tile ``n`` of a ring, ``[rows, width]``, once it is there."""
+    wait_full(ring, n)
+    return rows(ring, n)
+
+
+@gluon.jit
+def copy_in(desc, end, remaining, head, barrier, tile):
+    """Begin to copy the box whose first row is ``remaining`` rows before ``end`` into ``tile``."""
+    tma.async_copy_global_to_shared(desc, [END, end, END - remaining, head, 0], barrier, tile)
+
+
+@gluon.jit
+def copy_out(desc, end, remaining, head, tile, column=0):
+    """Begin to copy ``tile`` to the box that :func:`copy_in` would read, from ``column`` on."""
+    tma.async_copy_shared_to_global(desc, [END, end, END - remaining, head, column], tile)
+
+
+@gluon.jit
+def fill(ring, n, desc, end, remaining, head, MORE_BYTES: gl.constexpr = 0):
+    """Begin to copy tile ``n`` of a ring, see :func:`copy_in`.
+
+    MORE_BYTES come to the same barrier from elsewhere.
+    """
+    stage = n % ring.full.shape[0]
+    full = ring.full.index(stage)
+    mbarrier.expect(full, desc.block_type.nbytes + MORE_BYTES)
+    copy_in(desc, end, remaining, head, full, ring.tiles.index(stage))
 
 
 _SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=5)
@@ -80,7 +151,7 @@ def is_addressable(x: Tensor) -> bool:
 
 
 class Descriptor(TensorDescriptor):
-    """One whose fields have been checked by :func:`takes`: checks take longer than all else."""
+    """One that does not check its fields, which takes longer than all else of a launch."""
 
     def __post_init__(self) -> None:
         pass

@@ -19,7 +19,9 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     store_softmax_stats,
 )
 
-__all__ = ["backward_short_kernel", "forward_short_kernel"]
+__all__ = ["MOST_ROWS", "backward_short_kernel", "forward_short_kernel"]
+
+MOST_ROWS = 32  # on both sides, of the samples that are taken
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -36,18 +35,20 @@ from torchrec_jagged_attn.kernels.common.gluon import (
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
 from torchrec_jagged_attn.kernels.common.tma import (
-    END,
+    copy_out,
     fill,
-    is_addressable,
+    give,
     jagged_rows,
     make_ring,
+    read,
     release,
+    rows,
     wait_empty,
     wait_full,
 )
 from torchrec_jagged_attn.kernels.flash import tiles
 
-__all__ = ["BLOCK_M", "TAKEN", "forward", "scores_by_distance", "takes"]
+__all__ = ["BLOCK_M", "forward", "scores_by_distance"]
 
 BLOCK_M = 128  # queries of a tile
 BLOCK_N = 128  # keys of a tile
@@ -100,22 +101,22 @@ def _load(
         num_keys = gl.load(tile_ptr + 4).to(gl.int32)
         # Which program takes a tile depends on time, and nothing on which program it is.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-        wait_empty(queries, turn, STAGES)
+        wait_empty(queries, turn)
         tell(places, turn, (row, count, num_keys, head), STAGES)
-        fill(queries, turn, q_desc, row + count, count, head, STAGES)
+        fill(queries, turn, q_desc, row + count, count, head)
         turn += 1
         kv_head = head // (H // HK)
         last = _last_keys(count, num_keys, CAUSAL, BLOCK_M, BLOCK_N)
         for start in range(last, -1, -BLOCK_N):
-            end, rest = base + num_keys, num_keys - start
-            wait_empty(keys, n, STAGES)
-            fill(keys, n, k_desc, end, rest, kv_head, STAGES)
-            wait_empty(values, n, STAGES)
-            fill(values, n, v_desc, end, rest, kv_head, STAGES)
+            end, remaining = base + num_keys, num_keys - start
+            wait_empty(keys, n)
+            fill(keys, n, k_desc, end, remaining, kv_head)
+            wait_empty(values, n)
+            fill(values, n, v_desc, end, remaining, kv_head)
             n += 1
-    wait_empty(queries, turn, STAGES)
+    wait_empty(queries, turn)
     tell(places, turn, (work, work, work, -1), STAGES)
-    mbarrier.arrive(queries[1].index(turn % STAGES))
+    give(queries, turn)
 
 
 @gluon.jit
@@ -169,7 +170,6 @@ def _attend_to(
     zero_ptr,
     diagonal,
     BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
     BY_DISTANCE: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -179,16 +179,16 @@ def _attend_to(
     whose values are added up here; what is returned are those of the tile ``first``.
     """
     for start in range(last - BLOCK_N, first - 1, -BLOCK_N):
-        products = multiply_keys(q, keys, n + 1, STAGES)
-        acc = warpgroup_mma(p, wait_full(values, n, STAGES), acc, is_async=True)
+        products = multiply_keys(q, keys, n + 1)
+        acc = warpgroup_mma(p, read(values, n), acc, is_async=True)
         products = warpgroup_mma_wait(1, deps=(products,))
-        release(keys, n + 1, STAGES)
+        release(keys, n + 1)
         weights, rescale, maximum, total = _softmax(
             products, factor, zero_ptr, start, diagonal, high, maximum, total, BY_DISTANCE, MASKED
         )
         next_p = as_operand(weights, p.dtype)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        release(values, n, STAGES)
+        release(values, n)
         acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
         p = next_p
         n += 1
@@ -196,13 +196,13 @@ def _attend_to(
 
 
 @gluon.jit
-def _leave_out(keys, values, n, num_tiles, STAGES: gl.constexpr):
+def _leave_out(keys, values, n, num_tiles):
     """Let tiles pass that are only for the other group."""
     for tile in range(num_tiles):
-        wait_full(keys, n + tile, STAGES)
-        release(keys, n + tile, STAGES)
-        wait_full(values, n + tile, STAGES)
-        release(values, n + tile, STAGES)
+        wait_full(keys, n + tile)
+        release(keys, n + tile)
+        wait_full(values, n + tile)
+        release(values, n + tile)
     return n + num_tiles
 
 
@@ -224,7 +224,6 @@ def _attend(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
     BY_DISTANCE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
@@ -236,12 +235,12 @@ def _attend(
     r = skipped + gl.arange(0, GROUP_ROWS, by_query)
     n = num_stats * 0
     turn = num_stats * 0
-    row, count, num_keys, head = next_tile(places, queries, turn, STAGES)
+    row, count, num_keys, head = next_tile(places, queries, turn)
     while head >= 0:
         last = _last_keys(count, num_keys, CAUSAL, BLOCK_M, BLOCK_N)
         if count <= skipped:
-            release(queries, turn, STAGES)
-            n = _leave_out(keys, values, n, last // BLOCK_N + 1, STAGES)
+            release(queries, turn)
+            n = _leave_out(keys, values, n, last // BLOCK_N + 1)
         else:
             high = num_keys
             seen_by_all = num_keys
@@ -251,13 +250,12 @@ def _attend(
             full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             diagonal = num_keys - count + skipped
-            q = queries[0].index(turn % STAGES).reshape([BLOCK_M, BLOCK_D])
-            q = q.slice(skipped, GROUP_ROWS)
+            q = rows(queries, turn).slice(skipped, GROUP_ROWS)
             maximum = gl.full([GROUP_ROWS], -float("inf"), gl.float32, by_query)
             total = gl.zeros([GROUP_ROWS], gl.float32, by_query)
             acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, by_values)
-            products = warpgroup_mma_wait(0, deps=(multiply_keys(q, keys, n, STAGES),))
-            release(keys, n, STAGES)
+            products = warpgroup_mma_wait(0, deps=(multiply_keys(q, keys, n),))
+            release(keys, n)
             weights, _, maximum, total = _softmax(
                 products, factor, zero_ptr, last, diagonal, high, maximum, total, BY_DISTANCE, True
             )
@@ -265,16 +263,16 @@ def _attend(
             if CAUSAL:
                 acc, p, maximum, total, n = _attend_to(
                     acc, p, maximum, total, q, keys, values, n, full, last, high, factor,
-                    zero_ptr, diagonal, BLOCK_N, STAGES, BY_DISTANCE, MASKED=True,
+                    zero_ptr, diagonal, BLOCK_N, BY_DISTANCE, MASKED=True,
                 )  # fmt: skip
             acc, p, maximum, total, n = _attend_to(
                 acc, p, maximum, total, q, keys, values, n, 0, full, high, factor,
-                zero_ptr, diagonal, BLOCK_N, STAGES, BY_DISTANCE, MASKED=False,
+                zero_ptr, diagonal, BLOCK_N, BY_DISTANCE, MASKED=False,
             )  # fmt: skip
-            release(queries, turn, STAGES)
-            acc = warpgroup_mma(p, wait_full(values, n, STAGES), acc, is_async=True)
+            release(queries, turn)
+            acc = warpgroup_mma(p, read(values, n), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-            release(values, n, STAGES)
+            release(values, n)
             n += 1
 
             inverse = 1.0 / gl.where(total > 0, total, 1.0)
@@ -283,13 +281,11 @@ def _attend(
             out = outs.index(GROUP)
             out.reshape([GROUP_ROWS, BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(
-                out_desc, [END, row + count, END - count + skipped, head, 0], out
-            )
+            copy_out(out_desc, row + count, count - skipped, head, out)
             stat = (row.to(gl.int64) + r) * H + head
             store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
         turn += 1
-        row, count, num_keys, head = next_tile(places, queries, turn, STAGES)
+        row, count, num_keys, head = next_tile(places, queries, turn)
     tma.store_wait(0)
 
 
@@ -328,13 +324,11 @@ def forward_kernel(
         [
             (_attend, (
                 stats_ptr, by_distance_ptr, out_desc, queries, keys, values, places, outs,
-                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
-                BY_DISTANCE, 0,
+                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE, 0,
             )),
             (_attend, (
                 stats_ptr, by_distance_ptr, out_desc, queries, keys, values, places, outs,
-                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, STAGES,
-                BY_DISTANCE, 1,
+                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE, 1,
             )),
             (_load, (
                 q_desc, k_desc, v_desc, queries, keys, values, places, tiles_ptr,
@@ -348,23 +342,6 @@ def forward_kernel(
 
 # A launcher does not ask for the dtype of a descriptor.
 _launch = {dtype: Launcher(forward_kernel) for dtype in (torch.bfloat16, torch.float16)}
-
-
-TAKEN = "half precision, widths that 8 divides, the larger 33 to 128, rows at multiples of 16 bytes"
-
-
-def takes(q: Tensor, k: Tensor, v: Tensor, width: int) -> bool:
-    """Whether :func:`forward` takes these inputs, ``width`` wide in shared memory: ``TAKEN``.
-
-    It depends on nothing that differs from batch to batch, but for a batch without keys.
-    """
-    return (
-        devices.hopper_multiprocessors(q.device) > 0
-        and q.dtype in _launch
-        and width in (64, 128)
-        and k.shape[0] > 0
-        and all(is_addressable(x) for x in (q, k, v))
-    )
 
 
 def forward(

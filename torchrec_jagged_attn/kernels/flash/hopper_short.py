@@ -506,10 +506,7 @@ def forward(
     factor: float,
     causal: bool,
 ) -> None:
-    """Write the rows of ``out`` and ``stats`` of samples of at most ``MOST_ROWS`` rows.
-
-    It takes the inputs that :func:`hopper_forward.takes` does with the width ``WIDTH``.
-    """
+    """Write the rows of ``out`` and ``stats`` of samples of at most ``MOST_ROWS`` rows."""
     num_samples = q_offsets.numel() - 1
     num_items = num_samples * q.shape[1]
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):

@@ -19,11 +19,12 @@ Every element is a sum over D in one order, whichever product it is taken from.
 
 from __future__ import annotations
 
-import torch
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
@@ -40,22 +41,20 @@ from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS, list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.common.tma import (
     fill,
-    is_addressable,
+    give,
     jagged_rows,
     make_ring,
     release,
+    rows,
     wait_empty,
     wait_full,
 )
 
-__all__ = ["TAKEN", "pair_bmm", "takes"]
+__all__ = ["pair_bmm"]
 
 BLOCK_M = 128  # rows of x of a tile, half of them of each group
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
-# With fewer rows of x a sample, much of a tile is empty: on an H200, the other kernel is as fast or
-# faster then, and needs no list.
-LEAST_MEAN_ROWS = 128
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
 # Of a number of 61 bits: 2^30, and the rest.
 LOW = gl.constexpr(2**30)
@@ -128,7 +127,6 @@ def _load(
     pair_offsets_ptr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
-    STAGES_Y: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """What one warp does: take tiles from the list, and bring in their rows."""
@@ -151,21 +149,21 @@ def _load(
         high = first // LOW
         low = first - high * LOW
         y_end = base + num_n
-        wait_empty(xs, turn, STAGES)
+        wait_empty(xs, turn)
         tell(places, turn, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
-        fill(xs, turn, x_desc, row.to(gl.int32) + count, count, 0, STAGES)
-        wait_empty(ends, 2 * turn, 2 * STAGES)
-        fill(ends, 2 * turn, ends_desc, y_end, num_n, 0, 2 * STAGES)
-        wait_empty(ends, 2 * turn + 1, 2 * STAGES)
-        fill(ends, 2 * turn + 1, ends_desc, y_end, gl.minimum(num_n, VECTOR), 0, 2 * STAGES)
+        fill(xs, turn, x_desc, row.to(gl.int32) + count, count, 0)
+        wait_empty(ends, 2 * turn)
+        fill(ends, 2 * turn, ends_desc, y_end, num_n, 0)
+        wait_empty(ends, 2 * turn + 1)
+        fill(ends, 2 * turn + 1, ends_desc, y_end, gl.minimum(num_n, VECTOR), 0)
         turn += 1
         for tile in range(_num_tiles(num_n, BLOCK_N)):
-            wait_empty(ys, n, STAGES_Y)
-            fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0, STAGES_Y)
+            wait_empty(ys, n)
+            fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0)
             n += 1
-    wait_empty(xs, turn, STAGES)
+    wait_empty(xs, turn)
     tell(places, turn, (work, work, work, -1), STAGES)
-    mbarrier.arrive(xs[1].index(turn % STAGES))
+    give(xs, turn)
 
 
 @gluon.constexpr_function
@@ -188,19 +186,19 @@ def _locate_rows(first, num_n, skipped, layout: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_tile(x, ring, n, STAGES: gl.constexpr):
+def _multiply_tile(x, ring, n):
     """``(product, x)``: with the ``n``-th tile of a ring, once it is there.
 
     One at a time: if two are on their way, the compiler lets every step of any product wait.
     """
-    product = multiply_keys(x, ring, n, STAGES)
+    product = multiply_keys(x, ring, n)
     product, x = warpgroup_mma_wait(0, deps=(product, x))
-    release(ring, n, STAGES)
+    release(ring, n)
     return product, x
 
 
 @gluon.jit
-def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped, STAGES: gl.constexpr):
+def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
     """Write what rows have before the first whole vector and after the last, up to 7 elements each.
 
     They are products with the first and the last eight rows of y, two tiles of the ring.
@@ -208,8 +206,8 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped, STAGES: gl.co
     layout: gl.constexpr = products_by_group(VECTOR, 4)
     r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, layout))
     x = gl.convert_layout(x, gl.DotOperandLayout(0, layout, 2))
-    head, x = _multiply_tile(x, ends, n, STAGES)
-    tail, x = _multiply_tile(x, ends, n + 1, STAGES)
+    head, x = _multiply_tile(x, ends, n)
+    tail, x = _multiply_tile(x, ends, n + 1)
     c = gl.arange(0, VECTOR, gl.SliceLayout(0, layout))
     inside = (r < count)[:, None]
     whole = gl.minimum((shift + 7) // VECTOR * VECTOR - shift, num_n)  # here vectors begin
@@ -229,11 +227,7 @@ def _multiply(
     ys,
     ends,
     places,
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGES_Y: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """What four warps do: products of their half of each tile's rows."""
@@ -243,26 +237,25 @@ def _multiply(
     nothing = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.int32, vectors)
     turn = gl.program_id(0) * 0
     n = turn
-    count, num_n, low, high = next_tile(places, xs, turn, STAGES)
+    count, num_n, low, high = next_tile(places, xs, turn)
     while high >= 0:
         num_tiles = _num_tiles(num_n, BLOCK_N)
         if count <= skipped:
-            release(xs, turn, STAGES)
-            n = _leave_out(ys, n, num_tiles, STAGES_Y)
-            _leave_out(ends, 2 * turn, 2, 2 * STAGES)
+            release(xs, turn)
+            n = _leave_out(ys, n, num_tiles)
+            _leave_out(ends, 2 * turn, 2)
         else:
-            x = xs[0].index(turn % STAGES).reshape([BLOCK_M, BLOCK_D])
-            x = x.slice(skipped, GROUP_ROWS)
+            x = rows(xs, turn).slice(skipped, GROUP_ROWS)
             x = x.load(gl.DotOperandLayout(0, products_by_group(BLOCK_N, 4), 2))
             thread_barrier()
-            release(xs, turn, STAGES)
+            release(xs, turn)
             first = high.to(gl.int64) * LOW + low
-            _store_ends(out_ptr, x, ends, 2 * turn, first, count, num_n, skipped, 2 * STAGES)
+            _store_ends(out_ptr, x, ends, 2 * turn, first, count, num_n, skipped)
             r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, vectors))
             inside = (r < count)[:, None]
             by_vector = shift[:, None] + nothing
             for tile in range(num_tiles):
-                acc, x = _multiply_tile(x, ys, n, STAGES_Y)
+                acc, x = _multiply_tile(x, ys, n)
                 n += 1
                 out = shift_columns(gl.convert_layout(acc.to(x.dtype), vectors), by_vector)
                 start = tile * (BLOCK_N - VECTOR)
@@ -273,15 +266,15 @@ def _multiply(
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
                 gl.store(ptrs, out, mask=inside & whole & new)
         turn += 1
-        count, num_n, low, high = next_tile(places, xs, turn, STAGES)
+        count, num_n, low, high = next_tile(places, xs, turn)
 
 
 @gluon.jit
-def _leave_out(ring, n, num_tiles, STAGES: gl.constexpr):
+def _leave_out(ring, n, num_tiles):
     """Let tiles pass that are only for the other group."""
     for tile in range(num_tiles):
-        wait_full(ring, n + tile, STAGES)
-        release(ring, n + tile, STAGES)
+        wait_full(ring, n + tile)
+        release(ring, n + tile)
     return n + num_tiles
 
 
@@ -294,9 +287,7 @@ def pairs_kernel(
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     x_offsets_ptr,  # [B + 1]
     pair_offsets_ptr,  # [B + 1] int64
-    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     STAGES_Y: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -310,15 +301,11 @@ def pairs_kernel(
     )
     gl.warp_specialize(
         [
-            (_multiply, (
-                out_ptr, xs, ys, ends, places, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, STAGES_Y, 0,
-            )),
-            (_multiply, (
-                out_ptr, xs, ys, ends, places, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, STAGES_Y, 1,
-            )),
+            (_multiply, (out_ptr, xs, ys, ends, places, BLOCK_N, 0)),
+            (_multiply, (out_ptr, xs, ys, ends, places, BLOCK_N, 1)),
             (_load, (
                 x_desc, y_desc, ends_desc, xs, ys, ends, places, tiles_ptr, x_offsets_ptr,
-                pair_offsets_ptr, BLOCK_N, STAGES, STAGES_Y, OVERLAP,
+                pair_offsets_ptr, BLOCK_N, STAGES, OVERLAP,
             )),
         ],
         [4, 1],
@@ -328,49 +315,38 @@ def pairs_kernel(
 
 _launch = Launcher(pairs_kernel)
 
-TAKEN = (
-    f"samples of {LEAST_MEAN_ROWS} rows of x or more in the mean: half precision, widths up to 128 "
-    "that 8 divides, rows at multiples of 16 bytes"
-)
-
-
-def takes(x: Tensor, y: Tensor, num_samples: int) -> bool:
-    """Whether :func:`pair_bmm` takes these inputs, of which neither is empty: ``TAKEN``.
-
-    The kernel of other inputs gives the same bits, so that the mean may have a say.
-    """
-    return (
-        devices.hopper_multiprocessors(x.device) > 0
-        and x.shape[0] >= LEAST_MEAN_ROWS * num_samples
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and 0 < x.shape[1] <= 128
-        and all(t.stride(1) == 1 and is_addressable(t.unsqueeze(1)) for t in (x, y))
-    )
-
 
 def pair_bmm(
     x: Tensor, y: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor
 ) -> None:
     """Write ``out``, which begins at a multiple of 16 bytes; offsets are contiguous."""
-    width = max(64, padded_width(x.shape[1]))
     num_samples = x_offsets.numel() - 1
     capacity = most_tiles(x.shape[0], y.shape[0], num_samples, 0, BLOCK_M)
     tiles = list_tiles(x_offsets, y_offsets, capacity, 0, BLOCK_M)
+    constants = _pair_constants(x.shape[1], devices.launches_overlap(x.device))
+    width = constants["BLOCK_D"]
+    x, y = x.unsqueeze(1), y.unsqueeze(1)  # of one head
     descriptors = (
-        jagged_rows(x.unsqueeze(1), BLOCK_M, width),
-        jagged_rows(y.unsqueeze(1), BLOCK_N, width),
-        jagged_rows(y.unsqueeze(1), VECTOR.value, width),
+        jagged_rows(x, BLOCK_M, width),
+        jagged_rows(y, BLOCK_N, width),
+        jagged_rows(y, VECTOR.value, width),
     )
     _launch(
         (min(capacity, devices.hopper_multiprocessors(x.device)),),
         (out, *descriptors, tiles, x_offsets, pair_offsets),
-        {
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_N": BLOCK_N,
-            "BLOCK_D": width,
-            "STAGES": STAGES,
-            "STAGES_Y": STAGES_Y,
-            "num_warps": 4,
-            **overlap_options(devices.launches_overlap(x.device)),
-        },
+        constants,
     )
+
+
+@functools.cache
+def _pair_constants(width: int, overlap: bool) -> dict:
+    """Compile-time arguments of ``pairs_kernel``."""
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_D": max(64, padded_width(width)),
+        "STAGES": STAGES,
+        "STAGES_Y": STAGES_Y,
+        "num_warps": 4,
+        **overlap_options(overlap),
+    }

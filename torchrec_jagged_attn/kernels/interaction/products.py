@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from torchrec_jagged_attn import devices
+from torchrec_jagged_attn import devices, paths
 from torchrec_jagged_attn.kernels.common.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import (
@@ -28,6 +28,7 @@ from torchrec_jagged_attn.kernels.common.matmul import (
     tile_of,
 )
 from torchrec_jagged_attn.kernels.interaction import hopper_pairs
+from torchrec_jagged_attn.kernels.interaction.plan import PATHS, PairProduct
 
 __all__ = [
     "array_jagged_bmm",
@@ -35,7 +36,6 @@ __all__ = [
     "jagged_jagged_bmm",
     "pair_bmm",
     "pair_offsets",
-    "paths",
 ]
 
 
@@ -204,6 +204,8 @@ def _pair_offsets_kernel(
         total += tl.sum(pairs, 0)
 
 
+PAIR_PATHS = PATHS["jagged_jagged_bmm_jagged_out"]
+
 _pair_offsets = Launcher(_pair_offsets_kernel)
 _rows = Launcher(_rows_kernel)
 _sums = Launcher(_sums_kernel)
@@ -235,7 +237,13 @@ def pair_bmm(
 ) -> Tensor:
     """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
     out = x.new_empty(total)
-    if total > 0 and hopper_pairs.takes(x, y, x_offsets.numel() - 1):
+    if total == 0:
+        return out
+    call = PairProduct(x, y, x_offsets.numel() - 1)
+    if paths.LOG:
+        choice = paths.choose(PAIR_PATHS, x.device, call)
+        paths.log_choice("jagged_jagged_bmm_jagged_out", choice)
+    if PAIR_PATHS[0].takes(x.device, call):
         offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
         hopper_pairs.pair_bmm(x, y, out, *offsets)
     else:
@@ -243,11 +251,6 @@ def pair_bmm(
             x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
         )
     return out
-
-
-def paths(device: torch.device) -> dict[str, str]:
-    """What kernels of their own :func:`pair_bmm` takes on ``device``, by the name of these."""
-    return {"gluon, Hopper": hopper_pairs.TAKEN} if devices.hopper_multiprocessors(device) else {}
 
 
 def array_jagged_bmm(

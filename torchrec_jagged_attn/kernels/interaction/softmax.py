@@ -1,10 +1,15 @@
-"""Softmax within each sample.
+"""Softmax within each sample: of the columns of its ``[L, T]``, or of the rows of its pairs.
 
-It is bound by memory: of E elements of e bytes each, it reads and writes E·e bytes, backward 3·E·e.
-What does not fit in a tile is read again, from the cache if it fits there.
+    columns: out_nt = exp(x_nt) / Σ_m exp(x_mt)      pairs: out_ij = exp(x_ij) / Σ_k exp(x_ik)
+    gradient of x: out · (dout - Σ out · dout)
 
-A softmax is over a column of a sample's ``[L, T]``, or over a row of its ``[Lx, Ly]`` pairs: here,
-over ``r`` in ``[i, r]``, where pairs have ``i`` in rows and columns have ``i`` next to each other.
+It is bound by memory: with E elements of e bytes each, forward reads and writes 2·E·e bytes in all,
+backward 3·E·e. Elements that do not fit in a tile are read again, from the cache if they fit there.
+
+A line is what one softmax is over: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Kernels
+see ``[i, r]``, lines ``i`` of elements ``r``. The elements of a row are next to each other, and so
+are the columns. Each sample takes the form that suits its length, see ``plan.py``: rows in one
+tile, short columns, and long lines of either kind.
 """
 
 from __future__ import annotations
@@ -18,20 +23,19 @@ from torch import Tensor
 from torchrec_jagged_attn.kernels.common.jagged import find_tile
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update
+from torchrec_jagged_attn.kernels.interaction.plan import LONGEST_COLUMN, LONGEST_WHOLE_ROW
 
 __all__ = ["softmax", "softmax_backward"]
 
-# Rows up to which columns are read again and again: a sample of so many stays in the cache.
-LONG = 1024
-# Bytes of a tile of longer ones; several are on their way at a time.
+# Bytes of a tile of long columns: small, so that several are loaded ahead.
 LONG_TILE = 2048
-# Of pairs, a program has the lines that begin in a part of so many. It is a single warp, that takes
-# maxima and sums without waiting for others.
+# Pairs of a tile. A program computes the rows that begin in its tile. It is a single warp, whose
+# maxima and sums wait for no other.
 SPAN = 1024
 PAIR_CONSTANTS = {
     "SPAN": SPAN,
     "BLOCK_I": 1,
-    "BLOCK_R": 512,
+    "BLOCK_R": LONGEST_WHOLE_ROW,
     "SHAPES": 4,
     "num_warps": 1,
     "maxnreg": 64,
@@ -74,7 +78,7 @@ def _load_lines(ptr, at, mask):
 
 
 @triton.jit
-def _whole_lines(
+def _whole_rows(
     x_ptr,
     p_ptr,
     out_ptr,
@@ -181,7 +185,7 @@ def _pairs_kernel(
         if shape + 1 < SHAPES:
             fits &= length > BLOCK_R >> (shape + 1)
         if fits:
-            _whole_lines(
+            _whole_rows(
                 x_ptr, p_ptr, out_ptr, first, line, last_line, length,
                 BLOCK_I << shape, BLOCK_R >> shape,
             )  # fmt: skip
@@ -322,7 +326,7 @@ def _column_constants(width: int, size: int, backward: bool) -> dict:
         "T": width,
         "BLOCK_I": block_i,
         "BLOCK_R": 128 if backward or block_i < 16 else 64,
-        "LONG": LONG,
+        "LONG": LONGEST_COLUMN,
         "LONG_TILE": LONG_TILE // size,
         "num_warps": 4 if backward or block_i > 16 else 2,
         **({} if backward else {"maxnreg": 48}),

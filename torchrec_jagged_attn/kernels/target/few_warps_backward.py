@@ -1,7 +1,11 @@
-"""Backward of target attention by a few warps, each with 16 query rows: see ``warp_parts.py``.
+"""Backward of target attention by one to four warps, for samples of 9 to 64 query rows.
 
-Weights and gradients of scores are put one above the other in shared memory, and so are gradients
-of outputs and queries: one product makes the gradients of history rows, 16 of them to a warp.
+Each warp has 16 query rows for scores, and 16 history rows for their gradients. History rows are
+read once and their gradients written once: 2·N·D·e bytes, 10·N·R·D FLOPs.
+
+Weights and gradients of scores lie one above the other in shared memory, and so do gradients of
+outputs and queries: one product makes the gradients of history rows. ``general_combine.py`` sums up
+the chunks.
 """
 
 from __future__ import annotations
@@ -97,7 +101,7 @@ def backward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_history_ptr,  # [N, D]
@@ -160,7 +164,7 @@ def backward_kernel(
         r = gl.arange(0, BLOCK_R, by_query)
         if PARTS == 1:
             out = load_rows(out_ptr, row, count, 0, rows, left, D).to(gl.float32)
-            out += load_rows(rest_ptr, row, count, 0, rows, left, D).to(gl.float32)
+            out += load_rows(residual_ptr, row, count, 0, rows, left, D).to(gl.float32)
             delta = gl.sum(grad_out.to(gl.float32) * out, 1)
             delta = gl.convert_layout(delta, by_query)[:, None]
         grad_out = split(grad_out, PARTS)

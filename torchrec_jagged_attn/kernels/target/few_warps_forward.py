@@ -1,4 +1,10 @@
-"""Forward of target attention by a few warps, each with 16 query rows: see ``warp_parts.py``."""
+"""Forward of target attention by one to four warps, for samples of 9 to 64 query rows.
+
+Each warp has 16 query rows on the M side of its products, and history rows on the N side. All warps
+of a program read the same tiles, so that history rows are read once: N·D·e bytes, 4·N·R·D FLOPs.
+These are the kernels for fp32, which tensor cores multiply in parts of bf16, and for half precision
+that no warpgroup serves. ``general_combine.py`` sums up the chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
+from torchrec_jagged_attn.kernels.target.warp_combine import store_outputs, store_stats
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     columns_at_once,
     exp,
@@ -36,7 +43,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, count, D] fp32
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
@@ -137,13 +144,7 @@ def forward_kernel(
             gl.store(ptrs, maximum, mask=r < count)
             gl.store(ptrs + count, total, mask=r < count)
         else:
-            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
+            inverse = store_stats(stats_ptr, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, BLOCK_D, COLUMNS):
                 out = accs[column // COLUMNS] * inverse[:, None]
-                store_rows(out_ptr, out, row, count, column, D)
-                if rest_ptr is not None:
-                    rest = out - out.to(dtype).to(gl.float32)
-                    store_rows(rest_ptr, rest, row, count, column, D)
-            ptrs = stats_ptr + row + r
-            gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
-            gl.store(ptrs + num_rows, inverse, mask=r < count)
+                store_outputs(out_ptr, residual_ptr, out, row, count, column, D)

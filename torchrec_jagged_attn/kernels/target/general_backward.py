@@ -1,4 +1,14 @@
-"""Kernels of target attention, backward: see ``attention.py`` for what they share."""
+"""Backward of target attention in Triton, for any call.
+
+With p the weights of the softmax, ``dp_rn = ∂out_r · x_n`` and ``delta_r = ∂out_r · out_r``:
+
+    ds_rn = p_rn · (dp_rn - delta_r)        ∂q_r = scale · Σ_n ds_rn · x_n
+    ∂bias_n = Σ_r ds_rn, by head            ∂x_n = Σ_r p_rn · ∂out_r + scale · ds_rn · q_r
+
+``grad_history_kernel`` computes all of it for samples whose query rows one block holds, in half
+precision: it reads x once and writes ∂x once, 2·N·D·e bytes and 10·N·R·D FLOPs. Otherwise
+``grad_query_kernel`` computes ∂q and an exact delta first, and reads x once more: 14·N·R·D FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +59,11 @@ def _score_gradients(
 
 
 @triton.jit
-def _mean_gradient(grad_out, rest_ptr, out, first, r, count, d, D: tl.constexpr):
-    """``[BLOCK_R]``: what is to be taken off the gradients of weights."""
+def _mean_gradient(grad_out, residual_ptr, out, first, r, count, d, D: tl.constexpr):
+    """``delta``, ``[BLOCK_R]``: the mean of the gradients of weights."""
     exact = out.to(tl.float32)
-    if rest_ptr is not None:
-        exact += load_queries(rest_ptr, first, r, count, d, D).to(tl.float32)
+    if residual_ptr is not None:
+        exact += load_queries(residual_ptr, first, r, count, d, D).to(tl.float32)
     return tl.sum(grad_out.to(tl.float32) * exact, 1)
 
 
@@ -67,12 +77,12 @@ def grad_query_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, out
     sums_ptr,  # [slots, rows_of_slot, D] fp32
-    residuals_ptr,  # [slots, rows_of_slot] fp32
+    ds_totals_ptr,  # [slots, rows_of_slot] fp32
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
@@ -98,7 +108,7 @@ def grad_query_kernel(
 ):
     """Gradient of one block of a sample's query rows, over one chunk of its history.
 
-    Where SINGLE_PASS, samples of one block are left to the other kernel.
+    Where SINGLE_PASS, the other kernel computes samples of one block.
     """
     busy, sample, block, begin, end, slot = find_work(
         offsets_ptr, query_offsets_ptr, num_samples, num_targets, num_slots,
@@ -112,13 +122,13 @@ def grad_query_kernel(
     q = load_queries(query_ptr, 0 if LAYOUT == SHARED else first, r, count, d, D)
     grad_out = load_queries(grad_out_ptr, first, r, count, d, D)
     out = load_queries(out_ptr, first, r, count, d, D)
-    delta = _mean_gradient(grad_out, rest_ptr, out, first, r, count, d, D)
+    delta = _mean_gradient(grad_out, residual_ptr, out, first, r, count, d, D)
     maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
     alone = (end - begin == 1) & (slot < 0)
 
     index = tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
-    residual = tl.zeros([BLOCK_R], tl.float32)  # Σ ds: zero, but for the rounding of out
+    ds_total = tl.zeros([BLOCK_R], tl.float32)  # zero, but for the rounding of out
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (end - start).to(tl.int32))[:, None]
@@ -132,17 +142,17 @@ def grad_query_kernel(
             q, grad_out, delta, maximum, inverse, x, bias, visible, alone, scale, PRECISION
         )
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=PRECISION)
-        residual += tl.sum(ds, 0)
+        ds_total += tl.sum(ds, 0)
     acc = tl.trans(acc)
     if slot >= 0:
         room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
         local = tl.arange(0, BLOCK_R)
         store_queries(sums_ptr, acc, slot * room, local, room, d, D)
-        tl.store(residuals_ptr + slot * room + local, residual, mask=local < room)
+        tl.store(ds_totals_ptr + slot * room + local, ds_total, mask=local < room)
     else:
-        # A delta larger by the residual would have made it zero, and acc less by its share of out.
-        delta += residual
-        acc -= residual[:, None] * out.to(tl.float32)
+        # A delta larger by ds_total would have made that zero, and acc less by ds_total · out.
+        delta += ds_total
+        acc -= ds_total[:, None] * out.to(tl.float32)
         store_queries(grad_query_ptr, acc * scale, first, r, count, d, D)
     if tl.program_id(0) >= num_slots:  # the first chunk
         tl.store(delta_ptr + first + r, delta, mask=r < count)
@@ -158,7 +168,7 @@ def grad_history_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     delta_ptr,  # [rows] fp32, unless ONE_BLOCK
@@ -196,8 +206,8 @@ def grad_history_kernel(
 ):
     """Gradients of one chunk of a sample's history and of its biases, over all its query rows.
 
-    Where ONE_BLOCK holds all query rows of a sample, their gradient, too; samples with more of them
-    are left alone then, and else those with fewer.
+    Where ONE_BLOCK, it serves samples whose query rows one block holds, and computes their
+    gradients, too; else it serves the other samples.
     """
     busy, sample, _, begin, end, slot = find_work(
         offsets_ptr, query_offsets_ptr, num_samples, num_targets, num_slots,
@@ -215,7 +225,7 @@ def grad_history_kernel(
         q = load_queries(query_ptr, query_first, r, count, d, D)
         grad_out = load_queries(grad_out_ptr, first, r, count, d, D)
         out = load_queries(out_ptr, first, r, count, d, D)
-        delta = _mean_gradient(grad_out, rest_ptr, out, first, r, count, d, D)
+        delta = _mean_gradient(grad_out, residual_ptr, out, first, r, count, d, D)
         maximum, inverse = load_stats(stats_ptr, num_rows, first + r, r < count)
         acc_query = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
 

@@ -1,8 +1,8 @@
-"""Bringing sums of chunks together, in their order.
+"""Sums over chunks, in their order, for kernels whose last program does not combine them.
 
-Where the GPU knows dependent launches (OVERLAP), these kernels begin while the one before them is
-at its end, and wait for its results. All programs do, also those without work: so the next kernel
-finds everything done.
+Outputs, gradients of queries, and those of tables over programs. Where launches overlap (OVERLAP),
+these kernels begin while the one before them ends, and wait for its results. All programs wait,
+also those without work: so the next kernel finds everything done.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def combine_outputs_kernel(
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
@@ -106,17 +106,17 @@ def combine_outputs_kernel(
     total_or_one = tl.where(total > 0, total, 1.0)[:, None]
     exact: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
     out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
-    store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
+    store_outputs(out_ptr, residual_ptr, out, first, r, count, d, D)
     store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets"])
 def combine_gradients_kernel(
     sums_ptr,  # [slots, rows_of_slot, D] fp32
-    residuals_ptr,  # [slots, rows_of_slot] fp32; None where one block and pass serve all samples
+    ds_totals_ptr,  # [slots, rows_of_slot] fp32; None where one block and pass serve all samples
     out_ptr,  # [rows, D]
     grad_query_ptr,  # [rows, D]
-    delta_ptr,  # [rows] fp32, in and out; None where residuals are
+    delta_ptr,  # [rows] fp32, in and out; None where ds_totals are
     offsets_ptr,  # [B + 1]
     query_offsets_ptr,  # [B + 1], where queries are JAGGED
     num_samples,
@@ -146,17 +146,17 @@ def combine_gradients_kernel(
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for slot in tl.range(begin, end, step, num_stages=4):
         acc += load_queries(sums_ptr, slot * room, local, room, d, D)
-    if residuals_ptr is not None:
+    if ds_totals_ptr is not None:
         if count > BLOCK_R or not SINGLE_PASS:
-            residual = tl.zeros([BLOCK_R], tl.float32)
+            ds_total = tl.zeros([BLOCK_R], tl.float32)
             for slot in range(begin, end, step):
-                ptrs = residuals_ptr + slot * room + local
-                residual += tl.load(ptrs, mask=local < room, other=0.0)
+                ptrs = ds_totals_ptr + slot * room + local
+                ds_total += tl.load(ptrs, mask=local < room, other=0.0)
             out = load_queries(out_ptr, first, r, count, d, D)
-            acc -= residual[:, None] * out.to(tl.float32)
+            acc -= ds_total[:, None] * out.to(tl.float32)
             if tl.program_id(1) == 0:
                 delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
-                tl.store(delta_ptr + first + r, delta + residual, mask=r < count)
+                tl.store(delta_ptr + first + r, delta + ds_total, mask=r < count)
     store_queries(grad_query_ptr, acc * scale, first, r, count, d, D)
 
 

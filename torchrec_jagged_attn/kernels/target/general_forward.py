@@ -1,4 +1,13 @@
-"""Kernels of target attention, forward: see ``attention.py`` for what they share."""
+"""Forward of target attention in Triton, for any call.
+
+    out_r = Σ_n p_rn · x_n          p_rn = softmax_n(scale · q_r · x_n + bias_rn)
+
+A program computes one block of query rows over one chunk of their sample's history, by an online
+softmax. The history is read once for each block of query rows: N·D·e bytes, 4·N·R·D FLOPs. Its rows
+are on the M side of the products, which they fill; few query rows would not.
+
+Samples of one chunk are done then. For others, ``general_combine.py`` sums up the chunks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +38,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, rows_of_slot, D] fp32
     sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
@@ -98,5 +107,5 @@ def forward_kernel(
         total_or_one = tl.where(total > 0, total, 1.0)[:, None]
         exact: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
         out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
-        store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D)
+        store_outputs(out_ptr, residual_ptr, out, first, r, count, d, D)
         store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)

@@ -1,8 +1,13 @@
-"""Backward of target attention by single warps: see ``warp_parts.py``.
+"""Backward of target attention by single warps, for samples of up to 8 query rows.
 
-Gradients of outputs and queries lie one above the other as one operand of 16 rows: with the weights
-and the gradients of scores side by side, one product of the tensor cores' full depth makes the
-gradient of a history row.
+A program is one warp: it computes the gradients of one chunk of a sample's history, of its biases
+and of all its query rows. History rows are read once and their gradients written once, which is the
+floor: 2·N·D·e bytes.
+
+Gradients of outputs and queries lie one above the other in shared memory, as one operand of 16
+rows; weights and gradients of scores lie side by side. So one product of the tensor cores' full
+depth makes the gradients of history rows. The last program of a sample combines its chunks: see
+``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -12,18 +17,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents
+from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
-    AT_ONCE,
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
     allocate_parts,
     columns_at_once,
-    columns_of_sums,
     exp,
     find_listed_chunk,
-    is_last_chunk,
     load_bias,
     load_columns,
     load_parts,
@@ -39,7 +42,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     turn_ring,
 )
 
-__all__ = ["backward_kernel", "combine_queries"]
+__all__ = ["backward_kernel"]
 
 
 @gluon.jit
@@ -56,7 +59,7 @@ def _add_to_table(
     """Add ``rows`` (in PARTS, as right operands) to their ``buckets`` of a table.
 
     ``table`` is ``[blocks, 16, 8]`` in shared memory; its buckets begin at block FIRST. Of the rows
-    of a tile, near in time, few blocks have any. ``weights``, a table or None, takes ``p``.
+    of a tile, near in time, few blocks have any. ``weights``, if there is such a table, gets ``p``.
     """
     block_of_row = buckets // 16
     lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
@@ -105,46 +108,16 @@ def _store_table(table, ptr, count, P: gl.constexpr, A: gl.constexpr):
 
 
 @gluon.jit
-def combine_queries(
-    sums_ptr,
-    grad_query_ptr,
-    row,
-    count,
-    first_slot,
-    chunks,
-    scale,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    ROWS: gl.constexpr = BLOCK_R,
-):
-    """Gradients of a sample's queries, of the sums of its chunks in their order."""
-    COLUMNS: gl.constexpr = columns_of_sums(ROWS, BLOCK_D, gl.num_warps())
-    layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
-    shape: gl.constexpr = [ROWS, COLUMNS]
-    for column in gl.static_range(0, BLOCK_D, COLUMNS):
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        for chunk in range(0, chunks, AT_ONCE):
-            loaded = ()
-            for i in gl.static_range(AT_ONCE):
-                there = gl.where(chunk + i < chunks, count, 0)
-                first = (first_slot + chunk + i).to(gl.int64) * count
-                loaded += (load_rows(sums_ptr, first, there, column, shape, layout, D),)
-            for i in gl.static_range(AT_ONCE):
-                acc += loaded[i]
-        store_rows(grad_query_ptr, acc * scale, row, count, column, D)
-
-
-@gluon.jit
 def _store_correction(
     weights_ptr, ptr, count, first_slot, chunks, P: gl.constexpr, A: gl.constexpr
 ):
-    """What the weights of all chunks of a sample take of their residual, as a table of its own."""
+    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as a table of its own."""
     size = (1 + P + A) * count
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
-    residual = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
+    ds_total = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
     for chunk in range(chunks):
         of_chunk = weights_ptr + (first_slot + chunk).to(gl.int64) * size
-        residual += gl.load(of_chunk + r, mask=r < count, other=0.0)
+        ds_total += gl.load(of_chunk + r, mask=r < count, other=0.0)
     for at in gl.static_range((P + 15) // 16 + (A + 15) // 16):
         weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
         ptrs, mask = _bucket_ptrs(weights_ptr + count, at, count, P, A)
@@ -152,7 +125,7 @@ def _store_correction(
             of_chunk = ptrs + (first_slot + chunk).to(gl.int64) * size
             weights += gl.load(of_chunk, mask=mask, other=0.0)
         ptrs, mask = _bucket_ptrs(ptr, at, count, P, A)
-        gl.store(ptrs, -residual[None, :] * weights, mask=mask)
+        gl.store(ptrs, -ds_total[None, :] * weights, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -165,14 +138,14 @@ def backward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where it is fp32
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_history_ptr,  # [N, D]
     grad_bias_ptr,  # [N, H], where a sample has one target; of logarithms of PRIOR weights [N]
     grad_tables_ptr,  # [programs, P + A, count] fp32
     sums_ptr,  # [slots, count, D] fp32
-    weights_ptr,  # [slots, 1 + P + A, count] fp32: residuals, weights; None without exact tables
+    weights_ptr,  # [slots, 1 + P + A, count] fp32: Σ ds, Σ p by bucket; or None
     slots_ptr,  # [2, slots] of list_slots_kernel
     offsets_ptr,  # [B + 1]
     num_samples,
@@ -229,7 +202,7 @@ def backward_kernel(
         by_query: gl.constexpr = gl.SliceLayout(0, MMA)
         if PARTS == 1:
             out = load_columns(out_ptr, row, count, D, BLOCK_D).to(gl.float32)
-            out += load_columns(rest_ptr, row, count, D, BLOCK_D).to(gl.float32)
+            out += load_columns(residual_ptr, row, count, D, BLOCK_D).to(gl.float32)
             delta = gl.sum(grad_out.to(gl.float32) * out, 0)
             delta = gl.convert_layout(delta, by_query)[None, :]
         grad_out = split(grad_out, PARTS)
@@ -329,14 +302,14 @@ def backward_kernel(
             stage = turn_ring(ring, stage, history_ptr, start, end, D, STRIDE)
 
         if weights_ptr is not None:
-            residual = _sum_of_blocks(table, BLOCKS_P if P > 0 else BLOCKS)
+            ds_total = _sum_of_blocks(table, BLOCKS_P if P > 0 else BLOCKS)
             if slot < 0:
                 for block in gl.static_range(BLOCKS):
-                    taken = residual[None, :] * weights.index(block).load(MMA)
+                    taken = ds_total[None, :] * weights.index(block).load(MMA)
                     table.index(block).store(table.index(block).load(MMA) - taken)
             else:
                 ptr = weights_ptr + slot.to(gl.int64) * (1 + P + A) * count
-                gl.store(ptr + r, residual, mask=r < count)
+                gl.store(ptr + r, ds_total, mask=r < count)
                 _store_table(weights, ptr + count, count, P, A)
         for column in gl.static_range(0, BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))

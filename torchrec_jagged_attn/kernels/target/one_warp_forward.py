@@ -1,4 +1,11 @@
-"""Forward of target attention by single warps: see ``warp_parts.py``."""
+"""Forward of target attention by single warps, for samples of up to 8 query rows.
+
+A program is one warp: it computes all query rows of a sample over one chunk of its history. History
+rows are read once, which is the floor: N·D·e bytes. Tiles of them lie on the M side of products,
+``[rows, queries]`` for scores and ``[width, queries]`` for outputs, and both read them from the
+same place in shared memory. Programs this small run side by side in numbers that keep enough bytes
+on their way. The last program of a sample combines its chunks: see ``warp_combine.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,99 +13,34 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from torchrec_jagged_attn.kernels.target.warp_combine import (
+    combine_outputs,
+    is_last_chunk,
+    store_outputs,
+    store_stats,
+)
 from torchrec_jagged_attn.kernels.target.warp_parts import (
-    AT_ONCE,
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
     allocate_parts,
     columns_at_once,
-    columns_of_sums,
     exp,
     find_listed_chunk,
-    is_last_chunk,
     load_bias,
     load_columns,
     load_parts,
-    load_rows,
     open_ring,
     product,
     row_buckets,
-    row_layout,
     split,
     store_parts,
     store_rows,
     turn_ring,
 )
 
-__all__ = ["combine_outputs", "forward_kernel"]
-
-
-@gluon.jit
-def _store_stats(stats_ptr, num_rows, row, count, maximum, total):
-    """Keep what weights are made of again. Returns the inverse totals."""
-    inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
-    r = gl.arange(0, maximum.shape[0], maximum.type.layout)
-    gl.store(stats_ptr + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
-    gl.store(stats_ptr + num_rows + row + r, inverse, mask=r < count)
-    return inverse
-
-
-@gluon.jit
-def _store_outputs(out_ptr, rest_ptr, out, row, count, column: gl.constexpr, D: gl.constexpr):
-    """Store ``out``, ``[rows, columns]`` in fp32, and what rounding takes of it."""
-    store_rows(out_ptr, out, row, count, column, D)
-    if rest_ptr is not None:
-        rest = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
-        store_rows(rest_ptr, rest, row, count, column, D)
-
-
-@gluon.jit
-def combine_outputs(
-    sums_ptr,
-    sums_stats_ptr,
-    out_ptr,
-    rest_ptr,
-    stats_ptr,
-    num_rows,
-    row,
-    count,
-    first_slot,
-    chunks,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    PARTS: gl.constexpr,
-    ROWS: gl.constexpr = BLOCK_R,
-):
-    """Outputs and statistics of a sample, of the sums of its chunks in their order."""
-    COLUMNS: gl.constexpr = columns_of_sums(ROWS, BLOCK_D, gl.num_warps())
-    layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    r = gl.arange(0, ROWS, by_row)
-    for column in gl.static_range(0, BLOCK_D, COLUMNS):
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        maximum = gl.full([ROWS], -float("inf"), gl.float32, by_row)
-        total = gl.zeros([ROWS], gl.float32, by_row)
-        for chunk in range(0, chunks, AT_ONCE):
-            loaded = ()
-            for i in gl.static_range(AT_ONCE):
-                there = gl.where(chunk + i < chunks, count, 0)
-                slot = (first_slot + chunk + i).to(gl.int64)
-                ptrs = sums_stats_ptr + slot * 2 * count + r
-                sums = load_rows(sums_ptr, slot * count, there, column, [ROWS, COLUMNS], layout, D)
-                of_chunk = gl.load(ptrs, mask=r < there, other=-float("inf"))
-                loaded += (sums, of_chunk, gl.load(ptrs + count, mask=r < there, other=0.0))
-            for i in gl.static_range(AT_ONCE):
-                new_maximum = gl.maximum(maximum, loaded[3 * i + 1])
-                shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                rescale = exp(maximum - shift, PARTS)
-                of_chunk = exp(loaded[3 * i + 1] - shift, PARTS)
-                acc = acc * rescale[:, None] + loaded[3 * i] * of_chunk[:, None]
-                total = total * rescale + loaded[3 * i + 2] * of_chunk
-                maximum = new_maximum
-        inverse = _store_stats(stats_ptr, num_rows, row, count, maximum, total)
-        _store_outputs(out_ptr, rest_ptr, acc * inverse[:, None], row, count, column, D)
+__all__ = ["forward_kernel"]
 
 
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -110,7 +52,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by; None where nobody asks
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, count, D] fp32
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
@@ -199,10 +141,10 @@ def forward_kernel(
 
         total = gl.sum(total, 0)
         if slot < 0:
-            inverse = _store_stats(stats_ptr, num_rows, row, count, maximum, total)
+            inverse = store_stats(stats_ptr, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, BLOCK_D, COLUMNS):
                 out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
-                _store_outputs(out_ptr, rest_ptr, out, row, count, column, D)
+                store_outputs(out_ptr, residual_ptr, out, row, count, column, D)
         else:
             for column in gl.static_range(0, BLOCK_D, COLUMNS):
                 acc = gl.permute(accs[column // COLUMNS], (1, 0))
@@ -213,6 +155,6 @@ def forward_kernel(
             first_slot = (first // CHUNK).to(gl.int32)
             if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
                 combine_outputs(
-                    sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
-                    first_slot, chunks, D, BLOCK_D, PARTS,
+                    sums_ptr, sums_stats_ptr, out_ptr, residual_ptr, stats_ptr, num_rows, row,
+                    count, first_slot, chunks, D, BLOCK_D, PARTS,
                 )  # fmt: skip

@@ -115,15 +115,15 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
 
 
 @triton.jit
-def store_outputs(out_ptr, rest_ptr, out, first, r, count, d, D: tl.constexpr):
-    """Store ``out`` (fp32) where :func:`load_queries` would load it, and what rounding takes of it.
+def store_outputs(out_ptr, residual_ptr, out, first, r, count, d, D: tl.constexpr):
+    """Store ``out`` (fp32) where :func:`load_queries` would load it, and its residual.
 
-    ``rest_ptr`` is None where nobody asks: ``out_ptr`` takes fp32, or there is no backward.
+    ``residual_ptr`` is None where nobody asks: ``out_ptr`` is of fp32, or there is no backward.
     """
     store_queries(out_ptr, out, first, r, count, d, D)
-    if rest_ptr is not None:
+    if residual_ptr is not None:
         rounded = out.to(out_ptr.dtype.element_ty).to(tl.float32)
-        store_queries(rest_ptr, out - rounded, first, r, count, d, D)
+        store_queries(residual_ptr, out - rounded, first, r, count, d, D)
 
 
 @triton.jit
@@ -143,10 +143,10 @@ def list_slots_kernel(
     BLOCK_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What kernels of single warps and of groups find chunks by: ``warp_parts.find_listed_chunk``.
+    """List the slots by which ``warp_parts.find_listed_chunk`` finds a program's chunk.
 
-    There, a sample of CHUNK rows or more is cut into chunks of up to twice as many. They have the
-    slots from ``offsets[b] // CHUNK`` on.
+    A sample of CHUNK rows or more is cut into chunks of up to twice as many. Their slots are those
+    from ``offsets[b] // CHUNK`` on.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()

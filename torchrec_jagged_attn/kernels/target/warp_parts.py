@@ -1,13 +1,14 @@
-"""What the kernels of target attention share that are written for warps, in Gluon.
+"""What the Gluon kernels of target attention for single warps and few warps share.
 
-They serve samples of up to 64 query rows, of widths that copies of 16 bytes divide. Tiles of rows
-arrive in shared memory by asynchronous copies while earlier ones are at work. Warps need nothing of
-each other but these: the tensor cores' products by warps (``m16n8``) have
+They serve samples of up to 64 query rows whose history rows begin at multiples of 16 bytes. Tiles
+of rows arrive in shared memory by asynchronous copies while earlier ones are computed. Each warp
+has products of its own on tensor cores (``m16n8``), so that warps rarely wait for each other:
 
-    up to 8 query rows     rows of history on their M side, queries on their N side, in one warp
-    up to 64               16 query rows to a warp on their M side, rows of history on their N side
+    up to 8 query rows     history rows on the M side, query rows on the N side, in one warp
+    up to 64               16 query rows to a warp on the M side, history rows on the N side
 
-Triton neither keeps a tile for products along both of its sides in one place nor takes a narrow N.
+Triton neither keeps a tile in one place for products along both of its sides nor knows so narrow an
+N side.
 
 Tensor cores multiply fp32 as sums of bf16 (PARTS): three hold it whole, two hold 16 of its bits.
 """
@@ -21,25 +22,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from torchrec_jagged_attn.kernels.common import biases
 from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
-    thread_barrier,
     wait_for_last_kernel,
 )
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.target import schedule
 
 __all__ = [
-    "AT_ONCE",
     "BLOCK_R",
     "LEFT",
     "MMA",
     "RIGHT",
     "allocate_parts",
     "columns_at_once",
-    "columns_of_sums",
     "exp",
     "find_chunk",
     "find_listed_chunk",
-    "is_last_chunk",
     "load_bias",
     "load_columns",
     "load_parts",
@@ -63,9 +60,8 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
 PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
-AT_ONCE = gl.constexpr(4)  # chunks whose sums are on their way from memory at a time
 
-LOG2E_REST = gl.constexpr(1.9259629911266175e-08)  # what log2(e) is more than LOG2E is in fp32
+LOG2E_LOW = gl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
 age_bucket = gluon.jit(biases.age_bucket.fn)
@@ -108,14 +104,8 @@ def split(x, PARTS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def columns_of_sums(rows, width, warps):
-    """How many columns of a chunk's sums, ``[rows, width]``, are in registers at a time."""
-    return min(width, (1024 if warps == 1 else 512 * warps) // rows)
-
-
-@gluon.constexpr_function
 def columns_at_once(width, rows, parts):
-    """How many columns of a tile's ``rows`` are in registers at a time."""
+    """How many columns of a tile's ``rows`` registers hold at a time."""
     return width if parts == 1 else min(width, 1024 // rows)
 
 
@@ -186,12 +176,12 @@ def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
 
 @gluon.jit
 def exp(x, PARTS: gl.constexpr):
-    """``e^x``; where operands are in PARTS, for which ``x · log2(e)`` is too rounded, exactly."""
+    """``e^x``, exact to fp32 where operands are in PARTS."""
     y = x * LOG2E
     power = gl.exp2(y)
     if PARTS > 1:
-        rest = gl.fma(x, LOG2E, -y) + x * LOG2E_REST
-        power = gl.where(power > 0, power + power * (rest * LN2), power)
+        low = gl.fma(x, LOG2E, -y) + x * LOG2E_LOW
+        power = gl.where(power > 0, power + power * (low * LN2), power)
     return power
 
 
@@ -207,9 +197,9 @@ def find_listed_chunk(
 ):
     """What this program does, where ``schedule.list_slots_kernel`` lists the slots.
 
-    It takes a slot, or a sample of fewer than CHUNK rows. Slots come first, so that none who begins
-    late has many rows; but for the FIRST samples, as many as programs begin at once, while slots
-    are listed.
+    It takes a slot, or a sample of fewer than CHUNK rows. The FIRST samples come first, as many as
+    programs begin at once, while slots are listed. Slots come next, so that no program that begins
+    late has many rows.
 
     Returns whether there is anything to do, the sample, its first history row, its length, begin
     and end of the chunk within it, its slot, -1 where the chunk is the whole sample, and how many
@@ -239,19 +229,8 @@ def find_listed_chunk(
 
 @gluon.jit
 def program_of_sample(sample, num_samples, num_slots):
-    """The program that takes ``sample`` if it has fewer than CHUNK rows."""
+    """The program of ``sample`` if that has fewer than CHUNK rows."""
     return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_slots)
-
-
-@gluon.jit
-def is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
-    """Whether the sample's other chunks have ended, and what they have stored is there to read.
-
-    Which one ends last differs from call to call: nothing of a result may depend on that.
-    """
-    thread_barrier()  # what any lane has stored is stored before lane 0 counts
-    ended = gl.atomic_add(slots_ptr + num_slots + first_slot, 1, sem="acq_rel", scope="gpu")
-    return ended == chunks - 1
 
 
 @gluon.jit
@@ -329,7 +308,7 @@ def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
-    """Begin to copy the rows from ``start`` on to ``tile``: one group.
+    """Begin to copy the rows from ``start`` on to ``tile``: one commit group.
 
     Copies that are masked, beyond ``end`` and D, write zeros.
     """
@@ -407,7 +386,7 @@ def load_bias(
     A: gl.constexpr,
     PRIOR: gl.constexpr,
 ):
-    """All biases of the rows ``n`` for the query rows ``r``; what is of either, shaped as scores.
+    """All biases of the rows ``n`` for the query rows ``r``, both shaped to broadcast as scores.
 
     PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
     from ``count`` on.

@@ -1,8 +1,11 @@
-"""Backward of target attention on Hopper, of half precision, by a group of four warps.
+"""Backward of target attention by a warpgroup, on Hopper: 9 to 64 query rows in half precision.
 
-Weights and gradients of scores are ``[rows, queries]``, rows of history on the M side, as scores
-are in ``warpgroup_forward.py``: from registers they make the gradients of those rows, and by way of
-shared memory those of queries, ``[width, queries]``, and of tables, ``[buckets, queries]``.
+Weights and gradients of scores are ``[rows, queries]``, with history rows on the M side, as in
+``warpgroup_forward.py``. From registers they make the gradients of history rows. By way of shared
+memory they make those of queries, ``[width, queries]``, and of tables, ``[buckets, queries]``.
+History rows are read once and their gradients written once: 2·N·D·e bytes, 10·N·R·D FLOPs.
+
+The last program of a sample combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -18,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_group
-from torchrec_jagged_attn.kernels.target.one_warp_backward import combine_queries
+from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LOG2E,
     find_listed_chunk,
-    is_last_chunk,
     load_rows,
     row_buckets,
     row_layout,
@@ -32,12 +34,12 @@ from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
     copy_queries,
-    group_layout,
     open_ring,
     place_of,
     store_transposed,
     turn_ring,
     wait_for_tile,
+    warpgroup_layout,
 )
 
 __all__ = ["BUCKETS", "backward_kernel"]
@@ -48,7 +50,7 @@ PARTS = gl.constexpr(2)  # of bf16: gradients of scores that are added to a tabl
 
 @gluon.jit
 def _add_to_table(table, buckets, parts):
-    """Add gradients of scores, sums of ``parts`` ``[PARTS, rows, queries]``, to their buckets."""
+    """Add gradients of scores, in ``parts`` ``[PARTS, rows, queries]``, to their buckets."""
     mma: gl.constexpr = table.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b = gl.arange(0, BUCKETS, gl.SliceLayout(1, left))[:, None]
@@ -80,7 +82,7 @@ def backward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value
     stats_ptr,  # [2, rows] fp32
     grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
     grad_prior_ptr,  # [N] fp32, of logarithms of PRIOR weights
@@ -126,8 +128,8 @@ def backward_kernel(
         count = num_targets * H
         row = sample.to(gl.int64) * count
         of_queries: gl.constexpr = [BLOCK_R, BLOCK_D]
-        queries = gl.allocate_shared_memory(dtype, of_queries, group_layout(BLOCK_D))
-        grads = gl.allocate_shared_memory(dtype, of_queries, group_layout(BLOCK_D))
+        queries = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(BLOCK_D))
+        grads = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(BLOCK_D))
         copy_queries(queries, query_ptr if SHARED else query_ptr + row * D, count, D)
         copy_queries(grads, grad_out_ptr + row * D, count, D)
         async_copy.commit_group()
@@ -138,14 +140,14 @@ def backward_kernel(
         )
         if P + A > 0:
             parts = gl.allocate_shared_memory(
-                gl.bfloat16, [PARTS, BLOCK_N, BLOCK_R], group_layout(BLOCK_R)
+                gl.bfloat16, [PARTS, BLOCK_N, BLOCK_R], warpgroup_layout(BLOCK_R)
             )
-        of_scores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], group_layout(BLOCK_R))
+        of_scores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], warpgroup_layout(BLOCK_R))
 
         in_memory: gl.constexpr = row_layout(BLOCK_D, dtype, gl.num_warps())
         grad_out = load_rows(grad_out_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
         out = load_rows(out_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
-        out += load_rows(rest_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
+        out += load_rows(residual_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
         delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)[None, :]
         r = gl.arange(0, BLOCK_R, by_query)
         maximum = gl.load(stats_ptr + row + r, mask=r < count, other=0.0)

@@ -1,8 +1,11 @@
-"""Forward of target attention on Hopper, of half precision, by a group of four warps.
+"""Forward of target attention by a warpgroup, on Hopper: 9 to 64 query rows in half precision.
 
-Rows of history are on the M side of products: for scores, ``[rows, queries]``, and, transposed, for
-outputs, ``[width, queries]``. Weights are of a reference that only follows the largest scores where
-these are far above it: warps need not agree on it for each tile.
+History rows are on the M side of ``wgmma`` products: for scores, ``[rows, queries]``, and,
+transposed, for outputs, ``[width, queries]``. They are read once: N·D·e bytes, 4·N·R·D FLOPs.
+
+The softmax is online, but the reference that is taken off scores follows their maximum only where
+that rises far above it: the warps need not agree on it in each tile. The last program of a sample
+combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -17,17 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.common.gluon import products_by_group, thread_barrier
-from torchrec_jagged_attn.kernels.target.one_warp_forward import combine_outputs
-from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk, is_last_chunk
+from torchrec_jagged_attn.kernels.target.warp_combine import (
+    combine_outputs,
+    is_last_chunk,
+    store_stats,
+)
+from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
     copy_queries,
-    group_layout,
     open_ring,
     store_transposed,
     turn_ring,
     wait_for_tile,
+    warpgroup_layout,
 )
 
 __all__ = ["forward_kernel"]
@@ -52,7 +59,7 @@ def forward_kernel(
     age_bias_ptr,  # [A, H]
     timestamps_ptr,  # [N]
     out_ptr,  # [rows, D]
-    rest_ptr,  # [rows, D]: what out was rounded by
+    residual_ptr,  # [rows, D]: fp32 output minus its rounded value
     stats_ptr,  # [2, rows] fp32
     sums_ptr,  # [slots, count, D] fp32
     sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
@@ -89,7 +96,7 @@ def forward_kernel(
             bias_ptr += first * (1 if PRIOR else H)
         count = num_targets * H
         row = sample.to(gl.int64) * count
-        queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], group_layout(BLOCK_D))
+        queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], warpgroup_layout(BLOCK_D))
         copy_queries(queries, query_ptr if SHARED else query_ptr + row * D, count, D)
         async_copy.commit_group()
         last = (first + end).to(gl.int32)
@@ -98,7 +105,7 @@ def forward_kernel(
         all_in_each: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         largest = gl.allocate_shared_memory(gl.float32, [WARPS], plain)
-        weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], group_layout(BLOCK_R))
+        weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], warpgroup_layout(BLOCK_R))
 
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
         r = gl.arange(0, BLOCK_R, by_query)
@@ -152,17 +159,14 @@ def forward_kernel(
             first_slot = (first // CHUNK).to(gl.int32)
             if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
                 combine_outputs(
-                    sums_ptr, sums_stats_ptr, out_ptr, rest_ptr, stats_ptr, num_rows, row, count,
-                    first_slot, chunks, D, BLOCK_D, 1, BLOCK_R,
+                    sums_ptr, sums_stats_ptr, out_ptr, residual_ptr, stats_ptr, num_rows, row,
+                    count, first_slot, chunks, D, BLOCK_D, 1, BLOCK_R,
                 )  # fmt: skip
         else:
-            inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
-            ptrs = stats_ptr + row + r
-            gl.store(ptrs, gl.where(total > 0, maximum, 0.0), mask=r < count)
-            gl.store(ptrs + num_rows, inverse, mask=r < count)
+            inverse = store_stats(stats_ptr, num_rows, row, count, maximum, total)
             out = acc * inverse[None, :]
             rounded = out.to(dtype)
             store_transposed(out_ptr + row * D, rounded, queries, count, D)
-            if rest_ptr is not None:
-                rest = (out - rounded.to(gl.float32)).to(dtype)
-                store_transposed(rest_ptr + row * D, rest, queries, count, D)
+            if residual_ptr is not None:
+                residual = (out - rounded.to(gl.float32)).to(dtype)
+                store_transposed(residual_ptr + row * D, residual, queries, count, D)

@@ -1,11 +1,10 @@
-"""What the kernels of target attention share that are written for a group of warps, on Hopper.
+"""What the kernels of target attention for a warpgroup (four warps) share, on Hopper.
 
-The tensor cores' products of a group (``wgmma``) read their operands from shared memory themselves.
-On their M side they take 64 rows at least: those of history, or its columns; so that query rows are
-on their N side, in multiples of eight.
+``wgmma`` products read their operands from shared memory themselves. Their M side takes at least 64
+rows: those of history, or its columns. Query rows are on the N side, in multiples of eight.
 
-Tiles of rows are brought by the tensor memory accelerator, which knows where a sample ends: rows
-beyond that are zeros and are never read, and none beyond it is written.
+The tensor memory accelerator copies tiles of rows, and knows where a sample ends: rows beyond are
+zeros and are never read, and none beyond is written.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ __all__ = [
     "PROGRAMS",
     "add_biases",
     "copy_queries",
-    "group_layout",
     "open_ring",
     "place_of",
     "store_transposed",
     "turn_ring",
     "wait_for_tile",
+    "warpgroup_layout",
 ]
 
 
@@ -36,41 +35,45 @@ PROGRAMS = gl.constexpr(256)  # that begin while slots are listed
 
 
 @gluon.constexpr_function
-def group_layout(width):
-    """Rows of half precision in shared memory, as those products read them."""
+def warpgroup_layout(width):
+    """Rows of half precision in shared memory, as ``wgmma`` reads them."""
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank=2)
 
 
 @gluon.jit
-def place_of(last, rest):
-    """The place of the box that begins ``rest`` rows before row ``last``, where its sample ends.
+def place_of(last, remaining):
+    """Coordinates of a box that begins ``remaining`` rows before row ``last``, a chunk's end.
 
-    It is what ``tma.jagged_rows`` makes descriptors for.
+    They are those of a descriptor of ``tma.jagged_rows``.
     """
-    return [END, last, END - rest, 0, 0]
+    return [END, last, END - remaining, 0, 0]
 
 
 @gluon.jit
-def _expect(ring, n, desc, rest):
+def _expect(ring, n, desc, remaining):
     """Say that the ``n``-th tile will be copied, if there are rows in it."""
     full = ring[1].index(n % ring[0].shape[0])
-    mbarrier.expect(full, desc.block_type.nbytes, pred=rest > 0)
+    mbarrier.expect(full, desc.block_type.nbytes, pred=remaining > 0)
 
 
 @gluon.jit
-def _copy(ring, n, desc, last, rest):
+def _copy(ring, n, desc, last, remaining):
     """Begin to copy the ``n``-th tile, if there are rows in it."""
     stage = n % ring[0].shape[0]
     tma.async_copy_global_to_shared(
-        desc, place_of(last, rest), ring[1].index(stage), ring[0].index(stage), pred=rest > 0
+        desc,
+        place_of(last, remaining),
+        ring[1].index(stage),
+        ring[0].index(stage),
+        pred=remaining > 0,
     )
 
 
 @gluon.jit
-def open_ring(desc, last, rest, NUM_STAGES: gl.constexpr):
+def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
     """``(tiles, full)``: room for NUM_STAGES tiles, all but the last on their way, and barriers.
 
-    The first one begins ``rest`` rows before row ``last``.
+    The first one begins ``remaining`` rows before row ``last``, the chunk's end.
     """
     shape: gl.constexpr = [NUM_STAGES] + desc.block_type.shape  # noqa: RUF005  (no star)
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
@@ -79,31 +82,31 @@ def open_ring(desc, last, rest, NUM_STAGES: gl.constexpr):
         mbarrier.init(full.index(stage), count=1)
     ring = (tiles, full)
     for stage in gl.static_range(NUM_STAGES - 1):
-        _expect(ring, stage, desc, rest - stage * tiles.shape[3])
-        _copy(ring, stage, desc, last, rest - stage * tiles.shape[3])
+        _expect(ring, stage, desc, remaining - stage * tiles.shape[3])
+        _copy(ring, stage, desc, last, remaining - stage * tiles.shape[3])
     return ring
 
 
 @gluon.jit
-def wait_for_tile(ring, n, desc, rest):
-    """The ``n``-th tile, once it is there. It begins ``rest`` rows before the last one's end."""
+def wait_for_tile(ring, n, desc, remaining):
+    """The ``n``-th tile, once it is there; it begins ``remaining`` rows before the chunk's end."""
     NUM_STAGES: gl.constexpr = ring[0].shape[0]
     stage = n % NUM_STAGES
     mbarrier.wait(ring[1].index(stage), (n // NUM_STAGES) & 1)
     ahead: gl.constexpr = NUM_STAGES - 1
-    _expect(ring, n + ahead, desc, rest - ahead * ring[0].shape[3])
+    _expect(ring, n + ahead, desc, remaining - ahead * ring[0].shape[3])
     return as_rows(ring[0].index(stage))
 
 
 @gluon.jit
-def turn_ring(ring, n, desc, last, rest):
+def turn_ring(ring, n, desc, last, remaining):
     """Begin to copy what comes after the tiles on their way, where the one before the ``n``-th was.
 
     All warps have read that one.
     """
     thread_barrier()
     ahead: gl.constexpr = ring[0].shape[0] - 1
-    _copy(ring, n + ahead, desc, last, rest - ahead * ring[0].shape[3])
+    _copy(ring, n + ahead, desc, last, remaining - ahead * ring[0].shape[3])
 
 
 @gluon.jit
@@ -148,7 +151,7 @@ def add_biases(
     A: gl.constexpr,
     PRIOR: gl.constexpr,
 ):
-    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, and their biases.
+    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases.
 
     A lane has columns eight apart: where heads come again by then, it loads those of one of them.
     """

@@ -1,0 +1,588 @@
+"""The benchmark harness: what it writes, and that it times nothing that is wrong."""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+import figures
+import run
+import tune
+from rich.console import Console
+from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
+
+from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
+
+SUITES = run.load_suites()
+TRAINING = ["target_attention", "target_attention_kernel", "target_attention_recency"]
+KERNEL = target_attention_kernel.SUITE
+COLUMNS = [
+    *("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit"),
+    *("B", "T", "H", "D", "L", "N", "fill", "dtype", "bytes", "flops"),
+    *("gpu", "torch", "triton", "torchrec_jagged_attn", "fp32_products", "backward_in", "date"),
+]
+
+
+def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFrame]:
+    """Exit status and CSV of a quick run on CPU."""
+    csv = tmp_path / "figures.csv"
+    status = run.main(["--quick", "--device", "cpu", "--csv", str(csv), *argv], known)
+    return status, pd.read_csv(csv)
+
+
+def test_every_suite_file_is_found():
+    others = ["giant", "serving", "serving_kernel", "skew", "table1"]
+    sweeps = ["targets", "targets_fp32"]
+    self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
+    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *self_attention])
+    assert all(suite.name == name for name, suite in SUITES.items())
+
+
+def test_list_fits_a_screen(capsys):
+    assert run.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    for suite in SUITES.values():
+        assert [suite.name, *suite.measures.split(), str(len(suite.cases))] in map(str.split, lines)
+    assert len({suite.measures for suite in SUITES.values()}) == len(SUITES)
+    assert "--list SUITE" in lines[-1]
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_list_of_a_suite_prints_all_its_names(suite, capsys):
+    assert run.main(["--list", suite.name]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[0] == f"{suite.name}:"
+    assert {*suite.cases, *suite.providers, *suite.modes} <= {*words}
+
+
+@pytest.fixture(scope="module")
+def all_of_quick(tmp_path_factory):
+    """Exit status, CSV, what is printed and seconds of a core of a quick run of all suites."""
+    begin, printed = time.process_time(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status, frame = run_quickly(tmp_path_factory.mktemp("quick"))
+    return status, frame, printed.getvalue(), time.process_time() - begin
+
+
+once = pytest.mark.xdist_group("all_of_quick")  # which takes half a minute
+
+
+@once
+def test_suites_of_self_attention_are_right(all_of_quick):
+    status, frame, printed, _ = all_of_quick
+    assert status == 0
+    of_figure = frame[frame["suite"] == "figure2"]
+    dense = {"padded", "padded-flash", "full-flash"}
+    assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", *dense}
+    for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll-basic", "nested-tensor"):
+        assert f"{peer}: not run here" in printed
+    with_bias = frame[frame["suite"] == "self_attention_recency"]
+    assert set(with_bias["provider"]) == {"floor", "ours+recency", "ours-unbiased", "padded"}
+    assert "figure2, both, eager" in printed
+    assert "figure2_skewed, both, eager" in printed
+
+
+def test_ratios_of_figure2_count_operands_and_the_better_dense_flash():
+    figures = {  # milliseconds as a CUDA graph, MiB of operands and on top
+        "ours": (2, 3, 1),
+        "padded": (20, 8, 80),
+        "padded-flash": (8, 10, 2),
+        "full-flash": (7, 8, 2),
+    }
+    rows = [
+        {"suite": "figure2", "case": "length-64", "mode": "forward", "L": 64, "fill": 0.5}
+        | {"provider": provider, "metric": metric, "median": value}
+        for provider, values in figures.items()
+        for metric, value in zip(("graph_time", "operands", "peak_memory"), values, strict=True)
+    ]
+    rows += [row | {"metric": "time", "median": 99} for row in rows[::3]]
+    printed = io.StringIO()
+    Console(file=printed, width=120).print(SUITES["figure2"].summary(pd.DataFrame(rows)))
+    cells = [line.split() for line in printed.getvalue().splitlines()]
+    assert ["64", "0.5", "10.00", "3.50", "22.00", "60%"] in cells
+    assert ["paper", "9.00", "3.00", "22.00", "53%"] in cells
+
+
+def test_memory_is_drawn_beside_times(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures.plt, "close", kept.append)
+    figures_of = {"time": ("ms", 5), "operands": ("MiB", 30), "peak_memory": ("MiB", 12)}
+    rows = [
+        {"suite": "figure2", "case": f"length-{length}", "provider": "ours", "mode": "forward"}
+        | {"metric": metric, "unit": unit, "L": length, "gpu": "none"}
+        | dict.fromkeys(["median", "p20", "p80"], value * length)
+        for length in (1, 2)
+        for metric, (unit, value) in figures_of.items()
+    ]
+    figures.plot(pd.DataFrame(rows), tmp_path, {"figure2": "L"})
+    times, memory = kept[0].axes
+    assert (times.get_ylabel(), memory.get_ylabel()) == ("ms", "MiB")
+    assert memory.get_title() == "forward, memory"
+    assert times.lines[0].get_ydata().tolist() == [5, 10]
+    assert memory.lines[0].get_ydata().tolist() == [42, 84]
+
+
+def unscaled(q, k, v, offsets, length, *rest):
+    """What FBGEMM's ops of self-attention compute, of ``[H, N, D]`` or ``[N, D]``."""
+    rows = [t if t.dim() == 3 else t.unsqueeze(0) for t in (q, k, v)]
+    out = flash_attention_oracle(*(t.transpose(0, 1) for t in rows), offsets, scale=1.0)
+    return out.transpose(0, 1).reshape(q.shape) / length
+
+
+@pytest.mark.parametrize("maker", ["fbgemm_sll_multi_head", "fbgemm_sll_basic"])
+def test_fbgemm_is_right_with_nothing_but_its_op_in_the_call(maker, monkeypatch):
+    pytest.importorskip("fbgemm_gpu.sll")
+    suite = SUITES["self_attention"]
+    x = suite.inputs(run.shrink(suite.cases["cpu-self-200"]), "cpu").double()
+    ops = ("sll_multi_head_jagged_flash_attention", "sll_jagged_flash_attention_basic")
+    monkeypatch.setattr(_self_attention, "_need_cuda", lambda x: None)
+    monkeypatch.setattr(torch.ops, "fbgemm", SimpleNamespace(**dict.fromkeys(ops, unscaled)))
+    actual = run.outcome(getattr(_self_attention, maker)(x), x, ["both"])
+    expected = run.outcome(lambda: suite.oracle(x), x, ["both"])
+    torch.testing.assert_close(actual, expected)
+
+
+def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
+    argv = ["--cases", "rank-1k-fp32,rank-200-fp32", "--modes", "forward,both"]
+    status, frame = run_quickly(tmp_path, *TRAINING, *argv, "--plot", str(tmp_path))
+    assert status == 0
+    assert list(frame.columns) == COLUMNS
+    assert set(frame["suite"]) == set(TRAINING)
+    assert set(frame["case"]) == {"rank-1k-fp32-quick", "rank-200-fp32-quick"}
+    assert set(frame["mode"]) == {"forward", "both"}
+    assert set(frame["metric"]) == {"time"}
+    expected = {
+        "floor",
+        "ours",
+        "ours-explicit",
+        "ours+recency",
+        "ours-explicit+recency",
+        "ours-kernel",
+        "padded-sdpa",
+        "linear+fbgemm-chain",
+    }
+    assert expected <= set(frame["provider"])
+    assert (frame["median"] > 0).all()
+    assert ((frame["p20"] <= frame["median"]) & (frame["median"] <= frame["p80"])).all()
+    assert not frame.duplicated(["suite", "case", "provider", "mode", "metric"]).any()
+    printed = capsys.readouterr().out
+    assert "torch-varlen: not run here: needs CUDA" in printed
+    for picture in (*TRAINING, "roofline"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_goes_to_stderr_and_counts_every_case(tmp_path, capsys):
+    status, frame = run_quickly(tmp_path, "giant", "--modes", "forward")
+    assert status == 0
+    out, err = capsys.readouterr()
+    assert "quick: tiny inputs" in out
+    assert "cases" not in out
+    begun = [line.split()[-6:] for line in err.splitlines() if "left:" in line]
+    cases = list(SUITES["giant"].cases)
+    assert [(line[0], line[-1]) for line in begun] == [("0/2", cases[0]), ("1/2", cases[1])]
+    assert {f"{case}-quick" for case in cases} == {*frame["case"]}
+
+
+def test_progress_estimates_the_time_left(monkeypatch):
+    printed, now = io.StringIO(), iter(range(0, 10_000, 10))
+    console = Console(file=printed, width=100, force_terminal=True, color_system=None)
+    monkeypatch.setattr(run.sys.stdout, "isatty", lambda: True, raising=False)
+    console.get_time = lambda: next(now)
+    with run.show_progress(30, console) as begin:
+        for case in range(4):
+            begin(f"case-{case}")
+    last = printed.getvalue().split("case-3")[-2]
+    assert "3/30" in last
+    assert "-:--:-- left" not in last
+
+
+def test_a_quick_time_is_that_of_a_call():
+    before = torch.get_num_threads()
+    calls = []
+    median, low, high = run.time_ms(lambda: (calls.append(1), time.sleep(0.01)), "cpu", quick=True)
+    assert 10 <= low <= median <= high
+    assert len(calls) == 1 + run.QUICK_REPEATS
+    with run.num_threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_what_stays_after_a_case_is_not_looked_through_as_garbage(tmp_path, monkeypatch):
+    stays, looked_through, release = [], [], run.release
+
+    def imports_much(x):
+        stays.append([[] for _ in range(10**6)])
+        return target_attention_kernel.ours(x)
+
+    def counting(device):
+        looked_through.append(len(gc.get_objects()))
+        release(device)
+
+    monkeypatch.setattr(run, "release", counting)
+    known = {KERNEL.name: replace(KERNEL, providers={"ours-kernel": imports_much})}
+    run_quickly(tmp_path, "--cases", "rank-1k-fp32,cpu-skewed", "--modes", "forward", known=known)
+    before_first, after_first, before_second, _ = looked_through
+    assert before_first < 10**6 < after_first
+    assert before_second < 10**6
+
+
+@once
+def test_all_of_quick_takes_less_than_two_minutes_of_a_core(all_of_quick):
+    status, frame, _, seconds = all_of_quick
+    assert status == 0
+    assert seconds < 100
+    for suite in SUITES.values():
+        timed = frame[(frame["suite"] == suite.name) & frame["provider"].str.startswith("ours")]
+        assert {*timed["case"]} == {f"{case}-quick" for case in suite.default or suite.cases}
+
+
+def test_every_provider_has_a_color_of_its_own():
+    providers = [f"peer-{i}" for i in range(40)]
+    colors = figures._colors(pd.DataFrame({"provider": providers}))
+    assert len({tuple(color) for color in colors.values()}) == 40
+
+
+def test_a_sweep_is_drawn_over_its_column(tmp_path):
+    argv = ["skew", "--cases", "fill-0.05,fill-1", "--modes", "forward", "--plot", str(tmp_path)]
+    status, frame = run_quickly(tmp_path, *argv)
+    assert status == 0
+    assert (tmp_path / "skew.png").exists()
+    fills = frame.groupby("case")["fill"].first()
+    assert fills["fill-0.05-quick"] < fills["fill-1-quick"] == 1
+    for suite in SUITES.values():
+        assert suite.sweep is None or suite.sweep in frame.columns
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_all_that_runs_here_is_right_on_empty_histories(suite, tmp_path, capsys):
+    case = next(iter(suite.cases.values()))
+    cases = {"edges": replace(case, lengths="edges", dtype=torch.float32)}
+    known = {suite.name: replace(suite, cases=cases, default=())}
+    status, frame = run_quickly(tmp_path, "--modes", "forward", known=known)
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert frame["provider"].str.startswith("ours").any()
+    assert frame["provider"].str.contains("padded").any()
+    assert "WRONG" not in printed
+    assert "FAILED" not in printed
+
+
+def wrong_output(x):
+    call = target_attention_kernel.ours(x)
+    return lambda: call() * 1.01
+
+
+def wrong_gradient(x):
+    call = target_attention_kernel.ours(x)
+
+    def doubled():
+        out = call()
+        return 2 * out - out.detach()
+
+    return doubled
+
+
+def not_a_number(x):
+    call = target_attention_kernel.ours(x)
+    return lambda: call() * float("nan")
+
+
+def raises(x):
+    raise RuntimeError("no such kernel [here]")
+
+
+def unavailable(x):
+    raise UnavailableError("needs a kettle")
+
+
+@pytest.mark.parametrize(
+    ("provider", "reason", "expected_status"),
+    [
+        (wrong_output, "WRONG, so not timed: out: error", 1),
+        (wrong_gradient, "WRONG, so not timed: gradient of query: error", 1),
+        (not_a_number, "WRONG, so not timed: out: error nan", 1),
+        (raises, "FAILED: RuntimeError: no such kernel [here]", 1),
+        (unavailable, "not run here: needs a kettle", 0),
+    ],
+)
+def test_a_provider_that_is_wrong_has_no_figure(
+    provider, reason, expected_status, tmp_path, capsys
+):
+    providers = {"ours-kernel": provider, "plain": lambda x: partial(KERNEL.plain, x)}
+    known = {KERNEL.name: replace(KERNEL, providers=providers)}
+    status, frame = run_quickly(tmp_path, "--cases", "rank-1k-fp32", known=known)
+    assert status == expected_status
+    assert set(frame["provider"]) == {"floor", "plain"}
+    assert f"ours-kernel: {reason}" in capsys.readouterr().out
+
+
+def test_floor_is_the_longer_of_bytes_and_flops():
+    cost = Cost(bytes=4e9, flops=run.PEAK_FLOPS) + Cost(bytes=2e9, flops=run.PEAK_FLOPS)
+    assert run.floor_ms(cost, "cuda", bandwidth=1e9) == pytest.approx(6000)
+    assert run.floor_ms(cost, "cuda", bandwidth=1e10) == pytest.approx(2000)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_floor_of_both_is_three_passes_over_the_history(name):
+    suite = SUITES[name]
+    case = replace(suite.cases["rank-1k"], batch_size=2, max_length=4096, lengths="uniform")
+    x = suite.inputs(case, "cpu")
+    history = x.leaves["history"]
+    total = sum(cost.bytes for cost in suite.cost(x).values())
+    others = sum(t.nbytes for name, t in x.leaves.items() if name != "history")
+    assert 3 * history.nbytes < total < 3 * history.nbytes + 8 * others
+
+
+def test_flops_are_two_products_of_pairs_forward_and_five_backward():
+    case = replace(KERNEL.cases["rank-2k-8-targets-fp32"], batch_size=5, max_length=9)
+    x = KERNEL.inputs(case, "cpu")
+    product = 2 * len(x.leaves["history"]) * 8 * 4 * 128  # 2 N T H D
+    cost = KERNEL.cost(x)
+    assert (cost["forward"].flops, cost["backward"].flops) == (2 * product, 5 * product)
+
+    x = SUITES["serving_kernel"].inputs(replace(case, num_targets=7), "cpu")
+    pairs = x.offsets.diff() @ x.query_offsets.diff()
+    assert KERNEL.cost(x)["forward"].flops == 4 * pairs * 4 * 128
+
+
+def test_flops_with_projections_are_those_of_the_cheaper_form():
+    suite, width, rows = SUITES["targets"], 128, 640
+    cases = (replace(suite.cases["targets-1"], batch_size=5, max_length=128, lengths=1.0),)
+    few = suite.inputs(cases[0], "cpu")
+    many = suite.inputs(replace(cases[0], num_targets=512), "cpu")
+    assert suite.cost(few)["forward"].flops == 8 * 5 * width**2 + 4 * rows * 4 * width
+    projections = 4 * (5 * 512 + rows) * width**2
+    assert suite.cost(many)["forward"].flops == projections + 4 * rows * 512 * width
+
+
+def test_candidates_are_uneven_and_as_many_in_all():
+    name = "u15-t64-l512-d64"
+    x = serving.SUITE.inputs(replace(serving.CASES[name], max_length=20), "cpu")
+    candidates = x.query_offsets.diff()
+    assert len(x.leaves["target"]) == x.query_offsets[-1] == 15 * 64
+    assert 64 / 3 - 1 < candidates.min() < 64 < candidates.max() == x.max_targets < 64 * 3 + 1
+    x = serving.SUITE.inputs(replace(serving.CASES["u1-t64-l512-d64"], max_length=20), "cpu")
+    assert x.query_offsets.tolist() == [0, 64]
+    assert x.offsets.tolist() == [0, 20]
+
+
+def test_serving_is_forward_only(tmp_path):
+    argv = ["serving", "serving_kernel", "--cases", "u15-t64-l512-d64"]
+    status, frame = run_quickly(tmp_path, *argv)
+    assert status == 0
+    assert set(frame["mode"]) == {"forward"}
+    with pytest.raises(SystemExit, match="no mode is called 'both'; there are: forward"):
+        run_quickly(tmp_path, *argv, "--modes", "both")
+
+
+@pytest.mark.parametrize("fill", [0.05, 0.25, 0.5, 1.0])
+def test_lengths_of_a_given_fill(fill):
+    lengths = jagged_lengths(1000, 2000, fill, torch.Generator().manual_seed(0))
+    assert lengths.max() == 2000
+    assert lengths.min() >= 1
+    assert lengths.float().mean() / 2000 == pytest.approx(fill, abs=0.001)
+
+
+@pytest.mark.parametrize("case", SUITES["figure2_skewed"].cases.values(), ids=lambda c: c.name)
+def test_skewed_lengths_fill_three_twentieths(case):
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    assert lengths.max() == case.max_length
+    assert lengths.min() >= 1
+    assert lengths.median() < lengths.float().mean()
+    assert lengths.float().mean() / case.max_length == pytest.approx(0.15, abs=0.002)
+
+
+def test_lengths_with_a_giant():
+    lengths = jagged_lengths(100, 2000, "giant", torch.Generator())
+    assert lengths.sort().values.tolist() == [20] * 99 + [2000]
+
+
+def test_tf32_is_said_in_the_figures(tf32, tmp_path):
+    argv = ["target_attention_kernel", "--cases", "rank-1k-fp32", "--modes", "forward"]
+    for options, precision, said in ([[], "highest", "fp32"], [["--tf32"], "high", "tf32"]):
+        status, frame = run_quickly(tmp_path, *argv, *options)
+        assert status == 0
+        assert torch.get_float32_matmul_precision() == precision
+        assert set(frame["fp32_products"]) == {said}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["no-suite"], "no suite is called 'no-suite'; there are: figure2"),
+        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: length-64"),
+        (["--providers", "ours,oars"], "no provider is called 'oars'; there are: ours"),
+        (["--modes", "sideways"], "no mode is called 'sideways'; there are: forward, both"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones(argv, message):
+    with pytest.raises(SystemExit, match=message):
+        run.main(["--device", "cpu", "--quick", *argv])
+
+
+@pytest.mark.parametrize("argv", [["--cases", "cpu-*,rank-1k"], ["serving"]])
+def test_large_cases_are_refused_on_cpu(argv, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--device", "cpu", *argv])
+    assert "add --quick" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--device", "cuda"], "--device must be cpu here, got 'cuda'"),
+        (["--csv", "{folder}"], "--csv must be a file that can be written, got '{folder}': Is a"),
+        (["--csv", "{file}/a.csv"], "--csv must be a file that can be written, got '{file}/a.csv'"),
+        (["--plot", "{file}"], "--plot must be a folder that can be written, got '{file}': File"),
+        (["--plot", "/proc"], "--plot must be a folder that can be written, got '/proc'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_timed(
+    argv, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    places = {"folder": tmp_path, "file": tmp_path / "file"}
+    places["file"].write_text("kept")
+    with pytest.raises(SystemExit) as exit_:
+        run.main(["giant", "--quick", "--device", "cpu", *(a.format(**places) for a in argv)])
+    assert exit_.value.code == 2
+    assert message.format(**places) in capsys.readouterr().err
+    assert places["file"].read_text() == "kept"
+
+
+def test_small_cases_are_the_default_on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run.parse(SUITES, ["--device", "cpu"]).cases == [
+        "cpu-self-200",
+        "cpu-self-1k",
+        "cpu-half-full",
+        "cpu-skewed",
+        "cpu-movielens",
+        *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64, 128, 192)),
+    ]
+    on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases
+    assert {"rank-1k", "giant", *serving.DEFAULT} <= set(on_gpu)
+    assert not {"cpu-skewed", "u1-t64-l512-d64"} & set(on_gpu)
+
+
+@pytest.mark.gpu
+def test_quick_run_on_a_gpu_measures_graphs_kernels_and_memory(tmp_path):
+    csv = tmp_path / "figures.csv"
+    argv = ["--quick", "--device", "cuda", "--graph", "--kernels", "--providers", "ours*"]
+    assert run.main([*argv, "--cases", "rank-1k,rank-200-fp32", "--csv", str(csv)]) == 0
+    frame = pd.read_csv(csv)
+    ours = frame[frame["provider"] != "floor"]
+    assert set(ours["metric"]) == set(run.METRICS)
+
+
+INTERPRETED_TUNING = """
+import contextlib, itertools, json, sys
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+import tune
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.testing import CASES, Case
+
+CASES["tiny"] = Case("tiny", 2, 20, 1, 16, lengths=1.0)
+pool = contextlib.nullcontext(SimpleNamespace(map=lambda f, jobs, chunksize: [*map(f, jobs)]))
+tune.DEVICE = "cpu"
+tune.multiprocessing = SimpleNamespace(
+    cpu_count=lambda: 1, get_context=lambda how: SimpleNamespace(Pool=lambda jobs: pool)
+)
+candidates = tune.candidates
+tune.candidates = lambda *arguments: itertools.islice(candidates(*arguments), 2)
+tune.copy_bandwidth = lambda device, quick: 1e9
+tune.capture = lambda call: SimpleNamespace(replay=call)
+tune.time_ms = lambda call, device, quick: [1.0]
+torch.cuda.is_available = lambda: True
+torch.cuda.stream, torch.cuda.Stream = contextlib.nullcontext, lambda: None
+torch.cuda.synchronize = lambda: None
+launch, chunks = Launcher.__call__, []
+
+
+def launched(launcher, grid, arguments, constants):
+    chunks.append(constants.get("CHUNK"))
+    launch(launcher, grid, arguments, constants)
+
+
+with mock.patch.object(Launcher, "__call__", launched):
+    tune.main(sys.argv[1:])
+print(json.dumps(chunks))
+"""
+
+
+@pytest.mark.parametrize(("direction", "buckets"), [("forward", 0), ("backward", 5)])
+def test_tuning_runs_the_kernels_with_each_candidate(direction, buckets, tmp_path):
+    csv = tmp_path / "tiles.csv"
+    root = Path(__file__).parents[2]
+    argv = ["--cases", "tiny", "--directions", direction, "--buckets", str(buckets)]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED_TUNING, *argv, "--chunks", "16", "--csv", str(csv)],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join([str(root), str(root / "benchmarks")]),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 of 2 do not compile or run here" in done.stdout
+    frame = pd.read_csv(csv)
+    assert frame["chosen"].tolist() == [True, False]
+    assert frame["CHUNK"].tolist() == [128, 16]
+    assert {*frame["CHUNK"]} <= {*json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: one-head"),
+        (["--directions", "up"], "no direction is called 'up'; there are: forward, backward"),
+    ],
+)
+def test_tuning_refuses_unknown_names(argv, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match=message):
+        tune.main(argv)
+
+
+def test_tuning_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        tune.main([])
+    assert "it needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direction", tune.DIRECTIONS)
+def test_tuning_times_candidates_on_a_gpu(direction, tmp_path):
+    csv = tmp_path / "tiles.csv"
+    argv = ["--cases", "rank-200", "--directions", direction, "--chunks", "384", "--jobs", "4"]
+    tune.main([*argv, "--csv", str(csv)])
+    frame = pd.read_csv(csv)
+    assert frame["chosen"].sum() == 1
+    assert len(frame) > 1
+    assert (frame["ms"] > 0).all()

@@ -1,0 +1,191 @@
+"""The tables of the docs are what the figures under ``benchmarks/results`` say."""
+
+import csv
+import re
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+import run
+import tables
+from table_specs import TABLES, Cell, Column, Table
+
+from torchrec_jagged_attn import paths
+from torchrec_jagged_attn.paths import Condition
+
+FILES = sorted(tables.RESULTS.glob("*.csv"))
+COLUMNS = {"suite", "case", "provider", "mode", "metric", "median", "unit", "gpu", "torch", "date"}
+
+
+def write(path: Path, *rows: tuple[str, str, str, str, str]) -> None:
+    """A CSV of provider, metric, median, unit and note, of one case and mode."""
+    names = ("provider", "metric", "median", "unit", "note")
+    fixed = {"case": "c", "mode": "both", "gpu": "a GPU", "torch": "2", "date": "2026-11-22T01:02"}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*fixed, *names])
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(fixed | dict(zip(names, row, strict=True)))
+
+
+def figures(tmp_path: Path, *rows: tuple[str, ...]) -> tables.Figures:
+    write(tmp_path / "run.csv", *((*row, "") for row in rows))
+    return tables.Figures([tmp_path / "run.csv"], "ours")
+
+
+def test_no_table_is_stale():
+    assert tables.main(["--check"]) == 0
+
+
+def test_every_table_has_its_place():
+    text = "".join(path.read_text() for path in tables.DOCUMENTS)
+    places = {match["name"] for match in tables.BLOCK.finditer(text)}
+    assert {*TABLES} <= places
+    assert text.count("<!-- table: ") == len(list(tables.BLOCK.finditer(text)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_figure_says_where_it_is_from(path):
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {*rows[0]} >= COLUMNS
+    for row in rows:
+        assert float(row["median"]) >= 0
+        assert row["date"]
+        assert row["gpu"] or row["provider"] == "paper"
+        assert row["torch"] or row["provider"] == "paper"
+
+
+def test_every_file_has_a_table():
+    used = {name for table in TABLES.values() for name in table.results}
+    assert used == {path.stem for path in FILES}
+
+
+def test_a_stale_table_is_found_and_made_anew(tmp_path, capsys):
+    document = tmp_path / "guide.md"
+    document.write_text("before\n<!-- table: giant -->\n| old |\n<!-- end of table -->\nafter\n")
+    assert tables.main(["--check"], [document]) == 1
+    assert "guide.md" in capsys.readouterr().out
+    assert "| old |" in document.read_text()
+    assert tables.main([], [document]) == 0
+    text = document.read_text()
+    assert "| old |" not in text
+    assert text.startswith("before\n<!-- table: giant -->\n| 24,501 samples | forward, µs |")
+    assert text.endswith("<!-- end of table -->\nafter\n")
+    assert tables.main(["--check"], [document]) == 0
+
+
+def test_a_figure_keeps_its_digits_and_a_run_has_three():
+    shown = {
+        ("0.270", "ms"): "0.270",
+        ("7.1", "× ours"): "7.1",
+        ("1.30", "ms"): "1.30",
+        ("0.26951", "ms"): "0.270",
+        ("12.3456", "ms"): "12.3",
+        ("17.5700001", "µs"): "17,570",
+        ("0.0403", "µs"): "40.3",
+        ("0.7964", "of floor"): "80 %",
+    }
+    assert {key: tables.shown(Decimal(key[0]), key[1]) for key in shown} == shown
+
+
+def test_ratios_are_computed_from_a_run(tmp_path):
+    of_run = figures(
+        tmp_path,
+        ("floor", "time", "0.5", "ms"),
+        ("ours", "graph_time", "2", "ms"),
+        ("ours", "time", "4", "ms"),
+        ("ours", "operands", "3", "MiB"),
+        ("ours", "peak_memory", "1", "MiB"),
+        ("padded-flash", "graph_time", "10", "ms"),
+        ("full-flash", "graph_time", "8", "ms"),
+        ("full-flash", "operands", "9", "MiB"),
+        ("full-flash", "peak_memory", "1", "MiB"),
+        ("fbgemm-cuda", "time", "20", "ms"),
+    )
+
+    def of(provider: str, unit: str, metric: str = "graph_time") -> Decimal | None:
+        return of_run.find("c", Cell(provider, metric=metric, unit=unit))
+
+    assert of("ours", "of floor") == Decimal("0.25")
+    assert of("padded-flash", "× ours") == 5
+    assert of("dense-flash", "× ours") == of("best-peer", "× ours") == 4
+    assert of_run.best("c", Cell("best-peer", unit="× ours")) == "full-flash"
+    assert of("fbgemm", "× ours") == 5  # eager, as no graph captures it
+    assert of("full-flash", "× ours", "memory") == Decimal("2.5")
+    assert of("dense-flash", "saved", "memory") == Decimal("0.6")
+    assert of("nobody", "× ours") is None
+
+
+def test_the_csv_of_a_run_is_read(tmp_path, capsys):
+    path = tmp_path / "giant.csv"
+    argv = ["giant", "--cases", "giant", "--modes", "forward", "--device", "cpu", "--quick"]
+    assert run.main([*argv, "--csv", str(path)]) == 0
+    of_run = tables.Figures([path], "ours-kernel")
+    ours = Cell("ours-kernel", "forward", "time")
+    assert of_run.find("giant-quick", ours) > 0
+    assert 0 < of_run.find("giant-quick", replace(ours, unit="of floor")) < 1
+    assert of_run.find("giant-quick", Cell("best-peer", "forward", "time", "× ours")) > 0
+    assert re.search(r", torch \S+, triton \S+, \d{4}-\d\d-\d\d$", of_run.stamps())
+
+
+def test_a_recorded_ratio_is_shown_as_it_is(tmp_path):
+    of_run = figures(
+        tmp_path, ("ours", "graph_time", "2", "ms"), ("p", "graph_time", "3", "× ours")
+    )
+    assert of_run.find("c", Cell("p", unit="× ours")) == 3
+
+
+def test_a_figure_that_is_there_twice_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"run\.csv must have each figure once.*'ours'"):
+        figures(tmp_path, *[("ours", "time", "2", "ms")] * 2)
+
+
+def test_notes_and_the_place_of_a_run_stand_below(tmp_path):
+    write(tmp_path / "run.csv", ("ours", "time", "2", "ms", "of old kernels"))
+    cells = (Cell("ours", metric="time"),)
+    table = Table(("run",), "case", {"first": "c"}, (Column("ours, ms", "{}", cells),))
+    assert tables.figures_table(table, tmp_path).splitlines() == [
+        "| case | ours, ms |",
+        "|---|---|",
+        "| first | 2 ¹ |",
+        "",
+        "¹ of old kernels.",
+        "",
+        "From `run.csv`: a GPU, torch 2, 2026-11-22.",
+    ]
+
+
+def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
+    a, b, c = (Condition(text, bool) for text in "abc")
+    narrow = paths.Path("narrow", (a, b), lambda device: False, device="a Hopper GPU")
+    wide = paths.Path("wide", (b, c), samples="short ones")
+    general = paths.Path("general")
+    monkeypatch.setattr(paths, "PATHS", (narrow, wide, general), raising=False)
+    assert tables.paths_table("paths").splitlines()[2:] == [
+        "| `narrow` | a Hopper GPU | a |",
+        "| `wide` | any | short ones; c |",
+        "| `general` | any | all else |",
+        "",
+        "All but `general` ask for these, too: b.",
+    ]
+    monkeypatch.setattr(paths, "PATHS", {"op": (narrow, general)})
+    assert tables.paths_table("paths").splitlines() == [
+        "| op | path | GPU | takes |",
+        "|---|---|---|---|",
+        "| `op` | `narrow` | a Hopper GPU | a; b |",
+        "| `op` | `general` | any | all else |",
+    ]
+
+
+def test_every_family_has_a_table_of_its_paths():
+    kernels = tables.ROOT / tables.PACKAGE / "kernels"
+    families = {path.parent.name for path in kernels.glob("*/plan.py")}
+    text = "".join(path.read_text() for path in tables.DOCUMENTS)
+    assert len(families) == 3
+    assert all(f"<!-- table: kernels.{family}.plan -->" in text for family in families)

@@ -1,0 +1,455 @@
+"""What only the CPU path promises: bits that no other sample touches, memory as the rows, and
+the same without a compiler."""
+
+import functools
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
+from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.testing import (
+    Case,
+    assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    make_flash_inputs,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+pytestmark = pytest.mark.reference
+
+LENGTHS = [1, 17, 0, 64, 1, 17, 130, 17, 3, 700, 1, 64, 2]
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs_of(lengths, *, targets=1, num_heads=2, width=16, dtype=torch.float32):
+    """Random inputs; ``targets`` is a number, or one for each sample (then ``query`` is jagged)."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    inputs = {
+        "history": draw(num_rows, width),
+        "bias": draw(num_rows, num_heads),
+        "position_bias": draw(30, num_heads),
+        "age_bias": draw(80, num_heads),
+        "offsets": offsets_of(torch.tensor(lengths), torch.int64, "cpu"),
+        "timestamps": torch.randint(10**6, (num_rows,), generator=generator),
+    }
+    if isinstance(targets, int):
+        inputs["query"] = draw(len(lengths), targets, num_heads, width)
+    else:
+        inputs["query"] = draw(sum(targets), num_heads, width)
+        inputs["query_offsets"] = offsets_of(torch.tensor(targets), torch.int64, "cpu")
+    return inputs
+
+
+def some_samples(inputs, order):
+    """Inputs of the samples in ``order``, and the rows of ``query`` and ``history`` they have."""
+    ranges = {"history": inputs["offsets"]}
+    if "query_offsets" in inputs:
+        ranges["query"] = inputs["query_offsets"]
+    rows = {"query": torch.tensor(order)}
+    for name, offsets in ranges.items():
+        bounds = offsets.tolist()
+        rows[name] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+    fewer = {**inputs, "query": inputs["query"][rows["query"]]}
+    for name in ("history", "bias", "timestamps"):
+        fewer[name] = inputs[name][rows["history"]]
+    for name in ("offsets", "query_offsets"):
+        if name in inputs:
+            fewer[name] = offsets_of(inputs[name].diff()[order], torch.int64, "cpu")
+    return fewer, rows
+
+
+def assert_bits_do_not_depend_on_the_batch(inputs, grad_out):
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    alone = [[sample] for sample in range(len(LENGTHS))]
+    for order in [[12, 7, 0, 9, 3, 2, 5], [9, 6], *alone]:
+        fewer, rows = some_samples(inputs, order)
+        results = outputs_and_gradients(jagged_target_attention, fewer, grad_out[rows["query"]])
+        for name in ("out", "query", "history", "bias"):
+            of = rows["query" if name in ("out", "query") else "history"]
+            assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("targets", [1, 9, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "width", "dtype"),
+    [
+        (1, 8, torch.float32),
+        (2, 20, torch.float32),
+        (3, 33, torch.float32),
+        (4, 128, torch.float32),
+        (1, 256, torch.float32),
+        (4, 32, torch.bfloat16),
+        (2, 16, torch.float64),
+    ],
+)
+def test_bits_do_not_depend_on_the_batch(num_heads, width, dtype, targets):
+    inputs = inputs_of(LENGTHS, targets=targets, num_heads=num_heads, width=width, dtype=dtype)
+    grad_out = torch.randn_like(inputs["query"])
+    assert_bits_do_not_depend_on_the_batch(inputs, grad_out)
+
+
+@pytest.mark.usefixtures("threads")
+def test_bits_beside_a_sample_that_all_cores_share():
+    """That of 700 rows, whose products have more than 2²⁴ multiply-adds."""
+    inputs = inputs_of(LENGTHS, targets=64, num_heads=8, width=64)
+    assert_bits_do_not_depend_on_the_batch(inputs, torch.randn_like(inputs["query"]))
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    inputs, before = inputs_of(LENGTHS, targets=3), torch.get_num_threads()
+    grad_out = torch.randn_like(inputs["query"])
+    results = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        results.append(outputs_and_gradients(jagged_target_attention, inputs, grad_out))
+    torch.set_num_threads(before)
+    for others in results[1:]:
+        assert all(torch.equal(others[name], results[0][name]) for name in results[0])
+
+
+def test_calls_side_by_side():
+    """From several threads of the process."""
+    inputs = inputs_of(LENGTHS, targets=3)
+    grad_out = torch.randn_like(inputs["query"])
+
+    def call(_):
+        return outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(call, range(16))
+    for results in others:
+        assert all(torch.equal(results[name], first[name]) for name in first)
+
+
+@pytest.mark.usefixtures("threads")
+def test_gradients_of_tables_repeat():
+    inputs = inputs_of([300] * 200, num_heads=4, width=8)
+    grad_out = torch.randn_like(inputs["query"])
+    first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(3):
+        again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("width", [1, 33, 50])
+def test_odd_widths(width):
+    inputs = inputs_of([3, 0, 70, 1], targets=3, width=width)
+    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
+    assert_matches_oracle(
+        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
+    )
+
+
+def test_history_at_any_address():
+    inputs = inputs_of([3, 0, 70, 1])
+    expected = jagged_target_attention(**inputs)
+    buffer = torch.empty(inputs["history"].numel() + 1)
+    buffer[1:] = inputs["history"].flatten()
+    inputs["history"] = buffer[1:].view(inputs["history"].shape)
+    torch.testing.assert_close(jagged_target_attention(**inputs), expected)
+
+
+def test_sums_over_long_histories():
+    inputs = inputs_of([20_000, 3])
+    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
+    assert_matches_oracle(
+        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
+    )
+
+
+def peak_bytes(call):
+    """The most memory that ``call`` holds at any time, with one thread: others are not seen."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    torch.set_num_threads(before)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = torch.tensor([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())])
+    return allocated.cumsum(0).max()
+
+
+def test_memory_follows_the_rows():
+    inputs = inputs_of([20_000] + [8] * 500, width=64)
+    grad_out = torch.randn_like(inputs["query"])
+    given = sum(value.nbytes for value in inputs.values())
+    peak = peak_bytes(lambda: outputs_and_gradients(jagged_target_attention, inputs, grad_out))
+    assert peak < 4 * given  # padded, the history alone would be 400 times
+
+
+def test_attention_over_keys_converts_few_at_a_time():
+    """Keys and values of half precision, that several heads share."""
+    lengths = torch.full((400,), 50)
+    offsets = offsets_of(lengths, torch.int64, "cpu")
+    q_offsets = offsets_of(torch.ones_like(lengths), torch.int64, "cpu")
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).bfloat16().requires_grad_()
+
+    q, k, v = draw(400, 8, 16), draw(20_000, 2, 16), draw(20_000, 2, 16)
+    peak = peak_bytes(
+        lambda: torch.autograd.grad(
+            jagged_flash_attention(q, k, v, q_offsets, offsets).sum(), (q, k, v)
+        )
+    )
+    gradients = k.nbytes + v.nbytes
+    assert peak < 1.5 * gradients  # in fp32, keys and values alone would be twice as much
+
+
+def test_forward_takes_less_memory_than_the_rows():
+    inputs = inputs_of([100] * 500, num_heads=4, width=64)
+    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"], inputs["bias"]
+    with torch.inference_mode():
+        peak = peak_bytes(lambda: jagged_target_attention(**inputs))
+    assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2
+
+
+@pytest.fixture
+def without_compiled(monkeypatch):
+    monkeypatch.setattr(extension, "library", lambda: None)
+
+
+@pytest.mark.usefixtures("without_compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("targets", [2, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
+def test_target_attention_in_python(targets, dtype):
+    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    inputs = inputs_of(LENGTHS, targets=targets, dtype=dtype)
+    timestamps = inputs.pop("timestamps")
+    assert_matches_oracle(
+        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
+    )
+
+
+@pytest.mark.usefixtures("without_compiled")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_flash_attention_in_python(dtype, cross, causal):
+    functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+    case = Case("python", 7, 40, 4, 24, dtype=dtype)
+    inputs = make_flash_inputs(case, "cpu", cross=cross, kv_heads=2, value_width=16, bias=True)
+    assert_matches_oracle(
+        *(functools.partial(function, causal=causal) for function in functions), inputs
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_python_agrees(causal, monkeypatch):
+    """On the bias by distance and the log-sum-exps, too; the tests elsewhere have C++."""
+    inputs = make_flash_inputs(
+        Case("both", 9, 40, 4, 24, dtype=torch.float64), "cpu", cross=True, kv_heads=2, bias=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    grad_out = torch.randn(inputs["q"].shape, generator=generator, dtype=torch.float64)
+    attend = functools.partial(jagged_flash_attention, causal=causal)
+    results, lses = [], []
+    for _ in range(2):
+        results.append(outputs_and_gradients(attend, inputs, grad_out))
+        lses.append(attend(**inputs, return_lse=True)[1])
+        monkeypatch.setattr(extension, "library", lambda: None)
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(lses[0], lses[1])
+
+
+def rows_at(x, stride):
+    """``x``, with the elements of a row ``stride`` apart: apart, they are none that loops read."""
+    return x.new_zeros(*x.shape, stride).index_copy_(-1, torch.tensor([0]), x.unsqueeze(-1))[..., 0]
+
+
+def outcomes(inputs, grad_out, monkeypatch, **options):
+    """By loops, by PyTorch's operators, and by plain Python."""
+    attend = functools.partial(jagged_flash_attention, **options)
+    apart = {**inputs, "k": rows_at(inputs["k"], 2)}
+    results = [outputs_and_gradients(attend, given, grad_out) for given in (inputs, apart)]
+    with monkeypatch.context() as patch:
+        patch.setattr(extension, "library", lambda: None)
+        return [*results, outputs_and_gradients(attend, inputs, grad_out)]
+
+
+def special_inputs(lengths, *, biased):
+    """Scores of NaN and of both infinities: a sample of each, and those of the first are finite."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = offsets_of(torch.tensor(lengths), torch.int64, "cpu")
+    q, k, v = (torch.rand(sum(lengths), 2, 4, generator=generator) + 0.5 for _ in range(3))
+    of_finite, of_nan, of_inf, of_minus_inf, of_bias, _ = (
+        slice(*bounds) for bounds in itertools.pairwise(offsets.tolist())
+    )
+    k[of_nan.stop - 2, 0, 1] = torch.nan
+    k[of_inf.start, 1, 2] = torch.inf
+    q[of_nan.start, 1, 3] = torch.nan
+    q[of_minus_inf.start] = -torch.inf  # all keys are positive: the row has no other score
+    inputs = {"q": q, "k": k, "v": v, "q_offsets": offsets}
+    if biased:
+        inputs["bias"] = torch.randn(sum(lengths), 2, generator=generator)
+        inputs["bias"][of_bias, 1] = -torch.inf
+        inputs["bias"][of_finite.start, 0] = -torch.inf  # one key of several
+    return inputs, torch.randn(q.shape, generator=generator)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_that_are_not_finite(causal, biased, monkeypatch):
+    """Zeros where all that a row sees is -inf, and NaN where it sees NaN or +inf, on any path."""
+    lengths = [5, 4, 3, 3, 4, 5]
+    inputs, grad_out = special_inputs(lengths, biased=biased)
+    results = outcomes(inputs, grad_out, monkeypatch, causal=causal)
+    expected = torch.zeros(sum(lengths), 2, dtype=torch.bool)
+    expected[5:9, 0] = expected[5, 1] = True
+    expected[9:12, 1] = True
+    if causal:
+        expected[5:7, 0] = False  # they do not see the key before the last
+    for name, of_loops in results[0].items():
+        for others in results[1:]:
+            torch.testing.assert_close(others[name], of_loops, equal_nan=True, msg=name)
+    out = results[0]["out"]
+    assert torch.equal(out.isnan().any(2), expected)
+    assert torch.equal(out.isnan().all(2), expected)
+    assert torch.all(out[12] == 0)
+    if biased:
+        assert torch.all(out[15:19, 1] == 0)
+        assert torch.all(results[0]["bias"][15:19, 1] == 0)
+
+
+@pytest.mark.parametrize("queries", [4, 6], ids=["keys-are-more", "queries-are-more"])
+def test_what_causality_hides_may_be_nan(queries, monkeypatch):
+    """The last key, or the last query, and what comes before is as without it."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = {"q_offsets": torch.tensor([0, queries]), "kv_offsets": torch.tensor([0, 5])}
+    q = torch.randn(queries, 2, 4, generator=generator)
+    k, v = torch.randn(2, 5, 2, 4, generator=generator)
+    bias, relative_bias = torch.randn(2, 5, 2, generator=generator)
+    inputs = {"q": q, "k": k, "v": v, "bias": bias, "relative_bias": relative_bias, **offsets}
+    grad_out = torch.randn(q.shape, generator=generator)
+    grad_out[-1] = 0
+    expected = outputs_and_gradients(
+        functools.partial(jagged_flash_attention, causal=True), inputs, grad_out
+    )
+    del expected["relative_bias"]  # the last query's own is in it
+    inputs["k"][4, 0, 1] = inputs["v"][4, 1, 0] = torch.nan
+    for results in outcomes(inputs, grad_out, monkeypatch, causal=True):
+        for name in ("out", "q"):
+            torch.testing.assert_close(results[name][:-1], expected[name][:-1], msg=name)
+        assert torch.all(results["out"][-1].isnan().any(-1))
+    inputs["k"][4] = inputs["v"][4] = 1.0
+    inputs["q"][0], grad_out[0] = torch.nan, torch.nan
+    unseen = slice(max(5 - queries + 1, 0), None)
+    for results in outcomes(inputs, grad_out, monkeypatch, causal=True):
+        for name in ("k", "v", "bias"):
+            assert torch.all(results[name][unseen].isfinite()), name
+        for name in ("out", "q"):
+            assert torch.all(results[name][1:].isfinite()), name
+
+
+@pytest.mark.parametrize("of", ["loops", "operators", "python"])
+def test_scores_that_are_not_finite_are_of_their_sample_alone(of, monkeypatch):
+    """Each gives alone what it gives beside others, whose bias hides all keys."""
+    if of == "python":
+        monkeypatch.setattr(extension, "library", lambda: None)
+    lengths = [5, 4, 3, 3, 4, 5]
+    inputs, grad_out = special_inputs(lengths, biased=True)
+    if of == "operators":
+        inputs["k"] = rows_at(inputs["k"], 2)
+    whole = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for first, last in itertools.pairwise(inputs["q_offsets"].tolist()):
+        alone = {name: inputs[name][first:last] for name in ("q", "k", "v", "bias")}
+        alone["q_offsets"] = torch.tensor([0, last - first])
+        found = outputs_and_gradients(jagged_flash_attention, alone, grad_out[first:last])
+        for name, of_sample in found.items():
+            torch.testing.assert_close(
+                of_sample, whole[name][first:last], rtol=0, atol=0, equal_nan=True
+            )
+
+
+def test_a_table_by_distance_hides_all_keys(monkeypatch):
+    """Of one head, so that its rows and all their gradients are zeros."""
+    inputs = make_flash_inputs(Case("small", 4, 5, 2, 4), "cpu")
+    grad_out = torch.ones_like(inputs["q"])
+    inputs["relative_bias"] = torch.zeros(3, 2).index_fill_(1, torch.tensor([1]), -torch.inf)
+    for results in outcomes(inputs, grad_out, monkeypatch):
+        for name in ("out", "q", "k", "v", "relative_bias"):
+            assert torch.all(results[name][:, 1] == 0), name
+            assert torch.all(results[name].isfinite()), name
+        assert torch.any(results["out"][:, 0] != 0)
+
+
+@pytest.mark.parametrize("implemented", ["c++", "python"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("nan_filled_memory")
+def test_every_gradient_of_the_history_is_written(dtype, implemented, monkeypatch):
+    """Also of rows that no query reads, in memory that was NaN."""
+    if implemented == "python":
+        monkeypatch.setattr(extension, "library", lambda: None)
+    for lengths, targets in (
+        ([3, 0, 400, 5], [0, 2, 0, 1]),
+        ([3, 400], [0, 0]),
+        ([3, 0, 400], 0),
+        ([3, 0, 400], 2),
+        ([0, 0], 1),
+    ):
+        inputs = inputs_of(lengths, targets=targets, dtype=dtype)
+        grad_out = torch.ones_like(inputs["query"])
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        for name, result in results.items():
+            assert torch.all(result.isfinite()), f"{name} of {lengths}, {targets}"
+        read = torch.tensor(targets).expand(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        assert torch.equal(results["history"].any(1), read > 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype", "ages"),
+    [
+        ([-(2**31), 0, 2**31 - 1], torch.int32, [2**32 - 1, 2**31 - 1, 0]),
+        ([5, 2**31 - 1, -(2**31)], torch.int32, [0, 0, 0]),
+        ([-(2**63), -2, 2**63 - 1], torch.int64, [None, None, 0]),
+        ([-(2**63), 1, 7, 0], torch.int64, [None, 0, 0, 0]),
+        ([-(2**63), 0, -1], torch.int64, [2**63 - 1, 0, 0]),
+        ([-(2**63), -(2**63) + 6, -2], torch.int64, [2**63 - 2, 2**63 - 8, 0]),
+        ([2**63 - 1, 0, -(2**63)], torch.int64, [0, 0, 0]),
+        ([-torch.inf, torch.nan, 3, 1], torch.float64, [None, None, 0, 0]),
+        ([1, -torch.inf, torch.inf], torch.float32, [None, None, None]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_buckets", [1, 20, 127, 260])
+def test_ages_at_the_ends_of_their_range(times, dtype, ages, num_buckets):
+    """One that no int64 holds, and NaN, fall into the last bucket, as what is older than all."""
+    rows = len(times)
+    buckets = [
+        num_buckets - 1 if age is None else min(math.floor(4 * math.log2(1 + age)), num_buckets - 1)
+        for age in ages
+    ]
+    inputs = {
+        "query": torch.zeros(1, 1, 4),
+        "history": torch.eye(rows, 4),
+        "offsets": torch.tensor([0, rows]),
+        "age_bias": torch.randn(num_buckets, 1, generator=torch.Generator().manual_seed(0)),
+        "timestamps": torch.tensor(times, dtype=dtype),
+    }
+    weights = inputs["age_bias"][buckets, 0].softmax(0)
+    torch.testing.assert_close(jagged_target_attention(**inputs)[0, 0, :rows], weights)

@@ -1,0 +1,172 @@
+"""What is built on a machine, and what is done where nothing can be."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_jagged_attn.cpu import extension
+
+pytestmark = pytest.mark.reference
+
+ATTEND_TWICE = (
+    "import torch, torchrec_jagged_attn as ours",
+    "x, offsets = torch.ones(3, 8, requires_grad=True), torch.tensor([0, 1, 3])",
+    "def attend():",
+    "    return ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum()",
+    "attend().backward()",
+    "print(attend().item())",
+)
+BUILD = (
+    "from torchrec_jagged_attn.cpu import extension",
+    "assert extension.library() is not None",
+    "print(extension.build())",
+)
+NO_COMPILER = {"CXX": "no-such-compiler"}
+
+
+@pytest.mark.parametrize("missing", ["compiler", "working compiler", "folder"])
+def test_where_nothing_can_be_built(missing, tmp_path):
+    """One warning of three lines says what is missing and what to do, and results are the same."""
+    (tmp_path / "file").touch()
+    broken = tmp_path / "g++"
+    lines = (
+        "#!/bin/sh",
+        '[ "$1" = -MMD ] || exec echo 13.2.0',
+        "for i in 1 2 3; do echo a.h:$i: fatal error: no b.h; done",
+        "exit 1",
+    )
+    broken.write_text("\n".join(lines))
+    broken.chmod(0o755)
+    folder = str(tmp_path / "file" / "folder")
+    environment, reason, advice = {
+        "compiler": (NO_COMPILER, "no-such-compiler", "install g++"),
+        "working compiler": ({"CXX": str(broken)}, "a.h:1: fatal error: no b.h", "install g++"),
+        "folder": ({"TORCH_EXTENSIONS_DIR": folder}, folder, "TORCH_EXTENSIONS_DIR"),
+    }[missing]
+    environment = {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+        "PYTHONWARNINGS": "always::UserWarning",
+        **environment,
+    }
+    done = run_python(*ATTEND_TWICE, **environment)
+    assert float(done.stdout) == 16
+    assert done.stderr.count("UserWarning") == 1
+    said = done.stderr[done.stderr.index("UserWarning") :].splitlines()
+    assert "no attention.cpp" in said[0]
+    assert reason in said[1]
+    assert advice in said[2]
+    assert "python -m torchrec_jagged_attn --build" in said[2]
+    assert len(said) <= 4  # the last is the line of the call
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "g++"}
+
+
+def test_is_built_once(tmp_path, with_compiler):
+    """By the first of two threads, and in a process that has no ``ninja`` on its path."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cp", "sh", "which"):
+        if (found := shutil.which(name)) is not None:
+            (tools / name).symlink_to(found)
+    lines = (
+        "from concurrent.futures import ThreadPoolExecutor",
+        "from torchrec_jagged_attn.cpu import extension",
+        "with ThreadPoolExecutor(2) as pool:",
+        "    found = [pool.submit(extension.library) for _ in range(2)]",
+        "assert None not in [future.result() for future in found]",
+    )
+    run_python(*lines, **with_compiler, PATH=str(tools))
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    run_python(*lines, **with_compiler | NO_COMPILER)
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A copy of the library, in a folder of its own."""
+    found = extension.build()
+    return Path(shutil.copy(found, tmp_path / found.name))
+
+
+@pytest.fixture
+def with_compiler(tmp_path):
+    """Variables of a compiler that takes no time: it puts out the library that is there."""
+    compiler = tmp_path / "c++"
+    lines = (
+        "#!/bin/sh",
+        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
+        f'[ $# -lt 2 ] || cp {extension.build()} "$2"',
+    )
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    return {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+
+
+def assert_is_built_again(with_compiler):
+    without_compiler = {**with_compiler, **NO_COMPILER}
+    done = run_python(*ATTEND_TWICE, **without_compiler)
+    assert float(done.stdout) == 16
+    assert "install g++" in done.stderr
+    again = run_python(*BUILD, **with_compiler).stdout
+    assert run_python(*BUILD, **without_compiler).stdout == again
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_a_damaged_library_is_built_again(damage, built, with_compiler):
+    """It is not loaded: that would end the process."""
+    whole = built.read_bytes()
+    half = len(whole) // 2
+    parts = {"cut": whole[:half], "changed": whole[:half] + b"0" + whole[half + 1 :]}
+    built.write_bytes(parts[damage])
+    assert_is_built_again(with_compiler)
+    assert built.read_bytes() == whole
+
+
+def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
+    """But stays: a machine that shares the folder may load it."""
+    foreign = b"\x7fELF of another machine"
+    digest = hashlib.sha256(foreign).hexdigest()[:16]
+    other = built.with_name(f"{built.stem.rpartition('_')[0]}_{digest}.so")
+    built.rename(other)
+    other.write_bytes(foreign)
+    assert_is_built_again(with_compiler)
+    assert other.exists()
+    assert built.exists()
+
+
+def test_a_built_library_that_does_not_load(tmp_path):
+    """Another folder would not help where another compiler is needed."""
+    compiler = tmp_path / "c++"
+    lines = (
+        "#!/bin/sh",
+        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
+        '[ $# -lt 2 ] || echo no library > "$2"',
+    )
+    compiler.write_text("\n".join(lines))
+    compiler.chmod(0o755)
+    done = run_python(*ATTEND_TWICE, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert float(done.stdout) == 16
+    assert "invalid ELF header" in done.stderr or "file too short" in done.stderr
+    assert "name a compiler that suits PyTorch in the variable CXX" in done.stderr
+
+
+def run_python(*lines, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, "PYTHONWARNINGS": "default", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_is_imported_under_a_fake_mode():
+    """Where a tensor that is made is none, and has no values."""
+    lines = (
+        "from torch._subclasses import FakeTensorMode",
+        "with FakeTensorMode(): import torchrec_jagged_attn",
+    )
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", "\n".join(lines)], check=True)

@@ -1,0 +1,374 @@
+"""``examples/serve_dlrm.py``: from a training's checkpoint to scores of a compiled model."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import serve_dlrm
+import torch
+from events import NUM_DENSE_FEATURES
+from serve_dlrm import (
+    HISTORIES,
+    TARGETS,
+    RequestError,
+    Requests,
+    export_scorer,
+    load_scorer,
+    read_request,
+    score,
+)
+from torchrec.inference.modules import quantize_inference_model
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+logging.disable(logging.NOTSET)  # which the examples turn off
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CPU = torch.device("cpu")
+REQUEST = json.loads((EXAMPLES / "request.json").read_text())
+SHAPES = {  # candidates and history rows
+    "one candidate": (1, 40),
+    "no history": (23, 0),
+    "one history row": (23, 1),
+    "neither but one": (1, 0),
+    "many candidates": (500, 40),
+}
+
+
+pytestmark = pytest.mark.xdist_group("serve_dlrm")  # which is trained and compiled once
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short training on the CPU."""
+    out = tmp_path_factory.mktemp("run")
+    command = [sys.executable, str(EXAMPLES / "train_dlrm.py"), f"--out={out}"]
+    paths = [str(EXAMPLES.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    subprocess.run(
+        [*command, "--pooling=attention", "--users=60", "--batch-size=256", "--epochs=1"],
+        env=os.environ
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+        },
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return out / "attention"
+
+
+def request_of(candidates: int, history: int) -> dict:
+    rows = REQUEST["candidates"] * (candidates // len(REQUEST["candidates"]) + 1)
+    return {**REQUEST, "candidates": rows[:candidates], "history": REQUEST["history"][:history]}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_history_looked_up_once_scores_as_in_training(run: Path, shape: str):
+    """Where each candidate is a sample that has the whole history."""
+    scorer, features = load_scorer(run, CPU)
+    request = request_of(*SHAPES[shape])
+    requests = Requests(features, scorer.user_keys, CPU)
+    scores, _ = score(scorer, requests, request)
+    count = len(request["candidates"])
+    assert scores.shape == (count,)
+
+    bags = {name: [[row[name]] for row in request["candidates"]] for name in TARGETS}
+    for target, history in zip(TARGETS, HISTORIES, strict=True):
+        bags[history] = [[row[target] for row in request["history"]]] * count
+    for name in scorer.user_keys:
+        bags[name] = [[request["user"][name]]] * count
+    batch = KeyedJaggedTensor(
+        keys=list(bags),
+        values=torch.tensor([i for samples in bags.values() for ids in samples for i in ids]),
+        lengths=torch.tensor([len(ids) for samples in bags.values() for ids in samples]),
+    )
+    user = request["user"]
+    counts = [
+        [user["events"], user["seconds_since_last"], row["events"]] for row in request["candidates"]
+    ]
+    dense = (np.log1p(counts) - features["dense_mean"]) / features["dense_std"]
+    with torch.no_grad():
+        logits = scorer.dlrm(torch.tensor(dense, dtype=torch.float32), batch)
+    np.testing.assert_allclose(scores, logits.squeeze(1).sigmoid().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("tables", ["fp32", "int8"])
+def test_the_exported_model_takes_any_candidates_and_history(
+    run: Path, tables: str, device: torch.device, fake_classes: None
+):
+    scorer, features = load_scorer(run, device)
+    requests = Requests(features, scorer.user_keys, device)
+    if tables == "int8":
+        quantize_inference_model(scorer)
+    exported = export_scorer(scorer, device).module()
+    for shape in SHAPES.values():
+        expected, _ = score(scorer, requests, request_of(*shape))
+        scores, _ = score(exported, requests, request_of(*shape))
+        np.testing.assert_array_equal(scores, expected)
+
+
+packages_load = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
+)
+
+
+@pytest.fixture(scope="module")
+def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The compiled model, and what the script prints."""
+    package = tmp_path_factory.mktemp("package") / "scorer.pt2"
+    command = [sys.executable, str(EXAMPLES / "serve_dlrm.py"), f"--run={run}"]
+    process = subprocess.run(
+        [*command, f"--package={package}", "--times=3", "--top=4"],
+        env=os.environ
+        | {
+            "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # in half the time
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(EXAMPLES.parent),
+        },
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.stderr == ""
+    return package, process.stdout
+
+
+@packages_load
+def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tuple[Path, str]):
+    scorer, features = load_scorer(run, CPU)
+    scores, _ = score(scorer, Requests(features, scorer.user_keys, CPU), REQUEST)
+    _, printed = served
+    assert f"The best 4 of {len(REQUEST['candidates'])}" in printed
+    best = REQUEST["candidates"][int(scores.argmax())]["item"]
+    assert f"item {best} " in printed
+    assert f"{scores.max():.4f}" in printed
+    for percentile in ("p50", "p90", "p99"):
+        assert percentile in printed
+
+
+@packages_load
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_compiled_model_takes_any_candidates_and_history(
+    run: Path, served: tuple[Path, str], shape: str
+):
+    package, _ = served
+    scorer, features = load_scorer(run, CPU)
+    requests = Requests(features, scorer.user_keys, CPU)
+    exact, _ = score(scorer, requests, request_of(*SHAPES[shape]))
+    quantize_inference_model(scorer)
+    expected, _ = score(scorer, requests, request_of(*SHAPES[shape]))
+    compiled = torch._inductor.aoti_load_package(str(package))
+    scores, milliseconds = score(compiled, requests, request_of(*SHAPES[shape]))
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+    np.testing.assert_allclose(scores, exact, atol=0.05)
+    assert milliseconds > 0
+
+
+ROW = {"item": 1, "category": 0, "events": 0}
+BAD_REQUESTS = {
+    "no-history": (
+        {"history": None},
+        "history of the request must be a list of 0 to 10000, got None",
+    ),
+    "no-candidates": (
+        {"candidates": []},
+        "candidates of the request must be a list of 1 to 10000, got a list of 0",
+    ),
+    "too-many-candidates": (
+        {"candidates": [ROW] * 10_001},
+        "candidates of the request must be a list of 1 to 10000, got a list of 10001",
+    ),
+    "too-many-rows": (
+        {"history": [ROW] * 10_001},
+        "history of the request must be a list of 0 to 10000, got a list of 10001",
+    ),
+    "rows-by-name": (
+        {"history": ROW},
+        "history of the request must be a list of 0 to 10000, got {",
+    ),
+    "row-is-no-object": ({"history": [ROW, 7]}, r"history\[1\] must be an object, got 7"),
+    "candidate-is-no-object": (
+        {"candidates": ["item"]},
+        r"candidates\[0\] must be an object, got 'item'",
+    ),
+    "user-is-no-object": ({"user": [3]}, r"user of the request must be an object, got a list of 1"),
+    "missing-id": (
+        {"history": [{"item": 1}]},
+        r"category of history\[0\] must be an integer from 0 to \d+, got None",
+    ),
+    "unknown-id": (
+        {"candidates": [{**ROW, "item": 10**6}]},
+        r"item of candidates\[0\] must be an integer from 0 to \d+, got 1000000",
+    ),
+    "true-as-id": (
+        {"history": [ROW, {**ROW, "item": True}]},
+        r"item of history\[1\] must be an integer from 0 to \d+, got True",
+    ),
+    "fraction-as-id": (
+        {"history": [{**ROW, "category": 1.0}]},
+        r"category of history\[0\] must be an integer from 0 to \d+, got 1.0",
+    ),
+    "text-as-id": (
+        {"history": [{**ROW, "item": "1" * 9000}]},
+        r"item of history\[0\] must be an integer from 0 to \d+, got '1{12}...1{13}'",
+    ),
+    "negative-count": (
+        {"user": {**REQUEST["user"], "events": -1}},
+        "events of user must be an integer from 0 to 9223372036854775807, got -1",
+    ),
+    "huge-count": (
+        {"user": {**REQUEST["user"], "events": 10**30}},
+        "events of user must be an integer from 0 to 9223372036854775807, got 10{11}",
+    ),
+    "huge-count-of-a-candidate": (
+        {"candidates": [{**ROW, "events": 2**63}]},
+        r"events of candidates\[0\] must be an integer from 0 to 9223372036854775807, got 9223",
+    ),
+    "true-as-count": (
+        {"user": {**REQUEST["user"], "seconds_since_last": True}},
+        "seconds_since_last of user must be an integer from 0 to 9223372036854775807, got True",
+    ),
+    "unknown-user": (
+        {"user": {**REQUEST["user"], "cohort": 99}},
+        "cohort of user must be an integer from 0 to 7, got 99",
+    ),
+}
+FEATURES = {
+    "cardinalities": {"item": 1500, "category": 30, "cohort": 8, "device": 3},
+    "dense_mean": [0.0] * NUM_DENSE_FEATURES,
+    "dense_std": [1.0] * NUM_DENSE_FEATURES,
+}
+
+
+@pytest.fixture
+def requests() -> Requests:
+    """For ``FEATURES``, without a model."""
+    return Requests(FEATURES, ["cohort", "device"], CPU)
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_bad_requests_are_refused(requests: Requests, case: str):
+    change, message = BAD_REQUESTS[case]
+    with pytest.raises(RequestError, match=f"^{message}"):
+        requests.tensors(REQUEST | change)
+
+
+def test_a_request_must_be_an_object(requests: Requests):
+    with pytest.raises(RequestError, match="the request must be an object, got None"):
+        requests.tensors(None)
+
+
+def test_the_largest_counts_and_ids_are_taken(requests: Requests):
+    row = {"item": 1499, "category": 29, "events": 2**63 - 1}
+    user = {"cohort": 7, "device": 2, "events": 2**63 - 1, "seconds_since_last": 0}
+    some = {"user": user, "history": [row] * 10_000, "candidates": [row] * 10_000}
+    dense, ids, lengths, _ = requests.tensors(some)
+    assert dense.isfinite().all()
+    assert ids.shape == (40_000,)
+    assert lengths.tolist() == [10_000] * 4
+
+
+BAD_FILES = {
+    "latin-1": ('{"user": "é"}'.encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
+    "brackets": (b"[" * 100_000, "maximum recursion depth exceeded"),
+    "objects": (b'{"a":' * 100_000, "maximum recursion depth exceeded"),
+    "truncated": (b'{"user": ', "Expecting value: line 1"),
+    "empty": (b"", "Expecting value: line 1"),
+    "large": (b" " * (16 * 2**20 + 1), "it has more than 16777216 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_unreadable_files_are_refused(tmp_path: Path, case: str):
+    content, message = BAD_FILES[case]
+    path = tmp_path / "request.json"
+    path.write_bytes(content)
+    with pytest.raises(RequestError, match="cannot be read as JSON in UTF-8: ") as error:
+        read_request(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("digits", ["1" * 5000, "1" + "0" * 30, "-" + "9" * 5000])
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('"events": 40', "events of user must be an integer from 0 to 9223372036854775807, got '"),
+        ('"item": 971', r"item of history\[0\] must be an integer from 0 to 1499, got '"),
+    ],
+)
+def test_integers_of_many_digits_are_named(
+    tmp_path: Path, requests: Requests, digits: str, field: str, message: str
+):
+    text = (EXAMPLES / "request.json").read_text()
+    assert text.count(field) == 1
+    path = tmp_path / "request.json"
+    path.write_text(text.replace(field, f"{field.split()[0]} {digits}"))
+    with pytest.raises(RequestError, match=message) as error:
+        requests.tensors(read_request(path))
+    assert len(str(error.value)) < 150
+
+
+def end_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str:
+    """Of the script with these options: its exit code, or what it says at the end."""
+    monkeypatch.setattr(sys, "argv", ["serve_dlrm.py", *options])
+    with pytest.raises(SystemExit) as error:
+        serve_dlrm.main(serve_dlrm.parse_args())
+    return error.value.code
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--run=nowhere"], "nowhere holds no checkpoint; make one with train_dlrm.py"),
+        (["--request=nowhere.json"], "nowhere.json cannot be read"),
+        (["--request=."], "--request . cannot be read"),
+    ],
+)
+def test_unusable_files_end_with_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+):
+    code = end_of(monkeypatch, f"--run={run}", *options)
+    assert code.startswith("error: ")
+    assert message in code
+    assert "\n" not in code
+
+
+def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "run.json").write_text("{}")
+    code = end_of(monkeypatch, f"--run={tmp_path}")
+    expected = "must be an object with features, options, progress, got {}"
+    assert code == f"error: {tmp_path}/step-1/run.json {expected}"
+
+
+BAD_OPTIONS = {
+    "--times 0": "argument --times: must be an integer from 1 to 1000000, got '0'",
+    "--times 1e30": "argument --times: must be an integer from 1 to 1000000, got '1e30'",
+    "--top -1": "argument --top: must be an integer from 1 to 1000000, got '-1'",
+    "--package scorer": "argument --package: must be a file that ends in .pt2, got 'scorer'",
+    "--package folder.pt2": "must be a file that ends in .pt2, got 'folder.pt2'",
+    "--package file/x.pt2": "argument --package: must be a folder that can be written, got 'file'",
+    "--tables int4": "argument --tables: invalid choice: 'int4'",
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS)
+def test_bad_options_are_named_with_what_was_expected(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("folder.pt2").mkdir()
+    assert end_of(monkeypatch, *options.split()) == 2
+    assert BAD_OPTIONS[options] in capsys.readouterr().err.splitlines()[-1]

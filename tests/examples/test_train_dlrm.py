@@ -1,0 +1,774 @@
+"""The example in ``examples/``: its data, and short trainings in processes of their own."""
+
+import gzip
+import io
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import movielens
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import train_dlrm
+from checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    describe_checkpoint,
+    load_state,
+    newest_checkpoint,
+)
+from events import (
+    DataError,
+    Events,
+    InteractionLog,
+    evaluation_batches,
+    training_batches,
+)
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planted import planted_log
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from tests.processes import run_script
+
+logging.disable(logging.NOTSET)  # which the examples turn off
+
+ROOT = Path(__file__).parents[2]
+RATINGS = ["1::20::5::100", "2::10::3::300", "1::10::4::50", "1::30::1::100", "2::30::2::400"]
+MOVIES = ["10::Amélie (2001)::Comedy|Romance", "30::Heat (1995)::Action", "20::Pi (1998)::Action"]
+USERS = ["1::F::25::10::48067", "2::M::18::4::70072"]
+
+
+def write_movielens(directory, ratings=RATINGS, movies=MOVIES, users=USERS):
+    for name, lines in (("ratings", ratings), ("movies", movies), ("users", users)):
+        content = "".join(f"{line}\n" for line in lines)
+        (directory / f"{name}.dat").write_text(content, encoding="latin-1")
+    return directory
+
+
+def test_movielens_is_read_in_order_of_user_and_time(tmp_path):
+    log = movielens.read_movielens(write_movielens(tmp_path))
+    assert log.user.tolist() == [0, 0, 0, 1, 1]
+    assert log.item.tolist() == [0, 2, 1, 0, 1]  # rows of movies.dat
+    assert log.time.tolist() == [50, 100, 100, 300, 400]
+    assert log.category.tolist() == [1, 0, 0]
+    assert {name: ids.tolist() for name, ids in log.user_features.items()} == {
+        "gender": [0, 1],
+        "age": [1, 0],
+        "occupation": [0, 1],
+    }
+    assert log.cardinalities() == {
+        "item": 3,
+        "category": 2,
+        "gender": 2,
+        "age": 2,
+        "occupation": 2,
+    }
+
+
+def test_compressed_ratings_are_read_too(tmp_path):
+    plain = movielens.read_movielens(write_movielens(tmp_path))
+    with gzip.open(tmp_path / "ratings.dat.gz", "wb") as file:
+        file.write((tmp_path / "ratings.dat").read_bytes())
+    (tmp_path / "ratings.dat").unlink()
+    np.testing.assert_array_equal(movielens.read_movielens(tmp_path).time, plain.time)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"ratings": ["1::20::5::100", "1::10::5"]}, r"ratings\.dat, line 2: expected 4 columns"),
+        ({"users": ["1::F::25::10::48067::x"]}, r"users\.dat, line 1: expected 5 columns"),
+        ({"ratings": ["1::20::5::noon"]}, r"line 1, column Timestamp: expected an integer.*'noon'"),
+        ({"ratings": ["1::20::5::" + "9" * 20]}, r"line 1, .*: expected .* at most 18 digits, got"),
+        ({"movies": ["1.5::Heat::Action"]}, r"movies\.dat, line 1, column MovieID"),
+        (
+            {"ratings": ["1::20::5::1", "1::21::5::2"]},
+            r"line 2, column MovieID: .* movies\.dat knows",
+        ),
+        ({"ratings": ["3::20::5::1"]}, r"line 1, column UserID: .* users\.dat knows, got '3'"),
+        ({"movies": []}, r"movies\.dat is empty"),
+    ],
+)
+def test_a_wrong_line_is_named_by_file_line_and_column(tmp_path, files, message):
+    write_movielens(tmp_path, **files)
+    with pytest.raises(DataError, match=message) as error:
+        movielens.read_movielens(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["ratings.dat", "movies.dat", "users.dat"])
+def test_a_missing_file_is_named(tmp_path, name):
+    write_movielens(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(DataError, match=rf"{name} is missing; .*--download"):
+        movielens.read_movielens(tmp_path)
+
+
+def test_a_damaged_archive_of_ratings_is_named(tmp_path):
+    write_movielens(tmp_path)
+    (tmp_path / "ratings.dat").unlink()
+    (tmp_path / "ratings.dat.gz").write_bytes(gzip.compress(b"1::20::5::100\n" * 100)[:-9])
+    with pytest.raises(DataError, match=r"cannot read .*ratings\.dat\.gz"):
+        movielens.read_movielens(tmp_path)
+
+
+def archive_of(directory) -> bytes:
+    """What GroupLens serves, with the files of ``directory``."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for path in directory.iterdir():
+            archive.write(path, f"ml-1m/{path.name}")
+    return content.getvalue()
+
+
+def serve(monkeypatch, content: bytes) -> list[str]:
+    """Let every download receive ``content``; returns the addresses asked for, as they come."""
+    asked = []
+
+    def urlopen(url, timeout):
+        asked.append(url)
+        return io.BytesIO(content)
+
+    monkeypatch.setattr(movielens.urllib.request, "urlopen", urlopen)
+    return asked
+
+
+def test_download_fetches_once_what_the_reader_reads(tmp_path, monkeypatch):
+    (tmp_path / "served").mkdir()
+    asked = serve(monkeypatch, archive_of(write_movielens(tmp_path / "served")))
+    for _ in range(2):
+        movielens.download_movielens(tmp_path / "data")
+    assert asked == [movielens.URL]
+    assert len(movielens.read_movielens(tmp_path / "data").time) == len(RATINGS)
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == sorted(movielens.COLUMNS)
+
+
+@pytest.mark.parametrize("fault", ["no archive", "flipped bit", "other archive"])
+def test_download_leaves_nothing_of_a_wrong_archive(tmp_path, monkeypatch, fault):
+    (tmp_path / "served").mkdir()
+    write_movielens(tmp_path / "served")
+    if fault == "other archive":
+        (tmp_path / "served" / "users.dat").unlink()
+    content = bytearray(archive_of(tmp_path / "served"))
+    if fault == "no archive":
+        content = b"<html>moved</html>"
+    elif fault == "flipped bit":
+        content[content.index(b"Heat")] ^= 1
+    serve(monkeypatch, bytes(content))
+    with pytest.raises(DataError, match=r"cannot download https://.*ml-1m\.zip: .*; try again"):
+        movielens.download_movielens(tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+@st.composite
+def logs(draw) -> InteractionLog:
+    """Small logs with many rows in one second, in any order, of users who repeat no item."""
+    size = draw(st.integers(8, 40))
+    pairs = draw(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.integers(0, 19)),
+            min_size=size,
+            max_size=size,
+            unique=True,
+        )
+    )
+    times = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+    times[:2] = [0, 10]
+    # Some rows to train on, and some, the last tenth, to test on.
+    assume(np.quantile(times, 0.9, method="higher") > 0)
+    user, item = np.array(pairs).T
+    return InteractionLog(
+        user, item, np.array(times), np.arange(20) % 3, {"age": np.array([0, 1, 1, 0])}
+    )
+
+
+def everything(examples):
+    """All examples as one batch."""
+    return examples[torch.arange(len(examples))]
+
+
+@given(logs(), st.integers(1, 5), st.booleans())
+def test_history_is_what_the_user_took_before_that_second(log, max_history, train):
+    events = Events(log, max_history=max_history)
+    rows = events.train_rows if train else events.test_rows
+    examples = events.training(0) if train else events.testing()
+    batch = everything(examples)
+    items = batch.sparse_features["item_history"].to_dense()
+    categories = batch.sparse_features["category_history"].to_dense()
+    for position, row in enumerate(rows):  # Positives come first, in the order of their rows.
+        before = (log.user == log.user[row]) & (log.time < log.time[row])
+        expected = log.item[before][-max_history:]
+        assert batch.labels[position] == 1
+        assert examples.item[position] == log.item[row]
+        assert items[position].tolist() == expected.tolist()
+        assert categories[position].tolist() == log.category[expected].tolist()
+
+
+@given(logs())
+def test_negatives_are_popular_in_training_time_and_new_to_the_user(log):
+    events = Events(log, negatives=3)
+    of_training = set(log.item[events.train_rows])
+    for examples in (events.training(0), events.testing()):
+        for position in torch.nonzero(examples.label == 0).flatten().tolist():
+            item, user = int(examples.item[position]), int(examples.user[position])
+            assert item in of_training
+            taken = (log.user == user) & (log.item == item)
+            # The history ends where the example's second starts.
+            second = log.time[int(examples.history_end[position])]
+            assert not taken.any() or log.time[taken].min() > second
+
+
+def test_negatives_are_as_frequent_as_in_training_time():
+    count = 4000
+    log = InteractionLog(
+        user=np.arange(2 * count),
+        item=np.concatenate(
+            [np.arange(count) % 4 // 3, np.full(count, 2)]
+        ),  # 0, 0, 0, 1, …, then 2
+        time=np.arange(2 * count),
+        category=np.zeros(3, dtype=np.int64),
+        user_features={},
+    )
+    examples = Events(log, test_fraction=0.5).testing()
+    drawn = torch.bincount(examples.item[examples.label == 0], minlength=3).tolist()
+    assert sum(drawn) == count
+    assert drawn[2] == 0
+    # Five standard deviations of a binomial distribution.
+    assert abs(drawn[1] - count / 4) < 5 * (count * 1 / 4 * 3 / 4) ** 0.5
+
+
+@given(logs())
+def test_training_does_not_know_the_test_items(log):
+    events = Events(log)
+    changed = log.item.copy()
+    changed[events.test_rows] = 0
+    other = InteractionLog(log.user, changed, log.time, log.category, log.user_features)
+    assert_equal(everything(events.training(3)), everything(Events(other).training(3)))
+
+
+@given(logs(), st.booleans())
+def test_dense_features_are_logs_of_what_was_seen_before(log, train):
+    events = Events(log)
+
+    def expected(row: int, item: int) -> list[int]:
+        before = log.time < log.time[row]
+        of_user = before & (log.user == log.user[row])
+        since = log.time[row] - log.time[of_user].max() if of_user.any() else 0
+        return [of_user.sum(), since, (before & (log.item == item)).sum()]
+
+    raw = np.log1p([expected(row, log.item[row]) for row in events.train_rows])
+    rows = events.train_rows if train else events.test_rows
+    examples = events.training(0) if train else events.testing()
+    positives = np.log1p([expected(row, log.item[row]) for row in rows])
+    np.testing.assert_allclose(
+        examples.dense[: len(rows)],
+        (positives - raw.mean(0)) / (raw.std(0) + 1e-6),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def assert_equal(batch, other):
+    assert torch.equal(batch.dense_features, other.dense_features)
+    assert torch.equal(batch.labels, other.labels)
+    assert batch.sparse_features.keys() == other.sparse_features.keys()
+    assert torch.equal(batch.sparse_features.lengths(), other.sparse_features.lengths())
+    assert torch.equal(batch.sparse_features.values(), other.sparse_features.values())
+
+
+def test_same_seed_same_examples():
+    events, again, other = (Events(planted_log(num_users=50), seed=seed) for seed in (1, 1, 2))
+    assert_equal(everything(events.training(0)), everything(again.training(0)))
+    assert_equal(everything(events.testing()), everything(again.testing()))
+    for different in (events.training(1), other.training(0)):
+        assert not torch.equal(events.training(0).item, different.item)
+
+
+def test_batch_has_one_id_per_candidate_feature_and_a_half_life_of_weights():
+    log = planted_log(num_users=50)
+    examples = Events(log, max_history=30).training(0, half_life=2)
+    index = torch.tensor([5, 0, len(examples) - 1, 5])
+    batch = examples[index]
+    features = batch.sparse_features.to_dict()
+    assert list(features) == [
+        "item",
+        "item_history",
+        "category",
+        "category_history",
+        "cohort",
+        "device",
+    ]
+    assert features["item"].values().tolist() == examples.item[index].tolist()
+    for name, candidate in (("category", "item"), ("category_history", "item_history")):
+        categories = log.category[features[candidate].values()]
+        np.testing.assert_array_equal(features[name].values(), categories)
+    for name in ("cohort", "device"):
+        ids = log.user_features[name][examples.user[index]]
+        np.testing.assert_array_equal(features[name].values(), ids)
+    for name, feature in features.items():
+        if not name.endswith("_history"):
+            assert feature.lengths().tolist() == [1, 1, 1, 1]
+            assert feature.weights().tolist() == [1, 1, 1, 1]
+            continue
+        for weights in torch.split(feature.weights(), feature.lengths().tolist()):
+            torch.testing.assert_close(weights[2:], 2 * weights[:-2])
+            torch.testing.assert_close(weights.sum(), torch.tensor(float(len(weights) > 0)))
+
+
+def test_batch_of_examples_without_history():
+    log = InteractionLog(
+        np.arange(20), np.arange(20), np.arange(20), np.zeros(20, dtype=np.int64), {}
+    )
+    batch = everything(Events(log).training(0, half_life=2))
+    assert batch.sparse_features["item_history"].values().numel() == 0
+    assert batch.sparse_features.weights().isfinite().all()
+    assert batch.dense_features.isfinite().all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_each_training_batch_equally(world_size):
+    batches = training_batches(103, 20, seed=0, epoch=0)
+    shares = [
+        training_batches(103, 20, seed=0, epoch=0, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    assert len(batches) == 5
+    assert len(torch.cat(batches).unique()) == 100
+    for batch, *parts in zip(batches, *shares, strict=True):
+        assert {len(part) for part in parts} == {20 // world_size}
+        assert sorted(torch.cat(parts).tolist()) == sorted(batch.tolist())
+    assert not torch.equal(batches[0], training_batches(103, 20, seed=0, epoch=1)[0])
+
+
+@pytest.mark.parametrize("count", [1, 100, 103])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_the_evaluation_and_have_equally_many_batches(count, world_size):
+    shares = [
+        evaluation_batches(count, 20, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    assert len({tuple(len(part) for part in share) for share in shares}) == 1
+    in_order = torch.stack([torch.cat(share) for share in shares], dim=1).flatten()
+    assert in_order[:count].tolist() == list(range(count))
+
+
+def test_events_that_cannot_be_split_are_refused():
+    log = InteractionLog(*np.zeros((3, 4), dtype=np.int64), np.zeros(1, dtype=np.int64), {})
+    with pytest.raises(DataError, match="4 events leave 0 to train and 4 to test on; give more"):
+        Events(log)
+
+
+def test_times_too_far_apart_to_count_sightings_are_refused():
+    time = np.array([0, 10**18, 1, 2])
+    log = InteractionLog(np.arange(4), np.arange(4), time, np.zeros(4, dtype=np.int64), {})
+    with pytest.raises(DataError, match=r"must be under 2\*\*63, got 4 · 4 · 10{17}2; look for"):
+        Events(log, test_fraction=0.5)
+
+
+def test_planted_tastes_show_in_when_a_kind_was_last_seen():
+    log = planted_log(num_users=300)
+    assert_log_equal(log, planted_log(num_users=300))
+    assert not np.array_equal(log.item, planted_log(num_users=300, seed=1).item)
+    assert len(set(zip(log.user, log.item, strict=True))) == len(log.item)
+    assert (np.diff(log.time)[np.diff(log.user) == 0] == 0).any()
+
+    batch = everything(Events(log).testing())
+    category = batch.sparse_features["category"].values().tolist()
+    mean, last_seen = [], []
+    for kind, history in zip(
+        category, batch.sparse_features["category_history"].to_dense(), strict=True
+    ):
+        same = history == kind
+        mean.append(same.float().mean().nan_to_num())
+        last_seen.append(same.nonzero().max() - len(history) if same.any() else -len(log.item))
+    labels = batch.labels.long()
+    auc_mean, auc_last_seen = (
+        binary_auroc(torch.tensor(score, dtype=torch.float64), labels)
+        for score in (mean, last_seen)
+    )
+    assert auc_last_seen > auc_mean + 0.02
+
+
+def assert_log_equal(log, other):
+    for name in ("user", "item", "time", "category"):
+        np.testing.assert_array_equal(getattr(log, name), getattr(other, name))
+
+
+SCRIPT = ROOT / "examples" / "train_dlrm.py"
+OPTIONS = ["--users=60", "--batch-size=256", "--max-history=50"]
+POOLINGS = ["sum", "mean", "recency", "attention"]
+
+
+def command(out: Path, *options: str, ranks: int = 1) -> list[str]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*launcher, str(SCRIPT), f"--out={out}", *OPTIONS, *options]
+
+
+def environment() -> dict[str, str]:
+    """On the CPU, with the same sums in every run."""
+    unset = {"TRITON_INTERPRET", "WORLD_SIZE", "RANK"}
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run(out: Path | None, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    outs = [] if out is None else [f"--out={out}"]
+    return run_script(SCRIPT, *outs, *OPTIONS, *options, cwd=cwd, env=environment())
+
+
+def run_command(*args, **kwargs) -> subprocess.CompletedProcess:
+    """The same in a process that imports what it needs."""
+    return subprocess.run(
+        command(*args, **kwargs), env=environment(), capture_output=True, text=True, timeout=120
+    )
+
+
+def results(out: Path) -> dict[str, dict]:
+    return {result["pooling"]: result for result in json.loads((out / "results.json").read_text())}
+
+
+trained_once = pytest.mark.xdist_group("finished")  # by one worker
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """All poolings after two epochs."""
+    out = tmp_path_factory.mktemp("finished")
+    return out, run_command(out, "--epochs=2")
+
+
+@trained_once
+def test_all_poolings_train_and_are_compared(finished):
+    out, process = finished
+    assert process.returncode == 0, process.stderr
+    assert "arning" not in process.stderr
+    assert list(results(out)) == POOLINGS
+    for pooling, result in results(out).items():
+        assert result["epoch"] == 2
+        assert sum(result["losses"][-10:]) < sum(result["losses"][:10])
+        assert 0.5 < result["auc"] < 1
+        assert result["ne"] > 0
+        assert f"{result['auc']:.4f}" in process.stdout.split("Test set", 1)[1]
+        assert f"{pooling}, epoch 2: AUC {result['auc']:.4f}" in process.stdout
+    assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_histories_may_attend_to_themselves_first(tmp_path):
+    process = run(tmp_path, "--epochs=1", "--pooling=attention", "--encoder-layers=1")
+    assert process.returncode == 0, process.stderr
+    assert 0.5 < results(tmp_path)["attention"]["auc"] < 1
+
+
+@trained_once
+def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_path):
+    process = run_command(tmp_path, "--epochs=1", "--workers=1", ranks=2)
+    assert process.returncode == 0, process.stderr
+    one, two = results(finished[0]), results(tmp_path)
+    for pooling in POOLINGS:
+        np.testing.assert_allclose(
+            two[pooling]["losses"], one[pooling]["losses"][: len(two[pooling]["losses"])], rtol=1e-4
+        )
+
+    process = run(tmp_path, "--epochs=2", "--resume")
+    assert process.returncode == 0, process.stderr
+    for pooling, result in results(tmp_path).items():
+        np.testing.assert_allclose(result["losses"], one[pooling]["losses"], rtol=1e-4)
+
+
+@trained_once
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
+    with subprocess.Popen(
+        command(tmp_path, "--epochs=50", "--pooling=attention", "--workers=1"),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        seen = ""
+        while "loss=" not in seen and process.poll() is None:
+            seen += process.stderr.read(1)
+        os.killpg(process.pid, number)  # As a terminal does: to the workers, too.
+        message = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number
+    assert "go on from it with --resume" in message
+    (checkpoint,) = (tmp_path / "attention").iterdir()
+    assert (checkpoint / "run.json").exists()
+
+    process = run(tmp_path, "--epochs=2", "--pooling=attention", "--resume")
+    assert process.returncode == 0, process.stderr
+    resumed, uninterrupted = results(tmp_path)["attention"], results(finished[0])["attention"]
+    assert resumed["losses"] == uninterrupted["losses"]
+    assert resumed["auc"] == uninterrupted["auc"]
+
+
+@trained_once
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data=nowhere"], "nowhere/ratings.dat is missing; "),
+        (["--batch-size=1000000"], "--batch-size 1000000 is more than the "),
+        (["--resume", "--width=32"], "was made with width 16, not 32; give the same options"),
+        ([], "; give another folder, --resume to go on, or --overwrite to delete that run"),
+    ],
+)
+def test_unusable_options_end_with_one_line(finished, tmp_path, options, message):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    process = run(tmp_path, *options)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ")
+    assert message in process.stderr
+    assert process.stderr.count("\n") == 1
+
+
+def test_runs_in_the_default_folder_are_moved_aside(tmp_path):
+    """As ``make demo`` does: nothing is asked, and nothing lost."""
+    options = ["--epochs=1", "--pooling=sum"]
+    first = run(None, *options, "--resume", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "runs/train_dlrm/sum holds no checkpoint to resume: sum starts anew" in first.stdout
+    left = contents(tmp_path / "runs" / "train_dlrm")
+
+    second = run(None, *options, "--lr=0.01", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    moved = "runs/train_dlrm held an earlier run, which is in runs/train_dlrm-1 now"
+    assert moved in second.stdout
+    assert contents(tmp_path / "runs" / "train_dlrm-1") == left
+    assert contents(tmp_path / "runs" / "train_dlrm").keys() == left.keys()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def parsed(monkeypatch, *options: str):
+    monkeypatch.setattr(sys, "argv", ["train_dlrm.py", *options])
+    return train_dlrm.parse_args()
+
+
+def write_files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def test_overwrite_deletes_what_the_new_run_replaces(tmp_path, monkeypatch, group):
+    out = tmp_path / "out"
+    earlier = {"sum/step-9/run.json", "sum/step-10/run.json", "results.json", "results.png"}
+    others = {"sum/step-old/run.json", "mean/step-9/run.json", "notes"}
+    write_files(out, *earlier, *others)
+    train_dlrm.make_room(parsed(monkeypatch, f"--out={out}", "--pooling=sum", "--overwrite"))
+    assert contents(out).keys() == others
+
+
+@pytest.mark.parametrize(
+    ("left", "named"),
+    [(["sum/step-9/run.json"], "sum/step-9"), (["results.json"], "results.json")],
+)
+def test_an_earlier_run_is_kept(tmp_path, monkeypatch, group, left, named):
+    write_files(tmp_path, *left)
+    options = [f"--out={tmp_path}", "--pooling", "sum"]
+    expected = f"--out must hold no earlier run, got {tmp_path} with {named}; "
+    with pytest.raises(CheckpointError, match=expected):
+        train_dlrm.make_room(parsed(monkeypatch, *options))
+    train_dlrm.make_room(parsed(monkeypatch, *options, "--resume"))
+    assert contents(tmp_path).keys() == set(left)
+
+
+def test_a_folder_without_checkpoints_of_the_poolings_is_free(tmp_path, monkeypatch, group):
+    left = ["mean/step-9/run.json", "sum/step-old/run.json", "sum/partial/x", "notes"]
+    write_files(tmp_path, *left)
+    train_dlrm.make_room(parsed(monkeypatch, f"--out={tmp_path}", "--pooling=sum"))
+    assert contents(tmp_path).keys() == set(left)
+
+
+INTEGER, NUMBER = "must be an integer from", "must be a number from"
+BAD_OPTIONS = {
+    "--users 0": f"argument --users: {INTEGER} 1 to 1000000, got '0'",
+    "--users 1e30": f"argument --users: {INTEGER} 1 to 1000000, got '1e30'",
+    f"--max-history {10**30}": f"argument --max-history: {INTEGER} 1 to 1000000, got '1000",
+    "--negatives 9999": f"argument --negatives: {INTEGER} 1 to 1000, got '9999'",
+    "--pooling sum mean sum": "--pooling must name no pooling twice, got sum mean sum",
+    "--pooling all sum": "--pooling must name no pooling twice, got all sum",
+    "--width 1000000": f"argument --width: {INTEGER} 4 to 4096, got '1000000'",
+    "--width 10": "--width must be a multiple of 4, ",
+    "--heads 0": f"argument --heads: {INTEGER} 1 to 4096, got '0'",
+    "--heads 3": "and --heads divide twice the width: got --width 16 and --heads 3",
+    "--encoder-layers -1": f"argument --encoder-layers: {INTEGER} 0 to 100, got '-1'",
+    "--half-life 0": f"argument --half-life: {NUMBER} 0.01 to 1000, got '0'",
+    "--half-life inf": f"argument --half-life: {NUMBER} 0.01 to 1000, got 'inf'",
+    "--epochs two": f"argument --epochs: {INTEGER} 1 to 1000000, got 'two'",
+    "--batch-size -8": f"argument --batch-size: {INTEGER} 1 to 1000000000, got '-8'",
+    "--lr -1": f"argument --lr: {NUMBER} 0 to 100, got '-1'",
+    "--lr 1e99": f"argument --lr: {NUMBER} 0 to 100, got '1e99'",
+    "--table-lr nan": f"argument --table-lr: {NUMBER} 0 to 100, got 'nan'",
+    "--table-lr=-inf": f"argument --table-lr: {NUMBER} 0 to 100, got '-inf'",
+    "--seed -1": f"argument --seed: {INTEGER} 0 to 9223372036854775807, got '-1'",
+    f"--seed {2**63}": "9223372036854775807, got '9223372036854775808'",
+    f"--seed {'1' * 5000}": "9223372036854775807, got '111111111111...1111111111111'",
+    "--workers -1": f"argument --workers: {INTEGER} 0 to 256, got '-1'",
+    "--out file": "argument --out: must be a folder that can be written, got 'file': Not a dir",
+    "--out file/folder": "must be a folder that can be written, got 'file/folder': Not a dir",
+    f"--out {'x' * 300}": "xxx': File name too long",
+    "--download": "--download needs --data",
+    "--resume --overwrite": "argument --overwrite: not allowed with argument --resume",
+}
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda options: options[:20])
+def test_bad_options_are_named_with_what_was_expected(tmp_path, monkeypatch, capsys, options):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(SystemExit) as error:
+        parsed(monkeypatch, *options.split())
+    assert error.value.code == 2
+    assert BAD_OPTIONS[options] in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_folders_are_not_made_before_they_are_needed(tmp_path, monkeypatch):
+    out = tmp_path / "of" / "mine"
+    assert parsed(monkeypatch, f"--out={out}").out == out
+    assert not list(tmp_path.iterdir())
+
+
+def script_with_own_torch(tmp_path: Path, torch_py: str, *command: str):
+    """Runs an example where ``import torch`` runs ``torch_py``."""
+    (tmp_path / "torch.py").write_text(torch_py)
+    script, *options = command
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *options],
+        cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
+@pytest.mark.parametrize(("options", "code"), [("--help", 0), ("--nonsense", 2)])
+def test_options_are_parsed_before_the_slow_imports(tmp_path, script, options, code):
+    process = script_with_own_torch(tmp_path, "raise ImportError('too early')", script, options)
+    assert process.returncode == code, process.stderr
+    assert "usage: " in process.stdout + process.stderr
+
+
+@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
+def test_ctrl_c_ends_the_start_without_a_traceback(tmp_path, script):
+    code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    process = script_with_own_torch(tmp_path, code, script)
+    assert process.returncode == 130
+    assert process.stderr == ""
+
+
+def linear_model():
+    model = torch.nn.Linear(2, 1)
+    optimizer = KeyedOptimizerWrapper(dict(model.named_parameters()), torch.optim.Adam)
+    optimizer.init_state()
+    return model, optimizer
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, group):
+    done = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor):
+        done.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def recorded_rename(self, target):
+        if self.name == "partial":
+            done.append("renamed")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    Checkpoints(tmp_path, options={}).save(*linear_model(), 1, {})
+    checkpoint = tmp_path / "step-1"
+    written = {path.stat().st_ino for path in (checkpoint, *checkpoint.iterdir())}
+    assert len(written) == 4  # the folder, .metadata, one rank's file, run.json
+    assert written <= set(done[: done.index("renamed")])
+    assert tmp_path.stat().st_ino in done[done.index("renamed") :]
+
+
+def test_only_folders_named_by_steps_are_checkpoints(tmp_path, group):
+    for name in ("step-old", "step-", "step--3", "step-9", "step-10", "step-9.5", "my-step-11"):
+        (tmp_path / name).mkdir()
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-10"
+    Checkpoints(tmp_path, options={}).save(*linear_model(), 12, {})
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step-old", "step-", "step--3", "step-9.5", "my-step-11"),
+        "step-12",
+    }
+
+
+def test_damaged_checkpoints_are_named(tmp_path, group):
+    model, optimizer = linear_model()
+    checkpoints = Checkpoints(tmp_path, options={})
+    checkpoints.save(model, optimizer, 1, {})
+    for content in (b"{", b"[]", b"{}", b"\xff"):
+        (tmp_path / "step-1" / "run.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"step-1/run\.json"):
+            describe_checkpoint(tmp_path / "step-1")
+    for path in (tmp_path / "step-1").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"cannot read .*step-1: ") as error:
+        load_state({"model": model.state_dict()}, tmp_path / "step-1")
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named(tmp_path, group):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/partial: .*Not a dir") as error:
+        Checkpoints(tmp_path / "file", options={}).save(*linear_model(), 1, {})
+    assert "\n" not in str(error.value)
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint(tmp_path, monkeypatch, group):
+    def die(*_, checkpoint_id, **__):
+        checkpoint_id.mkdir()
+        raise OSError("no space left on device")
+
+    model, optimizer = linear_model()
+    saved = model.weight.detach().clone()
+    checkpoints = Checkpoints(tmp_path, options={})
+    assert checkpoints.load(model, optimizer) is None
+    checkpoints.save(model, optimizer, 9, {"epoch": 1})
+    torch.nn.init.zeros_(model.weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", die)
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(model, optimizer, 10, {"epoch": 2})
+    assert checkpoints.load(model, optimizer) == {"epoch": 1}
+    assert torch.equal(model.weight, saved)
+
+    checkpoints.save(model, optimizer, 10, {"epoch": 2})
+    assert checkpoints.load(model, optimizer) == {"epoch": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]

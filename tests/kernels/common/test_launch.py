@@ -1,0 +1,109 @@
+"""What ``Launcher`` takes for a call like another."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton import knobs
+
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+
+CONSTANTS = {"D": 8, "H": 2, "num_warps": 4}
+
+
+class Kernel:
+    """Stands in for a ``triton.jit`` function of two tensors, three numbers and two constants."""
+
+    def __init__(self):
+        names = ("x_ptr", "y_ptr", "stride", "num_rows", "scale", "H", "D")
+        self.params = [
+            SimpleNamespace(
+                name=name, is_constexpr=name.isupper(), do_not_specialize=name == "num_rows"
+            )
+            for name in names
+        ]
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*arguments, **constants):
+            self.calls.append(("compiled", grid, arguments, constants))
+            return Compiled(self.calls)
+
+        return compile_and_run
+
+
+class Compiled:
+    """Stands in for Triton's ``CompiledKernel``."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def run(self, *arguments):
+        self.calls.append(("launched", arguments))
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(("launched with hooks", grid, arguments))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A launcher that has launched once, its kernel's calls, and the arguments of that launch."""
+    streams = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(
+        "torchrec_jagged_attn.kernels.common.launch.driver", SimpleNamespace(active=streams)
+    )
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    arguments = (torch.zeros(64), None, 32, 100, 0.5)
+    launcher((3,), arguments, CONSTANTS)
+    assert kernel.calls.pop() == ("compiled", (3,), arguments, CONSTANTS)
+    return launcher, kernel.calls, arguments
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {0: torch.ones(7)}, {2: 64}, {3: 1}, {3: 16}, {4: 2.0}],
+    ids=["same", "values", "stride", "one", "divisible", "scale"],
+)
+def test_calls_alike_share_what_was_compiled(launched, change):
+    launcher, calls, arguments = launched
+    arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
+    launcher((5, 2), arguments, CONSTANTS)
+    of_triton = ("stream of -1", "function", "metadata", None, None, None)
+    of_kernel = (*arguments, 2, 8)  # constants as in the signature
+    assert calls == [("launched", (5, 2, 1, *of_triton, *of_kernel))]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told(launched, hook):
+    launcher, calls, arguments = launched
+    chain = getattr(knobs.runtime, hook)
+    chain.add(print)
+    try:
+        launcher((5,), arguments, CONSTANTS)
+    finally:
+        chain.remove(print)
+    assert calls == [("launched with hooks", (5, 1, 1), (*arguments, 2, 8))]
+
+
+@pytest.mark.parametrize(
+    ("change", "constants"),
+    [
+        ({0: torch.zeros(64).half()}, {}),
+        ({0: torch.zeros(65)[1:]}, {}),
+        ({1: torch.zeros(64)}, {}),
+        ({2: 33}, {}),
+        ({2: 1}, {}),
+        ({3: 2**31}, {}),
+        ({}, {"D": 16}),
+        ({}, {"num_warps": 8}),
+    ],
+    ids=["dtype", "alignment", "none", "odd", "one", "wide", "constant", "option"],
+)
+def test_others_are_compiled_anew(launched, change, constants):
+    launcher, calls, arguments = launched
+    arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
+    launcher((3,), arguments, CONSTANTS | constants)
+    assert [call[0] for call in calls] == ["compiled"]

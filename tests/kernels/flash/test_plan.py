@@ -1,0 +1,97 @@
+"""Which kernels take a call, and the tiles they get."""
+
+import pytest
+import torch
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.flash.plan import PATHS, Call, plan_of
+from torchrec_jagged_attn.paths import table
+
+CUDA = torch.device("cuda")
+A100, H100 = 166_912, 232_448  # bytes of shared memory
+HALF = Call(
+    device=CUDA,
+    on_hopper=True,
+    dtype=torch.bfloat16,
+    precision="tf32",
+    shared_memory=H100,
+    num_heads=4,
+    num_key_heads=2,
+    width=64,
+    value_width=64,
+    has_bias=False,
+    has_prior_weights=False,
+    position_buckets=0,
+    age_buckets=0,
+    distance_buckets=0,
+    causal=True,
+    negative_scale=False,
+    counted=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 132)
+
+
+@pytest.mark.parametrize(
+    ("change", "short", "long", "most_short"),
+    [
+        ({}, "hopper_short", "hopper", 64),
+        ({"width": 48, "value_width": 40}, "hopper_short", "hopper", 64),
+        ({"width": 128}, "general_short", "hopper", 32),
+        ({"counted": False}, "general_short", "hopper", 32),
+        ({"width": 32, "value_width": 32}, "general_short", "general", 32),
+        ({"negative_scale": True}, "general_short", "general", 32),
+        ({"in_boxes": False}, "general_short", "general", 32),
+        ({"width": 256}, "general", "general", 0),
+        ({"dtype": torch.float32}, "general", "general", 0),
+        ({"has_bias": True}, "general", "general", 0),
+        ({"age_buckets": 9}, "general", "general", 0),
+        ({"distance_buckets": 9}, "hopper", "hopper", 0),
+    ],
+    ids=str,
+)
+def test_paths_of_a_hopper_gpu(change, short, long, most_short):
+    plan = plan_of(HALF._replace(**change))
+    assert (plan.short_samples.path, plan.long_samples.path) == (short, long)
+    assert plan.most_short == most_short
+
+
+@pytest.mark.parametrize(
+    ("change", "short"),
+    [({}, "general_short"), ({"width": 256}, "general"), ({"position_buckets": 1}, "general")],
+    ids=str,
+)
+def test_paths_of_another_gpu(change, short, monkeypatch):
+    monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 0)
+    plan = plan_of(HALF._replace(on_hopper=False, shared_memory=A100, **change))
+    assert (plan.short_samples.path, plan.long_samples.path) == (short, "general")
+
+
+def test_a_choice_says_why():
+    choice = plan_of(HALF._replace(has_bias=True, negative_scale=True)).long_samples
+    assert dict(choice.refused)["hopper"] == "no bias but by distance"
+
+
+def test_the_table_names_what_a_device_has(monkeypatch):
+    assert list(table(PATHS, CUDA)) == ["hopper_short", "general_short", "hopper", "general"]
+    monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 0)
+    assert list(table(PATHS, CUDA)) == ["general_short", "general"]
+
+
+@pytest.mark.parametrize("room", [A100, H100])
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "tf32")],
+    ids=str,
+)
+@pytest.mark.parametrize("width", [256, 512, 1024])
+def test_operands_of_wide_rows_fit(width, dtype, precision, room):
+    call = HALF._replace(width=width, dtype=dtype, precision=precision, shared_memory=room)
+    tile = plan_of(call).grad_kv
+    operands = 5 if (dtype, precision) == (torch.float32, "tf32") else 4
+    block = tile["BLOCK_M"]
+    assert block == tile["BLOCK_N"]
+    assert block == 16 or block * (operands * call.row_bytes + 4 * block) <= room

@@ -1,0 +1,266 @@
+"""The Gluon kernels of target attention, in numpy; on a GPU, the other tests run them for real."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from tests.ops.test_target_attention import (
+    FAR_TIMES,
+    buckets_apart,
+    draw_prior_weights,
+    inputs_of,
+    inputs_of_far_times,
+    inputs_of_gradients_that_cancel,
+)
+from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.testing import (
+    assert_matches_oracle,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
+
+LENGTHS = [560, 0, 3, 1, 33, 0]  # the first one is cut by single warps
+
+
+@pytest.fixture
+def launched():
+    """The kernels that a test has launched."""
+    with gluon_in_numpy() as names:
+        yield names
+
+
+def assert_right(inputs, timestamps=None):
+    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    assert_matches_oracle(
+        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "num_positions", "num_ages"),
+    [
+        (1, 4, 16, 0, 0),
+        (1, 4, 16, 30, 0),
+        (2, 3, 48, 12, 30),
+        (1, 1, 256, 0, 70),
+        (4, 5, 16, 12, 0),
+        (9, 2, 40, 0, 0),
+        (1, 20, 16, 5, 0),
+        (8, 4, 128, 12, 20),
+    ],
+)
+def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, launched):
+    inputs = inputs_of(LENGTHS, torch.device("cpu"), dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if num_positions:
+        table = torch.randn(num_positions, num_heads, generator=generator)
+        inputs["position_bias"] = table.to(dtype)
+    if num_ages:
+        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).to(dtype)
+        timestamps = (14 * torch.rand(sum(LENGTHS), generator=generator)).exp().long()
+    assert_right(inputs, timestamps)
+    if num_targets * num_heads <= 8:
+        assert set(launched) == {"one_warp_forward", "one_warp_backward"}
+    else:
+        one_pass = num_positions or dtype == torch.float32
+        assert set(launched) == {"few_warps_forward"} | (
+            {"few_warps_backward"} if one_pass else set()
+        )
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_ages_beyond_all_numbers(groups, num_targets, times):
+    inputs, expected = inputs_of_far_times(
+        times, torch.device("cpu"), torch.float16, num_targets, width=64
+    )
+    with gluon_in_numpy(groups) as launched:
+        apart = buckets_apart(jagged_target_attention(**inputs))
+    by_group = groups and num_targets > 8
+    assert launched == [
+        f"{'warpgroup' if by_group else 'one_warp' if num_targets == 1 else 'few_warps'}_forward"
+    ]
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_tables_of_few_buckets(seed, launched):
+    """One bucket has most rows of a sample, whose gradients of scores add up to zero."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = inputs_of([600, 0, 40], torch.device("cpu"))
+    del inputs["bias"]
+    for name in ("query", "history"):
+        inputs[name] = torch.randn(inputs[name].shape, generator=generator)
+    inputs["position_bias"] = torch.randn(1 + seed % 9, 2, generator=generator)
+    inputs["age_bias"] = torch.randn(9 - seed % 9, 2, generator=generator)
+    timestamps = (14 * torch.rand(640, generator=generator)).exp().long()
+    assert_right(inputs, timestamps)
+    assert set(launched) == {"one_warp_forward", "one_warp_backward"}
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "num_positions", "num_ages", "shared"),
+    [
+        (8, 4, 128, 0, 0, False),
+        (9, 1, 64, 30, 64, False),
+        (16, 1, 16, 0, 0, True),
+        (5, 9, 96, 0, 0, False),
+        (8, 4, 128, 12, 20, False),
+    ],
+)
+@pytest.mark.parametrize("lengths", [[1100, 0, 3, 1, 65, 0], [0, 0], [128]], ids=str)
+def test_groups_of_warps(num_targets, num_heads, width, num_positions, num_ages, shared, lengths):
+    inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_heads, num_targets, width)
+    del inputs["bias"]
+    timestamps = None
+    if num_positions:
+        generator = torch.Generator().manual_seed(1)
+        inputs["position_bias"] = torch.randn(num_positions, num_heads, generator=generator).half()
+        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).half()
+        timestamps = (14 * torch.rand(sum(lengths), generator=generator)).exp().long()
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    with gluon_in_numpy(multiprocessors=1) as launched:
+        assert_right(inputs, timestamps)
+    assert set(launched) == {"warpgroup_forward", "warpgroup_backward"}
+
+
+@pytest.mark.parametrize("step", [-40.0, 40.0])
+def test_groups_of_warps_with_scores_far_apart(step):
+    """The reference of weights is raised where later scores are far above it."""
+    inputs = inputs_of([300], torch.device("cpu"), torch.float16, 1, 9, 64)
+    del inputs["bias"]
+    inputs["query"][...] = 0
+    inputs["query"][..., 0] = 8.0
+    inputs["history"][:, 0] = step * (torch.arange(300) // 60)
+    with gluon_in_numpy(multiprocessors=1) as launched:
+        assert_right(inputs)
+    assert "warpgroup_forward" in launched
+
+
+@pytest.mark.parametrize("num_heads", [3, 20])
+def test_bias_of_each_row(num_heads, launched):
+    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads)
+    inputs["position_bias"] = torch.ones(5, num_heads).half()
+    assert_right(inputs)
+    assert "one_warp_backward" in launched or "few_warps_backward" in launched
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "dtype", "groups", "kernels"),
+    [
+        (1, 3, 16, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
+        (3, 2, 48, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
+        (9, 2, 40, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, 2, 64, torch.float16, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, 2, 64, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+        (5, 9, 96, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+    ],
+)
+@pytest.mark.parametrize("tables", [False, True], ids=["alone", "tables"])
+def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, kernels):
+    lengths = [1100 if groups else 560, 0, 3, 64, 1]
+    inputs = inputs_of(lengths, torch.device("cpu"), dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    inputs["prior_weights"] = draw_prior_weights(lengths, torch.device("cpu"))
+    timestamps = None
+    if tables:
+        generator = torch.Generator().manual_seed(1)
+        inputs["position_bias"] = torch.randn(9, num_heads, generator=generator).to(dtype)
+        inputs["age_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
+        timestamps = torch.arange(sum(lengths)) ** 2
+    with gluon_in_numpy(groups) as launched:
+        assert_right(inputs, timestamps)
+        inputs["prior_weights"].zero_()
+        grad_out = torch.ones_like(inputs["query"])
+        results = outputs_and_gradients(
+            functools.partial(jagged_target_attention, timestamps=timestamps), inputs, grad_out
+        )
+    assert all(torch.all(value == 0) for value in results.values())
+    if dtype == torch.float16 and not groups and not tables:
+        kernels = kernels - {"few_warps_backward"}  # which is slower there
+    assert set(launched) == kernels
+
+
+@pytest.mark.parametrize("num_targets", [2, 7])
+def test_queries_of_all_samples(num_targets, launched):
+    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    inputs["query"] = inputs["query"][:1].contiguous()
+    inputs["position_bias"] = torch.ones(20, 2).half()
+    assert_right(inputs)
+    assert launched
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(groups, num_targets):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, torch.device("cpu"))
+    with gluon_in_numpy(groups) as launched:
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
+    assert launched
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [16, 0], [31, 1030]], ids=str)
+@pytest.mark.parametrize("num_targets", [0, 1, 9])
+def test_lengths(lengths, num_targets, launched):
+    inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.ones(20, 2).half()
+    assert_right(inputs)
+    assert bool(launched) == bool(lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_repeats_are_bit_equal(dtype, launched):
+    """Whichever chunk of a sample ends last."""
+    inputs = inputs_of([2500, 0, 40, 900], torch.device("cpu"), dtype)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
+    grad_out = torch.ones_like(inputs["query"])
+    first, second = (
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out) for _ in range(2)
+    )
+    for name in first:
+        assert torch.equal(first[name], second[name])
+    assert launched
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("for_backward", [False, True])
+def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
+    inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
+    op = torch.ops.torchrec_jagged_attn.target_attention
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 5, 0.25
+    out, rest, _ = op(*arguments, for_backward)
+    assert torch.isfinite(out).all()
+    assert rest.numel() == (out.numel() if for_backward else 0)
+    assert torch.isfinite(rest).all()
+    assert launched
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_other_samples_never_matter(num_targets, launched):
+    inputs = inputs_of([5, 40, 600], torch.device("cpu"), torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.ones(20, 2).half()
+    grad_out = torch.ones_like(inputs["query"])
+    alone = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name in ("query", "history"):
+        inputs[name] = inputs[name].clone()
+    inputs["query"][[0, 2]] = torch.nan
+    inputs["history"][:5] = inputs["history"][45:] = torch.nan
+    among_nan = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name, rows in (("out", slice(1, 2)), ("query", slice(1, 2)), ("history", slice(5, 45))):
+        assert torch.equal(among_nan[name][rows], alone[name][rows])
+    assert launched

@@ -1,0 +1,123 @@
+"""Which path takes a call of target attention, and why."""
+
+import pytest
+import torch
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.target.plan import DENSE, JAGGED, PATHS, SHARED, Plan, Problem
+from torchrec_jagged_attn.paths import choose, table
+
+A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
+DEVICE = torch.device("cuda")
+PLAIN = Problem(
+    device=DEVICE,
+    backward=False,
+    layout=DENSE,
+    num_targets=1,
+    num_heads=4,
+    width=64,
+    num_positions=0,
+    num_ages=0,
+    bias=False,
+    prior=False,
+    element_size=2,
+    history_stride=64,
+    aligned=True,
+    addressable=True,
+    precision="tf32",
+)
+WIDE = {"width": 128, "history_stride": 128}
+FP32 = {"element_size": 4}
+GROUP = {"num_targets": 8}
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """Facts of a GPU by its name."""
+    shared_memory, multiprocessors = {
+        "T4": (0, 0), "A10": (A10, 0), "A100": (A100, 0), "B200": (H100, 0), "H100": (H100, 132),
+    }[getattr(request, "param", "H100")]  # fmt: skip
+    monkeypatch.setattr(devices, "gluon_shared_memory", lambda device: shared_memory)
+    monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(devices, "launches_overlap", lambda device: multiprocessors > 0)
+
+
+def path_of(**changes):
+    return choose(PATHS, DEVICE, PLAIN._replace(**changes)).path
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_8_targets_of_4_heads_in_bf16_on_an_h100(backward, gpu):
+    assert path_of(num_targets=8, num_heads=4, element_size=2, backward=backward) == "warpgroup"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("T4", ["general"]),
+        ("A10", ["one_warp", "general"]),
+        ("A100", ["one_warp", "general"]),
+        ("B200", ["one_warp", "few_warps", "general"]),
+        ("H100", ["one_warp", "warpgroup", "few_warps", "general"]),
+    ],
+    indirect=["gpu"],
+)
+def test_paths_of_a_gpu(gpu, expected):
+    assert list(table(PATHS, DEVICE)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "forward", "backward"),
+    [
+        ({}, "one_warp", "one_warp"),
+        (FP32, "one_warp", "one_warp"),
+        ({"layout": SHARED}, "one_warp", "one_warp"),
+        ({"num_targets": 2}, "one_warp", "one_warp"),
+        ({"width": 256, "history_stride": 256}, "one_warp", "one_warp"),
+        ({"width": 264, "history_stride": 264}, "general", "general"),
+        ({"layout": JAGGED, "num_targets": 0}, "general", "general"),
+        ({"aligned": False}, "general", "general"),
+        ({"width": 20}, "general", "general"),
+        ({"width": 20, "history_stride": 20} | FP32, "one_warp", "one_warp"),
+        ({"history_stride": 68}, "general", "general"),
+        ({"bias": True}, "one_warp", "one_warp"),
+        ({"bias": True, "num_targets": 2}, "general", "general"),
+        ({"bias": True, "prior": True, "num_targets": 2}, "one_warp", "one_warp"),
+        ({"num_positions": 128, "num_ages": 128}, "one_warp", "one_warp"),
+        ({"num_positions": 128, "num_ages": 129}, "general", "general"),
+        (GROUP | WIDE, "warpgroup", "warpgroup"),
+        ({"num_targets": 16}, "warpgroup", "warpgroup"),
+        ({"num_targets": 17}, "general", "general"),
+        (GROUP | {"width": 136, "history_stride": 136}, "general", "general"),
+        (GROUP | FP32, "few_warps", "few_warps"),
+        ({"num_targets": 9} | FP32, "general", "general"),
+        (GROUP | {"history_stride": 32}, "few_warps", "general"),
+        (GROUP | {"addressable": False}, "few_warps", "general"),
+        (GROUP | {"addressable": False, "num_ages": 1}, "few_warps", "few_warps"),
+        (GROUP | {"num_positions": 64, "num_ages": 64}, "warpgroup", "warpgroup"),
+        (GROUP | {"num_positions": 65}, "warpgroup", "few_warps"),
+        (GROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),
+        ({"num_heads": 16, "bias": True}, "warpgroup", "general"),
+        ({"num_heads": 16, "bias": True, "num_ages": 1}, "warpgroup", "few_warps"),
+    ],
+    ids=str,
+)
+def test_rules_on_an_h100(changes, forward, backward, gpu):
+    assert path_of(**changes) == forward
+    assert path_of(**changes, backward=True) == backward
+
+
+@pytest.mark.parametrize("gpu", ["B200"], indirect=True)
+@pytest.mark.parametrize(("ages", "backward"), [(0, "general"), (30, "few_warps")])
+def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
+    assert path_of(num_targets=8, num_ages=ages) == "few_warps"
+    assert path_of(num_targets=8, num_ages=ages, backward=True) == backward
+
+
+def test_a_plan_says_why(gpu):
+    refused = dict(Plan(PLAIN._replace(num_targets=100)).choice.refused)
+    assert refused == {
+        "one_warp": "up to 8 query rows (targets × heads) a sample",
+        "warpgroup": "9 to 64 query rows (targets × heads) a sample",
+        "few_warps": "9 to 64 query rows (targets × heads) a sample",
+    }

@@ -1,0 +1,178 @@
+"""Gradients of the projections of target attention, and the bias of values, on every device."""
+
+import pytest
+import torch
+
+from tests.conftest import skip_unless_supported
+from torchrec_jagged_attn.kernels.target.projections import ROWS
+from torchrec_jagged_attn.ops.multi_head_target_attention import (
+    add_values_bias,
+    write_parameter_gradients,
+)
+from torchrec_jagged_attn.testing import Case, assert_close, plain_products
+
+# Those of a tile and of a part, and one more or less; and some that many parts are needed for.
+NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]
+
+
+def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), target_dim=None):
+    """All rows that gradients are sums over: what is added up does not cancel."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = widths
+    rows = ["grad_q", "target", "grad_out", "values", "grad_values"]
+    shapes = dict.fromkeys(rows, (heads * x,)) | {
+        "target": (heads * x if target_dim is None else target_dim,),
+        "filled": (),
+        "q": (heads, x),
+        "grad_u": (heads, y),
+        "pooled": (heads, y),
+    }
+    inputs = {
+        name: (torch.randn(num_rows, *shape, generator=generator) + 0.5).to(device, dtype)
+        for name, shape in shapes.items()
+    }
+    inputs["filled"] = (inputs["filled"] > 0).to(dtype)
+    return inputs
+
+
+def gradients_of(inputs, absorbed=True, biased=True):
+    """What is written, where NaN was."""
+    rows = dict(inputs)
+    heads_and_rows = [rows.pop(name) for name in ("q", "grad_u", "pooled")]
+    heads, x = heads_and_rows[0].shape[1:]
+    width, y = heads * x, heads_and_rows[1].shape[2]
+    new = rows["target"].new_full
+    weights = [new((width, rows[name].shape[1]), torch.nan) for name in ("target", "values")]
+    of_history = new((2, heads, x, y), torch.nan)
+    biases = [new((3 * width,), torch.nan), new((width,), torch.nan)]
+    write_parameter_gradients(
+        *rows.values(),
+        tuple(heads_and_rows) if absorbed else None,
+        *weights,
+        *of_history,
+        *(biases if biased else (None, None)),
+    )
+    if not absorbed:
+        assert of_history.isnan().all()
+    return weights + [*of_history] * absorbed + biases * biased
+
+
+def expected_of(inputs, absorbed=True, biased=True):
+    """The same, by sums of products."""
+    weights = [
+        inputs["grad_q"].T @ inputs["target"],
+        inputs["grad_out"].T @ inputs["values"],
+    ]
+    if absorbed:
+        q, grad_u, pooled = (inputs[name].transpose(0, 1) for name in ("q", "grad_u", "pooled"))
+        grad_values = inputs["grad_values"].reshape(inputs["q"].shape).transpose(0, 1)
+        weights += [q.mT @ grad_u, grad_values.mT @ pooled]
+    sums = []
+    if biased:
+        grad_b_q = inputs["grad_q"].sum(0)
+        grad_b_v = (inputs["grad_values"] * inputs["filled"].unsqueeze(1)).sum(0)
+        sums = [
+            torch.cat([grad_b_q, torch.zeros_like(grad_b_q), grad_b_v]),
+            inputs["grad_out"].sum(0),
+        ]
+    return weights + sums
+
+
+def assert_right(inputs, **options):
+    with plain_products():
+        plain = expected_of(inputs, **options)
+    expected = expected_of({name: x.double() for name, x in inputs.items()}, **options)
+    for found, *others in zip(gradients_of(inputs, **options), expected, plain, strict=True):
+        assert_close(found, *others, gradient=True)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_any_number_of_rows(num_rows, dtype, device):
+    skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
+    assert_right(inputs_of(num_rows, device, dtype))
+
+
+@pytest.mark.parametrize("target_dim", [5, 64, 200])
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_targets_of_another_width(dtype, absorbed, target_dim, device):
+    skip_unless_supported(Case("widths", 1, 1, 2, 32, dtype=dtype), device)
+    inputs = inputs_of(300, device, dtype, target_dim=target_dim)
+    for biased in (True, False):
+        assert_right(inputs, absorbed=absorbed, biased=biased)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths"),
+    [(1, (1, 1)), (3, (5, 20)), (1, (48, 96)), (4, (32, 128)), (2, (65, 70)), (1, (128, 200))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_any_width(heads, widths, dtype, device):
+    skip_unless_supported(Case("widths", 1, 1, heads, 32, dtype=dtype), device)
+    assert_right(inputs_of(300, device, dtype, heads, widths))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_explicit_keys_and_values(biased, device):
+    """Their gradients are written elsewhere."""
+    assert_right(inputs_of(300, device), absorbed=False, biased=biased)
+
+
+def test_no_bias(device):
+    assert_right(inputs_of(300, device), biased=False)
+
+
+@pytest.mark.usefixtures("tf32")
+def test_tf32(device):
+    assert_right(inputs_of(2 * ROWS + 1, device, widths=(32, 48)))
+
+
+def test_doubles(device):
+    """What a layer may be in whose attention is not; the oracle is no more exact than they are."""
+    inputs = inputs_of(300, device, torch.float64)
+    torch.testing.assert_close(gradients_of(inputs), expected_of(inputs))
+
+
+def test_infinities_stay_where_they_are(device):
+    """Also where a tile reads on in the next head."""
+    inputs = inputs_of(300, device, heads=3, widths=(5, 20))
+    inputs["q"][7, 1, 2] = torch.inf
+    inputs["pooled"][8, 1, 3] = torch.nan
+    inputs["grad_out"][9, 4] = torch.inf
+    for found, expected in zip(gradients_of(inputs), expected_of(inputs), strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.isinf(), expected.isinf())
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 8), (1, 1), (300, 48), (5000, 128), (3, 700)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+def test_bias_of_values(num_rows, width, dtype, device):
+    inputs = inputs_of(num_rows, device, dtype, 1, (width, 1))
+    values, filled = inputs["values"], inputs["filled"]
+    bias = torch.linspace(-1, 1, width).to(values)
+    expected = torch.where(filled.unsqueeze(1) == 1, values + bias, values)
+    add_values_bias(values, bias, filled)
+    assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("strided", [lambda x: x[::2], lambda x: x[:1].expand(16)])
+def test_bias_of_values_that_is_strided(strided, device):
+    values, filled = torch.zeros(3, 16, device=device), torch.ones(3, device=device)
+    bias = strided(torch.arange(1.0, 33, device=device))
+    add_values_bias(values, bias, filled)
+    assert torch.equal(values, bias.expand(3, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [4096, 100_000])
+def test_repeats_are_equal(num_rows, dtype):
+    inputs = inputs_of(num_rows, "cuda", dtype, 4, (32, 128))
+    assert_right(inputs)
+    first = gradients_of(inputs)
+    for _ in range(3):
+        for found, expected in zip(gradients_of(inputs), first, strict=True):
+            assert torch.equal(found, expected)

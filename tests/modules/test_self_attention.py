@@ -1,0 +1,239 @@
+"""``JaggedSelfAttention`` and ``HistoryEncoderLayer`` against torch's own on each sample."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torchrec import JaggedTensor
+
+from tests.conftest import skip_unless_supported
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
+from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
+
+LENGTHS = torch.tensor([3, 0, 17, 1, 70])
+
+
+def make_inputs(module, device, dtype=torch.float32, width=16):
+    """Random rows and offsets, and random parameters of a usual size."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    inputs = {
+        "rows": draw(int(LENGTHS.sum()), width),
+        "offsets": offsets_of(LENGTHS, torch.int64, device),
+    }
+    for name, parameter in module.named_parameters():
+        fan_in = parameter.shape[1] if parameter.dim() == 2 and "weight" in name else 1
+        inputs[name] = draw(*parameter.shape) / (2 * fan_in) ** 0.5
+    return inputs
+
+
+def run(module, *, rows, offsets, prior_weights=None, **parameters):
+    """``module`` with ``parameters`` in place of its own."""
+    history = JaggedTensor(rows, offsets=offsets)
+    return functional_call(module, parameters, (history, prior_weights), strict=True).values()
+
+
+def distance_mask(table, length, causal):
+    """``[H, L, L]`` scores by distance, and ``-inf`` of newer rows."""
+    places = torch.arange(length)
+    distance = places[:, None] - places
+    buckets = [(1 + abs(d)) ** 4 for d in distance.flatten().tolist()]
+    index = torch.tensor([b.bit_length() - 1 for b in buckets], dtype=torch.int64)
+    index = index.clamp(max=63).view(length, length)
+    if table is None:
+        mask = torch.zeros(1, length, length)
+    else:
+        mask = table[index.to(table.device)].permute(2, 0, 1)
+    hidden = (distance < 0).to(mask.device) & causal
+    return mask.masked_fill(hidden, -torch.inf)
+
+
+def run_by_sample(peer, heads, causal, *, rows, offsets, prior_weights=None, **parameters):
+    """The same by a module of torch's own, ``peer(parameters, x, mask)``, sample for sample."""
+    names = [name for name in parameters if "recency_bias" in name]
+    table = parameters.pop(names[0]) if names else None
+    lengths = offsets.diff().tolist()
+    weights = rows.new_ones(len(rows)) if prior_weights is None else prior_weights
+    outs = []
+    for x, w in zip(rows.split(lengths), weights.split(lengths), strict=True):
+        mask = distance_mask(table, len(x), causal).to(x).expand(heads, -1, -1)
+        mask = (mask + w.masked_fill(w == 0, 1).log()).masked_fill(w == 0, -torch.inf)
+        outs.append(peer(parameters, x, mask) if len(x) else x)
+    return torch.cat(outs)
+
+
+def attention_peer(bias, parameters, x, mask):
+    mha = nn.MultiheadAttention(x.shape[1], 2, bias=bias, device="meta")
+    return functional_call(mha, parameters, (x, x, x), {"attn_mask": mask}, strict=True)[0]
+
+
+def layer_peer(parameters, x, mask):
+    layer = nn.TransformerEncoderLayer(
+        x.shape[1], 2, 4 * x.shape[1], 0.0, "gelu", norm_first=True, batch_first=True, device="meta"
+    )
+    return functional_call(layer, parameters, (x[None], mask), strict=True)[0]
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "plain"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_is_multihead_attention(bias, causal, recency_bias, device):
+    module = JaggedSelfAttention(16, 2, causal=causal, bias=bias, recency_bias=recency_bias)
+    peer = partial(run_by_sample, partial(attention_peer, bias), 2, causal)
+    assert_matches_oracle(partial(run, module), peer, peer, make_inputs(module, device))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_is_transformer_encoder_layer(causal, device):
+    module = HistoryEncoderLayer(16, 2, causal=causal)
+    peer = partial(run_by_sample, layer_peer, 2, causal)
+    assert_matches_oracle(partial(run, module), peer, peer, make_inputs(module, device))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("make", "peer"),
+    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
+)
+def test_half_precision_of_the_width_that_hopper_takes(make, peer, causal, device):
+    skip_unless_supported(Case("half", 5, 70, 2, 64, dtype=torch.bfloat16), device)
+    module = make(128, 2, causal=causal, recency_bias=False)
+    peer = partial(run_by_sample, peer, 2, causal)
+    inputs = make_inputs(module, device, torch.bfloat16, width=128)
+    assert_matches_oracle(partial(run, module), peer, peer, inputs)
+
+
+def test_state_dicts_move_either_way():
+    mha = nn.MultiheadAttention(16, 2)
+    attention = JaggedSelfAttention(16, 2, recency_bias=False)
+    attention.load_state_dict(mha.state_dict())
+    mha.load_state_dict(attention.state_dict())
+    layer = nn.TransformerEncoderLayer(16, 2, 64)
+    encoder = HistoryEncoderLayer(16, 2, recency_bias=False)
+    encoder.load_state_dict(layer.state_dict())
+    layer.load_state_dict(encoder.state_dict())
+
+
+def test_layers_stack_before_the_target_attention(device):
+    encoder = nn.Sequential(*(HistoryEncoderLayer(16, 2, dropout=0.1) for _ in range(2))).to(device)
+    attention = JaggedTargetAttention(16, 2).to(device)
+    lengths = LENGTHS.to(device)
+    rows = torch.randn(int(LENGTHS.sum()), 16, device=device, requires_grad=True)
+    history = JaggedTensor(rows, lengths=lengths)
+    out = attention(torch.randn(5, 16, device=device), encoder(history))
+    out.square().sum().backward()
+    assert out.shape == (5, 16)
+    assert rows.grad.abs().sum() > 0
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_starts_with_slopes_of_distance():
+    module = JaggedSelfAttention(16, 2)
+    table = module.recency_bias.position_weight
+    assert torch.all(table[1:, 0] < table[:-1, 0])
+    assert torch.all(table[:, 1] == 0)
+
+
+def test_no_rows_at_all(device):
+    layer = HistoryEncoderLayer(16, 2).to(device)
+    history = JaggedTensor(
+        torch.zeros(0, 16, device=device), lengths=torch.zeros(3, dtype=torch.int64, device=device)
+    )
+    out = layer(history)
+    assert out.values().shape == (0, 16)
+    out.values().sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+def test_autocast_gives_its_dtype():
+    module = JaggedSelfAttention(16, 2)
+    history = JaggedTensor(torch.randn(4, 16), lengths=torch.tensor([1, 3]))
+    with torch.autocast("cpu", torch.float16):
+        assert module(history).values().dtype == torch.float16
+    assert module(history).values().dtype == torch.float32
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("make", "peer"),
+    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
+)
+def test_prior_weights(make, peer, causal, device):
+    """The oldest row of a sample stays, so that each row sees one, also where it is causal."""
+    module = make(16, 2, causal=causal)
+    inputs = make_inputs(module, device)
+    generator = torch.Generator().manual_seed(1)
+    weights = 3 * torch.rand(len(inputs["rows"]), generator=generator)
+    weights[1::3] = 0
+    weights[inputs["offsets"][:-1][LENGTHS.to(device) > 0].cpu()] = 1
+    inputs["prior_weights"] = weights.to(device)
+    peer = partial(run_by_sample, peer, 2, causal)
+    assert_matches_oracle(partial(run, module), peer, peer, inputs)
+
+
+def test_a_removed_row_reaches_no_other(device):
+    layer = HistoryEncoderLayer(16, 2).to(device)
+    rows = torch.randn(9, 16, device=device)
+    lengths = torch.tensor([4, 5], device=device)
+    weights = torch.tensor([1, 0, 1, 1, 0, 0, 0, 0, 0.0], device=device)
+    outs = []
+    for removed in (rows[1], rows[1] + 1):
+        rows = torch.cat([rows[:1], removed[None], rows[2:]])
+        outs.append(layer(JaggedTensor(rows, lengths=lengths), weights).values())
+    others = [0, *range(2, 9)]
+    assert torch.equal(outs[0][others], outs[1][others])
+    alone = layer(JaggedTensor(rows[4:], lengths=lengths[1:]), weights[4:]).values()
+    assert torch.equal(outs[1][4:], alone)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "recency_bias": False}], ids=str)
+def test_traced_and_scripted(options, device):
+    layer = HistoryEncoderLayer(16, 2, **options).to(device)
+    lengths = torch.tensor([1, 3], device=device)
+    history = JaggedTensor(torch.randn(4, 16, device=device), lengths=lengths)
+    expected = layer(history).values()
+    traced = torch.fx.symbolic_trace(layer)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(layer)):
+        assert torch.equal(same(history).values(), expected)
+
+
+@pytest.mark.parametrize(
+    ("history", "error", "message"),
+    [
+        (torch.zeros(4, 16), TypeError, "history must be a JaggedTensor, got a Tensor"),
+        (
+            JaggedTensor(torch.zeros(4, 16).long(), lengths=torch.tensor([4])),
+            TypeError,
+            "history must hold floating-point embeddings, got torch.int64",
+        ),
+        (
+            JaggedTensor(torch.zeros(4, 15), lengths=torch.tensor([4])),
+            ValueError,
+            r"history.values\(\) must have shape \[N, E\] = \[any, 16\], got \[4, 15\]",
+        ),
+        (
+            JaggedTensor(torch.zeros(4, 16), lengths=torch.tensor([3])),
+            ValueError,
+            r"history.offsets\(\) must end at the 4 rows",
+        ),
+    ],
+)
+@pytest.mark.parametrize("module", [JaggedSelfAttention, HistoryEncoderLayer])
+def test_errors_name_the_argument(module, history, error, message):
+    with pytest.raises(error, match=message):
+        module(16, 2)(history)
+
+
+def test_constructor_errors():
+    with pytest.raises(TypeError, match=r"num_heads must be an int, got 2\.0"):
+        JaggedSelfAttention(16, 2.0)
+    with pytest.raises(ValueError, match="num_heads must divide embed_dim 16, got 3"):
+        JaggedSelfAttention(16, 3)
+    with pytest.raises(NotImplementedError, match="embed_dim / num_heads must have a width"):
+        HistoryEncoderLayer(1024, 1)

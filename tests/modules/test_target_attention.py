@@ -1,0 +1,1352 @@
+"""``JaggedTargetAttention`` against ``torch.nn.MultiheadAttention`` on each sample."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+
+from tests.conftest import skip_unless_supported
+from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
+from torchrec_jagged_attn.arguments import MultiHeadArguments
+from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops import flash_attention, target_attention
+from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
+from torchrec_jagged_attn.testing import (
+    CASES,
+    assert_close,
+    assert_matches_oracle,
+    flash_attention_plain,
+    jagged_lengths,
+    offsets_of,
+    outputs_and_gradients,
+)
+
+CPU = torch.device("cpu")
+SMALL_CASES = [name for name, case in CASES.items() if not case.large]
+NOW = 1_700_000_000  # seconds since 1970
+
+
+@pytest.fixture(params=["absorbed", "explicit"])
+def road(request):
+    """How keys and values are taken, as an option of the module."""
+    return {"keys_and_values": request.param}
+
+
+def make_inputs(
+    module,
+    lengths,
+    device=CPU,
+    dtype=torch.float32,
+    *,
+    targets=None,
+    index_dtype=torch.int64,
+    seed=0,
+):
+    """Random arguments of :func:`attend`, and random parameters of a usual size.
+
+    ``targets``: ``None`` for ``[B, C]``, a number for ``[B, T, C]``, or a number for each sample.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    shape = [lengths.numel()] if targets is None else [lengths.numel(), targets]
+    inputs = {}
+    if not isinstance(targets, (int, type(None))):
+        targets = torch.as_tensor(targets, dtype=torch.int64)
+        shape = [int(targets.sum())]
+        inputs["target_offsets"] = offsets_of(targets, index_dtype, device)
+    inputs |= {
+        "target": draw(*shape, module.target_dim),
+        "history": draw(int(lengths.sum()), module.history_dim),
+        "offsets": offsets_of(lengths, index_dtype, device),
+    }
+    for name, parameter in module.named_parameters():
+        fan_in = parameter.shape[1] if "proj" in name and parameter.dim() == 2 else 1
+        inputs[name] = draw(*parameter.shape) / (2 * fan_in) ** 0.5
+    return inputs
+
+
+def inputs_of_case(module, case, device, targets=None):
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    return make_inputs(
+        module, lengths, device, case.dtype, targets=targets, index_dtype=case.index_dtype
+    )
+
+
+def attend(
+    module,
+    *,
+    target,
+    history,
+    offsets,
+    target_offsets=None,
+    timestamps=None,
+    prior_weights=None,
+    **parameters,
+):
+    """``module`` with ``parameters`` in place of its own."""
+    if target_offsets is not None:
+        target = JaggedTensor(target, offsets=target_offsets)
+    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps, prior_weights)
+    return functional_call(module, parameters, arguments, strict=True)
+
+
+def bucket(distance, num_buckets):
+    """⌊4 log2(1 + distance)⌋, in exact arithmetic for integers."""
+    return min(int((1 + distance) ** 4).bit_length() - 1, num_buckets - 1)
+
+
+def attend_by_sample(
+    module,
+    *,
+    target,
+    history,
+    offsets,
+    target_offsets=None,
+    timestamps=None,
+    prior_weights=None,
+    **parameters,
+):
+    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
+
+    And with the logarithms of prior weights, on the rows that these leave.
+    """
+    tables = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
+    if module.target_dim != module.embed_dim:  # which it does not know: queries are made before
+        target = F.linear(target, parameters.pop("q_proj_weight"))
+        identity = torch.eye(module.embed_dim, dtype=target.dtype, device=target.device)
+        if module.history_dim == module.embed_dim:
+            others = [parameters.pop(f"{name}_proj_weight") for name in "kv"]
+            parameters["in_proj_weight"] = torch.cat([identity, *others])
+        else:
+            parameters["q_proj_weight"] = identity
+    mha = nn.MultiheadAttention(
+        module.embed_dim,
+        module.num_heads,
+        bias="in_proj_bias" in parameters,
+        kdim=module.history_dim,
+        vdim=module.history_dim,
+        device="meta",
+    )
+    lengths = offsets.diff().tolist()
+    if target_offsets is not None:
+        targets = target.split(target_offsets.diff().tolist())
+    else:
+        targets = (target if target.dim() == 3 else target.unsqueeze(1)).unbind()
+    times = [None] * len(lengths) if timestamps is None else timestamps.split(lengths)
+    if prior_weights is None:
+        prior_weights = history.new_ones(len(history))
+    priors = prior_weights.split(lengths)
+    outs = [target.new_zeros(0, module.embed_dim)]
+    for q_TE, x_LD, t_L, w_L in zip(targets, history.split(lengths), times, priors, strict=True):
+        left = w_L > 0
+        if not left.any():
+            out_bias = parameters.get("out_proj.bias")
+            outs.append(F.linear(torch.zeros_like(q_TE), parameters["out_proj.weight"], out_bias))
+            continue
+        if len(q_TE) == 0:
+            continue
+        mask = w_L.masked_fill(~left, 1).log().unsqueeze(1).expand(-1, module.num_heads)
+        if tables:
+            table = tables["recency_bias.position_weight"]
+            positions = range(len(x_LD) - 1, -1, -1)
+            mask = mask + table[[bucket(position, len(table)) for position in positions]]
+        if t_L is not None:
+            table = tables["recency_bias.age_weight"]
+            ages = [max(t_L[-1].item() - time, 0) for time in t_L.tolist()]
+            mask = mask + table[[bucket(age, len(table)) for age in ages]]
+        x_LD, mask = x_LD[left], mask[left].to(x_LD.dtype)
+        mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
+        out, _ = functional_call(
+            mha, parameters, (q_TE, x_LD, x_LD), {"attn_mask": mask}, strict=True
+        )
+        outs.append(out)
+    out = torch.cat(outs)
+    return out if target_offsets is not None else out.view(target.shape)
+
+
+def attend_by_formula(module, *, target, history, offsets, timestamps=None, **parameters):
+    """The textbook formula, its projections of all rows at once; without a recency bias."""
+    if "in_proj_weight" in parameters:
+        q_weight, k_weight, v_weight = parameters["in_proj_weight"].chunk(3)
+    else:
+        q_weight, k_weight, v_weight = (parameters[f"{name}_proj_weight"] for name in "qkv")
+    biases = parameters["in_proj_bias"].chunk(3) if "in_proj_bias" in parameters else [None] * 3
+    queries = target.view(-1, module.target_dim)
+    num_targets = len(queries) // max(len(target), 1)
+    q, k, v = (
+        F.linear(rows, weight, bias).unflatten(1, (module.num_heads, -1))
+        for rows, weight, bias in zip(
+            (queries, history, history), (q_weight, k_weight, v_weight), biases, strict=True
+        )
+    )
+    query_offsets = num_targets * torch.arange(len(target) + 1, device=offsets.device)
+    out = flash_attention_plain(q, k, v, query_offsets, offsets).flatten(1)
+    out = F.linear(out, parameters["out_proj.weight"], parameters.get("out_proj.bias"))
+    return out.view(*target.shape[:-1], module.embed_dim)
+
+
+def assert_right(module, inputs, plain=attend_by_sample, timestamps=None):
+    assert_matches_oracle(
+        lambda **inputs: attend(module, timestamps=timestamps, **inputs),
+        lambda **inputs: attend_by_sample(module, timestamps=timestamps, **inputs),
+        lambda **inputs: plain(module, timestamps=timestamps, **inputs),
+        inputs,
+    )
+
+
+def module_of_case(case, **options):
+    """A module without weights of its own, over rows of the case's width."""
+    embed_dim = case.width if case.width % case.num_heads == 0 else 8 * case.num_heads
+    return JaggedTargetAttention(
+        embed_dim, case.num_heads, history_dim=case.width, device="meta", **options
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_is_multihead_attention(name, bias, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, bias=bias, recency_bias=False, **road)
+    targets = None if case.num_targets == 1 else case.num_targets
+    assert_right(module, inputs_of_case(module, case, device, targets), attend_by_formula)
+
+
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("embed_dim", [32, 128])
+def test_history_of_another_width(name, bias, embed_dim, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = JaggedTargetAttention(
+        embed_dim,
+        case.num_heads,
+        history_dim=case.width,
+        bias=bias,
+        recency_bias=False,
+        device="meta",
+        **road,
+    )
+    assert_right(module, inputs_of_case(module, case, device, case.num_targets))
+
+
+@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
+@pytest.mark.parametrize(
+    ("name", "embed_dim", "history_dim"),
+    [("targets-48", 32, 48), ("fp16-64", 48, 48), ("bf16-96", 32, 96)],
+)
+@pytest.mark.parametrize("target_dim", [20, 144])
+def test_targets_of_another_width(target_dim, name, embed_dim, history_dim, targets, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = JaggedTargetAttention(
+        embed_dim,
+        case.num_heads,
+        history_dim=history_dim,
+        target_dim=target_dim,
+        device="meta",
+        **road,
+    )
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, case.dtype, targets=targets)
+    assert attend(module, **inputs).shape == (*inputs["target"].shape[:-1], embed_dim)
+    assert_right(module, inputs)
+
+
+@pytest.mark.parametrize("num_targets", [1, 2, 15, 16, 17, 33, 64, 70])
+def test_any_number_of_targets(num_targets, road, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta", **road)
+    lengths = [40, 0, 30, 1, 20]
+    inputs = make_inputs(module, lengths, device, torch.float16, targets=num_targets)
+    timestamps = torch.arange(91, device=device) ** 2
+    assert_right(module, inputs, timestamps=timestamps)
+    counts = [num_targets, 3, 0, 1, 9]
+    inputs = make_inputs(module, lengths, device, torch.float16, targets=counts)
+    assert_right(module, inputs, timestamps=timestamps)
+
+
+def test_gradients_of_biases_over_many_targets(road, device):
+    """Sums of thousands of targets, and of about as many rows."""
+    module = JaggedTargetAttention(32, 2, recency_bias=False, device="meta", **road)
+    inputs = make_inputs(module, [1100, 0, 900, 20], device, targets=1024)
+    assert_right(module, inputs, attend_by_formula)
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
+def test_jagged_targets(name, recency_bias, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, recency_bias=recency_bias, **road)
+    targets = jagged_lengths(case.batch_size, 20, "edges", torch.Generator().manual_seed(1))
+    assert (targets == 0).any()
+    assert_right(module, inputs_of_case(module, case, device, targets))
+
+
+@pytest.mark.parametrize("name", SMALL_CASES)
+def test_bias_by_position(name, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, **road)
+    targets = None if case.num_targets == 1 else case.num_targets
+    assert_right(module, inputs_of_case(module, case, device, targets))
+
+
+@pytest.mark.parametrize("name", ["one-head", "targets-48", "fp16-64"])
+@pytest.mark.parametrize(
+    "times",
+    [
+        "seconds-since-1970",
+        "microseconds-since-1970",
+        "days-in-fp64",
+        "seconds-in-int32",
+        "unordered",
+        "all-equal",
+    ],
+)
+def test_bias_by_age(name, times, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, age_bias=True, **road)
+    inputs = inputs_of_case(module, case, device, case.num_targets)
+    generator = torch.Generator().manual_seed(2)
+    ages = 2 ** (40 * torch.rand(len(inputs["history"]), generator=generator, dtype=torch.float64))
+    lengths = inputs["offsets"].diff().tolist()
+    unordered, ages = ages, torch.cat([a.sort(descending=True)[0] for a in ages.split(lengths)])
+    timestamps = {
+        "seconds-since-1970": NOW - (ages / 2**10).long(),
+        "microseconds-since-1970": NOW * 10**6 - ages.long(),
+        "days-in-fp64": NOW / 86400 - ages / 2**30,
+        "seconds-in-int32": (NOW - (ages / 2**10).long()).int(),
+        "unordered": NOW - unordered.long(),
+        "all-equal": torch.full_like(ages, NOW).long(),
+    }[times]
+    assert_right(module, inputs, timestamps=timestamps.to(device))
+
+
+@pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], ids=str)
+def test_edges(lengths, targets, road, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta", **road)
+    if targets == "jagged":
+        targets = [b % 3 for b in range(len(lengths))]
+    inputs = make_inputs(module, lengths, device, targets=targets)
+    timestamps = torch.arange(len(inputs["history"]), device=device)
+    assert_right(module, inputs, timestamps=timestamps)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_empty_history_gives_the_output_projection_of_zero(bias, road, device):
+    module = JaggedTargetAttention(16, 2, bias=bias, **road).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    target = torch.randn(3, 2, 16, device=device, requires_grad=True)
+    rows = torch.randn(4, 16, device=device)
+    out = module(target, JaggedTensor(rows, lengths=torch.tensor([0, 4, 0], device=device)))
+    expected = module.out_proj(torch.zeros(16, device=device))
+    assert torch.equal(out[[0, 2]], expected.expand(2, 2, 16))
+    out[[0, 2]].sum().backward()
+    for name, parameter in module.named_parameters():  # each has a gradient: DDP waits for all
+        expected = torch.zeros_like(parameter)
+        if name == "out_proj.bias":
+            expected += 4
+        assert torch.equal(parameter.grad, expected), name
+    assert torch.equal(target.grad, torch.zeros_like(target))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("history_dim", [16, 20])
+def test_state_dict_moves_both_ways(history_dim, bias, road):
+    module = JaggedTargetAttention(
+        16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **road
+    )
+    mha = nn.MultiheadAttention(
+        16, 2, bias=bias, kdim=history_dim, vdim=history_dim, batch_first=True
+    )
+    for parameter in mha.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    module.load_state_dict(mha.state_dict(), strict=True)
+    rows = torch.randn(3, 5, history_dim)
+    target = torch.randn(3, 4, 16)
+    history = JaggedTensor(rows.flatten(0, 1), lengths=torch.full((3,), 5))
+    expected, _ = mha(target, rows, rows)
+    torch.testing.assert_close(module(target, history), expected)
+
+    other = copy.deepcopy(mha)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    other.load_state_dict(module.state_dict(), strict=True)
+    assert torch.equal(other(target, rows, rows)[0], expected)
+    assert [*module.state_dict()] == [*mha.state_dict()]
+
+
+# Dtypes that differ
+
+
+def attend_by_sample_in(dtype):
+    """``nn.MultiheadAttention`` in ``dtype``, whatever its inputs; the output as ``out_proj``'s."""
+
+    def plain(module, timestamps=None, **inputs):
+        cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in inputs.items()}
+        out = attend_by_sample(module, timestamps=timestamps, **cast)
+        return out.to(inputs["out_proj.weight"].dtype)
+
+    return plain
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("history_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_history_with_fp32_weights(
+    history_dtype, target_dtype, targets, recency_bias, road, device
+):
+    case = CASES["fp16-64" if history_dtype == torch.float16 else "bf16-96"]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, recency_bias=recency_bias, **road)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
+    inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}  # its dtype is out's
+    inputs["history"] = inputs["history"].to(history_dtype)
+    inputs["target"] = inputs["target"].to(target_dtype)
+    assert_right(module, inputs, attend_by_sample_in(history_dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp32_history_with_half_weights(dtype, road, device):
+    case = CASES["fp16-64" if dtype == torch.float16 else "bf16-96"]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, **road)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype)
+    inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}
+    inputs["history"] = inputs["history"].float()
+    assert_right(module, inputs, attend_by_sample_in(dtype))
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_autocast(device, dtype, targets, recency_bias, road):
+    module = module_of_case(CASES["wide-20"], recency_bias=recency_bias, **road)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
+
+    def autocast(function):
+        def run(**inputs):
+            with torch.autocast(device, dtype):
+                return function(module, **inputs).float()
+
+        return run
+
+    with torch.autocast(device, dtype):
+        assert attend(module, **inputs).dtype == dtype
+    assert_matches_oracle(
+        autocast(attend),
+        lambda **inputs: attend_by_sample(module, **inputs),
+        autocast(attend_by_sample),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
+def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
+    """No copy, no cast: the rows are what is large."""
+    seen = []
+
+    attend = target_attention.forward
+    monkeypatch.setattr(
+        target_attention, "forward", lambda args: seen.append(args.history) or attend(args)
+    )
+    rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = JaggedTargetAttention(16, 2)(
+            torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3]))
+        )
+    assert seen[0] is rows
+    assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, history_dtype):
+    """By one product: they are two halves of one tensor, and so are their gradients."""
+    seen = []
+
+    attend, differentiate = flash_attention.forward, flash_attention.backward
+
+    def forward(args):
+        seen.append(args[:3])
+        return attend(args)
+
+    def backward(grad_out, args, outputs, grad_k, grad_v, **options):
+        seen.append((grad_out, grad_k, grad_v))
+        return differentiate(grad_out, args, outputs, grad_k, grad_v, **options)
+
+    monkeypatch.setattr(flash_attention, "forward", forward)
+    monkeypatch.setattr(flash_attention, "backward", backward)
+    rows = torch.randn(5, 16).to(history_dtype)
+    module = JaggedTargetAttention(16, 2, keys_and_values="explicit")
+    out = module(torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3])))
+    out.sum().backward()
+    assert out.dtype == torch.float32
+    for other, k, v in seen:
+        assert other.dtype == k.dtype == v.dtype == history_dtype
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert k.shape == v.shape == (5, 2, 8)
+        assert k.stride() == v.stride() == (32, 8, 1)
+    assert len(seen) == 2
+
+
+# What TorchRec hands over
+
+
+TABLE = EmbeddingConfig(
+    name="t", embedding_dim=16, num_embeddings=50, feature_names=["item", "hist"]
+)
+FEATURES = KeyedJaggedTensor(
+    keys=["item", "hist"],
+    values=torch.arange(3 + 20),
+    lengths=torch.tensor([1, 1, 1, 13, 0, 7]),
+)
+
+
+def quantized(collection, dtype):
+    collection.qconfig = torch.ao.quantization.QConfig(
+        activation=torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype),
+        weight=torch.ao.quantization.PlaceholderObserver.with_args(dtype=torch.qint8),
+    )
+    return QuantEmbeddingCollection.from_float(collection)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_lookups_of_a_quantized_collection(dtype):
+    """Rows are views with a storage offset, and of ``dtype``; so are the targets."""
+    found = quantized(EmbeddingCollection([TABLE]), dtype)(FEATURES)
+    target, history = found["item"].values(), found["hist"]
+    assert history.values().storage_offset() > 0
+    assert history.values().dtype == target.dtype == dtype
+    module = JaggedTargetAttention(16, 2)
+    out = module(target, history)
+    assert out.dtype == torch.float32
+    arguments = {
+        "target": target,
+        "history": history.values(),
+        "offsets": history.offsets(),
+        **dict(module.named_parameters()),
+    }
+    exact = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
+    expected = attend_by_sample(module, **exact)
+    assert_close(out, expected, attend_by_sample_in(dtype)(module, **arguments))
+
+
+def test_lookups_of_a_collection_train_its_table():
+    collection = EmbeddingCollection([TABLE], need_indices=True)
+    weight = collection.embeddings["t"].weight
+    module = JaggedTargetAttention(16, 2)
+    found = collection(FEATURES)
+    assert found["hist"].weights().dtype == torch.int64  # the ids, never attention weights
+    module(found["item"].values(), found["hist"]).sum().backward()
+    touched = weight.grad.abs().sum(1) > 0
+    in_a_history = torch.arange(3, 23)
+    expected = torch.zeros(50, dtype=torch.bool)
+    expected[in_a_history] = True
+    expected[[0, 2]] = True  # the target of the sample without a history learns nothing
+    assert torch.equal(touched, expected)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_all_ways_to_write_a_jagged_tensor(index_dtype, road, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, **road).to(device)
+    lengths = torch.tensor([3, 0, 9], device=device, dtype=index_dtype)
+    offsets = torch.tensor([0, 3, 3, 12], device=device, dtype=index_dtype)
+    times = torch.arange(12, device=device) ** 2
+    target = torch.randn(3, 16, device=device)
+    buffer = torch.full((20, 21), torch.nan, device=device)
+    buffer[4:16, 3:19] = torch.randn(12, 16, device=device)
+    view = buffer[4:16, 3:19]
+    rows = view.contiguous()
+
+    def results(history, rows, times=times):
+        rows.requires_grad_()
+        inputs = {"rows": rows, **dict(module.named_parameters())}
+
+        def run(rows, **parameters):
+            return functional_call(module, parameters, (target, history(rows), times))
+
+        return outputs_and_gradients(run, inputs, torch.ones(3, 16, device=device))
+
+    expected = results(lambda x: JaggedTensor(x, offsets=offsets), rows.clone())
+    for history, values in [
+        (lambda x: JaggedTensor(x, lengths=lengths), rows.clone()),
+        (lambda x: JaggedTensor(x, lengths=lengths.repeat(2)[3:]), view.detach()),
+        (
+            lambda x: JaggedTensor(
+                x, lengths=lengths, weights=torch.full((12,), torch.nan, device=device)
+            ),
+            rows.T.contiguous().T,
+        ),
+    ]:
+        actual = results(history, values)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value)
+    strided = results(
+        lambda x: JaggedTensor(x, offsets=offsets), rows, times.repeat_interleave(2)[::2]
+    )
+    assert torch.equal(strided["out"], expected["out"])
+
+
+# The bias
+
+
+@pytest.mark.parametrize(
+    ("option", "num_buckets", "first"),
+    [
+        ("position_bias", RecencyBias.POSITION_BUCKETS, 55_108),
+        ("age_bias", RecencyBias.AGE_BUCKETS, 2**39.75 - 1),
+    ],
+)
+def test_last_bucket_has_no_end(option, num_buckets, first, device):
+    if option == "age_bias":
+        distances = torch.tensor([2.0**60, 2.0**40, 1.001 * first, 0.999 * first, 2**20, 0]).long()
+        timestamps = {"timestamps": 2**61 - distances.to(device)}
+    else:
+        distances, timestamps = torch.arange(60_000).flip(0), {}
+    far = (distances >= first).to(device)
+    offsets = torch.tensor([0, len(far)], device=device)
+    in_last = torch.arange(num_buckets, device=device).unsqueeze(1) == num_buckets - 1
+    for should_be_hidden, hidden in ((~far, ~in_last), (far, in_last)):
+        bias = torch.zeros(num_buckets, 1, device=device).masked_fill(hidden, -torch.inf)
+        rows = torch.stack([should_be_hidden, torch.ones_like(far)], 1).float()
+        query = torch.zeros(1, 1, 2, device=device)
+        out = jagged_target_attention(query, rows, offsets, **{option: bias}, **timestamps)
+        assert out[0, 0, 0] == 0, "one that should be hidden is seen"
+        assert out[0, 0, 1] > 0.5, "none is seen"
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 0]),
+        (4, [2**-2, 2**-4, 2**-6, 0]),
+        (3, [2 ** (-8 / 3), 2 ** (-16 / 3), 0]),
+    ],
+)
+def test_bias_starts_at_the_slopes_of_alibi(num_heads, slopes):
+    bias = RecencyBias(num_heads, ages=True)
+    assert torch.all(bias.age_weight == 0)
+    start = bias.position_weight.detach()[[bucket(n, 64) for n in range(1024)]]
+    slopes = torch.tensor(slopes)
+    line = torch.arange(1024).unsqueeze(1) * -slopes
+    octaves = 2 ** torch.arange(11) - 1
+    torch.testing.assert_close(start[octaves], line[octaves])
+    # Within a bucket it is flat: up to a quarter of an octave above the line, never below.
+    assert torch.all(start >= line - 1e-5)
+    assert torch.all(start <= (line - slopes) / 2**0.25 + slopes + 1e-5)
+
+
+# Prior weights
+
+
+def draw_prior_weights(lengths, device=CPU, dtype=torch.float32):
+    """About a third of them zeros, and all of the longest sample but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(sum(lengths), generator=generator)
+    weights = weights.masked_fill(torch.rand(sum(lengths), generator=generator) < 0.3, 0)
+    by_sample = list(weights.split(lengths))
+    longest_but_one = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2]
+    by_sample[longest_but_one].zero_()
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize("targets", [None, 3, 40, [0, 3, 1, 9, 2]], ids=["1", "3", "40", "jagged"])
+@pytest.mark.parametrize("recency", [{"age_bias": True}, {"recency_bias": False}], ids=str)
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+def test_prior_weights(name, recency, targets, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_case(case, **recency, **road)
+    lengths = [70, 0, 30, 1, 20]
+    inputs = make_inputs(module, lengths, device, case.dtype, targets=targets)
+    inputs["prior_weights"] = draw_prior_weights(lengths, device)
+    timestamps = torch.arange(121, device=device) ** 2 if recency.get("age_bias") else None
+    assert_right(module, inputs, timestamps=timestamps)
+
+
+def test_removed_rows_are_an_empty_history(road, device):
+    module = JaggedTargetAttention(16, 2, **road).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    target = torch.randn(3, 4, 16, device=device)
+    rows = torch.randn(9, 16, device=device)
+    lengths = torch.tensor([3, 4, 2], device=device)
+    weights = torch.tensor([0, 0, 0, 1, 0, 2, 3, 0, 0.0], device=device)
+    results = []
+    for x, of_samples, w in (
+        (rows, lengths, weights),
+        (rows[3:7], lengths * (lengths == 4), weights[3:7]),
+    ):
+        x = x.detach().requires_grad_()
+        module.zero_grad()
+        out = module(target, JaggedTensor(x, lengths=of_samples), prior_weights=w)
+        out.square().sum().backward()
+        results.append((out, x.grad, [parameter.grad for parameter in module.parameters()]))
+    (out, grad, grads), (expected, expected_grad, expected_grads) = results
+    assert torch.equal(out[[0, 2]], module.out_proj.bias.expand(2, 4, 16))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grad[3:7], expected_grad)
+    assert torch.all(grad[[0, 1, 2, 4, 7, 8]] == 0)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_prior_weights_travel(device):
+    """Through FX, TorchScript and a compiler."""
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2).to(device)
+    target, history = example(module, [5, 0, 40], device)
+    weights = draw_prior_weights([5, 0, 40], device)
+    expected = module(target, history, prior_weights=weights)
+    assert not torch.allclose(expected, module(target, history))
+    traced = torch.fx.symbolic_trace(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
+        assert torch.equal(same(target, history, None, weights), expected)
+
+
+# How it starts, and how it travels
+
+
+def test_recency_init_without_scores_is_recency_weighted_pooling(device):
+    """Each head pools its own slice of the rows, by recency alone."""
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(12, 3).to(device)
+    with torch.no_grad():
+        module.in_proj_weight[:12] = 0
+    lengths = [40, 0, 1, 7]
+    rows = torch.randn(48, 12, device=device)
+    history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
+    out = module(torch.randn(4, 12, device=device), history)
+
+    def pooled(dtype):
+        table = module.recency_bias.position_weight.detach().to(dtype)
+        outs = []
+        for x_LD in rows.to(dtype).split(lengths):
+            recency = table[[bucket(n, 64) for n in range(len(x_LD) - 1, -1, -1)]]
+            weights = torch.exp(recency).repeat_interleave(4, 1)
+            mean = (weights * x_LD).sum(0) / weights.sum(0)
+            outs.append(mean if len(x_LD) else torch.zeros_like(mean))
+        return torch.stack(outs)
+
+    assert_close(out.detach(), pooled(torch.float64), pooled(torch.float32))
+    flat = out[:, 8:].detach()  # the last head: the mean
+    torch.testing.assert_close(flat[0], rows[:40, 8:].mean(0))
+    newest_first = pooled(torch.float64)[0, :4] - rows[:40, :4].mean(0)
+    assert newest_first.abs().max() > 0.01, "the other heads are no mean"
+
+
+@pytest.mark.parametrize(
+    ("init", "history_dim"), [("mha", 64), ("mha", 48), ("recency", 48)], ids=str
+)
+def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(64, 4, history_dim=history_dim, recency_bias=False, init=init)
+    mha = nn.MultiheadAttention(64, 4, kdim=history_dim, vdim=history_dim)
+    for name, theirs in mha.state_dict().items():
+        ours = module.state_dict()[name]
+        assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02), name
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05), name
+        if name.endswith("bias"):
+            assert torch.all(ours == 0), name
+
+
+def test_recency_init_is_the_same_whatever_the_targets_width():
+    module = JaggedTargetAttention(64, 4, target_dim=20)
+    assert torch.equal(module.v_proj_weight, torch.eye(64))
+    assert torch.equal(module.out_proj.weight, torch.eye(64))
+    assert module.q_proj_weight.shape == (64, 20)
+    other = JaggedTargetAttention(64, 4, history_dim=20, target_dim=20)
+    assert not torch.equal(other.out_proj.weight, torch.eye(64))
+
+
+def test_recency_init_starts_queries_and_keys_as_multihead_attention_does():
+    torch.manual_seed(0)
+    ours = JaggedTargetAttention(64, 4).in_proj_weight[: 2 * 64]
+    theirs = nn.MultiheadAttention(64, 4).in_proj_weight[: 2 * 64]
+    assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
+    assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+
+
+OPTIONS = {
+    "default": {},
+    "ages": {"age_bias": True},
+    "mha": {"init": "mha"},
+    "another-width": {"history_dim": 20},
+    "another-target-width": {"target_dim": 20},
+    "half-without-bias": {"bias": False, "dtype": torch.bfloat16},
+    "no-recency": {"recency_bias": False},
+    "explicit": {"age_bias": True, "keys_and_values": "explicit"},
+    "explicit-another-width": {"history_dim": 20, "keys_and_values": "explicit"},
+    "explicit-all-widths": {"history_dim": 20, "target_dim": 24, "keys_and_values": "explicit"},
+}
+
+
+def reset_whole(module):
+    module.to_empty(device="cpu")
+    torch.manual_seed(1)
+    module.reset_parameters()
+
+
+def reset_as_torchrec_does(module):
+    """What DistributedModelParallel does to modules on the meta device: children first."""
+
+    def reset(child):
+        if child._parameters:
+            child.to_empty(device="cpu", recurse=False)
+            torch.manual_seed(1)
+            child.reset_parameters()
+
+    module.apply(reset)
+
+
+@pytest.mark.parametrize("reset", [reset_whole, reset_as_torchrec_does])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_from_the_meta_device(name, reset):
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    assert all(parameter.is_meta for parameter in module.parameters())
+    reset(module)
+    expected = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    torch.manual_seed(1)
+    expected.reset_parameters()
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+def example(module, lengths, device=CPU, num_targets=3, seed=0, jagged=False):
+    """Arguments of ``module``, on ``device``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    target = draw(len(lengths), num_targets, module.target_dim)
+    if jagged:
+        counts = torch.tensor([b * num_targets % 4 for b in range(len(lengths))], device=device)
+        target = JaggedTensor(draw(int(counts.sum()), module.target_dim), lengths=counts)
+    rows = draw(sum(lengths), module.history_dim)
+    history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
+    if module.recency_bias is None or module.recency_bias.age_weight is None:
+        return target, history
+    return target, history, torch.arange(sum(lengths), device=device) ** 2
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "half" not in name])
+def test_copies_compute_the_same(name, tmp_path):
+    module = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    arguments = example(module, [5, 0, 40])
+    expected = module(*arguments)
+    loaded = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"), strict=True)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
+    copies.append(copy.deepcopy(module).eval())
+    for other in copies:
+        assert repr(other).splitlines()[0] == repr(module).splitlines()[0]
+        assert torch.equal(other(*arguments), expected)
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ages",
+        "another-width",
+        "another-target-width",
+        "no-recency",
+        "explicit",
+        "explicit-another-width",
+        "explicit-all-widths",
+    ],
+)
+def test_compiles_once_for_all_batches(name, jagged, device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    # No two sizes of a batch are equal, so that none is taken for another.
+    for lengths, num_targets in (([9, 0, 2, 23], 3), ([30, 1, 0, 5, 8, 70], 7), ([2, 90, 31], 5)):
+        arguments = example(module, lengths, device, num_targets, jagged=jagged)
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            out = run(*arguments)
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+def test_compiles_under_autocast():
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (module, compiled):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(*example(module, [5, 0, 40]))
+        out.float().square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in module.parameters())])
+    assert results[0][0].dtype == torch.bfloat16
+    torch.testing.assert_close(*results)
+
+
+MANY = 40  # targets per sample of a module of 8 heads: explicit keys and values are the cheaper
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("history_dim", [64, 48])
+def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device):
+    """To the bit what that option gives, and few targets what the other gives."""
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randn(40, history_dim, generator=generator).to(device)
+    history = JaggedTensor(history, lengths=torch.tensor([30, 0, 10], device=device))
+    results = {}
+    for option in ("auto", "absorbed", "explicit"):
+        torch.manual_seed(0)
+        module = JaggedTargetAttention(
+            64, 8, history_dim=history_dim, keys_and_values=option
+        ).to(device)  # fmt: skip
+        for num_targets in (2, MANY):
+            target = torch.randn(3 * num_targets, 64, generator=generator.manual_seed(1)).to(device)
+            if jagged:
+                lengths = torch.tensor([1, 3, 3 * num_targets - 4], device=device)
+                target = JaggedTensor(target, lengths=lengths)
+            else:
+                target = target.view(3, num_targets, 64)
+            module.zero_grad()
+            out = module(target, history)
+            out.square().sum().backward()
+            gradients = [parameter.grad for parameter in module.parameters()]
+            results[option, num_targets] = [out, *gradients]
+    for num_targets, option, other in (
+        (2, "absorbed", "explicit"),
+        (MANY, "explicit", "absorbed"),
+    ):
+        chosen = results["auto", num_targets]
+        assert all(map(torch.equal, chosen, results[option, num_targets]))
+        assert not all(map(torch.equal, chosen, results[other, num_targets]))
+
+
+def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
+    """It would save no arithmetic."""
+    history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
+    target = torch.randn(1, 5000, 16)
+    module = JaggedTargetAttention(16, 1)
+    expected = module(target, history)
+    module.keys_and_values = "absorbed"
+    assert torch.equal(module(target, history), expected)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit"),
+    [
+        ("cuda", torch.bfloat16, 1000, 18, 19),
+        ("cuda", torch.float32, 1000, 8, 9),
+        ("cuda", torch.bfloat16, 1, 163, 164),  # too few to fill a GPU by themselves
+        ("cpu", torch.float32, 1000, 46, 47),
+        ("cpu", torch.float32, 1, 46, 47),
+    ],
+)
+def test_auto_counts_what_either_way_takes(
+    device_type, dtype, num_samples, most_absorbed, least_explicit
+):
+    """As ``docs/target_attention.md`` has it, of 4 heads and width 128."""
+
+    def makes_keys(num_targets, jagged):
+        with FakeTensorMode():
+            target = torch.empty(num_samples, num_targets, 128, device=device_type, dtype=dtype)
+            history = torch.empty(9, 128, device=device_type, dtype=dtype)
+            offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
+            arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
+                target=target, history=history, offsets=offsets, num_heads=4,
+                out_weight=torch.empty(128, 128), keys_and_values="auto",
+            )  # fmt: skip
+            if jagged:
+                arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
+            return is_explicit(arguments)
+
+    assert not makes_keys(most_absorbed, jagged=True)
+    assert makes_keys(least_explicit, jagged=True)
+    if num_samples > 1:  # the batch size of others plays no part
+        assert not makes_keys(most_absorbed, jagged=False)
+        assert makes_keys(least_explicit, jagged=False)
+
+
+def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(64, 8).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, counts in (([9, 0, 2], [5, 7, 8]), ([7, 5, 1, 0], [2 * MANY, MANY, 0, MANY + 1])):
+        _, history = example(module, lengths, device)
+        target = torch.randn(sum(counts), 64, device=device)
+        target = JaggedTensor(target, lengths=torch.tensor(counts, device=device))
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            out = run(target, history)
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(64, 2).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, num_targets in (
+        ([9, 0, 2, 23], 3),
+        ([30, 1, 4], 700),
+        ([5, 7, 1], 4),
+        ([3, 8], 650),
+    ):
+        arguments = example(module, lengths, device, num_targets)
+        torch.testing.assert_close(compiled(*arguments), module(*arguments))
+    assert counter.frame_count == 2
+
+
+def test_stays_whole_under_dynamic_quantization():
+    """Of linear layers, which would take the weight that the op reads out of ``out_proj``."""
+    module = JaggedTargetAttention(16, 2)
+    arguments = example(module, [5, 0, 40])
+    quantized_module = torch.ao.quantization.quantize_dynamic(module)
+    assert torch.equal(quantized_module(*arguments), module(*arguments))
+
+
+# One op
+
+
+OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
+
+
+def op_arguments(
+    device=CPU,
+    *,
+    jagged=False,
+    history_dtype=torch.float32,
+    history_dim=16,
+    target_dim=16,
+    prior=False,
+    keys_and_values="auto",
+):
+    """All arguments of the op, by name; the floating-point ones need a gradient."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    target_offsets = torch.tensor([0, 1, 1, 6], device=device) if jagged else None
+    prior_weights = torch.tensor([0.5, 0, 2, 0, 0, 1, 3, 0.25], device=device)
+    if history_dim == target_dim == 16:
+        weights = {"q_weight": draw(48, 16), "k_weight": None, "v_weight": None}
+    else:
+        weights = {"q_weight": draw(16, target_dim)}
+        weights |= {name: draw(16, history_dim) for name in ("k_weight", "v_weight")}
+    return {
+        "target": draw(6, target_dim) if jagged else draw(3, 2, target_dim),
+        "history": draw(8, history_dim, dtype=history_dtype),
+        "offsets": torch.tensor([0, 3, 3, 8], device=device),
+        "query_offsets": target_offsets,
+        **weights,
+        "in_bias": draw(48),
+        "out_weight": draw(16, 16),
+        "out_bias": draw(16),
+        "position_bias": draw(3, 2),
+        "age_bias": draw(5, 2),
+        "timestamps": torch.arange(8, device=device),
+        "prior_weights": prior_weights.requires_grad_() if prior else None,
+        "num_heads": 2,
+        "dtype": torch.float32,
+        "keys_and_values": keys_and_values,
+        "for_backward": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"jagged": True},
+        {"history_dim": 20},
+        {"target_dim": 24},
+        {"prior": True},
+        {"prior": True, "jagged": True, "history_dtype": torch.float16},
+        {"history_dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_opcheck(options, road, device):
+    torch.library.opcheck(OP, tuple(op_arguments(device, **options, **road).values()))
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_without_a_gradient(history_dtype, jagged, road, device):
+    arguments = op_arguments(device, history_dtype=history_dtype, jagged=jagged, **road)
+    expected = OP(*arguments.values())[0]
+    arguments["for_backward"] = False
+    values = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
+    torch.library.opcheck(OP, tuple(values))
+    out, _, *absorbed, _, _, _ = OP(*values)
+    assert torch.equal(out, expected)
+    assert not any(x.numel() for x in absorbed)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"history_dim": 20}, {"target_dim": 24}, {"prior": True}], ids=str
+)
+def test_gradients_are_those_asked_for(options, road, device):
+    arguments = op_arguments(device, **options, **road)
+    leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
+    out = OP(*arguments.values())[0]
+    grad_out = torch.randn_like(out)
+    out.backward(grad_out)
+    for name in leaves:
+        alone = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        alone[name].requires_grad_()
+        OP(*alone.values())[0].backward(grad_out)
+        assert torch.equal(alone[name].grad, arguments[name].grad), name
+
+
+def test_is_one_node_of_autograd(road):
+    module = JaggedTargetAttention(16, 2, age_bias=True, **road)
+    target, history, timestamps = example(module, [5, 0, 40])
+    out = module(target.requires_grad_(), history, timestamps)
+    nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
+    assert {node.name() for node in nodes} == {"torch::autograd::AccumulateGrad"}
+    assert len(nodes) == 1 + len(list(module.parameters()))
+    with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
+        torch.autograd.grad(out.sum(), target, create_graph=True)
+
+
+# CUDA
+
+
+@pytest.fixture(params=[False, True], ids=["dense", "jagged"])
+def run_on_cuda(request, road):
+    """Computes an output and all gradients; long enough for the sums of large embedding tables."""
+    module = JaggedTargetAttention(16, 2, age_bias=True, **road).to("cuda")
+    target, history, times = example(module, [2000, 0, 3, 5000], "cuda", jagged=request.param)
+
+    def run():
+        module.zero_grad()
+        rows = history.values().detach().requires_grad_()
+        out = module(target, JaggedTensor(rows, lengths=history.lengths()), times)
+        out.backward(torch.ones_like(out))
+        return [out, rows.grad, *(parameter.grad for parameter in module.parameters())]
+
+    run()  # compiles
+    return run
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_device(run_on_cuda):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_on_cuda()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_repeats_are_equal_to_the_bit(run_on_cuda):
+    first = run_on_cuda()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(run_on_cuda(), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+def test_cuda_graph_replays_with_other_lengths(jagged, road):
+    arguments = op_arguments("cuda", jagged=jagged, **road)
+    leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
+    grad_out = torch.randn_like(arguments["target"])
+
+    def run():
+        out = OP(*arguments.values())[0]
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    arguments["offsets"].copy_(torch.tensor([0, 0, 7, 8]))
+    graph.replay()
+    for result, expected in zip(results, run(), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("num_targets", [8, 256])
+def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
+    """Also where so many jagged targets take explicit keys and values."""
+    width, num_heads, num_rows = 64, 4, 32768
+    module = JaggedTargetAttention(width, num_heads, recency_bias=False, bias=False)
+    module = module.to("cuda", torch.bfloat16)
+    counts = torch.full([num_rows // num_targets], num_targets)
+    offsets = [offsets_of(x, torch.int64, "cuda") for x in (counts, torch.full_like(counts, 2))]
+    rows = [torch.randn(int(x[-1]), width, device="cuda").bfloat16() for x in offsets]
+    arguments = [JaggedTensor(x, offsets=o) for x, o in zip(rows, offsets, strict=True)]
+    with no_gradient():
+        module(*arguments)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = module(*arguments)
+    # Queries, values, the output and statistics; if absorbed, u and what is pooled by it, too.
+    most = (5 + (2 * num_heads if num_targets == 8 else 0)) * out.nbytes
+    assert torch.cuda.max_memory_allocated() - before < most
+
+
+# Errors
+
+
+def zeros(lengths, width=8, dtype=torch.float32):
+    return JaggedTensor(
+        torch.zeros(sum(lengths), width, dtype=dtype), lengths=torch.tensor(lengths)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"history": torch.zeros(2, 5, 8)}, TypeError, "history must be a JaggedTensor, got a Te"),
+        ({"target": None}, TypeError, "target must be a tensor or a JaggedTensor, got a NoneType"),
+        ({"target": torch.zeros(2).long()}, TypeError, "target must hold floating-point embedding"),
+        ({"history": zeros([2, 3], dtype=torch.int32)}, TypeError, "history must hold floating-po"),
+        (
+            {"target": torch.zeros(2, 9)},
+            ValueError,
+            "target must have shape [B, target_dim] = [2, 8]",
+        ),
+        (
+            {"target": torch.zeros(3, 8)},
+            ValueError,
+            "target must have shape [B, target_dim] = [2, 8]",
+        ),
+        ({"target": torch.zeros(8)}, ValueError, "target must have shape [B, target_dim] = [2, 8]"),
+        (
+            {"target": torch.zeros(1, 3, 8)},
+            ValueError,
+            "target must have shape [B, T, target_dim] = [",
+        ),
+        ({"target": zeros([1, 3], 9)}, ValueError, "target.values() must have shape [ΣT, target_d"),
+        (
+            {"target": JaggedTensor.empty()},
+            ValueError,
+            "target.values() must have shape [ΣT, target",
+        ),
+        (
+            {"target": zeros([1, 2, 1])},
+            ValueError,
+            "target.offsets() must have shape [B + 1] = [3]",
+        ),
+        ({"target": torch.zeros(2, 8).to("meta")}, ValueError, "target must be on cpu as history"),
+        ({"history": zeros([2, 3], 9)}, ValueError, "history.values() must have shape [N, D] = [a"),
+        ({"history": JaggedTensor.empty()}, ValueError, "history.values() must have shape [N, D]"),
+        (
+            {"history": JaggedTensor(torch.zeros(0, 8), offsets=torch.zeros(0).long())},
+            ValueError,
+            "history.offsets() must have shape [B + 1], got [0]",
+        ),
+        (
+            {"history": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, 4]))},
+            ValueError,
+            "history.offsets() must end at the 5 rows they divide, got 4",
+        ),
+        *(
+            (
+                {"target": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, end]))},
+                ValueError,
+                f"target.offsets() must end at the 5 rows they divide, got {end}",
+            )
+            for end in (4, 6)
+        ),
+        ({"timestamps": [0.0] * 5}, TypeError, "timestamps must be a tensor, got a list"),
+        (
+            {"timestamps": None},
+            ValueError,
+            "timestamps must be given where age_bias=True, got None",
+        ),
+        ({"prior_weights": [1.0] * 5}, TypeError, "prior_weights must be a tensor, got a list"),
+        ({"prior_weights": torch.ones(5).int()}, TypeError, "prior_weights must be one of"),
+        ({"prior_weights": torch.ones(4)}, ValueError, "prior_weights must have shape [N] = [5]"),
+        ({"prior_weights": torch.ones(5).to("meta")}, ValueError, "prior_weights must be on cpu"),
+        (
+            {"prior_weights": torch.tensor([1, 0, -0.5, 1, 1])},
+            ValueError,
+            "prior_weights must be finite and not negative, got -0.5 at position 2",
+        ),
+        ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
+        ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
+        ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
+        ({"recency_bias": False}, ValueError, "age_bias must go with recency_bias=True, got recen"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
+        ({"embed_dim": 8.0}, TypeError, "embed_dim must be an int, got 8.0"),
+        ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),
+        ({"num_heads": 0}, ValueError, "num_heads must divide embed_dim 8, got 0"),
+        ({"embed_dim": 0}, ValueError, "num_heads must divide embed_dim 0, got 2"),
+        ({"init": "alibi"}, ValueError, "init must be 'recency' or 'mha', got 'alibi'"),
+        (
+            {"keys_and_values": "both"},
+            ValueError,
+            "keys_and_values must be 'auto', 'absorbed' or 'explicit', got 'both'",
+        ),
+        (
+            {"embed_dim": 1026, "keys_and_values": "explicit", "history_dim": 8},
+            NotImplementedError,
+            "embed_dim / num_heads must have a width of 1 to 512, got 513",
+        ),
+        (
+            {"target_dim": 24},
+            ValueError,
+            "target must have shape [B, target_dim] = [2, 24], got [2, 8]",
+        ),
+        ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
+        ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
+        ({"history_dim": 513}, NotImplementedError, "history_dim must have a width of 1 to 512"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_errors_name_the_argument(change, error, message):
+    options = {"embed_dim": 8, "num_heads": 2, "age_bias": True}
+    arguments = {
+        "target": torch.zeros(2, 8),
+        "history": zeros([2, 3]),
+        "timestamps": torch.zeros(5),
+        "prior_weights": None,
+    }
+    for name, value in change.items():
+        (arguments if name in arguments else options)[name] = value
+    with pytest.raises(error) as raised:
+        JaggedTargetAttention(**options)(**arguments)
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,946 @@
+"""``jagged_flash_attention`` against PyTorch's SDPA on each sample, on every device and path."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from tests.combinations import each_pair
+from tests.conftest import skip_unless_supported
+from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
+from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn.arguments import Biases, FlashArguments
+from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
+from torchrec_jagged_attn.kernels.flash import attention as flash_attention
+from torchrec_jagged_attn.kernels.flash.distance_bias import list_by_distance
+from torchrec_jagged_attn.testing import (
+    CASES,
+    Case,
+    assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    make_flash_inputs,
+    offsets_of,
+    outputs_and_gradients,
+)
+
+CPU = torch.device("cpu")
+
+
+def assert_right(inputs, causal=False, timestamps=None):
+    # Timestamps are no leaf, though they may be floating-point.
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    assert_matches_oracle(
+        *(partial(function, causal=causal, timestamps=timestamps) for function in functions), inputs
+    )
+
+
+def inputs_of(
+    q_lengths, kv_lengths, device=CPU, dtype=torch.float32, bias=False, width=16, kv_heads=1
+):
+    """Random inputs of two query heads for the given lengths."""
+    generator = torch.Generator().manual_seed(0)
+    q_lengths, kv_lengths = (torch.as_tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    inputs = {
+        "q": draw(int(q_lengths.sum()), 2, width),
+        "k": draw(int(kv_lengths.sum()), kv_heads, width),
+        "v": draw(int(kv_lengths.sum()), kv_heads, width // 2),
+        "q_offsets": offsets_of(q_lengths, torch.int64, device),
+        "kv_offsets": offsets_of(kv_lengths, torch.int32, device),
+    }
+    if bias:
+        inputs["bias"] = draw(int(kv_lengths.sum()), 2)
+    return inputs
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_self_attention(name, causal, device):
+    skip_unless_supported(CASES[name], device)
+    assert_right(make_flash_inputs(CASES[name], device), causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [40, 48, 64, 96, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths_about_tiles(causal, kv_heads, width, dtype):
+    lengths = [1, 16, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 17, 400, 32]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, "cuda", dtype, width=width, kv_heads=kv_heads)
+        assert_right(inputs, causal)
+
+
+SHORT_FIRST = ["hopper_short"] * 2  # of two sizes of samples
+
+
+@pytest.mark.parametrize("width", [48, 64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kernels_for_hopper(causal, width, hopper):
+    device, launched = hopper
+    lengths = [257, 33, 0, 130, 65, 1, 16, 17, 32, 64]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width)
+        assert_right(inputs, causal)
+    short = SHORT_FIRST if width <= 64 else []
+    expected = [*short, "hopper_forward", *short, "hopper_backward"] * 2
+    assert launched in (expected, None)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_short_samples_on_hopper(causal, kv_heads, hopper):
+    device, _ = hopper
+    lengths = [0, 5, 64, 16, 1, 0, 33, 17, 63, 15, 0, 32, 31, 65, 2]
+    others = [(lengths, 64), (lengths[::-1], 48), ([17] * len(lengths), 64), ([0, 40, 3] * 5, 64)]
+    for kv_lengths, width in others:
+        inputs = inputs_of(
+            lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads
+        )
+        assert_right(inputs, causal)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_short_samples_are_the_same_alone(causal, kv_heads, hopper):
+    device, _ = hopper
+    attend = partial(jagged_flash_attention, causal=causal)
+    lengths, kv_lengths = [20, 64, 0, 3, 40, 16, 31, 90], [7, 64, 2, 16, 5, 0, 32, 1]
+    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=64, kv_heads=kv_heads)
+    grad_out = torch.randn_like(inputs["q"][..., :32])
+    whole = outputs_and_gradients(attend, inputs, grad_out)
+    bounds = {"q": inputs["q_offsets"].tolist(), "k": inputs["kv_offsets"].tolist()}
+    bounds |= {"out": bounds["q"], "v": bounds["k"]}
+    for b in range(len(lengths)):
+        of = {name: slice(*x[b : b + 2]) for name, x in bounds.items()}
+        alone = {name: inputs[name][of[name]] for name in "qkv"}
+        alone["q_offsets"] = inputs["q_offsets"][b : b + 2] - bounds["q"][b]
+        alone["kv_offsets"] = inputs["kv_offsets"][b : b + 2] - bounds["k"][b]
+        results = outputs_and_gradients(attend, alone, grad_out[of["out"]])
+        if lengths[b] and kv_lengths[b]:  # calls without rows take no kernel for Hopper
+            for name, rows in of.items():
+                assert torch.equal(results[name], whole[name][rows]), (b, name)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("kv_lengths", [[0, 3, 0], [0, 3, 80]], ids=str)
+def test_long_samples_without_keys_on_hopper(kv_lengths, hopper):
+    device, _ = hopper
+    inputs = inputs_of([70, 3, 0], kv_lengths, device, torch.float16, width=64)
+    grad_out = torch.randn_like(inputs["q"][..., :32])
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["q"][:70] == 0)
+    assert torch.all(results["k"][3:] == 0)
+    assert torch.all(results["v"][3:] == 0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("width", [32, 64], ids=["triton", "gluon"])
+def test_infinities_of_a_side_without_the_other(width, kv_heads, hopper):
+    """Where no pair is, no gradient is, either."""
+    device, _ = hopper
+    inputs = inputs_of(
+        [3, 40, 0, 20, 0], [20, 0, 50, 0, 9], device, torch.float16, width=width, kv_heads=kv_heads
+    )
+    inputs["q"][10] = torch.inf
+    inputs["k"][30], inputs["v"][40], inputs["v"][72] = torch.inf, torch.nan, torch.inf
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    grad_out[50, 0] = torch.inf
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    assert torch.all(results["q"][3:] == 0)
+    assert torch.all(results["k"][20:] == 0)
+    assert torch.all(results["v"][20:] == 0)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_in_halves_of_one_tensor(width, hopper):
+    device, _ = hopper
+    inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
+    args = FlashArguments(
+        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *Biases(),
+        causal=False, scale=0.2, needs_stats=True,
+    )  # fmt: skip
+    outputs = flash_attention.forward(args)
+
+    def differentiate(grad_k, grad_v):
+        grad_out = torch.ones_like(outputs.out)
+        grads = flash_attention.backward(grad_out, args, outputs, grad_k, grad_v)
+        return grads.q, grad_k, grad_v
+
+    halves = inputs["k"].new_empty(89, 1, 2 * width)
+    together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
+    apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
+    assert all(map(torch.equal, together, apart))
+
+
+@pytest.mark.parametrize("other", ["stride", "dtype"])
+def test_offsets_that_begin_at_one_address(other, device):
+    """Those of keys are read in another way than those of queries."""
+    if other == "stride":
+        numbers = torch.tensor([0, 60, 90, 100, 170], device=device)
+        q_offsets, kv_offsets = numbers[:3], numbers[::2]
+    else:
+        numbers = torch.tensor([0, 0, 90, 0, 100, 0], dtype=torch.int32, device=device)
+        q_offsets, kv_offsets = numbers.view(torch.int64), numbers[:3]
+    lengths = (x.diff().cpu() for x in (q_offsets, kv_offsets))
+    inputs = inputs_of(*lengths, device) | {"q_offsets": q_offsets, "kv_offsets": kv_offsets}
+    assert_right(inputs)
+
+
+@pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (32, 0.2), (64, -0.2)], ids=str)
+def test_what_hopper_does_not_take(width, scale, hopper):
+    device, launched = hopper
+    inputs = inputs_of([3, 40, 70], [3, 40, 70], device, torch.float16, width=width)
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
+    assert launched in ([], None)
+
+
+def test_heads_packed_with_keys_and_values(hopper):
+    device, launched = hopper
+    packed = torch.randn(280, 3, 2, 64, device=device, dtype=torch.float16)
+    offsets = torch.tensor([0, 70, 90, 130, 260, 280], device=device)
+    apart = dict(zip("qkv", packed.transpose(0, 1).contiguous(), strict=True))
+    expected = outputs_and_gradients(
+        partial(jagged_flash_attention, q_offsets=offsets), apart, apart["q"]
+    )
+    together = dict(zip("qkv", packed.unbind(1), strict=True))
+    results = outputs_and_gradients(
+        partial(jagged_flash_attention, q_offsets=offsets), together, apart["q"]
+    )
+    assert all(torch.equal(results[name], value) for name, value in expected.items())
+    num_launched = len(launched or ())
+    unaligned = torch.empty(280 * 128 + 1, device=device, dtype=torch.float16)[1:]
+    unaligned = unaligned.view(280, 2, 64).copy_(together["q"])
+    assert_right(together | {"q": unaligned, "q_offsets": offsets})
+    assert len(launched or ()) == num_launched
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("width", [128, 256, 512])
+def test_tf32(width):
+    case = Case("tf32", 9, 70, 2, width)
+    assert_right(make_flash_inputs(case, "cuda", kv_heads=1))
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float16, 256), (torch.float32, 128)], ids=str)
+def test_less_shared_memory(width, dtype, kernel_device, monkeypatch):
+    monkeypatch.setattr(devices, "shared_memory", lambda device: 99 * 1024)
+    lengths = [3, 70, 0, 5], [40, 70, 4, 1]
+    assert_right(inputs_of(*lengths, kernel_device, dtype, bias=True, width=width))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_cross_attention_with_grouped_heads(name, causal, device):
+    skip_unless_supported(CASES[name], device)
+    inputs = make_flash_inputs(CASES[name], device, cross=True, kv_heads=1, value_width=24)
+    assert_right(inputs, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_bias(name, causal, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    assert_right(make_flash_inputs(case, device, bias=True), causal)
+    if case.num_heads % 2 == 0:
+        grouped = make_flash_inputs(
+            case, device, cross=True, kv_heads=case.num_heads // 2, value_width=24, bias=True
+        )
+        assert_right(grouped, causal)
+
+
+@pytest.mark.parametrize(
+    ("times", "dtype", "causal"),
+    each_pair(
+        [None, torch.int32, torch.int64, torch.float32, torch.float64],
+        [torch.float32, torch.float16, torch.bfloat16],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_recency(causal, times, dtype, device):
+    skip_unless_supported(Case("recency", 5, 150, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([4, 9, 2, 70, 0, 64, 1], [0, 150, 0, 3, 5, 64, 1], device, dtype)
+    if causal:
+        inputs |= inputs_of([150, 0, 3, 5, 64, 1], [150, 0, 3, 5, 64, 1], device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    timestamps = None
+    if times is not None:
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.exp(14 * torch.rand(223, generator=generator)).to(device, times)
+    assert_right(inputs, causal, timestamps)
+
+
+def draw_prior_weights(num_keys, device, dtype=torch.float32):
+    """About a third of them zeros, and all of the last 64 keys but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(num_keys, generator=generator)
+    weights = weights.masked_fill(torch.rand(num_keys, generator=generator) < 0.3, 0)
+    weights[-65:-1] = 0
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "others"),
+    [
+        (torch.float32, ""),
+        *((dtype, "tables") for dtype in (torch.float16, torch.bfloat16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_prior_weights(causal, kv_heads, dtype, others, device):
+    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
+    q_lengths, kv_lengths = [4, 9, 2, 70, 0, 64, 1], [0, 90, 0, 7, 5, 64, 1]
+    inputs = inputs_of(q_lengths, kv_lengths, device, dtype, kv_heads=kv_heads)
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if others:
+        inputs["position_bias"] = torch.randn(30, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(167, device=device) ** 2
+    inputs["prior_weights"] = draw_prior_weights(167, device, torch.float32 if causal else dtype)
+    assert_right(inputs, causal, timestamps)
+
+
+def test_prior_weights_beside_a_bias_join_it(device):
+    lengths = [9, 0, 64, 1]
+    inputs = inputs_of(lengths, lengths, device, torch.float32, bias=True)
+    weights = draw_prior_weights(74, device)
+    logs = torch.where(weights > 0, weights, 1).log().masked_fill(weights == 0, -torch.inf)
+    actual = jagged_flash_attention(**inputs, prior_weights=weights)
+    inputs["bias"] = inputs["bias"] + logs.unsqueeze(1)
+    assert torch.equal(actual, jagged_flash_attention(**inputs))
+
+
+def test_keys_of_no_prior_weight_give_zeros(device):
+    inputs = inputs_of([3, 40, 2], [70, 5, 0], device)
+    inputs["prior_weights"] = torch.zeros(75, device=device)
+    inputs["prior_weights"][72] = 2
+    results = outputs_and_gradients(
+        jagged_flash_attention, inputs, torch.ones(45, 2, 8, device=device)
+    )
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["out"][:3] == 0)
+    torch.testing.assert_close(results["out"][3:43], inputs["v"][72:73].expand(40, 2, 8))
+    for name in ("k", "v", "prior_weights"):
+        assert torch.all(results[name][:70] == 0), name
+
+
+def test_prior_weights_and_distances(device):
+    """As the same scores given as a bias."""
+    inputs = inputs_of([70, 3, 40], [70, 3, 40], device)
+    inputs["relative_bias"] = torch.randn(20, 2, device=device)
+    inputs["q_offsets"] = inputs["kv_offsets"]
+    weights = draw_prior_weights(113, device)
+    grad_out = torch.randn(113, 2, 8, device=device)
+    for causal in (False, True):
+        attend = partial(jagged_flash_attention, causal=causal)
+        by_bias = inputs | {"bias": weights.log().unsqueeze(1).repeat(1, 2)}
+        expected = outputs_and_gradients(attend, by_bias, grad_out)
+        actual = outputs_and_gradients(attend, inputs | {"prior_weights": weights}, grad_out)
+        of_bias, of_weights = expected.pop("bias"), actual.pop("prior_weights")
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(of_weights * weights, of_bias.sum(1))
+
+
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("short", [0, 32, 64], ids=str)
+@pytest.mark.parametrize("together", [0, 1024], ids=str)
+def test_tiles_are_listed_the_longest_first(together, short, is_self, kernel_device):
+    generator = torch.Generator().manual_seed(0)
+    own, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
+    own[7], other[300] = 700, 3000
+    other = own if is_self else other
+    offsets = [offsets_of(lengths, torch.int64, kernel_device) for lengths in (own, other)]
+    rows = int(own.sum()), 0 if is_self else int(other.sum())
+    capacity = most_tiles(*rows, 600, short, 64)
+    tiles = list_tiles(*offsets, capacity, short, 64, together).cpu()
+    begins = [x[:-1].tolist() for x in offsets]
+    expected = {
+        (b, begins[0][b] + start, n - start, begins[1][b], m)
+        for b, (n, m) in enumerate(zip(own.tolist(), other.tolist(), strict=True))
+        for start in range(0, n if max(n, m) > short else 0, 64)
+    }
+    listed = tiles[1 : 1 + int(tiles[0, 0])].tolist()
+    assert int(tiles[0, 0]) == len(expected) <= capacity
+    assert set(map(tuple, listed)) == expected
+    assert sorted(listed, key=lambda tile: tile[0]) == sorted(listed)  # a sample's in their order
+    octaves = [max(tile[-1].bit_length(), 1) for tile in listed]
+    assert octaves == sorted(octaves, reverse=True)
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 15, 31, 63, 64, 65]),
+            st.sampled_from([0, 1, 17, 33, 64, 65, 129]),
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_lengths_that_hurt(lengths, causal):
+    q_lengths = [q_length for q_length, _ in lengths]
+    kv_lengths = [kv_length for _, kv_length in lengths]
+    assert_right(inputs_of(q_lengths, kv_lengths, CPU, torch.float16, bias=True), causal)
+
+
+@pytest.mark.parametrize(
+    ("q_lengths", "kv_lengths"),
+    [([], []), ([0], [0]), ([0, 3], [4, 0]), ([70, 1], [1, 70]), ([5, 0, 0], [0, 0, 5])],
+    ids=str,
+)
+def test_edges(q_lengths, kv_lengths, device):
+    for causal in (False, True):
+        assert_right(inputs_of(q_lengths, kv_lengths, device, bias=causal), causal)
+
+
+def assert_tail_is_as_alone(inputs, grad_out, sample):
+    """Samples from ``sample`` on have the same bits without those before; returns their inputs."""
+    row = int(inputs["q_offsets"][sample])
+    tail = {name: inputs[name][row:].clone() for name in "qkv"}
+    tail |= {name: x[sample:] - row for name, x in inputs.items() if "offsets" in name}
+    whole = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    alone = outputs_and_gradients(jagged_flash_attention, tail, grad_out[row:])
+    for name, value in alone.items():
+        assert torch.equal(whole[name][row:], value), name
+    return tail
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 64)], ids=str)
+def test_more_programs_than_a_grid_dimension_holds(width, dtype):
+    lengths = torch.arange(70_000) % 3
+    lengths[::7] += 40
+    inputs = inputs_of(lengths, lengths, "cuda", dtype, width=width)
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    assert_right(assert_tail_is_as_alone(inputs, grad_out, 69_990))
+
+
+@pytest.fixture
+def freed_memory():
+    """What a large test took is not kept for others."""
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("freed_memory")
+def test_more_elements_than_int32_counts():
+    """In 37 GB, of which 13 are sums of the backward on Hopper."""
+    lengths = torch.randint(301, 333, (4000,), generator=torch.Generator().manual_seed(0))
+    lengths[::8] -= 300
+    x = torch.randn(int(lengths.sum()), 16, 128, device="cuda", dtype=torch.bfloat16)
+    inputs = dict.fromkeys("qkv", x) | {"q_offsets": offsets_of(lengths, torch.int64, "cuda")}
+    tail = assert_tail_is_as_alone(inputs, x, 3900)
+    assert x.numel() - tail["q"].numel() > 2**31
+
+
+def with_relative_bias(
+    q, k, v, q_offsets, kv_offsets=None, relative_bias=None, bias=None, causal=False, scale=None
+):
+    """Each sample by itself, through a mask that PyTorch adds to the scores."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    bounds = [x.tolist() for x in (q_offsets, q_offsets if kv_offsets is None else kv_offsets)]
+    outs = [v.new_zeros(0, q.shape[1], v.shape[2])]
+    for (begin, end), (kv_begin, kv_end) in zip(*map(pairwise, bounds), strict=True):
+        rows, keys = end - begin, kv_end - kv_begin
+        distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+        quarters = [(1 + abs(d)) ** 4 for d in distance.flatten().tolist()]
+        bucket = torch.tensor([d.bit_length() - 1 for d in quarters], dtype=torch.int64)
+        bucket = bucket.clamp(max=len(relative_bias) - 1).view(rows, keys).to(q.device)
+        mask = relative_bias[bucket].permute(2, 0, 1).to(q.dtype)
+        if bias is not None:
+            mask = mask + bias[kv_begin:kv_end].T.unsqueeze(1)
+        hidden = (distance < 0).to(q.device) & causal
+        some = ~hidden.all(1, keepdim=True)
+        mask = mask.masked_fill(hidden & some, -torch.inf)
+        k_sample, v_sample = (
+            x[kv_begin:kv_end].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
+            for x in (k, v)
+        )
+        scores = q[begin:end].transpose(0, 1) @ k_sample.mT * scale + mask
+        weights = torch.softmax(scores, -1) * some if keys else scores
+        outs.append((weights @ v_sample).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias(causal, dtype, device):
+    skip_unless_supported(Case("relative", 5, 150, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([9, 2, 70, 0, 64, 1, 5], [150, 0, 3, 5, 64, 1, 5], device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=causal),
+        *[partial(with_relative_bias, causal=causal)] * 2,
+        inputs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_buckets", "scale", "width"), [(1, 0.25, 16), (16, -0.25, 64), (100, 0.25, 20)]
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias_beside_one_of_keys(causal, num_buckets, scale, width, device):
+    inputs = inputs_of(
+        [9, 70, 0, 64, 3], [70, 9, 5, 64, 0], device, bias=True, width=width, kv_heads=2
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(num_buckets, 2, generator=generator).to(device)
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=causal, scale=scale),
+        *[partial(with_relative_bias, causal=causal, scale=scale)] * 2,
+        inputs,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_relative_bias_of_far_keys(dtype):
+    """Of 70,000 keys and a query: 65 buckets, and one that is empty."""
+    inputs = inputs_of([1], [70_000], "cuda", dtype, width=64)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 132, device="cuda").view(66, 2)
+    assert_matches_oracle(jagged_flash_attention, *[with_relative_bias] * 2, inputs)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias_on_hopper(causal, width, hopper):
+    device, launched = hopper
+    lengths = [140, 0, 70, 64, 1, 5]
+    for kv_lengths, kv_heads in ((lengths, 1), ([150, 3, 33, 200, 0, 1], 2)):
+        inputs = inputs_of(
+            lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads
+        )
+        table = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+        if kv_lengths == lengths:  # where each query sees itself
+            table[12:] = -torch.inf
+        assert_matches_oracle(
+            partial(jagged_flash_attention, causal=causal),
+            *[partial(with_relative_bias, causal=causal)] * 2,
+            inputs | {"relative_bias": table},
+        )
+    assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
+
+
+def test_relative_bias_of_more_rows_than_its_list_counts():
+    rows = 2**30 - 128
+    message = f"at most {rows - 1} rows with relative_bias, got {rows}"
+    with pytest.raises(NotImplementedError, match=message):
+        list_by_distance(torch.zeros(3, 2), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
+    inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype)
+    whole, lse = jagged_flash_attention(**inputs, return_lse=True)
+    assert lse.shape == whole.shape[:2]
+    assert lse.dtype == torch.float32
+    assert torch.all(lse[113:] == -torch.inf)
+    lengths = inputs["kv_offsets"].diff().cpu()
+    newest = lengths // 3
+    is_new = torch.cat([torch.arange(n) >= n - m for n, m in zip(lengths, newest, strict=True)])
+    outs, lses = [], []
+    for rows, part in ((is_new, newest), (~is_new, lengths - newest)):
+        of_part = {name: inputs[name][rows.to(device)] for name in "kv"}
+        of_part["kv_offsets"] = offsets_of(part, torch.int64, device)
+        out, lse_of_part = jagged_flash_attention(**inputs | of_part, return_lse=True)
+        outs.append(out)
+        lses.append(lse_of_part)
+    merged_lse = torch.logaddexp(*lses)
+    torch.testing.assert_close(merged_lse, lse)
+    weights = [torch.exp(part - merged_lse).nan_to_num().unsqueeze(-1) for part in lses]
+    merged = sum(out * weight for out, weight in zip(outs, weights, strict=True))
+    torch.testing.assert_close(merged.to(dtype), whole, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float16, 64)], ids=str)
+@pytest.mark.parametrize("scale", [-0.7, 0.0], ids=str)
+def test_any_scale(scale, width, dtype, device):
+    inputs = inputs_of([3, 70, 5], [5, 90, 5], device, dtype, width=width)
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
+
+
+def test_row_without_keys_gives_zeros(device):
+    inputs = inputs_of([3, 4], [0, 2], device)
+    results = outputs_and_gradients(
+        partial(jagged_flash_attention, causal=True), inputs, torch.ones(7, 2, 8, device=device)
+    )
+    assert torch.all(results["out"][:5] == 0)
+    assert torch.all(results["out"][5:] != 0)
+    assert torch.all(results["q"][:5] == 0)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_bias_of_minus_infinity_hides_keys(device, causal):
+    inputs = inputs_of([3, 70, 5], [5, 150, 5], device, bias=True)
+    inputs["bias"][[1, 4]] = -torch.inf
+    inputs["bias"][5:80] = -torch.inf  # more than a whole tile before the first key that is seen
+    inputs["bias"][156:] = -torch.inf  # but one of the last sample's: its gradient is exactly zero
+    assert_right(inputs, causal)
+    inputs["bias"][:5] = -torch.inf
+    attend = partial(jagged_flash_attention, causal=causal)
+    results = outputs_and_gradients(attend, inputs, torch.randn(78, 2, 8, device=device))
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["out"][:3] == 0)
+    for name, first, last in (("k", 0, 5), ("v", 0, 5), ("bias", 0, 5), ("q", 73, 78)):
+        assert torch.all(results[name][first:last] == 0), name
+    assert torch.all(results["bias"][155:] == 0)
+
+
+@pytest.mark.parametrize("name", ["bias", "position_bias", "relative_bias"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_bias_that_is_no_number_hides_nothing(value, name, device):
+    """Those who see it become NaN."""
+    inputs = inputs_of([20], [20], device)
+    inputs[name] = torch.zeros(20, 2, device=device)
+    inputs[name][4] = value  # of a distance or position of 1, or of key 4
+    first = {"bias": 4, "position_bias": 18, "relative_bias": 1}[name]
+    out = jagged_flash_attention(**inputs, causal=True)
+    assert torch.isfinite(out[:first]).all()
+    assert torch.isnan(out[first:]).all()
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "value"), [(64, False, torch.nan), (128, True, torch.inf)], ids=str
+)
+def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
+    device, launched = hopper
+    inputs = inputs_of([70], [70], device, torch.float16, width=width)
+    inputs["relative_bias"] = torch.linspace(-2, 2, 80, device=device).view(40, 2)
+    attend = partial(jagged_flash_attention, causal=causal)
+    grad_out = torch.randn_like(inputs["q"][..., : width // 2])
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    inputs["relative_bias"] = inputs["relative_bias"].clone()
+    inputs["relative_bias"][25:] = value  # distances from 75 on, which a tile of 128 has
+    results = outputs_and_gradients(attend, inputs, grad_out)
+    for name, expected_value in expected.items():
+        assert torch.equal(results[name], expected_value), name
+    assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
+
+
+def test_bias_shifts_nothing(device):
+    inputs = inputs_of([5, 70], [90, 3], device, bias=True)
+    grad_out = torch.randn(75, 2, 8, device=device)
+    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    inputs["bias"] = inputs["bias"] + 128  # exp(128) is past fp32
+    results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-3, atol=1e-3)
+
+
+def test_tables_are_the_bias_of_their_rows(device):
+    """Positions and ages are those of keys, whichever queries there are."""
+    inputs = inputs_of([2, 40, 0, 3], [70, 5, 4, 0], device)
+    position_bias = torch.randn(30, 2, device=device)
+    lengths = inputs["kv_offsets"].diff().tolist()
+    positions = [n for length in lengths for n in range(length - 1, -1, -1)]
+    buckets = [min(((1 + n) ** 4).bit_length() - 1, 29) for n in positions]
+    expected = jagged_flash_attention(**inputs, bias=position_bias[buckets])
+    actual = jagged_flash_attention(**inputs, position_bias=position_bias)
+    assert torch.equal(actual, expected)
+    by_age = {"age_bias": position_bias, "timestamps": -torch.tensor(positions, device=device)}
+    assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+def test_ages_beyond_all_numbers(times, device):
+    inputs, expected = inputs_of_far_times(times, device)
+    keys, recency = (
+        inputs["history"].unsqueeze(1),
+        {name: inputs[name] for name in ("age_bias", "timestamps")},
+    )
+    offsets = torch.arange(len(expected) + 1, device=device), inputs["offsets"]
+    out = jagged_flash_attention(inputs["query"].squeeze(1), keys, keys, *offsets, **recency)
+    apart = buckets_apart(out)
+    assert torch.equal(apart, expected.view(-1, 1, 1).expand_as(apart))
+
+
+def test_strided_inputs_and_gradients(device):
+    inputs = inputs_of([7, 0, 20], [3, 5, 0], device, bias=True)
+    shape = (27, 2, 8)
+    plain = outputs_and_gradients(jagged_flash_attention, inputs, torch.ones(shape, device=device))
+    strided = {**inputs, "bias": inputs["bias"].T.contiguous().T}
+    for name in "qkv":
+        buffer = torch.full((40, 5, 37), torch.nan, device=device)
+        rows, heads, width = inputs[name].shape
+        buffer[5 : 5 + rows, 1 : 1 + heads, 3 : 3 + width] = inputs[name]
+        strided[name] = buffer[5 : 5 + rows, 1 : 1 + heads, 3 : 3 + width]
+    packed = torch.cat([inputs["k"], inputs["v"]], 2)  # [ΣLk, 1, 24]
+    packed = {**inputs, "k": packed[..., :16], "v": packed[..., 16:]}
+    stride_0 = torch.ones((), device=device).expand(shape)
+    for changed in (strided, packed):
+        results = outputs_and_gradients(jagged_flash_attention, changed, stride_0)
+        for name, expected in plain.items():
+            torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.parametrize(("biased", "more_keys"), [(False, 0), (True, 7)], ids=["plain", "biased"])
+def test_values_hidden_by_causality_reach_no_earlier_row(more_keys, biased, device):
+    """Not even by 0 · NaN, in outputs of fp32."""
+    inputs = inputs_of([3, 50], [3, 50 + more_keys], device, torch.float32, bias=biased)
+    if biased:
+        inputs["relative_bias"] = torch.randn(9, 2, device=device)
+    expected = jagged_flash_attention(**inputs, causal=True)
+    key = 3 + more_keys + 17  # the second sample's query 17 is the first to see it
+    unseen = slice(3 + 17)
+    for name, at, value in (
+        ("v", (key, 0, 3), torch.nan),
+        ("v", (slice(key, key + 2),), -torch.inf),
+        ("k", (key,), torch.nan),
+    ):
+        poisoned = inputs | {name: inputs[name].clone()}
+        poisoned[name][at] = value
+        out = jagged_flash_attention(**poisoned, causal=True)
+        torch.testing.assert_close(out[unseen], expected[unseen])
+        assert not torch.isfinite(out[unseen.stop :].flatten(1)).all(1).any()
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("biased", [False, True], ids=["half", "biased"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_other_samples_never_matter(device, causal, biased):
+    attend = partial(jagged_flash_attention, causal=causal)
+    lengths = {"q": [3, 0, 130, 17, 64], "kv": [5, 4, 70, 17, 64]}
+    kind = {"bias": True} if biased else {"dtype": torch.float16, "width": 64}
+    inputs = inputs_of(lengths["q"], lengths["kv"], device, **kind)
+    recency = {}
+    if biased:
+        recency = {
+            "position_bias": torch.randn(20, 2, device=device),
+            "age_bias": torch.randn(40, 2, device=device),
+            "timestamps": torch.arange(160, device=device) ** 2,
+        }
+    grad_out = torch.randn_like(inputs["q"][..., : inputs["v"].shape[2]])
+    whole = outputs_and_gradients(attend, inputs | recency, grad_out)
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(attend, inputs | recency, grad_out)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+    order = [4, 3, 1, 0]  # without sample 2, and in another order
+    of_keys = ("k", "v", "bias") if biased else ("k", "v")
+    rows, offsets = {}, {}
+    poisoned = {name: value.clone() for name, value in inputs.items()}
+    for side, names in (("q", "q"), ("kv", "kv")):
+        bounds = inputs[f"{side}_offsets"].tolist()
+        rows[side] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+        offsets[side] = offsets_of(torch.tensor(lengths[side])[order], torch.int64, device)
+        for name in names if side == "q" else of_keys:
+            poisoned[name][bounds[2] : bounds[3]] = torch.nan
+    fewer = {name: inputs[name][rows["q" if name == "q" else "kv"]] for name in ("q", *of_keys)}
+    fewer |= {f"{side}_offsets": of_side for side, of_side in offsets.items()}
+    results = outputs_and_gradients(attend, poisoned | recency, grad_out)
+    if biased:
+        recency["timestamps"] = recency["timestamps"][rows["kv"]]
+    permuted = outputs_and_gradients(attend, fewer | recency, grad_out[rows["q"]])
+    for name in ("out", "q", *of_keys):
+        of = rows["q" if name in ("out", "q") else "kv"]
+        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
+        assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
+
+
+def test_autocast_changes_nothing(device):
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
+    grad_out = torch.randn(8, 2, 8, device=device)
+    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value)
+
+
+def test_opcheck(device):
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
+    arguments = [inputs[name].requires_grad_() for name in "qkv"]
+    arguments += [inputs["q_offsets"], inputs["kv_offsets"]]
+    biases = [torch.randn(size, 2, device=device, requires_grad=True) for size in (12, 3, 5)]
+    timestamps = torch.arange(12, device=device)
+    relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
+    op = torch.ops.torchrec_jagged_attn.flash_attention.default
+    others = (timestamps, relative_bias, True, 0.25, True)
+    torch.library.opcheck(op, (*arguments, *biases, *others))
+    biases[0] = draw_prior_weights(12, device).requires_grad_()
+    torch.library.opcheck(op, (*arguments, *biases, *others))
+    torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25, False))
+
+
+@pytest.mark.reference  # kernels compute no fp64
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradcheck_of_the_reference(causal):
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
+    leaves = [inputs[name].requires_grad_() for name in "qkv"]
+    leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
+    leaves.append(torch.rand(12, dtype=torch.float64, requires_grad=True))
+    offsets = inputs["q_offsets"], inputs["kv_offsets"]
+
+    def attend(q, k, v, bias, position_bias, age_bias, relative_bias, prior_weights):
+        return jagged_flash_attention(
+            q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
+            timestamps=torch.arange(12), prior_weights=prior_weights, relative_bias=relative_bias,
+            causal=causal,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(attend, leaves)
+    leaves[3] = None  # without the bias
+    assert torch.autograd.gradcheck(attend, leaves)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])
+@pytest.mark.parametrize("lengths", [[2, 4, 6], [0, 0, 0]], ids=str)
+def test_gradients_are_contiguous(lengths, transposed, device):
+    """As the fakes are, which is what a compiled graph is made for."""
+    inputs = inputs_of([3, 0, 5], lengths, device)
+    tables = {"bias": sum(lengths), "position_bias": 3, "age_bias": 5, "relative_bias": 4}
+    for name, size in tables.items():
+        shape = (2, size) if transposed else (size, 2)
+        table = torch.randn(shape, device=device)
+        inputs[name] = table.T if transposed else table
+    leaves = [x.requires_grad_() for x in inputs.values() if x.is_floating_point()]
+    out = jagged_flash_attention(**inputs, timestamps=torch.arange(sum(lengths), device=device))
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(grad.is_contiguous() for grad in grads)
+
+
+def test_compiles_once_for_all_batches(device):
+    counter = CompileCounter()
+    compiled = torch.compile(jagged_flash_attention, backend=counter, fullgraph=True, dynamic=True)
+    for q_lengths, kv_lengths in (([3, 5, 1], [9, 6, 3]), ([9, 0, 2, 6], [4, 0, 0, 9])):
+        inputs = inputs_of(q_lengths, kv_lengths, device)
+        torch.testing.assert_close(compiled(**inputs), jagged_flash_attention(**inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_hundred_repeats_are_equal(causal, biased, width):
+    case = Case("repeats", 128, 1500, 4, width, lengths="log-normal", dtype=torch.bfloat16)
+    inputs = make_flash_inputs(case, "cuda", kv_heads=2)
+    if biased:
+        inputs["relative_bias"] = torch.randn(40, 4, device="cuda")
+    grad_out = torch.randn_like(inputs["q"])
+    attend = partial(jagged_flash_attention, causal=causal)
+    first = outputs_and_gradients(attend, inputs, grad_out)
+    for _ in range(100):
+        again = outputs_and_gradients(attend, inputs, grad_out)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("max_length", [16, 32, 64, 100])
+def test_repeats_of_many_short_samples_are_equal(max_length, width, kv_heads):
+    case = Case("short", 5000, max_length, 4, width, lengths="uniform", dtype=torch.bfloat16)
+    inputs = make_flash_inputs(case, "cuda", kv_heads=kv_heads)
+    grad_out = torch.randn_like(inputs["q"])
+    first = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+    for _ in range(20):
+        again = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert_right(assert_tail_is_as_alone(inputs, grad_out, 4900))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1, 15])
+@pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)],
+    ids=["fp32-64", "bf16-64", "bf16-128"],
+)
+def test_cuda_graph_replays_with_other_lengths_and_never_waits(
+    dtype, width, causal, is_self, factor
+):
+    lengths = [factor * length for length in (3, 60, 7, 30)]
+    inputs = inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width)
+    if is_self:
+        del inputs["kv_offsets"]
+    grad_out = torch.randn(100 * factor, 2, width // 2, device="cuda", dtype=dtype)
+
+    def run():
+        attend = partial(jagged_flash_attention, causal=causal)
+        return outputs_and_gradients(attend, inputs, grad_out)
+
+    run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    inputs["q_offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
+    if not is_self:
+        inputs["kv_offsets"].copy_(torch.tensor([0, 1, 40, 100, 100]) * factor)
+    for value in results.values():
+        value.fill_(torch.nan)
+    graph.replay()
+    for name, value in run().items():
+        assert torch.equal(results[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": None}, TypeError, "q must be a tensor, got a NoneType"),
+        ({"k": [0.0]}, TypeError, "k must be a tensor, got a list"),
+        ({"kv_offsets": [0, 3, 7]}, TypeError, "kv_offsets must be a tensor, got a list"),
+        ({"timestamps": [0] * 7}, TypeError, "timestamps must be a tensor, got a list"),
+        (
+            {"q": torch.zeros(7, 8)},
+            ValueError,
+            r"q must have shape \[ΣLq, H, D\] = \[any, any, any",
+        ),
+        ({"q": torch.zeros(7, 2, 8).long()}, TypeError, "q must be one of .* got torch.int64"),
+        (
+            {"q": torch.zeros(7, 0, 8)},
+            ValueError,
+            r"q must have at least one head, got \[7, 0, 8\]",
+        ),
+        ({"q": torch.zeros(7, 3, 8)}, ValueError, "multiple of the 2 heads of k, got 3 heads"),
+        ({"k": torch.zeros(7, 2, 9)}, ValueError, r"k must have shape .* = \[any, any, 8\], got"),
+        ({"k": torch.zeros(7, 2, 8).half()}, TypeError, "k must be torch.float32 as q is, got"),
+        ({"v": torch.zeros(6, 2, 8)}, ValueError, r"v must have shape .* = \[7, 2, any\], got \[6"),
+        ({"v": torch.zeros(7, 2, 513)}, NotImplementedError, "v must have a width of 1 to 512"),
+        ({"bias": torch.zeros(7, 1)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
+        ({"relative_bias": torch.zeros(7, 1)}, ValueError, r"relative_bias must have shape \[R, H"),
+        ({"relative_bias": torch.zeros(0, 2)}, ValueError, "relative_bias must have at least one"),
+        ({"prior_weights": torch.ones(7, 2)}, ValueError, r"prior_weights must have shape \[N\]"),
+        ({"prior_weights": -torch.ones(7)}, ValueError, "finite and not negative, got -1.0 at pos"),
+        ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
+        ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
+        ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),
+        ({"kv_offsets": torch.tensor([0, 8, 7])}, ValueError, "kv_offsets must never decrease"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    arguments = {name: torch.zeros(7, 2, 8) for name in "qkv"}
+    arguments["q_offsets"] = torch.tensor([0, 3, 7])
+    with pytest.raises(error, match=message):
+        jagged_flash_attention(**arguments | change)

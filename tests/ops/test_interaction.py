@@ -1,0 +1,777 @@
+"""The feature-interaction ops against PyTorch on each sample, on every device and path."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+import torchrec_jagged_attn
+from tests.conftest import skip_unless_supported
+from tests.ops.test_registration import Recorder
+from torchrec_jagged_attn import devices, paths
+from torchrec_jagged_attn.kernels.interaction import hopper_pairs, plan
+from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.testing import (
+    Case,
+    assert_close,
+    assert_matches_oracle,
+    offsets_of,
+    outputs_and_gradients,
+    plain_products,
+)
+
+CPU = torch.device("cpu")
+
+
+def split(x, offsets):
+    return x.split(offsets.diff().tolist())
+
+
+def pairs_of(p, x_offsets, y_offsets):
+    """``[Lx, Ly]`` of each sample."""
+    x_lengths, y_lengths = x_offsets.diff().tolist(), y_offsets.diff().tolist()
+    parts = p.split([x * y for x, y in zip(x_lengths, y_lengths, strict=True)])
+    return [part.view(x, y) for part, x, y in zip(parts, x_lengths, y_lengths, strict=True)]
+
+
+def dense_bmm_oracle(x, y, offsets):
+    return torch.cat([x[:0] @ x.new_zeros(*y.shape[1:]), *map(torch.mm, split(x, offsets), y)])
+
+
+def jagged_bmm_oracle(x, y, offsets):
+    parts = zip(split(x, offsets), split(y, offsets), strict=True)
+    empty = x.new_zeros(0, x.shape[1], y.shape[1])
+    return torch.cat([empty, *((x_LD.T @ y_LT).unsqueeze(0) for x_LD, y_LT in parts)])
+
+
+def softmax_oracle(x, offsets):
+    return torch.cat([x[:0], *(x_LT.softmax(0) for x_LT in split(x, offsets))])
+
+
+def pair_bmm_oracle(x, y, x_offsets, y_offsets=None, total=None):
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    parts = zip(split(x, x_offsets), split(y, y_offsets), strict=True)
+    return torch.cat([x[:0, 0], *((x_LD @ y_LD.T).flatten() for x_LD, y_LD in parts)])
+
+
+def array_bmm_oracle(p, y, x_offsets, y_offsets=None, num_rows=None):
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    parts = zip(pairs_of(p, x_offsets, y_offsets), split(y, y_offsets), strict=True)
+    return torch.cat([y[:0], *(p_XY @ y_LD for p_XY, y_LD in parts)])
+
+
+def softmax2_oracle(p, x_offsets, y_offsets=None):
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    return torch.cat(
+        [p[:0], *(p_XY.softmax(1).flatten() for p_XY in pairs_of(p, x_offsets, y_offsets))]
+    )
+
+
+def add_oracle(x, y, offsets):
+    return torch.cat([x[:0], *map(torch.add, split(x, offsets), y)])
+
+
+def mul_oracle(x, y, offsets):
+    return torch.cat([x[:0], *map(torch.mul, split(x, offsets), y)])
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op, its oracle, and how its tensors are laid out.
+
+    Args:
+        oracle: the same function by PyTorch, sample by sample.
+        layout: of each input and of ``"out"``, in letters: ``X`` and ``Y`` rows of x and y, ``P``
+            pairs of them, ``B`` samples, ``D`` and ``T`` widths.
+    """
+
+    oracle: Callable
+    layout: dict[str, str]
+
+    @property
+    def has_pairs(self):
+        return "P" in "".join(self.layout.values())
+
+
+OPS = {
+    "jagged_dense_bmm": Op(dense_bmm_oracle, {"x": "XD", "y": "BDT", "out": "XT"}),
+    "jagged_jagged_bmm": Op(jagged_bmm_oracle, {"x": "XD", "y": "XT", "out": "BDT"}),
+    "jagged_softmax": Op(softmax_oracle, {"x": "XT", "out": "XT"}),
+    "jagged_jagged_bmm_jagged_out": Op(pair_bmm_oracle, {"x": "XD", "y": "YD", "out": "P"}),
+    "array_jagged_bmm_jagged_out": Op(array_bmm_oracle, {"p": "P", "y": "YD", "out": "XD"}),
+    "jagged2_softmax": Op(softmax2_oracle, {"p": "P", "out": "P"}),
+    "jagged_dense_add": Op(add_oracle, {"x": "XD", "y": "BD", "out": "XD"}),
+    "jagged_dense_mul": Op(mul_oracle, {"x": "XD", "y": "BD", "out": "XD"}),
+}
+ALL_OPS = pytest.mark.parametrize("name", OPS)
+WITH_TARGETS = [name for name, op in OPS.items() if "T" in "".join(op.layout.values())]
+PAIR_OPS = pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.has_pairs])
+
+
+def function_of(name):
+    return getattr(torchrec_jagged_attn, name)
+
+
+def inputs_of(
+    name,
+    x_lengths,
+    y_lengths=None,
+    device=CPU,
+    dtype=torch.float32,
+    width=16,
+    num_targets=5,
+    index_dtype=torch.int64,
+):
+    """Random inputs for the given lengths; without ``y_lengths``, y has as many rows as x."""
+    generator = torch.Generator().manual_seed(0)
+    x_lengths = torch.as_tensor(x_lengths, dtype=torch.int64)
+    of_y = x_lengths if y_lengths is None else torch.as_tensor(y_lengths, dtype=torch.int64)
+    sizes = {
+        "X": int(x_lengths.sum()),
+        "Y": int(of_y.sum()),
+        "P": int((x_lengths * of_y).sum()),
+        "B": x_lengths.numel(),
+        "D": width,
+        "T": num_targets,
+    }
+    inputs = {
+        key: torch.randn([sizes[letter] for letter in letters], generator=generator)
+        .to(device, dtype)
+        for key, letters in OPS[name].layout.items()
+        if key != "out"
+    }  # fmt: skip
+    if not OPS[name].has_pairs:
+        return {**inputs, "offsets": offsets_of(x_lengths, index_dtype, device)}
+    inputs["x_offsets"] = offsets_of(x_lengths, index_dtype, device)
+    if y_lengths is not None:
+        inputs["y_offsets"] = offsets_of(of_y, torch.int32, device)
+    if name == "jagged_jagged_bmm_jagged_out":
+        inputs["total"] = sizes["P"]
+    if name == "array_jagged_bmm_jagged_out":
+        inputs["num_rows"] = sizes["X"]
+    return inputs
+
+
+def assert_right(name, inputs):
+    oracle = OPS[name].oracle
+    assert_matches_oracle(function_of(name), oracle, oracle, inputs)
+
+
+def results_of(name, inputs):
+    """Output and gradients, for a random gradient of the output."""
+    shape = OPS[name].oracle(**inputs).shape
+    grad_out = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    value = inputs.get("x", inputs.get("p"))
+    return outputs_and_gradients(function_of(name), inputs, grad_out.to(value))
+
+
+@ALL_OPS
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype", "width", "num_targets"),
+    [
+        *((torch.float32, torch.int64, *sizes) for sizes in ((1, 1), (64, 16))),
+        *((torch.float32, torch.int32, *sizes) for sizes in ((20, 7), (33, 130))),
+        (torch.float16, torch.int32, 48, 16),
+        (torch.float16, torch.int64, 96, 3),
+        *((torch.bfloat16, torch.int32, *sizes) for sizes in ((48, 16), (7, 48))),
+        (torch.bfloat16, torch.int64, 128, 1),
+    ],
+    ids=str,
+)
+def test_shapes(name, dtype, index_dtype, width, num_targets, device):
+    skip_unless_supported(Case("interaction", 6, 65, 1, width, dtype=dtype), device)
+    lengths = [3, 0, 65, 1, 17, 0]
+    assert_right(
+        name, inputs_of(name, lengths, None, device, dtype, width, num_targets, index_dtype)
+    )
+
+
+@PAIR_OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_other_lengths_of_y(name, dtype, device):
+    skip_unless_supported(Case("interaction", 5, 65, 1, 24, dtype=dtype), device)
+    inputs = inputs_of(name, [3, 0, 65, 2, 17], [40, 9, 16, 0, 1], device, dtype, width=24)
+    assert_right(name, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_targets"),
+    [*((name, 70) for name in OPS), *((name, 512) for name in WITH_TARGETS)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_wide(name, dtype, num_targets, device):
+    skip_unless_supported(Case("interaction", 2, 19, 1, 512, dtype=dtype), device)
+    if num_targets == 512 and implementation(device)[0] == "triton-interpreter":
+        pytest.skip("too many programs for the interpreter")
+    assert_right(name, inputs_of(name, [2, 19], None, device, dtype, 512, num_targets))
+
+
+@ALL_OPS
+@pytest.mark.usefixtures("tf32")
+def test_tf32(name, device):
+    assert_right(name, inputs_of(name, [70, 0, 17], None, device, width=48))
+
+
+@ALL_OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_long_samples(name, dtype, device):
+    """Cut into chunks where rows are summed up; longer than a tile where softmax is taken."""
+    if OPS[name].has_pairs:
+        assert_right(name, inputs_of(name, [2, 1, 600], [1100, 3, 2], device, dtype))
+    else:
+        assert_right(name, inputs_of(name, [300, 0, 1, 1700, 511, 40], None, device, dtype))
+
+
+def test_wide_sums_over_long_samples(device):
+    """The wider they are, the longer are chunks."""
+    inputs = inputs_of(
+        "jagged_jagged_bmm", [3, 1100, 20], None, device, torch.float16, width=70, num_targets=70
+    )
+    assert_right("jagged_jagged_bmm", inputs)
+
+
+LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 31, 33, 63, 64, 65])
+
+
+@ALL_OPS
+@settings(max_examples=8)
+@given(lengths=st.lists(st.tuples(LENGTHS, LENGTHS), max_size=5))
+def test_lengths_that_hurt(name, lengths):
+    x_lengths, y_lengths = [x for x, _ in lengths], [y for _, y in lengths]
+    assert_right(name, inputs_of(name, x_lengths, y_lengths, dtype=torch.float16))
+
+
+@ALL_OPS
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [64] * 2], ids=str)
+def test_edges(name, lengths, device):
+    assert_right(name, inputs_of(name, lengths, None, device))
+    assert_right(name, inputs_of(name, lengths, [0] * len(lengths), device))
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "jagged2_softmax"])
+@pytest.mark.parametrize(("width", "num_targets"), [(0, 3), (3, 0), (0, 0)])
+def test_no_width(name, width, num_targets, device):
+    inputs = inputs_of(name, [3, 0, 5], None, device, width=width, num_targets=num_targets)
+    function, oracle = function_of(name), OPS[name].oracle
+    if name == "jagged_jagged_bmm_jagged_out" and width == 0:
+        oracle = lambda x, *_, **__: x.new_zeros(34) + 0 * x.sum()  # noqa: E731
+        inputs["y"].requires_grad_(False)
+    grad_out = torch.ones_like(oracle(**inputs))
+    results = outputs_and_gradients(function, inputs, grad_out)
+    expected = outputs_and_gradients(oracle, inputs, grad_out)
+    for key, value in expected.items():
+        torch.testing.assert_close(results[key], value)
+
+
+@pytest.mark.gpu
+@ALL_OPS
+def test_more_samples_than_a_grid_dimension_holds(name):
+    assert_right(name, inputs_of(name, torch.arange(70_000) % 3, None, "cuda", width=8))
+
+
+@PAIR_OPS
+def test_sizes_need_not_be_told(name, device):
+    inputs = inputs_of(name, [3, 0, 7], [2, 4, 5], device)
+    expected = function_of(name)(**inputs)
+    inputs.pop("total", None)
+    inputs.pop("num_rows", None)
+    assert torch.equal(function_of(name)(**inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
+)
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_exported_without_sizes(strict, name, size):
+    class Module(torch.nn.Module):
+        def forward(self, **inputs):
+            return function_of(name)(**inputs)
+
+    inputs = inputs_of(name, [3, 0, 7], [2, 4, 5])
+    others = inputs_of(name, [7, 0, 3], [5, 4, 2])  # as many rows and pairs
+    del inputs[size], others[size]
+    exported = torch.export.export(Module(), (), inputs, strict=strict).module()
+    assert torch.equal(exported(**others), function_of(name)(**others))
+
+
+@pytest.mark.parametrize("name", ["jagged_softmax", "jagged2_softmax"])
+def test_softmax_of_minus_infinity(name, device):
+    inputs = inputs_of(name, [5, 300], [3, 1], device)
+    x = inputs["x" if name == "jagged_softmax" else "p"]
+    x[:3] = -torch.inf
+    if name == "jagged_softmax":
+        x[3:5, 0] = -torch.inf
+        x[5:300] = -torch.inf  # more than a whole tile before the first that is not
+    results = results_of(name, inputs)
+    assert all(torch.isfinite(value).all() for value in results.values())
+    assert torch.all(results["out"][:3] == 0)
+    if name == "jagged_softmax":
+        assert torch.all(results["out"][:5, 0] == 0)
+        torch.testing.assert_close(results["out"][3:5, 1:].sum(0), torch.ones(4, device=device))
+    else:
+        rest = OPS[name].oracle(**inputs)[3:]
+        torch.testing.assert_close(results["out"][3:], rest)
+
+
+@ALL_OPS
+def test_strided_inputs_and_gradients(name, device):
+    inputs = inputs_of(name, [7, 0, 20], [3, 2, 9], device)
+    plain = outputs_and_gradients(
+        function_of(name), inputs, torch.ones_like(OPS[name].oracle(**inputs))
+    )
+    strided = dict(inputs)
+    for key in OPS[name].layout.keys() - {"out"}:
+        buffer = torch.full([2 * size + 1 for size in inputs[key].shape], torch.nan, device=device)
+        view = buffer[tuple(slice(1, None, 2) for _ in inputs[key].shape)]
+        strided[key] = view.copy_(inputs[key])
+        assert not view.is_contiguous()
+    for key in inputs.keys() - OPS[name].layout.keys():
+        if isinstance(inputs[key], torch.Tensor):
+            strided[key] = inputs[key].repeat_interleave(2)[::2]
+    stride_0 = torch.ones((), device=device).expand(plain["out"].shape)
+    results = outputs_and_gradients(function_of(name), strided, stride_0)
+    for key, expected in plain.items():
+        torch.testing.assert_close(results[key], expected)
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+@pytest.mark.parametrize("width", [1, 5, 16, 48, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_pass_for_both_gradients(name, width, dtype, device):
+    """As right as each by itself, and as with a gradient of their own."""
+    inputs = inputs_of(name, [70, 0, 1100, 33], None, device, dtype, 40, num_targets=width)
+    leaves = [inputs[key].requires_grad_() for key in ("x", "y")]
+    out = function_of(name)(**inputs)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    with Recorder() as recorder:
+        both = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+    assert recorder.names == [f"{name}_backward"]
+    alone = [torch.autograd.grad(out, leaf, grad_out, retain_graph=True)[0] for leaf in leaves]
+    twice = torch.autograd.grad(out, leaves, grad_out, create_graph=True)
+    oracle = OPS[name].oracle
+    exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    expected = outputs_and_gradients(oracle, exact, grad_out.double())
+    with plain_products():
+        plain = outputs_and_gradients(oracle, inputs, grad_out)
+    for grads in (both, alone, twice):
+        for key, grad in zip("xy", grads, strict=True):
+            assert_close(grad, expected[key], plain[key], gradient=True, name=key)
+    assert all(grad.requires_grad for grad in twice)
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
+@pytest.mark.parametrize("num_targets", [3, 20])
+def test_infinities_in_products(name, num_targets, device):
+    """As in PyTorch's: what they meet is infinite, or NaN, and the rest is as it was."""
+    inputs = inputs_of(name, [70, 0, 40], None, device, num_targets=num_targets)
+    inputs["x"][3, 5], inputs["x"][80, 2] = torch.inf, torch.nan
+    expected = OPS[name].oracle(**inputs)
+    torch.testing.assert_close(function_of(name)(**inputs), expected, equal_nan=True)
+
+
+SIZES = [
+    (0, 5),
+    (1, 1),
+    (63, 65),
+    (2, 0),
+    (65, 7),
+    (130, 8),
+    (64, 9),
+    (66, 410),
+    (5, 129),
+    (3, 128),
+]
+
+
+def whole_numbers(width, device):
+    """x, y, offsets and the pairs' exact products, rounded once, of samples of ``SIZES``."""
+    inputs = inputs_of(
+        "jagged_jagged_bmm_jagged_out",
+        *zip(*SIZES, strict=True),
+        device,
+        torch.float16,
+        width=width,
+    )
+    x, y = inputs["x"].mul(3).round(), inputs["y"].mul(3).round()
+    offsets = inputs["x_offsets"], inputs["y_offsets"]
+    return x, y, offsets, pair_bmm_oracle(x.float(), y.float(), *offsets).half()
+
+
+@pytest.fixture
+def pairs_of_any_mean(monkeypatch):
+    monkeypatch.setattr(plan, "MIN_MEAN_ROWS", 0)
+
+
+@pytest.mark.usefixtures("pairs_of_any_mean")
+@pytest.mark.parametrize("width", [8, 40, 64, 128])
+def test_pairs_on_hopper(width, hopper):
+    device, launched = hopper
+    x, y, offsets, expected = whole_numbers(width, device)
+    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets, total=expected.numel())
+    assert launched in (["hopper_pairs"], None)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.usefixtures("pairs_of_any_mean")
+def test_pairs_on_hopper_write_nothing_else(hopper):
+    """Whatever lies before and after, and wherever a sample's pairs begin modulo 16 bytes."""
+    device, _ = hopper
+    x, y, offsets, expected = whole_numbers(16, device)
+    if devices.hopper_multiprocessors(device) == 0:
+        pytest.skip("needs a Hopper GPU")
+    guard = 64
+    held = torch.full((expected.numel() + 2 * guard,), torch.nan, device=device).half()
+    out = held[guard:-guard]
+    starts = pair_offsets(*offsets)
+    assert len(set((starts % 8).tolist())) > 3
+    hopper_pairs.pair_bmm(x, y, out, *offsets, starts)
+    assert torch.equal(out, expected)
+    assert held[:guard].isnan().all()
+    assert held[-guard:].isnan().all()
+
+
+def test_pairs_of_short_samples_take_another_kernel(hopper, monkeypatch, caplog):
+    device, launched = hopper
+    x, y, offsets, expected = whole_numbers(64, device)
+    monkeypatch.setattr(paths, "LOG", True)
+    caplog.set_level("INFO")
+    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
+    (said,) = caplog.messages
+    assert f"{__file__}:" in said
+    if launched is not None:
+        why = f"needs {plan.MIN_MEAN_ROWS} rows of x or more per sample in the mean"
+        assert said.endswith(f"general takes jagged_jagged_bmm_jagged_out; not hopper_pairs: {why}")
+    assert launched in ([], None)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [8, 40, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pairs_have_the_same_bits_from_either_kernel(width, dtype, monkeypatch):
+    inputs = inputs_of(
+        "jagged_jagged_bmm_jagged_out", *zip(*SIZES, strict=True), "cuda", dtype, width=width
+    )
+    results = []
+    for least in (0, 10**6):
+        monkeypatch.setattr(plan, "MIN_MEAN_ROWS", least)
+        results.append(torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs))
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+def test_more_pairs_than_31_bits_count():
+    """In 5 GB."""
+    lengths = [3, 47_000]
+    inputs = inputs_of(
+        "jagged_jagged_bmm_jagged_out", lengths, [5, 47_001], "cuda", torch.bfloat16, width=8
+    )
+    x, y = inputs["x"].mul(3).round(), inputs["y"].mul(3).round()
+    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs | {"x": x, "y": y})
+    rows = out[15:].view(47_000, 47_001)
+    for part in (slice(0, 64), slice(23_000, 23_200), slice(46_900, 47_000)):
+        assert torch.equal(rows[part], x[3:][part] @ y[5:].T)
+
+
+@pytest.mark.usefixtures("pairs_of_any_mean")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.float(),
+        lambda x: x[:, :20],
+        lambda x: torch.cat([x, x], 1),
+        lambda x: torch.cat([x.new_zeros(4), x.flatten()])[4:].view(x.shape),
+    ],
+    ids=["fp32", "20 wide", "wider than 128", "not at 16 bytes"],
+)
+def test_pairs_that_hopper_has_no_kernel_for(change, hopper):
+    device, launched = hopper
+    x, y, offsets, _ = whole_numbers(72, device)
+    x, y = change(x), change(y)
+    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
+    assert launched in ([], None)
+    expected = pair_bmm_oracle(x.float(), y.float(), *offsets).to(x.dtype)
+    assert torch.equal(out, expected)
+
+
+def test_transposed_matrices_are_read_where_they_are(device):
+    inputs = inputs_of("jagged_dense_bmm", [7, 0, 20], None, device)
+    inputs["y"] = inputs["y"].mT.contiguous().mT
+    assert_right("jagged_dense_bmm", inputs)
+
+
+@ALL_OPS
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_samples_never_matter(name, dtype, device):
+    x_lengths, y_lengths = [3, 2, 130, 1, 600], [5, 0, 9, 40, 4]
+    inputs = inputs_of(name, x_lengths, y_lengths, device, dtype)
+    layout = OPS[name].layout
+    grad_out = torch.randn_like(OPS[name].oracle(**inputs))
+    whole = outputs_and_gradients(function_of(name), inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(function_of(name), inputs, grad_out)
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+
+    def of_samples(key, order):
+        """Which elements of the first dimension belong to the samples in ``order``."""
+        lengths = {
+            "X": x_lengths,
+            "Y": y_lengths,
+            "B": [1] * 5,
+            "P": [x * y for x, y in zip(x_lengths, y_lengths, strict=True)],
+        }[layout[key][0]]
+        parts = torch.arange(sum(lengths), device=device).split(lengths)
+        return torch.cat([parts[sample] for sample in order])
+
+    order = [4, 3, 1, 0]  # without sample 2, and in another order
+    poisoned = {key: value.clone() if key in layout else value for key, value in inputs.items()}
+    for key in layout.keys() - {"out"}:
+        poisoned[key][of_samples(key, [2])] = torch.nan
+    results = outputs_and_gradients(function_of(name), poisoned, grad_out)
+    fewer = inputs_of(
+        name, [x_lengths[b] for b in order], [y_lengths[b] for b in order], device, dtype
+    )
+    for key in layout.keys() - {"out"}:
+        fewer[key] = inputs[key][of_samples(key, order)]
+    permuted = outputs_and_gradients(function_of(name), fewer, grad_out[of_samples("out", order)])
+    for key in whole:
+        of = of_samples(key, order)
+        assert torch.equal(results[key][of], whole[key][of]), f"{key} sees a poisoned sample"
+        assert torch.equal(permuted[key], whole[key][of]), f"{key} depends on the batch"
+
+
+def test_opcheck(device):
+    ops = torch.ops.torchrec_jagged_attn
+    x_offsets, y_offsets = (torch.tensor(x, device=device) for x in ([0, 3, 3, 5], [0, 2, 6, 7]))
+    pair_offsets = torch.tensor([0, 6, 6, 8], device=device)
+
+    def draw(*shape):
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    def drawn(*shapes):
+        return [draw(*shape).detach() for shape in shapes]
+
+    offsets = (x_offsets, y_offsets, pair_offsets)
+    for op, arguments in (
+        (ops.jagged_pair_offsets, (x_offsets, y_offsets)),
+        (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 4, 2), x_offsets)),
+        (ops.jagged_dense_bmm, (draw(5, 4), draw(3, 2, 4).mT, x_offsets)),
+        (ops.jagged_jagged_bmm, (draw(5, 4), draw(5, 2), x_offsets)),
+        (ops.jagged_dense_bmm_backward, (*drawn((5, 2), (5, 4), (3, 4, 2)), x_offsets)),
+        (ops.jagged_jagged_bmm_backward, (*drawn((3, 4, 2), (5, 4), (5, 2)), x_offsets)),
+        (ops.jagged_softmax, (draw(5, 4), x_offsets, None)),
+        (ops.jagged_softmax, (draw(4, 5).T, x_offsets, None)),
+        (ops.jagged_softmax, (draw(8), pair_offsets, y_offsets)),
+        (ops.jagged_softmax_backward, (*drawn((5, 4), (5, 4)), x_offsets, None)),
+        (ops.jagged_jagged_bmm_jagged_out, (draw(5, 4), draw(7, 4), *offsets, 8)),
+        (ops.array_jagged_bmm_jagged_out, (draw(8), draw(7, 4), *offsets, 5, False)),
+        (ops.array_jagged_bmm_jagged_out, (draw(8), draw(5, 4), *offsets, 7, True)),
+        (ops.jagged_dense_add, (draw(5, 4), draw(3, 4), x_offsets)),
+        (ops.jagged_dense_mul, (draw(5, 4), draw(3, 4), x_offsets)),
+        (ops.jagged_dense_mul, (draw(4, 5).T, draw(4, 3).T, x_offsets)),
+        (ops.jagged_sum, (draw(5, 4), draw(5, 4), x_offsets)),
+        (ops.jagged_sum, (draw(5, 4), None, x_offsets)),
+    ):
+        torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.reference  # kernels compute no fp64
+@ALL_OPS
+def test_gradcheck_of_the_reference(name):
+    inputs = inputs_of(name, [3, 0, 2], [2, 4, 1], dtype=torch.float64, width=3, num_targets=2)
+    keys = [key for key in OPS[name].layout if key != "out"]
+    leaves = [inputs[key].requires_grad_() for key in keys]
+
+    def function(*values):
+        return function_of(name)(**inputs | dict(zip(keys, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, leaves)
+    if "softmax" not in name:
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("name", ["jagged_softmax", "jagged2_softmax"])
+def test_softmax_refuses_a_second_derivative(name, device):
+    inputs = inputs_of(name, [3, 2], None, device)
+    leaf = inputs["x" if name == "jagged_softmax" else "p"].requires_grad_()
+    out = function_of(name)(**inputs)
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@ALL_OPS
+def test_compiles_once_for_all_batches(name, device):
+    counter = CompileCounter()
+    compiled = torch.compile(function_of(name), backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([3, 4, 2], [9, 0, 2, 5], [2, 30, 1, 5, 8]):
+        inputs = inputs_of(name, lengths, [length + 2 for length in lengths], device)
+        torch.testing.assert_close(compiled(**inputs), function_of(name)(**inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@ALL_OPS
+def test_cuda_graph_replays_with_other_lengths(name):
+    x_lengths, y_lengths = [3, 60, 7, 30], [10, 2, 5, 5]
+    inputs = inputs_of(name, x_lengths, y_lengths, "cuda")
+    grad_out = torch.randn_like(OPS[name].oracle(**inputs))
+    outputs_and_gradients(function_of(name), inputs, grad_out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = outputs_and_gradients(function_of(name), inputs, grad_out)
+    others = inputs_of(name, x_lengths[::-1], y_lengths[::-1], "cuda")  # as many rows and pairs
+    for key in inputs.keys() & {"offsets", "x_offsets", "y_offsets"}:
+        inputs[key].copy_(others[key])
+    graph.replay()
+    expected = outputs_and_gradients(function_of(name), inputs, grad_out)
+    for key, value in expected.items():
+        assert torch.equal(results[key], value)
+
+
+@pytest.mark.gpu
+@ALL_OPS
+def test_never_waits_for_the_device(name):
+    inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")
+    grad_out = torch.randn_like(OPS[name].oracle(**inputs))
+    outputs_and_gradients(function_of(name), inputs, grad_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs_and_gradients(function_of(name), inputs, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
+)
+def test_waits_once_where_a_size_is_not_told(name, size, recwarn):
+    inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")
+    function_of(name)(**inputs)  # compiles
+    del inputs[size]
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        function_of(name)(**inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in recwarn if "called a synchronizing" in str(w.message)]) == 1
+
+
+@pytest.mark.gpu
+def test_more_pairs_than_int32_counts():
+    """The last rows of a giant sample, and those of a sample after it, have the same bits alone."""
+    x = torch.randn(47_008, 8, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 3, 47_003, 47_008], device="cuda")
+    total = 9 + 47_000**2 + 25
+    p = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, x, offsets, total=total)
+    weights = torchrec_jagged_attn.jagged2_softmax(p, offsets)
+    out = torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, x, offsets)
+
+    tail = torch.tensor([0, 10, 15], device="cuda"), torch.tensor([0, 47_000, 47_005]).cuda()
+    pairs_of_tail = 10 * 47_000 + 25
+    p_of_tail = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(
+        x[-15:], x[3:], *tail, total=pairs_of_tail
+    )
+    assert torch.equal(p_of_tail, p[-pairs_of_tail:])
+    weights_of_tail = torchrec_jagged_attn.jagged2_softmax(p_of_tail, *tail)
+    assert torch.equal(weights_of_tail, weights[-pairs_of_tail:])
+    out_of_tail = torchrec_jagged_attn.array_jagged_bmm_jagged_out(
+        weights_of_tail, x[3:], *tail, num_rows=15
+    )
+    assert torch.equal(out_of_tail, out[-15:])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("jagged_dense_bmm", {"x": None}, TypeError, "x must be a tensor, got a NoneType"),
+        ("jagged_softmax", {"offsets": [0, 3, 7]}, TypeError, "offsets must be a tensor, got a l"),
+        ("jagged_dense_mul", {"y": 2.0}, TypeError, "y must be a tensor, got a float"),
+        ("array_jagged_bmm_jagged_out", {"y": None}, TypeError, "y must be a tensor, got a None"),
+        ("jagged_dense_bmm", {"x": torch.zeros(7)}, ValueError, r"x must have shape \[N, D\]"),
+        ("jagged_dense_bmm", {"x": torch.zeros(7, 16).long()}, TypeError, "x must be one of"),
+        (
+            "jagged_dense_bmm",
+            {"y": torch.zeros(2, 9, 3)},
+            ValueError,
+            r"y must have shape \[B, D, T\] = \[2, 16, any\], got \[2, 9, 3\]",
+        ),
+        ("jagged_dense_bmm", {"y": torch.zeros(2, 16, 3).half()}, TypeError, "y must be torch.fl"),
+        ("jagged_dense_bmm", {"offsets": torch.zeros(3)}, TypeError, "offsets must be int32 or"),
+        ("jagged_dense_bmm", {"offsets": torch.tensor([0, 3, 6])}, ValueError, "at the 7 rows"),
+        (
+            "jagged_jagged_bmm",
+            {"y": torch.zeros(6, 3)},
+            ValueError,
+            r"y must have shape \[N, T\] = \[7, any\], got \[6, 3\]",
+        ),
+        (
+            "jagged_jagged_bmm",
+            {"y": torch.zeros(7, 3, device="meta")},
+            ValueError,
+            "y must be on cpu as x is, got meta",
+        ),
+        ("jagged_softmax", {"offsets": torch.tensor([0, 9, 7])}, ValueError, "never decrease"),
+        (
+            "jagged_jagged_bmm_jagged_out",
+            {"y": torch.zeros(7, 9)},
+            ValueError,
+            r"y must have shape \[Ny, D\] = \[any, 16\], got \[7, 9\]",
+        ),
+        (
+            "jagged_jagged_bmm_jagged_out",
+            {"y_offsets": torch.tensor([0, 7])},
+            ValueError,
+            r"y_offsets must have shape \[B \+ 1\] = \[3\], got \[2\]",
+        ),
+        (
+            "jagged_jagged_bmm_jagged_out",
+            {"total": 24},
+            ValueError,
+            "offsets must make the 24 pairs, got 25",
+        ),
+        (
+            "array_jagged_bmm_jagged_out",
+            {"p": torch.zeros(24)},
+            ValueError,
+            "offsets must make the 24 pairs, got 25",
+        ),
+        (
+            "array_jagged_bmm_jagged_out",
+            {"num_rows": 8},
+            ValueError,
+            "x_offsets must end at the 8 rows",
+        ),
+        (
+            "array_jagged_bmm_jagged_out",
+            {
+                "x_offsets": torch.tensor([0, 1, -2]),
+                "y_offsets": torch.tensor([0, 3, 7]),
+                "num_rows": None,
+            },
+            ValueError,
+            "offsets must not end below 0, got -2",
+        ),
+        ("jagged2_softmax", {"p": torch.zeros(5, 5)}, ValueError, r"p must have shape \[Σ Lx"),
+        (
+            "jagged2_softmax",
+            {"x_offsets": torch.tensor([0, 8, 7])},
+            ValueError,
+            "x_offsets must never decrease",
+        ),
+        ("jagged_dense_add", {"y": torch.zeros(3, 16)}, ValueError, r"\[B, D\] = \[2, 16\], got"),
+        ("jagged_dense_mul", {"y": torch.zeros(2, 9)}, ValueError, r"\[B, D\] = \[2, 16\], got"),
+    ],
+)
+def test_errors_name_the_argument(name, change, error, message):
+    with pytest.raises(error, match=message):
+        function_of(name)(**inputs_of(name, [3, 4]) | change)

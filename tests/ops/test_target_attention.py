@@ -1,0 +1,813 @@
+"""``jagged_target_attention`` against PyTorch's SDPA on each sample, on every device and path."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from tests.combinations import each_pair
+from tests.conftest import skip_unless_supported
+from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.testing import (
+    CASES,
+    Case,
+    assert_matches_oracle,
+    jagged_lengths,
+    make_target_inputs,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+CPU = torch.device("cpu")
+
+
+def assert_right(inputs):
+    assert_matches_oracle(
+        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
+    )
+
+
+def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets=1, width=16):
+    """Random inputs for the given history lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.as_tensor(lengths, dtype=torch.int64)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return {
+        "query": draw(lengths.numel(), num_targets, num_heads, width),
+        "history": draw(int(lengths.sum()), width),
+        "bias": draw(int(lengths.sum()), num_heads),
+        "offsets": offsets_of(lengths, torch.int64, device),
+    }
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
+def test_cases(name, bias, device):
+    skip_unless_supported(CASES[name], device)
+    assert_right(make_target_inputs(CASES[name], device, bias=bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.large])
+def test_large_cases(name, bias):
+    assert_right(make_target_inputs(CASES[name], "cuda", bias=bias))
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("num_targets", [1, 32])
+@pytest.mark.parametrize("width", [48, 128, 256, 512])
+def test_tf32(width, num_targets, device):
+    assert_right(inputs_of([70, 0, 17], device, num_targets=num_targets, width=width))
+
+
+@pytest.mark.parametrize(
+    ("layout", "times", "dtype"),
+    each_pair(
+        ["one-target", "targets", "many-targets", "shared", "jagged"],
+        [None, torch.int32, torch.int64, torch.float32, torch.float64],
+        [torch.float32, torch.float16, torch.bfloat16],
+    ),
+    ids=str,
+)
+def test_recency(layout, times, dtype, device):
+    skip_unless_supported(Case("recency", 5, 150, 2, 16, dtype=dtype), device)
+    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
+    inputs = inputs_of([150, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    timestamps = None
+    if times is not None:
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.exp(14 * torch.rand(218, generator=generator)).to(device, times)
+
+    def with_times(function):  # timestamps are no leaf, though they may be floating-point
+        return functools.partial(function, timestamps=timestamps)
+
+    assert_matches_oracle(
+        with_times(jagged_target_attention),
+        with_times(target_attention_oracle),
+        with_times(target_attention_plain),
+        inputs,
+    )
+
+
+def draw_prior_weights(lengths, device, dtype=torch.float32):
+    """About a third of them zeros, and all of the longest sample but one."""
+    generator = torch.Generator().manual_seed(3)
+    weights = 3 * torch.rand(sum(lengths), generator=generator)
+    weights = weights.masked_fill(torch.rand(sum(lengths), generator=generator) < 0.3, 0)
+    longest_but_one = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2:-1]
+    for b in longest_but_one:
+        weights.split(lengths)[b].zero_()
+    return weights.to(device, dtype)
+
+
+# Each layout with each dtype, and with tables and without.
+PRIOR_CASES = [
+    ("own", 1, torch.float32, "bias and tables"),
+    ("own", 1, torch.bfloat16, "tables"),
+    ("own", 3, torch.float32, ""),
+    ("own", 3, torch.float16, "tables"),
+    ("own", 9, torch.float16, "tables"),
+    ("own", 9, torch.bfloat16, ""),
+    ("own", 40, torch.float32, "tables"),
+    ("own", 40, torch.float16, ""),
+    ("own", 40, torch.bfloat16, "tables"),
+    ("shared", 9, torch.float32, ""),
+    ("shared", 9, torch.bfloat16, "tables"),
+    ("jagged", 9, torch.float32, "bias and tables"),
+    ("jagged", 9, torch.float16, "tables"),
+]
+
+
+@pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
+def test_prior_weights(layout, num_targets, dtype, others, device):
+    skip_unless_supported(Case("prior", 5, 150, 2, 16, dtype=dtype), device)
+    lengths = [150, 0, 3, 64, 1]
+    inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device).int()
+    if "bias" not in others:
+        del inputs["bias"]
+    timestamps = None
+    if "tables" in others:
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(50, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(218, device=device) ** 2
+    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    inputs["prior_weights"] = draw_prior_weights(
+        lengths, device, dtype if num_targets == 9 else torch.float32
+    )
+    assert_matches_oracle(
+        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
+    )
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 700, 0], [600, 3, 520]], ids=str)
+def test_prior_weights_at_edges(lengths, device):
+    for num_targets in (0, 1, 9):
+        inputs = inputs_of(lengths, device, num_targets=num_targets)
+        del inputs["bias"]
+        inputs["prior_weights"] = draw_prior_weights(lengths, device)
+        assert_right(inputs)
+        inputs["prior_weights"].zero_()
+        results = outputs_and_gradients(
+            jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+        )
+        assert all(torch.all(value == 0) for value in results.values())
+
+
+def test_a_prior_weight_counts_its_row_as_often(device):
+    inputs = inputs_of([5, 0, 40], device)
+    del inputs["bias"]
+    counts = torch.arange(45, device=device) % 4
+    repeated = inputs | {
+        "history": inputs["history"].repeat_interleave(counts, 0),
+        "offsets": torch.nn.functional.pad(counts.cumsum(0), (1, 0))[inputs["offsets"]],
+    }
+    expected = jagged_target_attention(**repeated)
+    actual = jagged_target_attention(**inputs, prior_weights=counts.float())
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_prior_weights_without_their_gradient(num_targets, device):
+    """The other gradients have the same bits."""
+    inputs = inputs_of([700, 0, 3], device, torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+    weights = draw_prior_weights([700, 0, 3], device)
+    grad_out = torch.randn_like(inputs["query"])
+    asked = outputs_and_gradients(
+        jagged_target_attention, inputs | {"prior_weights": weights}, grad_out
+    )
+    attend = functools.partial(jagged_target_attention, prior_weights=weights)
+    for name, value in outputs_and_gradients(attend, inputs, grad_out).items():
+        assert torch.equal(value, asked[name]), name
+
+
+def test_prior_weights_must_not_be_negative(device, monkeypatch):
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+    inputs = inputs_of([5, 2], device)
+    for value in (-1.0, float("nan"), float("inf")):
+        weights = torch.ones(7, device=device)
+        weights[3] = value
+        for bias in (None, inputs["bias"]):
+            with pytest.raises(
+                ValueError,
+                match=f"prior_weights must be finite and not negative, got {value} at position 3",
+            ):
+                jagged_target_attention(**inputs | {"bias": bias}, prior_weights=weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "length"),
+    [(1, 4, 24, 800), (3, 2, 128, 500), (9, 2, 64, 1100), (30, 2, 24, 1100)],
+)
+def test_recency_over_several_chunks(num_targets, num_heads, width, length, shared, dtype, device):
+    """Without a bias for each row, so that the kernels of ``warp_parts.py`` take all of them."""
+    skip_unless_supported(Case("recency", 5, length, 2, 16, dtype=dtype), device)
+    inputs = inputs_of([length, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    generator = torch.Generator().manual_seed(1)
+    inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(device, dtype)
+    inputs["age_bias"] = torch.randn(70, num_heads, generator=generator).to(device, dtype)
+    timestamps = torch.exp(14 * torch.rand(length + 68, generator=generator)).to(device).long()
+
+    def with_times(function):
+        return functools.partial(function, timestamps=timestamps)
+
+    assert_matches_oracle(
+        with_times(jagged_target_attention),
+        with_times(target_attention_oracle),
+        with_times(target_attention_plain),
+        inputs,
+    )
+
+
+def test_buckets_at_their_edges(device):
+    """Ages around the first of every bucket; each sample tells the bucket of its older row."""
+    first = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 160)]
+    ages = sorted({max(age + step, 0) for age in first for step in (-1, 0, 1)})
+    rounded = [int(x) for x in (torch.tensor(ages) + 1).float().tolist()]
+    buckets = torch.tensor([min((x**4).bit_length() - 1, 159) for x in rounded])
+    out = jagged_target_attention(
+        torch.zeros(len(ages), 1, 1, device=device),
+        torch.tensor([[1.0], [0.0]], device=device).repeat(len(ages), 1),
+        torch.arange(len(ages) + 1, device=device) * 2,
+        age_bias=torch.arange(160.0, device=device).unsqueeze(1) / 40,
+        timestamps=torch.tensor([[2**52 - age, 2**52] for age in ages], device=device).flatten(),
+    )
+    # The newer row is in bucket 0, whose score is 0.
+    scores = torch.logit(out.flatten().double())
+    assert torch.equal((scores * 40).round().long().cpu(), buckets)
+
+
+# Times of two rows of a sample, and how far apart the buckets of their ages are, modulo 20: of 140
+# buckets, the last one is 19 there, those of 2^32 and 2^31 are 8 and 4.
+FAR_TIMES = {
+    torch.int32: [(-(2**31), 2**31 - 1, 8), (2**31 - 1, -(2**31), 0), (-1, 2**31 - 1, 4)],
+    torch.int64: [
+        *((-(2**63), newest, 19) for newest in (-1, 0, 1, 2**62, 2**63 - 1)),
+        *((2**63 - 1, newest, 0) for newest in (-2, -1, 0, -(2**63))),
+        (-(2**63), -(2**63), 0),
+        (-(2**63), 7 - 2**63, 12),
+    ],
+    torch.float32: [
+        (-math.inf, 0, 19),
+        (math.inf, 0, 0),
+        (math.nan, 0, 19),
+        (7, math.nan, 0),  # both are in the last one
+        (7, math.inf, 0),
+        (-3e38, 3e38, 19),
+    ],
+}
+FAR_TIMES[torch.float64] = [*FAR_TIMES[torch.float32], (-1e308, 1e308, 19)]
+
+
+def inputs_of_far_times(times, device, dtype=torch.float32, num_targets=1, width=16):
+    """Samples whose outputs :func:`buckets_apart` reads."""
+    *rows, apart = zip(*FAR_TIMES[times], strict=True)
+    num_samples = len(apart)
+    inputs = {
+        "query": torch.zeros(num_samples, num_targets, 1, width),
+        "history": torch.tensor([[1.0], [0.0]]).repeat(num_samples, width),
+        "age_bias": (torch.arange(140.0) % 20).unsqueeze(1) / 8,
+    }
+    inputs = {name: x.to(device, dtype) for name, x in inputs.items()}
+    inputs["offsets"] = torch.arange(num_samples + 1, device=device) * 2
+    inputs["timestamps"] = torch.tensor(rows, dtype=times, device=device).T.flatten()
+    return inputs, torch.tensor(apart)
+
+
+def buckets_apart(out):
+    """Of the older and the newer row of each sample, in each row of its output."""
+    return (8 * torch.logit(out.double().cpu())).round().long()
+
+
+@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize(
+    ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
+)
+def test_ages_beyond_all_numbers(num_targets, dtype, times, device):
+    """What int64 does not hold, or is NaN, is the oldest; what is newer than the last is no age."""
+    inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
+    apart = buckets_apart(jagged_target_attention(**inputs))
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
+def test_shared_queries(name, device):
+    skip_unless_supported(CASES[name], device)
+    inputs = make_target_inputs(CASES[name], device)
+    inputs["query"] = inputs["query"][:1].contiguous()
+    assert_right(inputs)
+
+
+def inputs_of_gradients_that_cancel(num_targets, device):
+    """Of a shared query, in half precision: two samples have some that it does not hold, but whose
+    sum is zero; the third one's are 4. And the gradient of the output.
+    """
+    history = torch.tensor([64.0, -64, 64, -64, 1, -1]).view(6, 1).repeat(1, 16)
+    inputs = {
+        "query": torch.zeros(1, num_targets, 1, 16, dtype=torch.float16, device=device),
+        "history": history.to(device, torch.float16),
+        "offsets": torch.tensor([0, 2, 4, 6], device=device),
+    }
+    grad_out = torch.tensor([16.0, -16, 1]).view(3, 1, 1, 1).repeat(1, num_targets, 1, 16)
+    return inputs, grad_out.to(device, torch.float16)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets, device):
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, device)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert torch.all(results["query"] == 4)
+
+
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
+def test_jagged_queries(name, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    inputs = make_target_inputs(case, device)
+    generator = torch.Generator().manual_seed(1)
+    targets = jagged_lengths(case.batch_size, 40, "edges", generator)
+    query = torch.randn(int(targets.sum()), case.num_heads, case.width, generator=generator)
+    inputs["query"] = query.to(device, case.dtype)
+    inputs["query_offsets"] = offsets_of(targets, torch.int32, device)
+    assert_right(inputs)
+
+
+def test_one_target_without_its_dimension(device):
+    inputs = inputs_of([3, 0, 5], device)
+    flat = {**inputs, "query": inputs["query"].squeeze(1)}
+    assert_right(flat)
+    expected = jagged_target_attention(**inputs).squeeze(1)
+    assert torch.equal(jagged_target_attention(**flat), expected)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 129]), max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_lengths_that_hurt(lengths, num_targets, num_heads):
+    assert_right(inputs_of(lengths, CPU, torch.float16, num_heads, num_targets))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [0, 0, 0], [1], [0, 0, 700, 1, 1, 0], [64] * 3], ids=str
+)
+def test_edges(lengths, device):
+    assert_right(inputs_of(lengths, device))
+    assert_right(inputs_of(lengths, device, num_targets=0))
+
+
+def test_more_samples_than_a_grid_dimension_holds(device):
+    if implementation(device)[0] == "triton-interpreter":
+        pytest.skip("too many programs for the interpreter")
+    inputs = inputs_of(torch.arange(70_000) % 3, device, width=8)
+    out = jagged_target_attention(**inputs)
+    last = slice(69_990, None)
+    first_row = int(inputs["offsets"][69_990])
+    tail = {
+        "query": inputs["query"][last],
+        "history": inputs["history"][first_row:],
+        "bias": inputs["bias"][first_row:],
+        "offsets": inputs["offsets"][last] - first_row,
+    }
+    torch.testing.assert_close(out[last], target_attention_oracle(**tail))
+
+
+def test_empty_history_gives_zeros_and_zero_gradients(device):
+    inputs = inputs_of([0, 4, 0], device)
+    results = outputs_and_gradients(
+        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+    )
+    for name in ("out", "query"):
+        assert torch.all(results[name][[0, 2]] == 0)
+        assert torch.all(results[name][1] != 0)
+
+
+def test_bias_of_minus_infinity_hides_rows(device):
+    inputs = inputs_of([5, 70], device)
+    inputs["bias"][[1, 4]] = -torch.inf
+    inputs["bias"][5:70] = -torch.inf  # more than a whole tile before the first visible row
+    assert_right(inputs)
+    inputs["bias"][:5] = -torch.inf
+    results = outputs_and_gradients(
+        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+    )
+    assert torch.all(results["out"][0] == 0)
+    assert all(torch.isfinite(value).all() for value in results.values())
+
+
+@pytest.mark.parametrize("width", [48, 128, 256])
+@pytest.mark.parametrize("num_targets", [1, 40])
+def test_a_row_with_all_the_weight_gets_the_whole_gradient(num_targets, width, device):
+    """Its weight is one, however much a large score is rounded: in both directions alike."""
+    inputs = inputs_of([40], device, num_heads=4, num_targets=num_targets, width=width)
+    del inputs["bias"]
+    inputs["query"][:] = 100 * inputs["history"][7]
+    grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1))
+    grad_out = grad_out.to(device)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    torch.testing.assert_close(results["history"][7], grad_out.sum((0, 1, 2)))
+
+
+def test_bias_shifts_nothing(device):
+    inputs = inputs_of([5, 70], device)
+    grad_out = torch.randn_like(inputs["query"])
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["bias"] = inputs["bias"] + 128  # exp(128) is past fp32
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+def test_jagged_queries_do_not_see_how_many_the_others_have(device):
+    """Nor where they are cut: all but the short ones have several chunks, the first many blocks."""
+    lengths, targets = torch.tensor([700, 5, 530, 520, 5]), torch.tensor([40, 1, 20, 8, 3])
+    inputs = inputs_of(lengths, device)
+    generator = torch.Generator().manual_seed(1)
+    inputs["query"] = torch.randn(72, 2, 16, generator=generator).to(device)
+    inputs["query_offsets"] = offsets_of(targets, torch.int64, device)
+    grad_out = torch.randn(72, 2, 16, generator=generator).to(device)
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    torch.testing.assert_close(whole["out"], target_attention_oracle(**inputs))
+    for sample in (0, 2, 3):
+        rows = slice(*inputs["offsets"][sample : sample + 2].tolist())
+        queries = slice(*inputs["query_offsets"][sample : sample + 2].tolist())
+        alone = {
+            "query": inputs["query"][queries],
+            "history": inputs["history"][rows],
+            "bias": inputs["bias"][rows],
+            "offsets": offsets_of(lengths[[sample]], torch.int64, device),
+            "query_offsets": offsets_of(targets[[sample]], torch.int64, device),
+        }
+        results = outputs_and_gradients(jagged_target_attention, alone, grad_out[queries])
+        for name, value in results.items():
+            of = rows if name in ("history", "bias") else queries
+            assert torch.equal(value, whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.parametrize("layout", ["dense", "shared", "jagged"])
+def test_many_query_rows_over_several_chunks(layout, device):
+    """64 targets of 4 heads; of the jagged ones, 120 of the long sample."""
+    inputs = inputs_of([1100, 0, 17], device, torch.float16, num_heads=4, num_targets=64)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = inputs["query"].flatten(0, 1)
+        inputs["query_offsets"] = torch.tensor([0, 120, 150, 192], device=device)
+    assert_right(inputs)
+
+
+def test_strided_inputs_and_gradients(device):
+    inputs = inputs_of([7, 0, 20], device)
+    plain = outputs_and_gradients(jagged_target_attention, inputs, torch.ones_like(inputs["query"]))
+    buffer = torch.full((40, 37), torch.nan, device=device)
+    buffer[5:32, 3:19] = inputs["history"]
+    strided = {
+        **inputs,
+        "history": buffer[5:32, 3:19],
+        "query": inputs["query"].transpose(2, 3).contiguous().transpose(2, 3),
+        "bias": inputs["bias"].T.contiguous().T,
+    }
+    assert not strided["query"].is_contiguous()
+    stride_0 = torch.ones((), device=device).expand(inputs["query"].shape)
+    results = outputs_and_gradients(jagged_target_attention, strided, stride_0)
+    for name, expected in plain.items():
+        torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_queries_and_gradients_at_any_address(num_targets, device):
+    inputs = inputs_of([7, 0, 700], device, torch.float16, num_targets=num_targets)
+    del inputs["bias"]
+
+    def moved(tensor):
+        buffer = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+        return buffer.copy_(tensor)
+
+    grad_out = torch.randn_like(inputs["query"])
+    plain = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["query"] = moved(inputs["query"])
+    results = outputs_and_gradients(jagged_target_attention, inputs, moved(grad_out))
+    for name, expected in plain.items():
+        assert torch.equal(results[name], expected), name
+
+
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, device):
+    inputs = inputs_of([7, 0, 700], device, dtype, num_targets=num_targets)
+    expected = jagged_target_attention(**inputs)
+    with no_gradient():
+        assert torch.equal(jagged_target_attention(**inputs), expected)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_other_samples_never_matter(device, bias, num_targets, dtype):
+    lengths = [3, 0, 130, 17, 1100 if num_targets == 40 else 600]  # of several chunks
+    inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
+    if not bias:
+        del inputs["bias"]
+    grad_out = torch.randn_like(inputs["query"])
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+    poisoned = {name: value.clone() for name, value in inputs.items()}
+    bounds = inputs["offsets"].tolist()
+    poisoned["query"][2] = torch.nan
+    poisoned["history"][bounds[2] : bounds[3]] = torch.nan
+    results = outputs_and_gradients(jagged_target_attention, poisoned, grad_out)
+    order = [4, 3, 1, 0]  # without sample 2, and in another order
+    rows = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+    fewer = {
+        "query": inputs["query"][order],
+        "history": inputs["history"][rows],
+        **({"bias": inputs["bias"][rows]} if bias else {}),
+        "offsets": offsets_of(torch.tensor(lengths)[order], torch.int64, device),
+    }
+    permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
+    for name in whole:
+        of = rows if name in ("history", "bias") else order
+        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
+        assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_without_a_gradient(dtype, device):
+    inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], None, inputs["bias"]
+    op = torch.ops.torchrec_jagged_attn.target_attention.default
+    torch.library.opcheck(op, (*arguments, None, None, None, 0.25, False))
+    inputs["query"].requires_grad_()
+    with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
+        op(*arguments, None, None, None, 0.25, False)[0].sum().backward()
+
+
+@pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+def test_opcheck(device, jagged, prior):
+    inputs = inputs_of([3, 0, 5], device, num_targets=2)
+    bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
+    query, query_offsets = inputs["query"].requires_grad_(), None
+    if jagged:
+        query_offsets = torch.tensor([0, 1, 1, 6], device=device)
+        query = query.detach().flatten(0, 1).requires_grad_()
+    arguments = (
+        query,
+        inputs["history"].requires_grad_(),
+        inputs["offsets"],
+        query_offsets,
+        bias.requires_grad_(),
+        torch.randn(3, 2, device=device, requires_grad=True),
+        torch.randn(5, 2, device=device, requires_grad=True),
+        torch.arange(8, device=device),
+        0.25,
+        True,
+    )
+    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+
+
+@pytest.mark.reference  # kernels compute no fp64
+def test_gradcheck_of_the_reference():
+    inputs = inputs_of([3, 0, 5], num_targets=2, dtype=torch.float64)
+    leaves = [inputs[name].requires_grad_() for name in ("query", "history", "bias")]
+    assert torch.autograd.gradcheck(
+        lambda q, x, b: jagged_target_attention(q, x, inputs["offsets"], bias=b), leaves
+    )
+    leaves[2] = 3 * torch.rand(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda q, x, w: jagged_target_attention(q, x, inputs["offsets"], prior_weights=w), leaves
+    )
+
+
+def test_compiles_once_for_all_batches(device):
+    counter = CompileCounter()
+    compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([3, 4, 1], [9, 0, 2, 5], [2, 30, 1, 5, 8]):
+        inputs = inputs_of(lengths, device)
+        torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
+    assert counter.frame_count == 1
+    for lengths in ([3, 4, 1], [9, 0, 2, 5], [2, 30, 1, 5, 8]):
+        inputs = inputs_of(lengths, device)
+        inputs["prior_weights"] = draw_prior_weights(lengths, device)
+        for bias in (inputs["bias"], None):
+            inputs["bias"] = bias
+            torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
+    assert counter.frame_count == 3
+
+
+def on_every_kernel(test):
+    """A test on a GPU for the kernels of one warp, of several, for Hopper, and those in Triton."""
+    for mark in (
+        pytest.mark.parametrize("num_targets", [1, 9, 40]),
+        pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
+        pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"]),
+        pytest.mark.gpu,
+    ):
+        test = mark(test)
+    return test
+
+
+def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
+    """Those of :func:`on_every_kernel`, and a gradient of the output."""
+    inputs = inputs_of(lengths, "cuda", dtype, num_targets=num_targets, width=width)
+    del inputs["bias"]
+    grad_out = torch.randn_like(inputs["query"])
+    if shared:
+        inputs["query"] = inputs["query"][:1].contiguous()
+    return inputs, grad_out
+
+
+@pytest.mark.parametrize("factor", [1, 20])
+@on_every_kernel
+def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
+    lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
+    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared)
+    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(2):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("lengths", [[30] * 4000, [700, 30]], ids=["short", "cut"])
+def test_cuda_graph_of_work_before_it(lengths, waits):
+    """Kernels that may begin early do not begin before what writes their inputs."""
+    inputs = inputs_of(lengths, "cuda")
+    grad_out = torch.randn_like(inputs["query"])
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    kept = {name: value.clone() for name, value in inputs.items()}
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side if waits else torch.cuda.current_stream()):
+            inputs["history"].zero_()
+            torch._foreach_copy_(list(inputs.values()), list(kept.values()))
+        torch.cuda.current_stream().wait_stream(side)
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(20):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value)
+
+
+@on_every_kernel
+def test_repeats_are_bit_equal(num_targets, dtype, shared):
+    """Whichever chunk of a sample ends last."""
+    lengths = torch.arange(100) * 29 % 4001
+    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared, width=64)
+    inputs["position_bias"] = torch.randn(20, 2, device="cuda")
+    first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(100):
+        again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts():
+    num_rows, width = 2**24 + 100, 128
+    history = torch.randn(num_rows, width, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(3, 1, 2, width, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.tensor([0, num_rows - 50, num_rows - 50, num_rows], device="cuda")
+    grad_out = torch.randn_like(query)
+    inputs = {"query": query, "history": history, "offsets": offsets}
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    tail = {
+        "query": query[2:],
+        "history": history[-50:],
+        "offsets": torch.tensor([0, 50], device="cuda"),
+    }
+    expected = outputs_and_gradients(jagged_target_attention, tail, grad_out[2:])
+    assert torch.equal(results["out"][2:], expected["out"])
+    assert torch.equal(results["history"][-50:], expected["history"])
+
+
+@on_every_kernel
+def test_never_waits_for_the_device(num_targets, dtype, shared):
+    inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)
+    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+def test_inference_takes_memory_for_the_output_alone(no_gradient):
+    inputs = inputs_of([2] * 4096, "cuda", torch.bfloat16, 4, num_targets=8, width=64)
+    del inputs["bias"]
+    with no_gradient():
+        jagged_target_attention(**inputs)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = jagged_target_attention(**inputs)
+    assert torch.cuda.max_memory_allocated() - before < 1.2 * out.nbytes
+
+
+@pytest.mark.gpu
+def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
+    inputs = inputs_of([3, 4], "cuda")
+    inputs["offsets"][-1] = 6
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+    with pytest.raises(ValueError, match="offsets must end at the 7 rows they divide, got 6"):
+        jagged_target_attention(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": None}, TypeError, "query must be a tensor, got a NoneType"),
+        ({"history": [[0.0] * 8] * 7}, TypeError, "history must be a tensor, got a list"),
+        ({"offsets": [0, 3, 7]}, TypeError, "offsets must be a tensor, got a list"),
+        ({"query_offsets": [0, 3, 7]}, TypeError, "query_offsets must be a tensor, got a list"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor, got a float"),
+        ({"query": torch.zeros(2, 8)}, ValueError, r"query must have shape \[B, T, H, D\]"),
+        ({"query": torch.zeros(3, 2, 8)}, ValueError, r"\[B, H, D\] = \[2, any, any\], got \[3, 2"),
+        ({"query": torch.zeros(2, 2, 8, dtype=torch.int64)}, TypeError, "query must be one of"),
+        ({"query": torch.zeros(2, 2, 600)}, NotImplementedError, "width of 1 to 512, got 600"),
+        (
+            {"history": torch.zeros(7, 9)},
+            ValueError,
+            r"history must have shape \[N, D\] = \[any, 8",
+        ),
+        (
+            {"history": torch.zeros(7, 8).half()},
+            TypeError,
+            "history must be torch.float32 as query",
+        ),
+        (
+            {"history": torch.zeros(7, 8, device="meta")},
+            ValueError,
+            "history must be on cpu as que",
+        ),
+        ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
+        ({"bias": torch.zeros(7, 2).long()}, TypeError, "bias must be one of"),
+        ({"prior_weights": 1.0}, TypeError, "prior_weights must be a tensor, got a float"),
+        ({"prior_weights": torch.ones(7).long()}, TypeError, "prior_weights must be one of"),
+        (
+            {"prior_weights": torch.ones(7, 2)},
+            ValueError,
+            r"prior_weights must have shape \[N\] = \[",
+        ),
+        ({"offsets": torch.zeros(3)}, TypeError, "offsets must be int32 or int64, got"),
+        ({"offsets": torch.tensor([0, 3, 6])}, ValueError, "offsets must end at the 7 rows"),
+        ({"query_offsets": torch.tensor([0, 1])}, ValueError, r"query_offsets must have shape"),
+    ],
+)
+def test_errors_name_the_argument(change, error, message):
+    arguments = {
+        "query": torch.zeros(2, 2, 8),
+        "history": torch.zeros(7, 8),
+        "offsets": torch.tensor([0, 3, 7]),
+    }
+    with pytest.raises(error, match=message):
+        jagged_target_attention(**arguments | change)

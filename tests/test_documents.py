@@ -1,0 +1,55 @@
+"""What the documents name is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("torchrec_jagged_attn", "tests", "benchmarks", "examples", "docs", "requirements")
+FILES = [
+    str(path.relative_to(ROOT))
+    for path in (*ROOT.glob("*.*"), *(p for name in FOLDERS for p in (ROOT / name).rglob("*.*")))
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_are_there(document):
+    names = re.findall(r"`([\w./-]+\.(?:py|cpp|md|csv|toml))(?:::\w+)?`", document.read_text())
+    missing = {name for name in names if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
+        name, _, heading = target.partition("#")
+        file = document.parent / name if name else document
+        assert file.is_file(), target
+        heads = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+        assert not heading or heading in anchors, target
+
+
+def test_every_variable_of_the_package_has_its_row():
+    page = (ROOT / "docs" / "environment_variables.md").read_text()
+    rows = set(re.findall(r"^\| `(TORCHREC_JAGGED_ATTN_\w+)` \|", page, re.MULTILINE))
+    sources = [
+        path
+        for suffix in ("py", "cpp")
+        for path in (ROOT / "torchrec_jagged_attn").rglob(f"*.{suffix}")
+    ]
+    read = {
+        name
+        for path in sources
+        for name in re.findall(r"\bTORCHREC_JAGGED_ATTN_[A-Z]\w*", path.read_text())
+    }
+    assert read
+    assert rows == read
+
+
+def test_lines_fit():
+    for document in DOCUMENTS:
+        for number, line in enumerate(document.read_text().splitlines(), 1):
+            assert line.startswith("|") or len(line) <= 105, f"{document.name}:{number}"

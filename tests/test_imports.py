@@ -1,0 +1,48 @@
+"""Who imports whom, as ``docs/architecture.md`` has it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "torchrec_jagged_attn"
+ROOT = Path(__file__).parents[1] / PACKAGE
+FAMILIES = {"target", "flash", "interaction"}
+BELOW = {  # what the files of a folder may import, beside their own folder and what has none
+    "modules": {"ops"},
+    "ops": {"cpu", "kernels"},
+    "cpu": set(),
+    "kernels": set(),
+    "testing": set(),
+}
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """Module and name of each import from the package, without the package's own name."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
+            module = node.module.removeprefix(PACKAGE).removeprefix(".")
+            for alias in node.names:
+                as_file = ROOT.joinpath(*module.split("."), alias.name)
+                is_module = as_file.is_dir() or as_file.with_suffix(".py").is_file()
+                whole = f"{module}.{alias.name}".strip(".") if is_module else module
+                found.append((whole, alias.name))
+    return found
+
+
+FILES = [path for path in ROOT.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path):
+    folder, *family = path.relative_to(ROOT).parts[:-1] or ("",)
+    for module, name in imports(path):
+        assert not name.startswith("_"), f"{module}.{name}"
+        top, *rest = module.split(".")
+        if not (ROOT / top).is_dir():
+            continue
+        assert top == folder or top in BELOW.get(folder, set()), module
+        if folder == "kernels":
+            allowed = {"common"} | ({*family} & FAMILIES)
+            assert rest[0] in allowed, module

@@ -1,0 +1,366 @@
+"""From a trained DLRM to what serves it: quantized, sharded, traced, scripted, exported, compiled.
+
+Each step gives what the one before it gives. Where TorchRec or FBGEMM itself cannot, a test without
+our code shows it, and fails on the day it can.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import UnsafeScriptObjectError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torchrec.distributed.global_settings import set_propogate_device
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.fx import Tracer
+from torchrec.inference.modules import (
+    assign_weights_to_tbe,
+    get_table_to_weights_from_tbe,
+    quantize_inference_model,
+    shard_quant_model,
+)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from tests.torchrec.two_ranks import FEATURES, NUM_IDS, NUM_STEPS, make_batch, make_model
+from torchrec_jagged_attn import JaggedTargetAttention
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+KEYS = make_batch(0, 0).sparse_features.keys()
+QUANTIZED = {
+    "int8": (torch.qint8, torch.float32),
+    "int8 to fp16": (torch.qint8, torch.float16),
+    "int4": (torch.quint4x2, torch.float32),
+}
+
+
+class Scorer(nn.Module):
+    """A DLRM that takes tensors: dense ``[B, 3]``, ids ``[N]`` and lengths ``[F, B]``."""
+
+    def __init__(self, dlrm: nn.Module) -> None:
+        super().__init__()
+        self.dlrm = dlrm
+        self.keys = KEYS
+
+    def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+        features = KeyedJaggedTensor(
+            keys=self.keys, values=ids, lengths=lengths.flatten(), stride=dense.shape[0]
+        )
+        return self.dlrm(dense, features)
+
+
+def make_scorer(
+    tables: str,
+    device: torch.device,
+    tags: PoolingType = PoolingType.MEAN,
+    encoder_layers: int = 0,
+) -> Scorer:
+    """With tables as they were trained (``"fp32"``) or quantized."""
+    model = make_model(tags=tags, encoder_layers=encoder_layers).model
+    scorer = Scorer(model.to(device)).eval()
+    if tables != "fp32":
+        dtype, output_dtype = QUANTIZED[tables]
+        quantize_inference_model(scorer, quantization_dtype=dtype, output_dtype=output_dtype)
+        # Lookups of quantized tables note the order of keys when they are first called.
+        scorer(*inputs(device)[0])
+    return scorer
+
+
+def inputs(device: torch.device) -> list[Inputs]:
+    """Batches of different sizes and lengths, one of them with no history at all."""
+    made = [make_batch(step, rank) for step in range(NUM_STEPS) for rank in range(2)]
+    return [
+        (
+            batch.dense_features.to(device),
+            batch.sparse_features.values().to(device),
+            batch.sparse_features.lengths().view(len(KEYS), -1).to(device),
+        )
+        for batch in made
+    ]
+
+
+@torch.no_grad()
+def assert_equal(actual: nn.Module, expected: nn.Module, device: torch.device) -> None:
+    for batch in inputs(device):
+        assert torch.equal(actual(*batch), expected(*batch))
+
+
+@torch.no_grad()
+def assert_near(actual: nn.Module, expected: nn.Module, device: torch.device) -> None:
+    for batch in inputs(device):
+        torch.testing.assert_close(actual(*batch), expected(*batch))
+
+
+tables = pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
+packages_load = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
+)
+quantized_tables = pytest.mark.parametrize("tables", list(QUANTIZED))
+
+
+@quantized_tables
+def test_quantized_tables(tables: str, device: torch.device):
+    """As tables of the rows that the quantized ones give."""
+    quantized = make_scorer(tables, device)
+    expected = make_scorer("fp32", device)
+    ids = torch.arange(NUM_IDS, device=device)
+    features = KeyedJaggedTensor(
+        keys=KEYS, values=ids.repeat(len(KEYS)), lengths=torch.ones_like(ids).repeat(len(KEYS))
+    )
+    source, target = quantized.dlrm.sparse_arch, expected.dlrm.sparse_arch
+    source, target = source.embedding_bag_collection, target.embedding_bag_collection
+    rows = {name: jt.values() for name, jt in source.embedding_collections["8"](features).items()}
+    rows |= source.embedding_bag_collection(features).to_dict()
+    tables_by_name = {
+        name.split(".")[-2]: table
+        for name, table in target.named_parameters()
+        if "embeddings." in name or "embedding_bags." in name
+    }
+    with torch.no_grad():
+        for name, table in tables_by_name.items():
+            given = rows[FEATURES[name][0]].float()
+            largest = (table.amax(1) - table.amin(1)).max()
+            assert not torch.equal(given, table)
+            assert (given - table).abs().max() < largest / (10 if tables == "int4" else 200)
+            table.copy_(given)
+    if tables == "int8 to fp16":  # sums of bags are rounded, too
+        for batch in inputs(device):
+            torch.testing.assert_close(quantized(*batch), expected(*batch), rtol=1e-3, atol=1e-3)
+    else:
+        assert_near(quantized, expected, device)
+
+
+def trace(model: nn.Module) -> torch.fx.GraphModule:
+    """As TorchRec does for inference: of the leaves one is named, FBGEMM's, and none is ours."""
+    graph = Tracer(leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"]).trace(model)
+    return torch.fx.GraphModule(model, graph)
+
+
+@tables
+def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
+    scorer = make_scorer(tables, device)
+    traced = trace(scorer)
+    assert_equal(traced, scorer, device)
+    scripted = torch.jit.script(traced)
+    assert_equal(scripted, scorer, device)
+    torch.jit.save(scripted, tmp_path / "scorer.pt")
+    assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
+
+
+class OfJagged(nn.Module):
+    """An attention of jagged targets."""
+
+    def __init__(self, attention: JaggedTargetAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, target: JaggedTensor, history: JaggedTensor) -> Tensor:
+        return self.attention(target, history)
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 0, 3]], ids=["one target", "jagged targets"])
+def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device):
+    attention = JaggedTargetAttention(16, 2).to(device)
+    history = JaggedTensor(
+        torch.randn(5, 16, device=device), lengths=torch.tensor([2, 0, 3], device=device)
+    )
+    target, module = torch.randn(3, 16, device=device), attention
+    if lengths is not None:
+        target = JaggedTensor(
+            torch.randn(4, 16, device=device), lengths=torch.tensor(lengths, device=device)
+        )
+        module = OfJagged(attention)
+    expected = attention(target, history)
+    traced = trace(module)
+    assert torch.equal(traced(target, history), expected)
+    for scripted in (torch.jit.script(traced), torch.jit.script(module)):
+        assert torch.equal(scripted(target, history), expected)
+
+
+@quantized_tables
+def test_sharded_for_inference(tables: str, device: torch.device):
+    scorer = make_scorer(tables, device)
+    set_propogate_device(True)  # or it asks CUDA for a device
+    sharded, plan = shard_quant_model(
+        make_scorer(tables, device),
+        compute_device=device.type,
+        sharding_device=device.type,
+        constraints={
+            name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["quant"])
+            for name in FEATURES
+        },
+    )
+    assert sorted(name for tables in plan.plan.values() for name in tables) == sorted(FEATURES)
+    assign_weights_to_tbe(sharded, get_table_to_weights_from_tbe(scorer))
+    assert_equal(sharded, scorer, device)
+    traced = trace(sharded)
+    assert_equal(traced, scorer, device)
+    assert_equal(torch.jit.script(traced), scorer, device)
+
+
+def export(scorer: nn.Module, device: torch.device, strict: bool) -> torch.export.ExportedProgram:
+    """For batches of any size from two on, and histories of any length."""
+    dynamic = torch.export.Dim.DYNAMIC
+    with torch.no_grad():
+        return torch.export.export(
+            scorer,
+            inputs(device)[0],
+            dynamic_shapes={"dense": {0: dynamic}, "ids": {0: dynamic}, "lengths": {1: dynamic}},
+            strict=strict,
+        )
+
+
+@tables
+def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classes):
+    scorer = make_scorer(tables, device)
+    program = export(scorer, device, strict=False)
+    assert_equal(program.module(), scorer, device)
+    if tables == "fp32":
+        torch.export.save(program, tmp_path / "scorer.pt2")
+        assert_equal(torch.export.load(tmp_path / "scorer.pt2").module(), scorer, device)
+        assert_equal(export(scorer, device, strict=True).module(), scorer, device)
+
+
+def test_encoder_layers(device: torch.device):
+    scorer = make_scorer("fp32", device, encoder_layers=2)
+    traced = trace(scorer)
+    assert_equal(traced, scorer, device)
+    assert_equal(torch.jit.script(traced), scorer, device)
+    for strict in (False, True):
+        assert_equal(export(scorer, device, strict).module(), scorer, device)
+
+
+@packages_load
+@pytest.mark.parametrize("tables", ["fp32", "int8"])
+def test_compiled_ahead_of_time(tables: str, device: torch.device, tmp_path: Path, fake_classes):
+    scorer = make_scorer(tables, device, tags=PoolingType.SUM)
+    package = torch._inductor.aoti_compile_and_package(
+        export(scorer, device, strict=False),
+        package_path=str(tmp_path / "scorer.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # in half the time
+    )
+    assert_near(torch._inductor.aoti_load_package(package), scorer, device)
+
+
+def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):
+    """Numbers of rows; their errors are the exporter's."""
+    program = export(make_scorer("fp32", device), device, strict=False).module()
+    dense, ids, lengths = inputs(device)[0]
+    two_targets = lengths.clone()
+    two_targets[KEYS.index("item"), 0] += 1
+    with pytest.raises((RuntimeError, AssertionError)):
+        program(dense, torch.cat([ids, ids[:1]]), two_targets)
+
+
+# What TorchRec and FBGEMM cannot do
+
+
+class Bags(nn.Module):
+    def __init__(self, poolings: list[PoolingType]) -> None:
+        super().__init__()
+        self.keys = [f"f{index}" for index in range(len(poolings))]
+        self.bags = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name=f"t_{key}",
+                    embedding_dim=8,
+                    num_embeddings=9,
+                    feature_names=[key],
+                    pooling=pooling,
+                )
+                for key, pooling in zip(self.keys, poolings, strict=True)
+            ]
+        )
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        features = KeyedJaggedTensor(keys=self.keys, values=ids, lengths=lengths)
+        return self.bags(features).values()
+
+
+BAG_INPUTS = (torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
+
+
+def quantized_bags(
+    *poolings: PoolingType, dtype: torch.dtype = torch.qint8, called: bool = True
+) -> Bags:
+    bags = quantize_inference_model(
+        Bags(list(poolings) or [PoolingType.SUM]), quantization_dtype=dtype
+    )
+    if called:
+        bags(*BAG_INPUTS)
+    return bags
+
+
+@pytest.mark.xfail(
+    strict=True, raises=IndexError, reason="quantized lookups make a buffer at their first call"
+)
+def test_upstream_export_before_the_first_call(fake_classes):
+    torch.export.export(quantized_bags(called=False), BAG_INPUTS, strict=False)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=(UnsafeScriptObjectError, AssertionError),
+    reason="Dynamo takes the queue that lookups hold for an alias",
+)
+def test_upstream_strict_export_of_quantized_tables(fake_classes):
+    torch.export.export(quantized_bags(), BAG_INPUTS, strict=True)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=NotImplementedError,
+    reason="UInt4Tensor has no as_strided, which Inductor calls",
+)
+def test_upstream_int4_tables_compiled_ahead_of_time(tmp_path: Path, fake_classes):
+    program = torch.export.export(quantized_bags(dtype=torch.quint4x2), BAG_INPUTS, strict=False)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "bags.pt2"))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=GuardOnDataDependentSymNode,
+    reason="the check of ids writes into views of them",
+)
+def test_upstream_bags_of_two_poolings_compiled_ahead_of_time(tmp_path: Path, fake_classes):
+    bags = quantized_bags(PoolingType.SUM, PoolingType.MEAN)
+    program = torch.export.export(bags, BAG_INPUTS, strict=False)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "bags.pt2"))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="keys that begin with the module's are not cut to these",
+)
+def test_upstream_rows_of_quantized_sequences():
+    table = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["f"])
+    sequences = quantize_inference_model(nn.Sequential(EmbeddingCollection([table])))
+    sharded, _ = shard_quant_model(
+        sequences,
+        compute_device="cpu",
+        sharding_device="cpu",
+        constraints={
+            "t": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["quant"])
+        },
+    )
+    sharded(
+        KeyedJaggedTensor(
+            keys=["f", "other"], values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1])
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore:fbgemm")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="permute_1D_sparse_data has no gradient"
+)
+def test_upstream_gradient_of_lookups_with_several_batch_sizes_on_cpu():
+    rows = torch.randn(3, requires_grad=True)
+    _, repeated, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([1, 2]), rows
+    )
+    repeated.sum().backward()
+    assert rows.grad is not None

@@ -1,0 +1,414 @@
+"""What TorchRec offers around a sharded model: each trains as the plain model does."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from tests.torchrec.two_ranks import (
+    NUM_STEPS,
+    collection_of,
+    dense_optimizer,
+    load,
+    make_batch,
+    make_model,
+    make_sharded_model,
+    optimize_tables,
+    run_ranks,
+    shard,
+    train,
+    train_unsharded,
+    world_size,
+)
+
+Losses = list[Tensor]
+
+
+def losses_of(model: nn.Module, device: torch.device) -> Losses:
+    return [loss for loss, _ in train(model, device)]
+
+
+def fused(**fused_params: Any) -> list[ModuleSharder]:
+    return [
+        EmbeddingCollectionSharder(fused_params=fused_params),
+        EmbeddingBagCollectionSharder(fused_params=fused_params),
+    ]
+
+
+def codecs(precision: CommType) -> list[ModuleSharder]:
+    registry = get_qcomm_codecs_registry(
+        QCommsConfig(forward_precision=precision, backward_precision=precision)
+    )
+    return [
+        EmbeddingCollectionSharder(qcomm_codecs_registry=registry),
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
+    ]
+
+
+def deduplicated(device: torch.device) -> Losses:
+    sharders = [EmbeddingCollectionSharder(use_index_dedup=True), EmbeddingBagCollectionSharder()]
+    return losses_of(make_sharded_model(device, sharders=sharders), device)
+
+
+def autocast(device: torch.device) -> Losses:
+    with torch.autocast(device.type, torch.bfloat16):
+        return losses_of(make_sharded_model(device), device)
+
+
+def changed(change: Callable[[nn.Module], None]) -> Callable[[torch.device], Losses]:
+    """What is changed in the collection before it is sharded."""
+
+    def run(device: torch.device) -> Losses:
+        model = make_model()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        change(collection_of(model))
+        optimize_tables(model)
+        model = shard(model, device, ShardingType.TABLE_WISE)
+        load(model, state)
+        return losses_of(model, device)
+
+    return run
+
+
+def recompute(collection: nn.Module) -> None:
+    collection.pooling = checkpoint_wrapper(collection.pooling)
+
+
+def compile_attention(collection: nn.Module) -> None:
+    # What the compiler captures is the same with any backend, and this one is quick.
+    collection.pooling.attentions[0].compile(backend="aot_eager", fullgraph=True)
+
+
+def planned_freely(device: torch.device) -> Losses:
+    model = make_model()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    sharders = get_default_sharders()
+    topology = Topology(world_size=dist.get_world_size(), compute_device=device.type)
+    plan = EmbeddingShardingPlanner(topology=topology).collective_plan(
+        model, sharders, dist.group.WORLD
+    )
+    assert sorted(name for tables in plan.plan.values() for name in tables) == [
+        "t_cat",
+        "t_item",
+        "t_tag",
+        "t_user",
+    ]
+    model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    load(model, state)
+    return losses_of(model, device)[:1]  # the plan says which tables learn, and how
+
+
+def with_equal_samples_once(batch: Batch) -> Batch:
+    """The batch with keys of different batch sizes: what several samples have is there once."""
+    features = batch.sparse_features
+    strides, inverse, values, lengths = [], [], [], []
+    for key in features.keys():  # noqa: SIM118
+        first: dict[tuple[int, ...], int] = {}
+        samples = [tuple(ids.tolist()) for ids in features[key].to_dense()]
+        inverse.append([first.setdefault(ids, len(first)) for ids in samples])
+        strides.append([len(first)])
+        values += [i for ids in first for i in ids]
+        lengths += [len(ids) for ids in first]
+    all_values = torch.tensor(values, dtype=torch.int64)
+    batch.sparse_features = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=all_values,
+        weights=None if features.weights_or_none() is None else all_values % 4 / 2,
+        lengths=torch.tensor(lengths),
+        stride_per_key_per_rank=strides,
+        inverse_indices=(features.keys(), torch.tensor(inverse)),
+    )
+    return batch
+
+
+def variable_batch_sizes(device: torch.device) -> Losses:
+    model = make_sharded_model(device, ShardingType.ROW_WISE)
+    optimizer = dense_optimizer(model)
+    losses = []
+    for step in range(NUM_STEPS):
+        batch = with_equal_samples_once(make_batch(step, dist.get_rank()))
+        optimizer.zero_grad()
+        loss, _ = model(batch.to(device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def evaluated(model: nn.Module, device: torch.device, once: bool) -> Losses:
+    is_weighted = collection_of(model).is_weighted()
+    made = (make_batch(step, dist.get_rank(), is_weighted) for step in range(NUM_STEPS))
+    with torch.no_grad():
+        return [
+            model((with_equal_samples_once(batch) if once else batch).to(device))[0]
+            for batch in made
+        ]
+
+
+def without_inverse_indices(device: torch.device) -> Losses:
+    model = make_sharded_model(device)
+    batch = with_equal_samples_once(make_batch(0, dist.get_rank())).to(device)
+    batch.sparse_features._inverse_indices = None
+    with pytest.raises(ValueError, match="features of several batch sizes must have inverse"):
+        model(batch)
+    return []
+
+
+WEIGHTED = {"tags": PoolingType.SUM, "is_weighted": True, "max_history": 3}
+
+
+def weighted(device: torch.device) -> DistributedModelParallel:
+    return make_sharded_model(device, optimizer="RowWiseAdagrad", **WEIGHTED)
+
+
+OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
+    "plain": lambda device: losses_of(make_sharded_model(device), device),
+    "activation checkpointing": changed(recompute),
+    "torch.compile of the attention": changed(compile_attention),
+    "index dedup": deduplicated,
+    "plan without constraints": planned_freely,
+    "variable batch sizes, evaluated": lambda device: evaluated(
+        make_sharded_model(device), device, once=True
+    ),
+    "evaluated": lambda device: evaluated(make_sharded_model(device), device, once=False),
+    "variable batch sizes without inverse indices": without_inverse_indices,
+    "autocast": autocast,
+    "output_dtype fp16": lambda device: losses_of(
+        make_sharded_model(device, sharders=fused(output_dtype=SparseType.FP16)), device
+    ),
+    "output_dtype bf16": lambda device: losses_of(
+        make_sharded_model(device, sharders=fused(output_dtype=SparseType.BF16)), device
+    ),
+    "fp16 codecs": lambda device: losses_of(
+        make_sharded_model(device, ShardingType.ROW_WISE, sharders=codecs(CommType.FP16)), device
+    ),
+    "bf16 codecs": lambda device: losses_of(
+        make_sharded_model(device, ShardingType.ROW_WISE, sharders=codecs(CommType.BF16)), device
+    ),
+    "fp16 tables": lambda device: losses_of(
+        make_sharded_model(device, data_type=DataType.FP16), device
+    ),
+    "bf16 tables": lambda device: losses_of(
+        make_sharded_model(device, data_type=DataType.BF16), device
+    ),
+    "variable batch sizes": variable_batch_sizes,
+    "is_weighted, max_history": lambda device: losses_of(weighted(device), device),
+    "is_weighted, max_history, evaluated": lambda device: evaluated(
+        weighted(device), device, once=False
+    ),
+    "is_weighted, max_history, variable batch sizes, evaluated": lambda device: evaluated(
+        weighted(device), device, once=True
+    ),
+}
+
+
+def train_with_options(device: torch.device) -> dict[str, Losses | str]:
+    """Losses by option, or why there are none."""
+    results: dict[str, Losses | str] = {}
+    for name, option in OPTIONS.items():
+        try:
+            results[name] = option(device)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+pytestmark = pytest.mark.xdist_group("options")  # which train once
+
+
+@pytest.fixture(
+    scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], name="trained"
+)
+def train_on_ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[dict[str, Losses | str]]]:
+    backend = request.param
+    return backend, run_ranks(train_with_options, tmp_path_factory.mktemp("ranks"), backend)
+
+
+# What TorchRec and FBGEMM cannot do, and what they, or we, say then.
+REFUSED = {
+    "gloo": {
+        "index dedup": "Could not run 'fbgemm::jagged_unique_indices'",
+        "output_dtype bf16": "not implemented for 'BFloat16'",
+        "bf16 tables": "not implemented for 'BFloat16'",
+        "variable batch sizes": "features of several batch sizes must be on CUDA to train, got cpu",
+    },
+    "nccl": {"bf16 tables": "cache_precision bf16 not supported"},
+}
+
+
+def losses_by_rank(trained: tuple[str, list[dict]], option: str) -> Tensor:
+    """``[ranks, steps]``."""
+    backend, ranks = trained
+    results = [rank[option] for rank in ranks]
+    if option in REFUSED[backend]:
+        message = REFUSED[backend][option]
+        for result in results:
+            assert isinstance(result, str), f"{option} works with {backend} now"
+            assert message in result
+        pytest.xfail(message)
+    for result in results:
+        if isinstance(result, str):
+            pytest.fail(result)
+    return torch.stack([torch.stack(losses).float() for losses in results])
+
+
+AS_PLAIN = [
+    "activation checkpointing",
+    "torch.compile of the attention",
+    "index dedup",
+    "plan without constraints",
+    "variable batch sizes",
+]
+
+
+@pytest.mark.parametrize("option", AS_PLAIN)
+def test_trains_as_the_plain_model(trained, option: str):
+    losses = losses_by_rank(trained, option)
+    expected = losses_by_rank(trained, "plain")[:, : losses.shape[1]]
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.parametrize("model", ["", "is_weighted, max_history, "])
+def test_keys_may_differ_in_batch_size(trained, model: str):
+    losses = losses_by_rank(trained, f"{model}variable batch sizes, evaluated")
+    assert torch.equal(losses, losses_by_rank(trained, f"{model}evaluated"))
+
+
+def test_weighted_newest_rows(trained):
+    backend, _ = trained
+    losses = losses_by_rank(trained, "is_weighted, max_history")
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    model = make_model(**WEIGHTED).to(device)
+    torch.testing.assert_close(losses, unsharded(model, backend, device, "RowWiseAdagrad"))
+
+
+def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
+    _, ranks = trained
+    for results in ranks:
+        assert results["variable batch sizes without inverse indices"] == []
+
+
+ROUNDED = {
+    "output_dtype fp16": torch.float16,
+    "output_dtype bf16": torch.bfloat16,
+    "fp16 codecs": torch.float16,
+    "bf16 codecs": torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("option", ROUNDED)
+def test_lookups_in_half_precision(trained, option: str):
+    """As in one process whose lookups, and their gradients, are rounded."""
+    backend, _ = trained
+    losses = losses_by_rank(trained, option)
+    device, dtype = torch.device("cpu" if backend == "gloo" else "cuda"), ROUNDED[option]
+    model = make_model().to(device)
+    collection = collection_of(model)
+
+    def round_sequences(_module: nn.Module, _inputs: tuple, sequences: dict) -> dict:
+        return {
+            name: JaggedTensor(sequence.values().to(dtype).float(), lengths=sequence.lengths())
+            for name, sequence in sequences.items()
+        }
+
+    def round_bags(_module: nn.Module, _inputs: tuple, bags: KeyedTensor) -> KeyedTensor:
+        return KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().to(dtype).float())
+
+    collection.embedding_collections["8"].register_forward_hook(round_sequences)
+    collection.embedding_bag_collection.register_forward_hook(round_bags)
+    assert_losses_near(losses, unsharded(model, backend, device), dtype)
+
+
+TABLES = {
+    "fp16 tables": (DataType.FP16, torch.float16),
+    "bf16 tables": (DataType.BF16, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("option", TABLES)
+def test_tables_in_half_precision(trained, option: str):
+    backend, _ = trained
+    losses = losses_by_rank(trained, option)
+    device, (data_type, dtype) = (
+        torch.device("cpu" if backend == "gloo" else "cuda"),
+        TABLES[option],
+    )
+    model = make_model(data_type=data_type).to(device)
+    # FBGEMM rounds what tables learn by chance, so that only the first loss is known.
+    assert_losses_near(losses[:, :1], unsharded(model, backend, device)[:, :1], dtype)
+    assert losses.isfinite().all()
+
+
+def test_autocast(trained):
+    backend, _ = trained
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    with torch.autocast(device.type, torch.bfloat16):
+        expected = unsharded(make_model().to(device), backend, device)
+    assert_losses_near(losses_by_rank(trained, "autocast"), expected, torch.bfloat16)
+
+
+def unsharded(
+    model: nn.Module, backend: str, device: torch.device, optimizer: str = "SGD"
+) -> Tensor:
+    """Losses ``[ranks, steps]`` of one process."""
+    steps = train_unsharded(model, optimizer, world_size(backend), device)
+    return torch.tensor([[float(loss) for loss in losses] for losses, _ in steps]).T
+
+
+def assert_losses_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_planner_knows_the_mean_length_of_histories(single_rank):
+    """By ``pooling_factors``, one for each feature of a table."""
+    topology = Topology(world_size=2, compute_device="cuda")
+
+    def time_and_storage(mean_length: float) -> tuple[float, int]:
+        constraints = {
+            "t_item": ParameterConstraints(
+                sharding_types=["row_wise"],
+                compute_kernels=["fused"],
+                pooling_factors=[2.0, mean_length, 1.0],
+            )
+        }
+        options = EmbeddingEnumerator(topology, batch_size=64, constraints=constraints).enumerate(
+            make_model(), get_default_sharders()
+        )
+        (option,) = (option for option in options if option.name == "t_item")
+        assert option.input_lengths == [2.0, mean_length, 1.0]
+        assert option.module[0].endswith("embedding_collections.8")
+        return option.total_perf, option.total_storage.hbm
+
+    short_time, short_storage = time_and_storage(10)
+    long_time, long_storage = time_and_storage(1000)
+    assert long_time > 10 * short_time
+    assert long_storage > 10 * short_storage

@@ -1,0 +1,64 @@
+"""``docs/torchrec.md`` says what the tests do."""
+
+import ast
+from pathlib import Path
+
+from tests.torchrec.test_options import OPTIONS, REFUSED
+
+TESTS = Path(__file__).parents[1]
+DOCUMENT = TESTS.parent / "docs" / "torchrec.md"
+STATES = {"yes", "no", "error", "untested", "–"}
+
+
+def rows() -> list[list[str]]:
+    """The cells of each row of each table, without the heads."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
+    heads = {at - 1 for at, line in enumerate(lines) if line.startswith("|---")}
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for at, line in enumerate(lines)
+        if at not in heads and not line.startswith("|---")
+    ]
+
+
+def is_expected_to_fail(function: ast.FunctionDef) -> bool:
+    return any("mark.xfail" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def functions(file: str) -> dict[str, ast.FunctionDef]:
+    body = ast.parse((TESTS / file).read_text()).body
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_each_row_names_its_test():
+    assert len(rows()) > 30
+    for *_, test in rows():
+        file, name = test.strip("`").split("::")
+        assert name in functions(file), test
+
+
+def test_what_torchrec_cannot_is_listed_and_nothing_else():
+    listed = [test.strip("`").split("::") for _, test in (row for row in rows() if len(row) == 2)]
+    assert listed
+    for file, name in listed:
+        assert is_expected_to_fail(functions(file)[name]), name
+    failing = {
+        (file, name)
+        for file in (str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
+        for name, function in functions(file).items()
+        if is_expected_to_fail(function)
+    }
+    assert failing == {(file, name) for file, name in listed}
+
+
+def test_options_have_the_state_that_is_tested():
+    states = {}
+    for what, cpu, gpu, _ in (row for row in rows() if len(row) == 4):
+        assert {cpu, gpu} <= STATES, what
+        option = what.split("`")[1] if what.startswith("`") else None
+        if option in OPTIONS:
+            states[option] = (cpu, gpu)
+    assert set(states) == set(OPTIONS) - {"plain", "evaluated"}
+    for backend, column in (("gloo", 0), ("nccl", 1)):
+        not_trained = {name for name, state in states.items() if state[column] in ("no", "error")}
+        assert not_trained == {*REFUSED[backend], "variable batch sizes without inverse indices"}

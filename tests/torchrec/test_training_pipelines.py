@@ -1,0 +1,197 @@
+"""TorchRec's training pipelines: the same losses as without, and both lookups pipelined."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import (
+    EvalPipelineSparseDist,
+    PrefetchTrainPipelineSparseDist,
+    SparseDataDistUtil,
+    StagedTrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+from torchrec.distributed.types import ShardingType
+
+from tests.torchrec.two_ranks import (
+    HISTORY_LENGTHS,
+    NUM_STEPS,
+    batches,
+    collection_of,
+    dense_optimizer,
+    make_sharded_model,
+    run_ranks,
+    train,
+    world_size,
+)
+
+CPU = torch.device("cpu")
+LOOKUPS = {"ShardedEmbeddingCollection", "ShardedEmbeddingBagCollection"}
+Losses = list[Tensor]
+
+
+def with_pipeline(
+    pipeline_type: type, **options: Any
+) -> Callable[[DistributedModelParallel, torch.device], Losses]:
+    """Trains on batches from the host, and checks what is pipelined."""
+
+    def run(model: DistributedModelParallel, device: torch.device) -> Losses:
+        pipeline = pipeline_type(model, dense_optimizer(model), device, **options)
+        from_host = batches(CPU)
+        losses = [pipeline.progress(from_host)[0].detach() for _ in range(NUM_STEPS)]
+        if pipeline_type is not TrainPipelineBase:
+            assert {type(module).__name__ for module in pipeline._pipelined_modules} == LOOKUPS
+        with pytest.raises(StopIteration):
+            pipeline.progress(from_host)
+        return losses
+
+    return run
+
+
+def with_stages(model: DistributedModelParallel, device: torch.device) -> Losses:
+    def copy(batch: Batch) -> Batch:
+        return batch.to(device, non_blocking=True)
+
+    lookups = SparseDataDistUtil(model, torch.cuda.Stream())
+    pipeline = StagedTrainPipeline(
+        [
+            PipelineStage("copy", copy, torch.cuda.Stream()),
+            PipelineStage(
+                "exchange",
+                lookups.start_sparse_data_dist,
+                lookups.data_dist_stream,
+                fill_callback=lookups.wait_sdd_fill_callback,
+            ),
+        ]
+    )
+    optimizer = dense_optimizer(model)
+    from_host = batches(CPU)
+    losses = []
+    while (batch := pipeline.progress(from_host)) is not None:
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert {type(module).__name__ for module in lookups._pipelined_modules} == LOOKUPS
+    return losses
+
+
+# On any device; on GPUs alone, which have the streams.
+PIPELINES = {
+    "base": with_pipeline(TrainPipelineBase),
+    "sparse-dist": with_pipeline(TrainPipelineSparseDist),
+}
+GPU_PIPELINES = {
+    # From its first batch on, this one reads rows before the last step has changed them.
+    "semi-sync, in sync": with_pipeline(TrainPipelineSemiSync, start_batch=NUM_STEPS + 1),
+    "staged": with_stages,
+}
+
+
+def train_pipelined(device: torch.device) -> dict[str, Losses]:
+    plain = make_sharded_model(device)
+    losses = {"none": [loss for loss, _ in train(plain, device)]}
+    pipelines = PIPELINES | (GPU_PIPELINES if device.type == "cuda" else {})
+    for name, pipeline in pipelines.items():
+        losses[name] = pipeline(make_sharded_model(device), device)
+
+    # What has been trained predicts the same with and without a pipeline.
+    plain.eval()
+    with torch.no_grad():
+        losses["none, evaluation"] = [plain(batch)[0] for batch in batches(device)]
+        evaluation = EvalPipelineSparseDist(plain, dense_optimizer(plain), device)
+        from_host = batches(CPU)
+        losses["evaluation"] = [evaluation.progress(from_host)[0] for _ in range(NUM_STEPS)]
+    return losses
+
+
+def test_pipelined_training_equals_training_without(tmp_path: Path, backend: str):
+    for losses in run_ranks(train_pipelined, tmp_path, backend):
+        for name, pipelined in losses.items():
+            expected = losses["none, evaluation" if name == "evaluation" else "none"]
+            if name == "none, evaluation":
+                continue
+            assert len(pipelined) == NUM_STEPS
+            assert torch.equal(torch.stack(pipelined), torch.stack(expected)), name
+
+
+def train_on_newest_rows(device: torch.device) -> dict[str, Losses]:
+    """Losses without a pipeline, and with one that cuts histories before it looks them up."""
+    plain = make_sharded_model(device, max_history=2)
+    model = make_sharded_model(device, max_history=2)
+    pipeline = TrainPipelineSparseDist(
+        model, dense_optimizer(model), device, pipeline_postproc=True
+    )
+    seen = []
+    lookup = collection_of(model).embedding_collections["8"]
+    input_dist = lookup.input_dist
+    lookup.input_dist = lambda context, features: (
+        seen.append(features.to_dict()) or input_dist(context, features)
+    )
+    from_host = batches(CPU)
+    losses = [pipeline.progress(from_host)[0].detach() for _ in range(NUM_STEPS)]
+    assert {type(module).__name__ for module in pipeline._pipelined_modules} == LOOKUPS
+    (cut,) = pipeline._pipelined_postprocs
+    assert type(cut.postproc_module).__name__ == "HistoryTruncation"
+    assert len(seen) == NUM_STEPS
+    for step, features in enumerate(seen):
+        lengths = HISTORY_LENGTHS[step][torch.distributed.get_rank()]
+        for key in ("hist", "hist_cat", "times"):
+            assert features[key].lengths().tolist() == [min(length, 2) for length in lengths]
+    return {"none": [loss for loss, _ in train(plain, device)], "pipelined": losses}
+
+
+def test_histories_are_cut_before_the_exchange_between_ranks(tmp_path: Path, backend: str):
+    for losses in run_ranks(train_on_newest_rows, tmp_path, backend):
+        assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
+
+
+def train_with_prefetched_cache(device: torch.device) -> dict[str, Losses]:
+    fused_params = {"prefetch_pipeline": True}
+    model = make_sharded_model(
+        device,
+        ShardingType.ROW_WISE,
+        kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING,
+        sharders=[
+            EmbeddingCollectionSharder(fused_params=fused_params),
+            EmbeddingBagCollectionSharder(fused_params=fused_params),
+        ],
+    )
+    prefetch = with_pipeline(PrefetchTrainPipelineSparseDist)
+    plain = make_sharded_model(device, ShardingType.ROW_WISE)
+    return {
+        "prefetch": prefetch(model, device),
+        "none": [loss for loss, _ in train(plain, device)],
+    }
+
+
+@pytest.mark.gpu
+def test_rows_prefetched_into_a_cache(tmp_path: Path):
+    """Tables in host memory, with a cache of rows on the GPU."""
+    for losses in run_ranks(train_with_prefetched_cache, tmp_path, "nccl"):
+        torch.testing.assert_close(torch.stack(losses["prefetch"]), torch.stack(losses["none"]))
+
+
+def train_semi_sync(device: torch.device) -> Losses:
+    pipeline = with_pipeline(TrainPipelineSemiSync, start_batch=0)
+    return pipeline(make_sharded_model(device), device)
+
+
+@pytest.mark.gpu
+def test_rows_read_before_the_last_step_has_changed_them(tmp_path: Path):
+    ranks = run_ranks(train_semi_sync, tmp_path, "nccl")
+    assert len(ranks) == world_size("nccl")
+    for losses in ranks:
+        assert torch.stack(losses).isfinite().all()

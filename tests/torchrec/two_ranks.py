@@ -1,0 +1,376 @@
+"""A DLRM with attention on two ranks: what the tests of distributed training share."""
+
+import datetime
+import gc
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.processes import START_METHOD
+from torchrec_jagged_attn import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    embedding_parameters,
+)
+
+CPU = torch.device("cpu")
+NUM_IDS = 30
+FEATURES = {
+    "t_user": ["user"],
+    "t_item": ["bought", "hist", "item"],
+    "t_tag": ["tags"],
+    "t_cat": ["cat", "hist_cat"],
+}
+ATTENDED_TABLES = ("t_item", "t_cat")
+# The histories of each rank (and of the third and fourth) in each step. A rank, or both, may see no
+# row at all, and not all have equally many samples.
+HISTORY_LENGTHS = [
+    ([3, 0, 2, 1], [1, 4, 0, 5]),
+    ([2, 5, 0, 1], [0, 0, 0, 0]),
+    ([0, 0, 0, 0], [0, 6, 1, 0]),
+    ([4, 1], [2, 0, 0, 7, 3]),
+    ([0, 0, 0, 0], [0, 0, 0, 0]),
+]
+NUM_STEPS = len(HISTORY_LENGTHS)
+STEPS_OF_EQUAL_BATCHES = (0, 1, 2, 4)
+LEARNING_RATE = 0.3
+
+
+class LazyAdam(torch.optim.Adam):
+    """Adam as fused into the lookups: a row of a table without a gradient stays as it is."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        tables = [table for group in self.param_groups for table in group["params"]]
+        before = [self._rows_without_gradient(table) for table in tables]
+        super().step()
+        for table, (idle, rows) in zip(tables, before, strict=True):
+            for tensor, saved in zip(self._by_row(table), rows, strict=True):
+                tensor[idle] = saved
+
+    def _rows_without_gradient(self, table: Tensor) -> tuple[Tensor, list[Tensor]]:
+        idle = (table.grad == 0).all(dim=1)
+        if not self.state[table]:
+            return idle, [table[idle], *(torch.zeros_like(table[idle]) for _ in range(2))]
+        return idle, [tensor[idle] for tensor in self._by_row(table)]
+
+    def _by_row(self, table: Tensor) -> list[Tensor]:
+        state = self.state[table]
+        return [table, state["exp_avg"], state["exp_avg_sq"]]
+
+
+# Fused into the lookups of a sharded table, and what an unsharded one learns by.
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, torch.optim.SGD, {"lr": LEARNING_RATE}),
+    "Adagrad": (torch.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
+    "RowWiseAdagrad": (RowWiseAdagrad, RowWiseAdagrad, {"lr": 0.05, "eps": 1e-2}),
+    "Adam": (torch.optim.Adam, LazyAdam, {"lr": 0.05, "eps": 1e-2}),
+}
+
+
+def world_size(backend: str) -> int:
+    """Two ranks; with NCCL one where there is a single GPU."""
+    return 2 if backend == "gloo" else min(2, torch.cuda.device_count())
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    tmp_path: Path,
+    backend: str,
+    *args: Any,
+    ranks: int | None = None,
+    ranks_of_host: int | None = None,
+) -> list[Any]:
+    """Call ``function(device, *args)`` in one process per rank and return what each returned.
+
+    With fewer ``ranks_of_host`` than ranks, they believe to be on several hosts.
+    """
+    ranks = world_size(backend) if ranks is None else ranks
+    directory = Path(tempfile.mkdtemp(dir=tmp_path))
+    context = mp.start_processes(
+        _run_rank,
+        (function, directory, backend, ranks, ranks_of_host or ranks, args),
+        nprocs=ranks,
+        join=False,
+        start_method=START_METHOD,
+    )
+    while not context.join(timeout=60):
+        pass
+    return [
+        torch.load(directory / f"{rank}.pt", map_location=CPU, weights_only=False)
+        for rank in range(ranks)
+    ]
+
+
+def _run_rank(
+    rank: int,
+    function: Callable[..., Any],
+    directory: Path,
+    backend: str,
+    ranks: int,
+    ranks_of_host: int,
+    args: tuple,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_host)
+    device = CPU
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{directory / 'store'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    torch.save(function(device, *args), directory / f"{rank}.pt")
+    # Sharded models lie in reference cycles and hold the group. Were its threads to outlive the
+    # interpreter, the process could abort at its end.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def make_model(
+    device: torch.device = CPU,
+    data_type: DataType = DataType.FP32,
+    tags: PoolingType = PoolingType.MEAN,
+    is_weighted: bool = False,
+    **options: Any,
+) -> DLRMTrain:
+    """With ``options`` of the attention."""
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=8,
+            num_embeddings=NUM_IDS,
+            feature_names=features,
+            data_type=data_type,
+            pooling=tags if name == "t_tag" else PoolingType.SUM,
+            init_fn=nn.init.normal_,
+        )
+        for name, features in FEATURES.items()
+    ]
+    attention = TargetAttentionConfig(
+        ["item", "cat"],
+        ["hist", "hist_cat"],
+        num_heads=2,
+        timestamps="times",
+        **options,
+    )
+    collection = TargetAttentionEmbeddingBagCollection(tables, attention, device, is_weighted)
+    return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
+
+
+def collection_of(model: nn.Module) -> TargetAttentionEmbeddingBagCollection:
+    if isinstance(model, DistributedModelParallel):
+        model = model.module
+    return model.model.sparse_arch.embedding_bag_collection
+
+
+def reads_weights(model: nn.Module) -> bool:
+    collection = collection_of(model)
+    is_ours = isinstance(collection, TargetAttentionEmbeddingBagCollection)
+    return is_ours and collection.is_weighted()
+
+
+def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
+    rng = random.Random(f"{step} {rank}")
+    lengths = HISTORY_LENGTHS[step][rank % 2]
+    bags = {}
+    for name in [*(n for names in FEATURES.values() for n in names), "times"]:
+        if name in ("item", "cat"):
+            counts = [1] * len(lengths)
+        elif name in ("hist", "hist_cat", "times"):
+            counts = lengths
+        else:
+            counts = [rng.randint(0, 3) for _ in lengths]
+        bags[name] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    values = torch.tensor([i for rows in bags.values() for ids in rows for i in ids]).long()
+    return Batch(
+        dense_features=torch.randn(len(lengths), 3, generator=generator),
+        sparse_features=KeyedJaggedTensor(
+            keys=list(bags),
+            values=values,
+            weights=values % 4 / 2 if is_weighted else None,
+            lengths=torch.tensor([len(ids) for rows in bags.values() for ids in rows]).long(),
+        ),
+        labels=torch.arange(len(lengths)) % 2,
+    )
+
+
+def batches(
+    device: torch.device, steps: Iterable[int] = range(NUM_STEPS), is_weighted: bool = False
+) -> Iterator[Batch]:
+    """This rank's batch of each step."""
+    for step in steps:
+        yield make_batch(step, dist.get_rank(), is_weighted).to(device)
+
+
+def optimize_tables(model: nn.Module, optimizer: str = "SGD") -> None:
+    fused, _, arguments = OPTIMIZERS[optimizer]
+    # A copy: sharding writes into it.
+    apply_optimizer_in_backward(fused, embedding_parameters(model), dict(arguments))
+
+
+def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return torch.optim.SGD(dense.values(), lr=LEARNING_RATE)
+
+
+def shard(
+    model: nn.Module,
+    device: torch.device,
+    sharding: ShardingType,
+    bags: ShardingType | None = None,
+    kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
+    sharders: list[ModuleSharder] | None = None,
+) -> DistributedModelParallel:
+    """Shard all tables as told, or as near to it as TorchRec can.
+
+    It shards an EmbeddingCollection not by tables and rows at once nor by a grid, so then by rows,
+    and its sharder of an EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
+    """
+    sharders = get_default_sharders() if sharders is None else sharders
+    if sharding == ShardingType.DATA_PARALLEL:
+        kernel = EmbeddingComputeKernel.DENSE
+    sequences = sharding
+    if sharding in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD):
+        sequences = ShardingType.ROW_WISE
+    if bags is None:
+        bags = ShardingType.TABLE_WISE if device.type == "cpu" else sharding
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=dist.get_world_size(),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            compute_device=device.type,
+        ),
+        constraints={
+            name: ParameterConstraints(
+                sharding_types=[(sequences if name in ATTENDED_TABLES else bags).value],
+                compute_kernels=[kernel.value],
+                min_partition=4,
+            )
+            for name in FEATURES
+        },
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    if device.type == "cuda":  # of ranks that only believe to be on several hosts, too
+        for parameters in plan.plan.values():
+            for parameter in parameters.values():
+                for part in parameter.sharding_spec.shards if parameter.sharding_spec else ():
+                    rank = part.placement.rank()
+                    part.placement = torch.distributed._remote_device(f"rank:{rank}/cuda:{rank}")
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+
+
+def make_sharded_model(
+    device: torch.device,
+    sharding: ShardingType = ShardingType.TABLE_WISE,
+    optimizer: str = "SGD",
+    data_type: DataType = DataType.FP32,
+    tags: PoolingType = PoolingType.MEAN,
+    is_weighted: bool = False,
+    max_history: int | None = None,
+    **options: Any,
+) -> DistributedModelParallel:
+    """``make_model()``, sharded; replicated tables are left to the optimizer of dense layers."""
+    model = make_model(
+        data_type=data_type, tags=tags, is_weighted=is_weighted, max_history=max_history
+    )
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if sharding != ShardingType.DATA_PARALLEL:
+        optimize_tables(model, optimizer)
+    model = shard(model, device, sharding, **options)
+    load(model, state)  # sharding draws the tables of bags anew
+    return model
+
+
+@torch.no_grad()
+def load(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy whole parameters into those of a sharded model, part by part."""
+    for name, value in model.state_dict().items():
+        parts = value.local_shards() if isinstance(value, ShardedTensor) else []
+        for part in parts:
+            (row, column), (rows, columns) = part.metadata.shard_offsets, part.metadata.shard_sizes
+            part.tensor.copy_(state[name][row : row + rows, column : column + columns])
+        if not isinstance(value, ShardedTensor):
+            value.copy_(state[name])
+
+
+def train(
+    model: nn.Module, device: torch.device, steps: Iterable[int] = range(NUM_STEPS)
+) -> list[tuple[Tensor, Tensor]]:
+    """Loss and logits of each step on this rank."""
+    optimizer = dense_optimizer(model)
+    results = []
+    for batch in batches(device, steps, reads_weights(model)):
+        optimizer.zero_grad()
+        loss, (_, logits, _) = model(batch)
+        loss.backward()
+        optimizer.step()
+        results.append((loss.detach(), logits))
+    return results
+
+
+def train_unsharded(
+    model: nn.Module,
+    optimizer: str,
+    ranks: int,
+    device: torch.device = CPU,
+    steps: Iterable[int] = range(NUM_STEPS),
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Losses and logits of each step by rank, of one process with the batches of all ranks."""
+    _, unfused, arguments = OPTIMIZERS[optimizer]
+    is_weighted = reads_weights(model)
+    tables = list(embedding_parameters(model))
+    rest = [p for p in model.parameters() if not any(p is table for table in tables)]
+    optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
+    results = []
+    for step in steps:
+        model.zero_grad()
+        outputs = [model(make_batch(step, rank, is_weighted).to(device)) for rank in range(ranks)]
+        losses = [loss for loss, _ in outputs]
+        torch.stack(losses).mean().backward()
+        for each in optimizers:
+            each.step()
+        results.append(
+            ([loss.detach() for loss in losses], [logits for _, (_, logits, _) in outputs])
+        )
+    return results
+
+
+def full_state_dict(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Parameters by name; those of sharded tables are put together on rank 0."""
+    state = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            whole = torch.zeros(value.size(), dtype=value.dtype, device=device)
+            value.gather(dst=0, out=whole if dist.get_rank() == 0 else None)
+            value = whole
+        state[name] = value.detach().cpu().clone()
+    return state

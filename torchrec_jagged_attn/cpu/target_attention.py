@@ -1,0 +1,68 @@
+"""Target attention on a CPU: attention whose keys and values are the raw history rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.arguments import (
+    FlashArguments,
+    TargetArguments,
+    TargetGradients,
+    TargetOutputs,
+)
+from torchrec_jagged_attn.cpu import attention
+
+__all__ = ["backward", "forward"]
+
+
+def forward(args: TargetArguments) -> TargetOutputs:
+    """Attend.
+
+    The residual is zeros, and so are, without prior weights, the statistics: the gradient needs
+    neither here.
+    """
+    query = args.query
+    if args.query_offsets is None:
+        query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
+    out, stats = attention.forward(_over_history(args, query))
+    out = out.view(query.shape)
+    is_rounded = args.for_backward and out.element_size() == 2
+    residual = out.new_zeros(out.shape if is_rounded else [0])
+    return TargetOutputs(out, residual, stats.view(2, *out.shape[:-1]))
+
+
+def backward(
+    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs_bias: bool
+) -> TargetGradients:
+    """Gradients; that of prior weights is of their logarithms, ``[N, H]``."""
+    # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
+    query = args.query.to(attention.compute_dtype(args.query))
+    if args.query_offsets is None:
+        query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
+    grad_history = args.history.new_empty(args.history.shape)
+    grads = attention.backward(
+        grad_out.flatten(0, -3), _over_history(args, query), None, grad_history.unsqueeze(1), None
+    )
+    grad_query = grads.q.view(query.shape)
+    if query.shape != args.query.shape:  # one that all samples share
+        grad_query = grad_query.sum(0, keepdim=True)
+    return TargetGradients(
+        query=grad_query.to(args.query.dtype),
+        history=grad_history,
+        bias=grads.bias,
+        position_bias=grads.position_bias,
+        age_bias=grads.age_bias,
+    )
+
+
+def _over_history(args: TargetArguments, query: Tensor) -> FlashArguments:
+    """Attention of the rows of ``query``, as each sample has it, over the history."""
+    q_offsets = args.query_offsets
+    if q_offsets is None:
+        q_offsets = torch.arange(args.offsets.numel()) * query.shape[1]
+    rows = args.history.unsqueeze(1)
+    return FlashArguments(
+        query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases,
+        causal=False, scale=args.scale, needs_stats=args.biases.are_prior_weights,
+    )  # fmt: skip

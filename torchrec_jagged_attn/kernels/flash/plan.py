@@ -1,0 +1,296 @@
+"""Which kernels take a call of jagged flash attention, which tiles they get, and why.
+
+A call may have short samples and long ones. ``PATHS`` says which kernels take each: kernels of
+their own compute a short sample whole, all pairs of rows at once; the others cut a sample into
+tiles (``tile_list.py``). Tile sizes are the fastest of those tried on an H200.
+
+A plan depends on shapes alone. It does not depend on lengths, which kernels read on the device; and
+of the number of rows and samples it asks only whether there are any, and whether int32 counts them.
+So a sample has the same bits in every batch, and one plan serves all batches of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.common.matmul import padded_width, tile_rows
+from torchrec_jagged_attn.kernels.flash import general_short, hopper_short
+from torchrec_jagged_attn.paths import Choice, Condition, Path, choose
+
+__all__ = ["PATHS", "Call", "Plan", "plan_of"]
+
+
+class Call(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        on_hopper: whether the device is a Hopper GPU.
+        precision: of products, see ``dot_precision``.
+        shared_memory: bytes that a program may have.
+        num_heads: heads of queries.
+        num_key_heads: heads of keys and values.
+        width: of queries and keys.
+        value_width: of values.
+        has_bias: whether there is a ``bias``, which may be prior weights.
+        has_prior_weights: whether it is those.
+        position_buckets: rows of ``position_bias``, 0 without it.
+        age_buckets: those of ``age_bias``.
+        distance_buckets: those of ``relative_bias``.
+        counted: whether int32 counts the pairs of a sample and a head.
+        in_boxes: whether the tensor memory accelerator can address the inputs, and in backward the
+            gradients that come and go, and none of them is empty.
+    """
+
+    device: torch.device
+    on_hopper: bool
+    dtype: torch.dtype
+    precision: str
+    shared_memory: int
+    num_heads: int
+    num_key_heads: int
+    width: int
+    value_width: int
+    has_bias: bool
+    has_prior_weights: bool
+    position_buckets: int
+    age_buckets: int
+    distance_buckets: int
+    causal: bool
+    negative_scale: bool
+    counted: bool
+    in_boxes: bool = True
+
+    @property
+    def padded_width(self) -> int:
+        """Columns of a tile: of all alike.
+
+        Values narrower than keys come out wrong of Triton 3.6, on an H200.
+        """
+        return padded_width(max(self.width, self.value_width))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a tile."""
+        return self.padded_width * self.dtype.itemsize
+
+    @property
+    def biased_by_keys(self) -> bool:
+        """Whether scores have a bias that goes by the key's row, position or age."""
+        return self.has_bias or self.position_buckets > 0 or self.age_buckets > 0
+
+    @property
+    def biased(self) -> bool:
+        """Whether scores have any bias."""
+        return self.biased_by_keys or self.distance_buckets > 0
+
+
+class Sample(NamedTuple):
+    """What a path is chosen for.
+
+    Attributes:
+        call: the call that the sample is in.
+        rows: how many queries or keys it has, whichever are more.
+    """
+
+    call: Call
+    rows: float
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return devices.hopper_multiprocessors(device) > 0
+
+
+def _rows(most: int) -> Condition:
+    return Condition(f"samples of at most {most} rows on both sides", lambda s: s.rows <= most)
+
+
+_HALF = Condition("half precision", lambda s: s.call.dtype.itemsize == 2)
+# Biases by keys, and a loop that masks by them, would take registers that products need.
+_NO_BIAS_BY_KEYS = Condition("no bias but by distance", lambda s: not s.call.biased_by_keys)
+_NO_BIAS = Condition("no bias", lambda s: not s.call.biased)
+# The largest score is that of the largest product; the general kernels turn queries around first.
+_SCALE = Condition("scale >= 0", lambda s: not s.call.negative_scale)
+_IN_BOXES = Condition(
+    "rows on every side, whose widths, strides and addresses are multiples of 16 bytes",
+    lambda s: s.call.in_boxes,
+)
+
+PATHS = (
+    Path(
+        "hopper_short",
+        (
+            _rows(hopper_short.MOST_ROWS),
+            _HALF,
+            _NO_BIAS,
+            _SCALE,
+            Condition(
+                f"a larger width of 33 to {hopper_short.WIDTH}",
+                lambda s: s.call.padded_width == hopper_short.WIDTH,
+            ),
+            _IN_BOXES,
+            Condition("samples times heads below 2^31", lambda s: s.call.counted),
+        ),
+        _is_hopper,
+        device="a Hopper GPU",
+    ),
+    Path(
+        "general_short",
+        (
+            _rows(general_short.MOST_ROWS),
+            _HALF,
+            _NO_BIAS,
+            Condition("widths of at most 128", lambda s: s.call.padded_width <= 128),
+        ),
+    ),
+    Path(
+        "hopper",
+        (
+            _HALF,
+            _NO_BIAS_BY_KEYS,
+            _SCALE,
+            Condition("a larger width of 33 to 128", lambda s: s.call.padded_width in (64, 128)),
+            _IN_BOXES,
+        ),
+        _is_hopper,
+        device="a Hopper GPU",
+    ),
+    Path("general"),
+)
+_MOST_ROWS = {"hopper_short": hopper_short.MOST_ROWS, "general_short": general_short.MOST_ROWS}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of a call, and their compile-time constants.
+
+    Attributes:
+        call: what it was made from.
+        short_samples: the path of short samples; that of long ones where no kernel takes them
+            whole.
+        long_samples: the path of all others.
+        most_short: the most rows of a sample that is short; 0 where none is.
+        width: columns of a tile.
+        together: as how many rows of the other side samples have whose tiles of keys take turns in
+            the list, see ``list_tiles``.
+        shape: constants of every general kernel, but for strides.
+        tables: those of kernels that know biases.
+    """
+
+    call: Call
+    short_samples: Choice
+    long_samples: Choice
+    most_short: int
+    width: int
+    together: int
+    shape: dict[str, Any] = field(repr=False)
+    tables: dict[str, Any] = field(repr=False)
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether kernels of Hopper take the long samples."""
+        return self.long_samples.path == "hopper"
+
+    @property
+    def short_on_hopper(self) -> bool:
+        """Whether kernels of Hopper take the short samples."""
+        return self.short_samples.path == "hopper_short"
+
+    @functools.cached_property
+    def short(self) -> dict[str, Any]:
+        """Tile of samples taken whole by the general kernels."""
+        return {"BLOCK": self.most_short, "num_warps": 1 if self.call.row_bytes <= 128 else 2}
+
+    @functools.cached_property
+    def forward(self) -> dict[str, Any]:
+        """Tile of the forward kernel."""
+        if self._is_small:
+            return self._small
+        stages = 2 if self.call.biased or self.call.dtype.itemsize == 4 else 3
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+
+    @functools.cached_property
+    def grad_q(self) -> dict[str, Any]:
+        """Tile of the gradient of queries."""
+        if self._is_small:
+            return self._small
+        stages = 4 if self.call.row_bytes <= 128 else 3
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
+
+    @functools.cached_property
+    def grad_kv(self) -> dict[str, Any]:
+        """Tile of the gradients of keys and values."""
+        if self._is_small:
+            return self._small
+        tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
+        if self.call.row_bytes <= 128 and not self.call.biased:
+            return tile | {"num_stages": 2, "maxnreg": 128}
+        return tile | {"num_stages": 3}
+
+    @functools.cached_property
+    def grad_relative(self) -> dict[str, Any]:
+        """Tile of the gradient of scores by distance."""
+        tile = {"BLOCK": 64, "num_warps": 4, "num_stages": 2 if self.call.row_bytes <= 128 else 1}
+        if self._is_small:
+            small = self._small
+            tile = {"BLOCK": small["BLOCK_M"], "num_warps": small["num_warps"], "num_stages": 1}
+        return tile | {"GROUPS": padded_width(self.call.distance_buckets) // 16}
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether operands of larger tiles would not fit."""
+        return self.call.row_bytes > 256 or self.call.precision == "ieee"
+
+    @functools.cached_property
+    def _small(self) -> dict[str, Any]:
+        """Tile of exact fp32, or of wide rows, whose operands fill shared memory.
+
+        The gradient of keys takes the most: four operands, or five of TF32, and scores.
+        """
+        call = self.call
+        block = tile_rows(call.row_bytes, call.precision, registers=8192)
+        if call.precision == "ieee":
+            block = min(block, 32)  # scores of larger ones spill
+        operands = 5 if call.dtype.itemsize == 4 and call.precision == "tf32" else 4
+        while block > 16 and (
+            block * (operands * call.row_bytes + 4 * block + 16) > call.shared_memory
+        ):
+            block //= 2
+        warps = 4 if call.row_bytes < 512 else 8
+        return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
+
+
+@functools.cache
+def plan_of(call: Call) -> Plan:
+    """The plan of ``call``."""
+    short = choose(PATHS, call.device, Sample(call, 1))
+    return Plan(
+        call=call,
+        short_samples=short,
+        long_samples=choose(PATHS, call.device, Sample(call, float("inf"))),
+        most_short=_MOST_ROWS.get(short.path, 0),
+        width=call.padded_width,
+        together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
+        shape={
+            "H": call.num_heads,
+            "HK": call.num_key_heads,
+            "D": call.width,
+            "DV": call.value_width,
+            "CAUSAL": call.causal,
+            "NEGATIVE": call.negative_scale,
+            "BLOCK_D": call.padded_width,
+            "BLOCK_DV": call.padded_width,
+        },
+        tables={
+            "P": call.position_buckets,
+            "A": call.age_buckets,
+            "R": call.distance_buckets,
+            "BIASED": call.biased,
+            "PRIOR": call.has_prior_weights,
+            "PRECISION": call.precision,
+        },
+    )

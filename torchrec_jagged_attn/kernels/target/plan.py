@@ -1,0 +1,326 @@
+"""How a call of target attention is computed: which path takes it, and how its work is cut up.
+
+The paths, from the fastest to the one that takes any call, for R query rows (targets × heads) of a
+sample:
+
+    one_warp     a warp holds all query rows; R up to 8
+    warpgroup    four warps share wgmma products, on Hopper; R of 9 to 64, half precision
+    few_warps    16 query rows to a warp; R of 9 to 64
+    general      Triton's kernels: any R, any width, jagged queries
+
+No plan depends on how many samples and rows there are: where a sample is cut depends on itself
+alone, and so do the bits of its results.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.kernels.common.launch import overlap_options
+from torchrec_jagged_attn.kernels.common.matmul import padded_width
+from torchrec_jagged_attn.kernels.target import schedule
+from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
+from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
+from torchrec_jagged_attn.paths import Condition, Path, choose
+
+__all__ = ["DENSE", "JAGGED", "PATHS", "SHARED", "Plan", "Problem", "plan_of"]
+
+# As plain numbers: comparing those of Triton takes host time.
+DENSE, SHARED, JAGGED = (
+    layout.value for layout in (schedule.DENSE, schedule.SHARED, schedule.JAGGED)
+)
+ONE_WARP_ROWS = BLOCK_R.value
+MOST_BUCKETS = 256  # of both tables, which lie in shared memory
+MOST_BUCKETS_OF_TABLE = BUCKETS.value  # backward of warpgroups, which holds tables in registers
+# Bytes of shared memory that a program of few_warps needs: A100 (163 KiB) lacks it, H100 has it.
+MIN_SHARED_MEMORY_FEW_WARPS = 200_001
+# Forward, samples of up to so many blocks of queries are cut as if they had one. The sums of all
+# chunks then take a byte for each element of the history.
+MOST_SLOTS = 4
+
+
+class Problem(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        device: of the tensors.
+        backward: whether gradients are asked for, else outputs.
+        layout: of queries: DENSE, SHARED or JAGGED.
+        num_targets: of each sample; 0 where queries are JAGGED.
+        num_heads: of a target.
+        width: of queries and history rows.
+        num_positions: buckets of the table of positions; 0 without one.
+        num_ages: buckets of the table of ages; 0 without one.
+        bias: whether history rows have biases or prior weights.
+        prior: whether these are prior weights.
+        element_size: bytes of an element.
+        history_stride: elements from one history row to the next.
+        aligned: whether the history begins at a multiple of 16 bytes.
+        addressable: whether it has few enough rows for a descriptor of the tensor memory
+            accelerator.
+        precision: of products, see ``matmul.product_precision``.
+    """
+
+    device: torch.device
+    backward: bool
+    layout: int
+    num_targets: int
+    num_heads: int
+    width: int
+    num_positions: int
+    num_ages: int
+    bias: bool
+    prior: bool
+    element_size: int
+    history_stride: int
+    aligned: bool
+    addressable: bool
+    precision: str
+
+    @property
+    def rows(self) -> int:
+        """Query rows that a sample has; of JAGGED ones, those of eight targets.
+
+        Not the batch's own there: results must not depend on other samples.
+        """
+        return (8 if self.layout == JAGGED else self.num_targets) * self.num_heads
+
+    @property
+    def buckets(self) -> int:
+        """Of both tables together."""
+        return self.num_positions + self.num_ages
+
+    @property
+    def half(self) -> bool:
+        """Whether elements have half precision."""
+        return self.element_size == 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a history row in a tile."""
+        return padded_width(self.width) * self.element_size
+
+
+def _rows_are_aligned(x: Problem) -> bool:
+    return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
+
+
+_GLUON = (
+    Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
+    Condition("history rows at multiples of 16 bytes", _rows_are_aligned),
+    Condition(
+        "a bias of each row with one target only",
+        lambda x: not x.bias or x.prior or x.num_targets == 1,
+    ),
+    Condition(
+        f"tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
+    ),
+)
+_MORE_ROWS = (
+    Condition(
+        f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
+        lambda x: ONE_WARP_ROWS < x.rows <= 64,
+    ),
+    Condition("width up to 128", lambda x: x.width <= 128),
+)
+PATHS = (
+    Path(
+        "one_warp",
+        (
+            Condition(
+                f"up to {ONE_WARP_ROWS} query rows (targets × heads) a sample",
+                lambda x: x.rows <= ONE_WARP_ROWS,
+            ),
+            Condition("width up to 256", lambda x: x.width <= 256),
+            *_GLUON,
+        ),
+        runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
+        device="an Ampere GPU or later",
+    ),
+    Path(
+        "warpgroup",
+        (
+            *_MORE_ROWS,
+            Condition("half precision", lambda x: x.half),
+            *_GLUON,
+            Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
+            Condition("fewer than 2³⁰ history rows", lambda x: x.addressable),
+            Condition(
+                "backward without a bias of each row",
+                lambda x: not (x.backward and x.bias and not x.prior),
+            ),
+            Condition(
+                f"backward with up to {MOST_BUCKETS_OF_TABLE} buckets a table",
+                lambda x: (
+                    not x.backward or max(x.num_positions, x.num_ages) <= MOST_BUCKETS_OF_TABLE
+                ),
+            ),
+        ),
+        runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
+        device="a Hopper GPU",
+    ),
+    Path(
+        "few_warps",
+        (
+            *_MORE_ROWS,
+            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.rows <= 32),
+            *_GLUON,
+            Condition(
+                "tables in half-precision backward, where general is faster without",
+                lambda x: not (x.backward and x.half) or x.buckets > 0,
+            ),
+        ),
+        runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
+        device="an H100 or later: 196 KiB of shared memory",
+    ),
+    Path("general"),
+)
+
+
+class Plan:
+    """Which kernels compute one direction, how they cut it up, and what they are compiled for.
+
+    Attributes:
+        problem: what the plan is for.
+        choice: the path that takes it, and why not another one.
+        path: the name of that.
+        tiles: compile-time arguments that say how work is cut up.
+        listed: whether programs find chunks by a list of slots, and bring their sums together.
+        overlap: whether launches overlap.
+        block_r: query rows of a block.
+        chunk: history rows that a program takes at least.
+        slot: how many history rows there are for each slot.
+        rows_of_slot: how many query rows the sums of a chunk have.
+        one_block: whether backward meets samples whose query rows one block holds, in one pass.
+        more_blocks: whether it meets other ones.
+        kernel, grad_query, grad_history, combine, list_slots: compile-time arguments.
+        column_blocks: programs that bring the sums of one chunk together.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        x = self.problem = problem
+        self.choice = choose(PATHS, x.device, x)
+        self.path = self.choice.path
+        self.overlap = devices.launches_overlap(x.device)
+        self.listed = self.path in ("one_warp", "warpgroup")
+        self.tiles = tiles_of(self.path, x)
+        self.block_r = self.tiles.get("BLOCK_R", ONE_WARP_ROWS)
+        self.chunk = self.tiles["CHUNK"]
+        jagged = x.layout == JAGGED
+        # Backward, when memory is shortest, programs that take whole samples last longer anyway.
+        most_blocks = MOST_SLOTS if jagged else -(-x.rows // self.block_r)
+        self.slot = self.chunk // (1 if x.backward else max(1, min(MOST_SLOTS, most_blocks)))
+        self.rows_of_slot = self.block_r if jagged else min(x.rows, self.block_r)
+        # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
+        single_pass = x.half or self.path in ("one_warp", "few_warps")
+        self.one_block = single_pass and (jagged or x.rows <= self.block_r)
+        self.more_blocks = jagged or not self.one_block
+
+        self.kernel = self._constants()
+        self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": self.overlap}
+        passes = {"SINGLE_PASS": single_pass}
+        one_target = x.num_targets == 1 and x.rows <= self.block_r
+        self.grad_query = self.kernel | passes
+        self.grad_history = self.grad_query | {
+            "ONE_TARGET": one_target,
+            "BLOCK_H": self.block_r if one_target else padded_width(x.num_heads),
+            "BLOCK_P": padded_width(x.num_positions),
+            "BLOCK_A": padded_width(x.num_ages),
+        }
+        block_r = 1 << (self.rows_of_slot - 1).bit_length()
+        block_d = min(padded_width(x.width), max(16, 1024 // block_r))
+        self.column_blocks = -(-x.width // block_d)
+        self.combine = {
+            "LAYOUT": x.layout,
+            "H": x.num_heads,
+            "D": x.width,
+            "BLOCK_R": block_r,
+            "BLOCK_D": block_d,
+            "CHUNK": self.chunk,
+            "SLOT": self.slot,
+            "num_warps": 1,
+            **overlap_options(self.overlap),
+            **(passes if x.backward else {}),
+        }
+
+    def _constants(self) -> dict[str, Any]:
+        """Compile-time arguments of the path's main kernel, and of its launch."""
+        x = self.problem
+        constants = {
+            "H": x.num_heads,
+            "D": x.width,
+            "P": x.num_positions,
+            "A": x.num_ages,
+            "PRIOR": x.prior,
+            **self.tiles,
+        }
+        if self.path == "general":
+            return constants | {"LAYOUT": x.layout, "PRECISION": x.precision, "SLOT": self.slot}
+        constants["SHARED"] = x.layout == SHARED
+        if self.path != "warpgroup":
+            constants["STRIDE"] = x.history_stride
+            constants["PARTS"] = 1 if x.half else 2 if x.precision == "tf32" else 3
+        return constants | (
+            overlap_options(self.overlap) if self.listed else {"OVERLAP": self.overlap}
+        )
+
+
+plan_of = functools.lru_cache(maxsize=1024)(Plan)
+
+
+def tiles_of(path: str, x: Problem) -> dict[str, int]:
+    """How ``path`` cuts up the work. Nothing of it may depend on other samples than a row's own.
+
+    Found by trying, on an H200.
+    """
+    width = padded_width(x.width)
+    if path == "one_warp":
+        return {
+            "BLOCK_N": 32 if x.half and not x.backward else 16,
+            "BLOCK_D": width,
+            "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
+            "NUM_STAGES": 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2,
+            "num_warps": 1,
+        }
+    if path == "warpgroup":
+        # Registers for as many programs on a multiprocessor as its shared memory holds, where none
+        # has to lie in memory while rows are multiplied.
+        registers = 168 if x.backward or x.bias or x.buckets else 128
+        if x.rows > 32 or (x.backward and x.buckets):
+            registers = 255
+        return {
+            "BLOCK_R": padded_width(x.rows),
+            "BLOCK_N": 64,
+            "BLOCK_D": max(64, width),
+            **({"COLUMNS": 64} if x.backward else {}),
+            "CHUNK": 512,
+            "NUM_STAGES": 2,
+            "num_warps": 4,
+            "maxnreg": registers,
+        }
+    if path == "few_warps":
+        block_r = padded_width(x.rows)
+        return {
+            "BLOCK_R": block_r,
+            "BLOCK_N": max(32, block_r) if x.backward else 64 if x.half else 16,
+            "BLOCK_D": width,
+            "CHUNK": 512 if x.half else 256,
+            "NUM_STAGES": 3 if x.half or not x.backward else 2,
+            "num_warps": block_r // 16,
+        }
+    block_r = min(padded_width(x.rows), 64, 32768 // x.row_bytes)
+    exact = x.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
+    bytes_of_tile = 16384 if x.backward or exact else 32768
+    rows_of_slot = block_r if x.layout == JAGGED else min(x.rows, block_r)
+    return {
+        "BLOCK_R": block_r,
+        "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
+        "BLOCK_D": width,
+        "CHUNK": max(128, 16 * rows_of_slot),
+        "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
+        "num_warps": 4 if x.row_bytes < 1024 else 8,
+    }

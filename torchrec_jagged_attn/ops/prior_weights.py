@@ -1,0 +1,30 @@
+"""Prior weights of rows: the ops take them as a bias of ``[N]``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.checks import check_prior_weights_values
+
+__all__ = ["bias_gradient", "bias_or_prior_weights"]
+
+
+def bias_or_prior_weights(bias: Tensor | None, prior_weights: Tensor | None) -> Tensor | None:
+    """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``."""
+    if bias is None or prior_weights is None:
+        return prior_weights if bias is None else bias
+    check_prior_weights_values(prior_weights)
+    dtype = torch.promote_types(bias.dtype, torch.promote_types(prior_weights.dtype, torch.float32))
+    removed = prior_weights == 0
+    logs = prior_weights.to(dtype).masked_fill(removed, 1).log().masked_fill(removed, -torch.inf)
+    return bias.to(dtype) + logs.unsqueeze(1)
+
+
+def bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """The gradient of ``bias``; that of prior weights, from the one of their logarithms."""
+    if grad is None or bias is None or bias.dim() == 2:
+        return grad
+    if grad.dim() == 2:
+        grad = grad.sum(1)
+    return (grad / bias).masked_fill(bias == 0, 0).to(bias.dtype)
