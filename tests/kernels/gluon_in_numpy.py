@@ -17,6 +17,7 @@ import contextlib
 import functools
 import operator
 import random
+import sys
 import threading
 import time
 import types
@@ -33,10 +34,8 @@ from triton.runtime.jit import ConstexprFunction
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.kernels.target import attention
-from torchrec_jagged_attn.kernels.target.plan import Plan
 
-__all__ = ["gluon_in_numpy"]
+__all__ = ["gluon_in_numpy", "ops_take_the_cpu_for"]
 
 BFLOAT16 = object()  # of which numpy knows nothing
 HOPPER_SHARED_MEMORY = 232_448
@@ -488,8 +487,6 @@ def _argument(x: object) -> object:
         return Pointer(x.detach().as_strided((size,), (1,)).numpy())
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
-    if isinstance(x, tuple):
-        return type(x)(*map(_argument, x))
     if isinstance(x, (int, float)):
         return Block(np.int32(x) if isinstance(x, int) else np.float32(x))
     return x
@@ -552,6 +549,27 @@ def _launch(
 
 
 @contextlib.contextmanager
+def ops_take_the_cpu_for(**facts: int) -> Iterator[None]:
+    """The ops take a device of these facts, see ``devices.py``, for the CPU's; plans that are
+    remembered by device are forgotten.
+    """
+    with mock.patch.multiple(
+        devices, **{name: lambda device, fact=fact: fact for name, fact in facts.items()}
+    ):
+        _forget_plans()
+        yield
+    _forget_plans()
+
+
+def _forget_plans() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchrec_jagged_attn.kernels"):
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+
+
+@contextlib.contextmanager
 def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
     """Gluon kernels run on CPU as on a GPU with the shared memory of Hopper's; yields the modules
     of those that did.
@@ -571,8 +589,8 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
 
     with (
         mock.patch.object(Launcher, "__call__", launch_any),
-        mock.patch.object(devices, "gluon_shared_memory", return_value=HOPPER_SHARED_MEMORY),
-        mock.patch.object(devices, "hopper_multiprocessors", return_value=multiprocessors),
-        mock.patch.object(attention, "plan_of", Plan),  # which remembers no other device
+        ops_take_the_cpu_for(
+            gluon_shared_memory=HOPPER_SHARED_MEMORY, hopper_multiprocessors=multiprocessors
+        ),
     ):
         yield launched

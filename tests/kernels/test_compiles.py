@@ -25,6 +25,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
     devices,
@@ -75,12 +76,11 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
         get_current_stream=lambda device: 0,
     )
     with (
-        mock.patch.multiple(
-            devices,
-            shared_memory=lambda device: SHARED_MEMORY[arch],
-            gluon_shared_memory=lambda device: SHARED_MEMORY[arch],
-            hopper_multiprocessors=lambda device: 132 if arch == 90 else 0,
-            launches_overlap=lambda device: arch >= 90,
+        ops_take_the_cpu_for(
+            shared_memory=SHARED_MEMORY[arch],
+            gluon_shared_memory=SHARED_MEMORY[arch],
+            hopper_multiprocessors=132 if arch == 90 else 0,
+            launches_overlap=arch >= 90,
         ),
         mock.patch.dict(devices._IMPLEMENTATIONS, cpu=("triton", "compiled")),
         mock.patch.object(Launcher, "__call__", launch),
