@@ -84,9 +84,9 @@ TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
     ids=str,
 )
 def test_recency(layout, times, dtype, device):
-    skip_unless_supported(Case("recency", 5, 150, 2, 16, dtype=dtype), device)
+    skip_unless_supported(Case("recency", 5, 300, 2, 16, dtype=dtype), device)
     num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    inputs = inputs_of([150, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
+    inputs = inputs_of([300, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
     generator = torch.Generator().manual_seed(1)
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
@@ -97,7 +97,7 @@ def test_recency(layout, times, dtype, device):
     timestamps = None
     if times is not None:
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.exp(14 * torch.rand(218, generator=generator)).to(device, times)
+        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device, times)
 
     def with_times(function):  # timestamps are no leaf, though they may be floating-point
         return functools.partial(function, timestamps=timestamps)
@@ -141,8 +141,8 @@ PRIOR_CASES = [
 
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
-    skip_unless_supported(Case("prior", 5, 150, 2, 16, dtype=dtype), device)
-    lengths = [150, 0, 3, 64, 1]
+    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
+    lengths = [300, 0, 3, 64, 1]
     inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
     generator = torch.Generator().manual_seed(1)
     if layout == "shared":
@@ -156,7 +156,7 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
     if "tables" in others:
         inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.arange(218, device=device) ** 2
+        timestamps = torch.arange(368, device=device) ** 2
     functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
     inputs["prior_weights"] = draw_prior_weights(
         lengths, device, dtype if num_targets == 9 else torch.float32
