@@ -73,14 +73,14 @@ def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Has
     for argument, is_specialized in zip(arguments, specialized, strict=False):
         if argument is None:
             traits.append(None)
-        elif isinstance(argument, Tensor):
-            aligned = argument.data_ptr() % 16 == 0
-            traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
         elif isinstance(argument, int):
             wide = argument >= 2**31
             traits.append((wide, argument == 1, argument % 16 == 0) if is_specialized else wide)
         elif isinstance(argument, tuple):
             traits += _traits(argument, repeat(True))
+        elif isinstance(argument, Tensor):  # last: that takes long of what is none
+            aligned = argument.data_ptr() % 16 == 0
+            traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
     return traits
 
 

@@ -249,7 +249,7 @@ class _Call:
 
     def __init__(self, args: TargetArguments, backward: bool) -> None:
         query, history, offsets, query_offsets = args[:4]
-        bias, position_bias, age_bias = args.biases[:3]
+        bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
         self.num_samples = offsets.shape[0] - 1
         num_heads, width = query.shape[-2:]
         if query_offsets is not None:
@@ -282,8 +282,9 @@ class _Call:
         if layout == JAGGED:
             self.num_blocks = total_rows // self.plan.block_r + self.num_samples
         else:
-            self.num_blocks = self.num_samples * -(-problem.rows // self.plan.block_r)
-        biases = Biases(*map(_contiguous, args.biases))
+            self.num_blocks = self.num_samples * self.plan.num_blocks
+        biases = (bias, position_bias, age_bias, args.timestamps)
+        biases = Biases(*map(_contiguous, biases))
         self.inputs = (query.contiguous(), history, biases)
         self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
         self.sizes = (self.num_samples, num_targets, total_rows)

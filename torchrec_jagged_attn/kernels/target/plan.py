@@ -192,6 +192,7 @@ class Plan:
         listed: whether programs find chunks by a list of slots, and bring their sums together.
         overlap: whether launches overlap.
         block_r: query rows of a block.
+        num_blocks: how many of them a sample has, unless queries are JAGGED.
         chunk: history rows that a program takes at least.
         slot: how many history rows there are for each slot.
         rows_of_slot: how many query rows the sums of a chunk have.
@@ -211,8 +212,9 @@ class Plan:
         self.block_r = self.tiles.get("BLOCK_R", ONE_WARP_ROWS)
         self.chunk = self.tiles["CHUNK"]
         jagged = x.layout == JAGGED
+        self.num_blocks = -(-x.rows // self.block_r)
         # Backward, when memory is shortest, programs that take whole samples last longer anyway.
-        most_blocks = MOST_SLOTS if jagged else -(-x.rows // self.block_r)
+        most_blocks = MOST_SLOTS if jagged else self.num_blocks
         self.slot = self.chunk // (1 if x.backward else max(1, min(MOST_SLOTS, most_blocks)))
         self.rows_of_slot = self.block_r if jagged else min(x.rows, self.block_r)
         # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
