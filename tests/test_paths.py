@@ -17,6 +17,8 @@ PATHS = (
             Condition("no bias", lambda call: not call["bias"]),
         ),
         runs_on=lambda device: device.type == "cuda",
+        device="a GPU",
+        samples="samples of up to 64 rows",
     ),
     Path("general"),
 )
@@ -28,11 +30,13 @@ PATHS = (
         (CUDA, 8, False, Choice("narrow", ())),
         (CUDA, 9, True, Choice("general", (("narrow", "width at most 8"),))),
         (CUDA, 8, True, Choice("general", (("narrow", "no bias"),))),
-        (CPU, 8, False, Choice("general", (("narrow", "does not run on cpu"),))),
+        (CPU, 8, False, Choice("general", (("narrow", "a GPU"),))),
     ],
 )
 def test_the_first_path_that_refuses_nothing_takes_the_call(device, width, bias, expected):
-    assert choose(PATHS, device, {"width": width, "bias": bias}) == expected
+    call = {"width": width, "bias": bias}
+    assert choose(PATHS, device, call) == expected
+    assert PATHS[0].takes(device, call) == (not expected.refused)
 
 
 def test_calls_that_no_path_takes_are_refused():
@@ -41,7 +45,8 @@ def test_calls_that_no_path_takes_are_refused():
 
 
 def test_the_table_has_the_paths_of_a_device():
-    assert table(PATHS, CUDA) == {"narrow": "width at most 8; no bias", "general": "all else"}
+    narrow = "samples of up to 64 rows; width at most 8; no bias"
+    assert table(PATHS, CUDA) == {"narrow": narrow, "general": "all else"}
     assert table(PATHS, CPU) == {"general": "all else"}
 
 

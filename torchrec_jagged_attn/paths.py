@@ -12,13 +12,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Choice", "Condition", "Path", "choose", "log_choice", "table"]
+__all__ = ["Choice", "Condition", "Path", "choose", "levels_to_caller", "log_choice", "table"]
 
 PACKAGE = __name__.partition(".")[0]
+LIBRARIES = (PACKAGE, "torch", "torchrec")  # what a user's line calls
 LOG = os.environ.get("TORCHREC_JAGGED_ATTN_LOG") == "1"
 _logger = logging.getLogger(PACKAGE)
 _logged: set[tuple[str, str, Choice]] = set()
@@ -44,15 +46,33 @@ class Path:
         name: of the path, as in the names of its files.
         conditions: what it asks of a call; nothing where it takes any.
         runs_on: whether a device has what the path needs.
+        device: that device, in words.
+        samples: of a call that it takes, the samples that it computes, in words; empty where that
+            is all of them. The kernels decide it, since the host does not know the lengths.
     """
 
     name: str
     conditions: tuple[Condition, ...] = ()
     runs_on: Callable[[torch.device], bool] = lambda device: True
+    device: str = "another device"
+    samples: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the path takes, in words."""
+        texts = [self.samples] if self.samples else []
+        return "; ".join(texts + [text for text, _ in self.conditions]) or "all else"
 
     def refusal(self, call: Any) -> str | None:
         """The first condition that does not hold for ``call``, in words."""
-        return next((text for text, holds in self.conditions if not holds(call)), None)
+        for text, holds in self.conditions:
+            if not holds(call):
+                return text
+        return None
+
+    def takes(self, device: torch.device, call: Any) -> bool:
+        """Whether it takes ``call`` on ``device``: :func:`choose` of two paths in less time."""
+        return self.runs_on(device) and self.refusal(call) is None
 
 
 class Choice(NamedTuple):
@@ -60,7 +80,7 @@ class Choice(NamedTuple):
 
     Attributes:
         path: its name.
-        refused: the paths before it, each with the condition that did not hold.
+        refused: the paths before it, each with what it needs and does not find.
     """
 
     path: str
@@ -69,22 +89,18 @@ class Choice(NamedTuple):
 
 def choose(paths: Sequence[Path], device: torch.device, call: Any) -> Choice:
     """The first of ``paths`` that takes ``call`` on ``device``; the last one takes any."""
-    refused = []
+    refused = ()
     for path in paths:
-        why = path.refusal(call) if path.runs_on(device) else f"does not run on {device}"
+        why = path.refusal(call) if path.runs_on(device) else path.device
         if why is None:
-            return Choice(path.name, tuple(refused))
-        refused.append((path.name, why))
+            return Choice(path.name, refused)
+        refused += ((path.name, why),)
     raise NotImplementedError(f"no path takes this call: {refused}")
 
 
 def table(paths: Sequence[Path], device: torch.device) -> dict[str, str]:
-    """The paths that run on ``device``, in their order, with their conditions in words."""
-    return {
-        path.name: "; ".join(text for text, _ in path.conditions) or "all else"
-        for path in paths
-        if path.runs_on(device)
-    }
+    """The paths that run on ``device``, in their order, with what each takes, in words."""
+    return {path.name: path.text for path in paths if path.runs_on(device)}
 
 
 def log_choice(name: str, choice: Choice) -> None:
@@ -104,12 +120,24 @@ def log_choice(name: str, choice: Choice) -> None:
     _logger.info("%s: %s takes %s%s", site, choice.path, name, refused)
 
 
+def levels_to_caller() -> int:
+    """The ``stacklevel`` of the nearest code that is not this package's, PyTorch's or TorchRec's.
+
+    Of the outermost code where there is no other: backward on a GPU has a thread of its own.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) in LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _call_site() -> str:
-    """File and line of the nearest caller outside of the package and of PyTorch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in (PACKAGE, "torch"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "backward"
+    """File and line of that code, or ``"backward"``."""
+    frame = sys._getframe(levels_to_caller() - 1)
+    if _package_of(frame) in LIBRARIES:
+        return "backward"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _package_of(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

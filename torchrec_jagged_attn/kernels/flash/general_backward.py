@@ -1,8 +1,15 @@
-"""Backward kernels of jagged flash attention: tiles of queries, then tiles of keys; no atomics.
+"""Backward of jagged flash attention in Triton: any dtype, width, bias and scale, on any GPU.
 
-A tile of queries leaves ``delta``, which the tiles of keys read. Gradients of tables are summed by
-tile, and then over the tiles. That of distances has a kernel of its own, which goes along diagonals
-of a sample's tiles of pairs, where distances are the same in each.
+    p = softmax(scores)    dv = pᵀ·do    ds = p · (do·vᵀ - delta)    dq = ds·k    dk = dsᵀ·q
+
+with ``delta`` = Σ do · out for each query. One kernel goes over tiles of queries and writes dq and
+``delta``; the next goes over tiles of keys and writes dk, dv and the gradients of biases. Each
+computes p and do·vᵀ anew: 4·D + 2·Dv and 4·D + 4·Dv FLOPs for each pair of rows and head. There
+are no atomics, so sums have one order.
+
+Gradients of tables are summed by tile here, and over the tiles by the caller. The table of
+distances has a kernel of its own. It goes along diagonals of a sample's tiles of pairs: tiles of
+one diagonal have the same distances.
 """
 
 from __future__ import annotations

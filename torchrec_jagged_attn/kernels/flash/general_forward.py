@@ -1,4 +1,14 @@
-"""Forward kernel of jagged flash attention: one tile of queries over all keys of its sample."""
+"""Forward of jagged flash attention in Triton: any dtype, width, bias and scale, on any GPU.
+
+    out_i = Σ_j softmax_j(scale · q_i · k_j + bias_ij) · v_j       over the keys j of i's sample
+
+A program has one tile of queries of one head. It goes over the keys of the sample from the last
+tile to the first, with an online softmax, so that scores stay in registers: 2·(D + Dv) FLOPs for
+each pair of rows and head. It reads q once, k and v once for each tile of queries, and writes out
+and the softmax statistics, which backward needs.
+
+Tiles that not all rows see come first. Only they are masked; biases mask all tiles.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """Forward of jagged flash attention on Hopper, of half precision, in Gluon.
 
-A program stays on its multiprocessor and takes one tile of queries after the other. One warp does
-nothing but bring in rows, ahead of two groups of four warps, each of which attends for half of a
-tile's queries. These multiply their weights with the values of one tile of keys while they compute
-the weights of the next one.
+It computes what ``general_forward.py`` does, as many FLOPs, without biases but that by distance
+(``distance_bias.py``). The floor is the rate of the tensor cores.
 
-Rows arrive by the tensor memory accelerator, which is told where a sample ends: rows beyond that
-are zeros and are never read, and results beyond it are not written. Of biases it has the one by
-distance (``distance_bias.py``).
+The kernel is persistent: a program stays on its multiprocessor and works on one tile of queries
+after the other. One warp only loads rows, ahead of two groups of four warps. Each group attends for
+half of a tile's queries. It multiplies the weights of one tile of keys with the values while it
+computes the weights of the next tile.
+
+The tensor memory accelerator copies rows. It knows where a sample ends: rows beyond that arrive as
+zeros and are never read from memory, and results beyond it are not written.
 """
 
 from __future__ import annotations

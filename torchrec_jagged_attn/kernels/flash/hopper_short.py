@@ -1,10 +1,10 @@
 """Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
 
-A program takes some (sample, head) pairs, one after the other: all pairs of rows at once, as
-``general_short.py`` does. Rows come and go by the tensor memory accelerator, those of the next
-sample while this one is computed, so that memory is all that takes time: forward reads q, k, v and
-writes out; backward reads q, k, v, grad_out and writes three gradients, and needs nothing that
-forward kept. Samples of one size have a kernel of their own:
+A program works on some (sample, head) items, one after the other, and computes all pairs of rows of
+an item at once, as ``general_short.py`` does. The tensor memory accelerator copies rows; it loads
+those of the next item while this one is computed. So the kernels are memory-bound: forward reads
+q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradients. Backward needs
+nothing that forward kept. There is a kernel for each size of samples:
 
     up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
     33 to 64         four warps, products of a group of them (``wgmma``)
