@@ -3,18 +3,19 @@
 With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D and Dv:
 
     forward    2·H·P·(D + Dv) FLOPs
-    backward   H·P·(10·D + 4·Dv) FLOPs: scores once for dq and once for dk, dv
+    backward   H·P·(8·D + 6·Dv) FLOPs: scores and dp once for dq and once for dk, dv
 
-and q, k, v, out and their gradients are moved once per tile of the other side. Backward runs two
-kernels, one over tiles of queries and one over tiles of keys, and no atomics. Samples short enough
-are whole in one tile, and go through kernels of their own, where nothing is computed twice
-(``general_short.py``). On Hopper half precision without biases of keys has kernels of its own for
-all of this (``hopper_forward.py``; ``hopper_backward.py``, which computes scores once, and adds up
-in turns; ``hopper_short.py``, without any bias).
+and each tile of one side reads the rows of the other side once. ``plan.py`` says which kernels take
+a call:
 
-Biases belong to a head and a key row, or the bucket of its position or age, or the bucket of its
-distance to the query (``distance_bias.py``; the kernels of Hopper take this one). Gradients of
-tables are summed by tile, then over the tiles; for that of distances scores are computed once more.
+    general          any call; backward has a kernel for dq and one for dk, dv, and no atomics
+    general_short    short samples, each whole in one tile, so that nothing is computed twice
+    hopper           half precision; backward computes scores once and adds up dq in turns
+    hopper_short     short samples on Hopper
+
+Scores may have biases, each for a head: by key row, by the bucket of the key's position or age, or
+by the bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper``
+knows. Gradients of tables are summed by tile, then over the tiles.
 """
 
 from __future__ import annotations
@@ -201,11 +202,7 @@ def backward(
 
 
 class _Call:
-    """What both directions of one call have in common; from shapes alone.
-
-    How a sample's work is cut up may depend on nothing of the others. Tiles were found by trying,
-    on an H200.
-    """
+    """What both directions of one call have in common: contiguous inputs, the plan, the tiles."""
 
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]

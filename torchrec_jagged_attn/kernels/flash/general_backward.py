@@ -1,22 +1,33 @@
-"""Backward kernels of jagged flash attention: tiles of queries, then tiles of keys; no atomics.
+"""Backward of jagged flash attention in Triton: any dtype, width, bias and scale, on any GPU.
 
-A tile of queries leaves ``delta``, which the tiles of keys read. Gradients of tables are summed by
-tile, and then over the tiles. That of distances has a kernel of its own, which goes along diagonals
-of a sample's tiles of pairs, where distances are the same in each.
+    p = softmax(scores)    dv = pᵀ·do    ds = p · (do·vᵀ - delta)    dq = ds·k    dk = dsᵀ·q
+
+with ``delta`` = Σ do · out for each query. One kernel goes over tiles of queries and writes dq and
+``delta``; the next goes over tiles of keys and writes dk, dv and the gradients of biases. Each
+computes p and do·vᵀ anew: 4·D + 2·Dv and 4·D + 4·Dv FLOPs for each pair of rows and head. There
+are no atomics, so sums have one order.
+
+Gradients of tables are summed by tile here, and over the tiles by the caller. The table of
+distances has a kernel of its own. It goes along diagonals of a sample's tiles of pairs: tiles of
+one diagonal have the same distances.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.common.biases import load_bias, row_buckets
 from torchrec_jagged_attn.kernels.common.matmul import multiply
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, mean_grad
 from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
 from torchrec_jagged_attn.kernels.flash.distance_bias import add_gradient, scores_by_distance
 from torchrec_jagged_attn.kernels.flash.tiles import (
+    Biases,
+    Constants,
+    Place,
     key_bias,
     load_rows,
     softmax_of_stats,
@@ -44,74 +55,56 @@ def _load_stats(stats_ptr, num_stats, rows, mask, MASKED: tl.constexpr, EXACT: t
     return maximum, inverse
 
 
+class Rows(NamedTuple):
+    """Rows of a tile of queries, and their statistics, see :func:`_load_stats`."""
+
+    q: Any
+    grad_out: Any
+    maximum: Any
+    inverse: Any
+
+
 @triton.jit
 def _grad_of_queries(
     acc,
     residual,
     delta,
-    q,
-    grad_out,
-    maximum,
-    inverse,
+    rows,
     k_ptr,
     v_ptr,
-    bias_ptr,
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
-    by_distance_ptr,
-    kv_offsets_ptr,
-    sample,
-    base,
+    biases,
+    place,
     first,
     last,
-    num_keys,
-    high,
-    diagonal,
     factor,
     scale,
-    head,
-    kv_head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-    R: tl.constexpr,
-    BIASED: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``."""
-    for start in range(first, last, BLOCK_N):
-        row, rest = base + start, num_keys - start
-        k = load_rows(k_ptr, row, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
-        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, MASKED)
-        bias, visible = key_bias(
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
-            kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
-            H, P, A, PRIOR, R, BIASED, BLOCK_M, BLOCK_N,
+    for start in range(first, last, C.BLOCK_N):
+        row, remaining = place.base + start, place.num_keys - start
+        k = load_rows(
+            k_ptr, row, remaining, C.K_STRIDE, place.kv_head * C.D, C.D, C.BLOCK_N, C.BLOCK_D,
+            MASKED,
         )  # fmt: skip
-        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        v = load_rows(
+            v_ptr, row, remaining, C.V_STRIDE, place.kv_head * C.DV, C.DV, C.BLOCK_N, C.BLOCK_DV,
+            MASKED,
+        )  # fmt: skip
+        bias, visible = key_bias(biases, place, start, C)
+        products = tl.dot(rows.q, tl.trans(k), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         p = softmax_of_stats(
-            products, factor, bias, visible, maximum[:, None], inverse[:, None],
-            BIASED, MASKED, EXACT,
+            products, factor, bias, visible, rows.maximum[:, None], rows.inverse[:, None],
+            C.BIASED, MASKED, C.EXACT,
         )  # fmt: skip
-        dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+        dp = tl.dot(rows.grad_out, tl.trans(v), input_precision=C.PRECISION)
         if MASKED:
-            delta = mean_grad(p, dp, visible, delta, last <= BLOCK_N, 1)
+            delta = mean_grad(p, dp, visible, delta, last <= C.BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
         # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
-        acc += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION) * scale
-        if BIASED:
+        acc += tl.dot(ds.to(k.dtype), k, input_precision=C.PRECISION) * scale
+        if C.BIASED:
             residual += tl.sum(ds, 1)
     return acc, residual, delta
 
@@ -159,6 +152,10 @@ def grad_q_kernel(
 ):
     """Gradient of one tile of query rows of one head, over all keys of its sample."""
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    C: tl.constexpr = Constants(
+        H, HK, D, DV, P, A, PRIOR, R, BIASED, Q_STRIDE, K_STRIDE, V_STRIDE, CAUSAL, NEGATIVE,
+        PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EXACT,
+    )  # fmt: skip
     tile, head = tl.program_id(0) // H, tl.program_id(0) % H
     kv_head = head // (H // HK)
     listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
@@ -184,26 +181,61 @@ def grad_q_kernel(
     residual = tl.zeros([BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
     if R > 0:
         by_distance_ptr += head.to(tl.int64) * (2 * reach) + reach
+    rows = Rows(q, grad_out, maximum, inverse)
+    place = Place(sample, base, num_keys, high, diagonal, head, kv_head)
+    biases = Biases(
+        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr, kv_offsets_ptr
+    )
     full = num_keys * 0
     if not BIASED:
         full = seen_by_all // BLOCK_N * BLOCK_N
         acc, residual, delta = _grad_of_queries(
-            acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
-            bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
-            kv_offsets_ptr, sample, base, 0, full, num_keys, high, diagonal, factor,
-            scale, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
+            acc, residual, delta, rows, k_ptr, v_ptr, biases, place, 0, full, factor, scale, C,
+            MASKED=False,
         )  # fmt: skip
     acc, residual, delta = _grad_of_queries(
-        acc, residual, delta, q, grad_out, maximum, inverse, k_ptr, v_ptr,
-        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
-        kv_offsets_ptr, sample, base, full, seen_by_any, num_keys, high, diagonal, factor,
-        scale, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED, K_STRIDE, V_STRIDE, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
+        acc, residual, delta, rows, k_ptr, v_ptr, biases, place, full, seen_by_any, factor, scale,
+        C, MASKED=True,
     )  # fmt: skip
     # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
     tl.store(delta_ptr + stat, delta + residual, mask=i < count)
     store_rows(grad_q_ptr, acc, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+
+
+class Queries(NamedTuple):
+    """Where the queries of a sample are read, and what backward needs of them.
+
+    Attributes:
+        num_stats: numbers of each of the two statistics.
+        base: first query of the sample.
+        num_rows: how many queries it has.
+    """
+
+    grad_out_ptr: Any
+    q_ptr: Any
+    stats_ptr: Any
+    delta_ptr: Any
+    num_stats: Any
+    base: Any
+    num_rows: Any
+
+
+class Keys(NamedTuple):
+    """A tile of keys of one head.
+
+    Attributes:
+        bias: that of the keys alone, times log2(e), ``[BLOCK_N]``.
+        low: the first query that sees each key.
+        diagonal: the query that is as far from the last query as the tile's first key is from the
+            last key.
+    """
+
+    k: Any
+    v: Any
+    bias: Any
+    low: Any
+    diagonal: Any
+    by_distance_ptr: Any  # as in Biases
 
 
 @triton.jit
@@ -211,77 +243,56 @@ def _grad_of_keys(
     acc_k,
     acc_v,
     grad_bias,
-    k,
-    v,
-    bias,
-    low,
-    diagonal,
-    grad_out_ptr,
-    q_ptr,
-    by_distance_ptr,
-    stats_ptr,
-    delta_ptr,
-    num_stats,
-    base,
+    keys,
+    queries,
+    head,
     first,
     last,
-    num_rows,
     factor,
-    head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    R: tl.constexpr,
-    BIASED: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
-    """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``.
-
-    ``bias`` (``[BLOCK_N]``) is that of the keys alone, times log2(e).
-    """
-    for start in range(first, last, BLOCK_M):
-        i = start + tl.arange(0, BLOCK_M)
-        row, rest = base + start, num_rows - start
-        q = load_rows(q_ptr, row, rest, Q_STRIDE, head * D, D, BLOCK_M, BLOCK_D, MASKED)
-        grad_out = load_rows(
-            grad_out_ptr, row, rest, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, MASKED
+    """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``."""
+    for start in range(first, last, C.BLOCK_M):
+        i = start + tl.arange(0, C.BLOCK_M)
+        row, remaining = queries.base + start, queries.num_rows - start
+        q = load_rows(
+            queries.q_ptr, row, remaining, C.Q_STRIDE, head * C.D, C.D, C.BLOCK_M, C.BLOCK_D, MASKED
         )
-        stat, own = (base + i) * H + head, i < num_rows
-        maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, MASKED, EXACT)
+        grad_out = load_rows(
+            queries.grad_out_ptr, row, remaining, C.H * C.DV, head * C.DV, C.DV, C.BLOCK_M,
+            C.BLOCK_DV, MASKED,
+        )  # fmt: skip
+        stat, own = (queries.base + i) * C.H + head, i < queries.num_rows
+        maximum, inverse = _load_stats(
+            queries.stats_ptr, queries.num_stats, stat, own, MASKED, C.EXACT
+        )
         if MASKED:
-            delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
+            delta = tl.load(queries.delta_ptr + stat, mask=own, other=0.0)
         else:
-            delta = tl.load(delta_ptr + stat)
+            delta = tl.load(queries.delta_ptr + stat)
         visible = own[None, :]
-        if CAUSAL:
-            visible = visible & (i[None, :] >= low[:, None])
+        if C.CAUSAL:
+            visible = visible & (i[None, :] >= keys.low[:, None])
         scores_bias = 0.0
-        if BIASED:
-            scores_bias = bias[:, None]
-            if R > 0:
+        if C.BIASED:
+            scores_bias = keys.bias[:, None]
+            if C.R > 0:
                 scores_bias += scores_by_distance(
-                    by_distance_ptr, diagonal - start, k.shape[0], BLOCK_M
+                    keys.by_distance_ptr, keys.diagonal - start, C.BLOCK_N, C.BLOCK_M
                 )
             visible = visible & (scores_bias != -float("inf"))
-        products = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_N, BLOCK_M]
-        products = -products if NEGATIVE else products
+        products = tl.dot(keys.k, tl.trans(q), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
+        products = -products if C.NEGATIVE else products
         p = softmax_of_stats(
             products, factor, scores_bias, visible, maximum[None, :], inverse[None, :],
-            BIASED, MASKED, EXACT,
+            C.BIASED, MASKED, C.EXACT,
         )  # fmt: skip
-        acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, PRECISION)
-        dp = tl.dot(v, tl.trans(grad_out), input_precision=PRECISION)
+        acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
+        dp = tl.dot(keys.v, tl.trans(grad_out), input_precision=C.PRECISION)
         ds = p * (dp - delta[None, :])
-        acc_k = multiply(ds.to(q.dtype), q, acc_k, PRECISION)
-        if BIASED:
+        acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
+        if C.BIASED:
             grad_bias += tl.sum(ds, 1)
     return acc_k, acc_v, grad_bias
 
@@ -342,6 +353,10 @@ def grad_kv_kernel(
 ):
     """Gradients of one tile of key rows of one head, over all query rows that see them."""
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    C: tl.constexpr = Constants(
+        H, HK, D, DV, P, A, PRIOR, R, BIASED, Q_STRIDE, K_STRIDE, V_STRIDE, CAUSAL, NEGATIVE,
+        PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EXACT,
+    )  # fmt: skip
     tile, kv_head = tl.program_id(0) // HK, tl.program_id(0) % HK
     listed, sample, row, count, base, num_rows, low, _, diagonal = locate_tile(
         tiles_ptr, tile, CAUSAL, True, BLOCK_N
@@ -359,6 +374,7 @@ def grad_kv_kernel(
         seeing_all = tl.maximum(num_rows - count + BLOCK_N - 1, 0)
         seeing_all = tl.minimum(tl.cdiv(seeing_all, BLOCK_M) * BLOCK_M, num_rows)
     full = tl.maximum(num_rows // BLOCK_M * BLOCK_M, seeing_all)
+    queries = Queries(grad_out_ptr, q_ptr, stats_ptr, delta_ptr, num_stats, base, num_rows)
     acc_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     acc_v = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for member in range(H // HK):
@@ -366,35 +382,32 @@ def grad_kv_kernel(
         bias = tl.zeros([BLOCK_N], tl.float32)
         if BIASED:
             bias += load_bias(
-                Biases(bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr),
+                Biases(
+                    bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, None, kv_offsets_ptr
+                ),
                 kv_offsets_ptr, sample, j, own, head, H, H, P, A, PRIOR,
             )  # fmt: skip
         bias *= LOG2E
         zero_ptr = by_distance_ptr
         if R > 0:
             zero_ptr += head.to(tl.int64) * (2 * reach) + reach
+        keys = Keys(k, v, bias, low, diagonal, zero_ptr)
         grad_bias = tl.zeros([BLOCK_N], tl.float32)
-        rest = first
+        masked_from = first
         if not BIASED:
             if CAUSAL:
                 acc_k, acc_v, grad_bias = _grad_of_keys(
-                    acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
-                    zero_ptr, stats_ptr, delta_ptr, num_stats, base, first, seeing_all,
-                    num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE,
-                    PRECISION, BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
+                    acc_k, acc_v, grad_bias, keys, queries, head, first, seeing_all, factor, C,
+                    MASKED=True,
                 )  # fmt: skip
             acc_k, acc_v, grad_bias = _grad_of_keys(
-                acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
-                zero_ptr, stats_ptr, delta_ptr, num_stats, base, seeing_all, full,
-                num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
-                BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=False, EXACT=EXACT,
+                acc_k, acc_v, grad_bias, keys, queries, head, seeing_all, full, factor, C,
+                MASKED=False,
             )  # fmt: skip
-            rest = full
+            masked_from = full
         acc_k, acc_v, grad_bias = _grad_of_keys(
-            acc_k, acc_v, grad_bias, k, v, bias, low, diagonal, grad_out_ptr, q_ptr,
-            zero_ptr, stats_ptr, delta_ptr, num_stats, base, rest, num_rows,
-            num_rows, factor, head, H, D, DV, R, BIASED, Q_STRIDE, CAUSAL, NEGATIVE, PRECISION,
-            BLOCK_M, BLOCK_D, BLOCK_DV, MASKED=True, EXACT=EXACT,
+            acc_k, acc_v, grad_bias, keys, queries, head, masked_from, num_rows, factor, C,
+            MASKED=True,
         )  # fmt: skip
         if grad_bias_ptr is not None:
             tl.store(grad_bias_ptr + j * H + head, grad_bias, mask=own)
@@ -485,22 +498,26 @@ def grad_relative_kernel(
         acc = tl.zeros([BLOCK, BLOCK], tl.float32)
         for m in range(low, high):
             start, key = m * BLOCK, (m - diagonal) * BLOCK
-            rest, keys = num_rows - start, num_keys - key
-            q = load_rows(q_ptr, begin + start, rest, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
+            remaining, keys = num_rows - start, num_keys - key
+            q = load_rows(
+                q_ptr, begin + start, remaining, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True
+            )
             k = load_rows(k_ptr, base + key, keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
             v = load_rows(
                 v_ptr, base + key, keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True
             )
             grad_out = load_rows(
-                grad_out_ptr, begin + start, rest, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
+                grad_out_ptr, begin + start, remaining, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
             )
-            stat, own = (begin + start + i) * H + head, i < rest
+            stat, own = (begin + start + i) * H + head, i < remaining
             maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, True, EXACT)
             delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
             scores_bias = bias
             if BY_KEYS:
                 scores_bias += LOG2E * load_bias(
-                    Biases(bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr),
+                    Biases(
+                        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, None, kv_offsets_ptr
+                    ),
                     kv_offsets_ptr, sample, base + key + j[None, :], j[None, :] < keys, head, H, H,
                     P, A, PRIOR,
                 )  # fmt: skip

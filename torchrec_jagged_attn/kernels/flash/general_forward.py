@@ -1,4 +1,14 @@
-"""Forward kernel of jagged flash attention: one tile of queries over all keys of its sample."""
+"""Forward of jagged flash attention in Triton: any dtype, width, bias and scale, on any GPU.
+
+    out_i = Σ_j softmax_j(scale · q_i · k_j + bias_ij) · v_j       over the keys j of i's sample
+
+A program has one tile of queries of one head. It goes over the keys of the sample from the last
+tile to the first, with an online softmax, so that scores stay in registers: 2·(D + Dv) FLOPs for
+each pair of rows and head. It reads q once, k and v once for each tile of queries, and writes out
+and the softmax statistics, which backward needs.
+
+Tiles that not all rows see come first. Only they are masked; biases mask all tiles.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +18,9 @@ import triton.language as tl
 from torchrec_jagged_attn.kernels.common.matmul import multiply
 from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
 from torchrec_jagged_attn.kernels.flash.tiles import (
+    Biases,
+    Constants,
+    Place,
     is_finite,
     key_bias,
     load_rows,
@@ -21,46 +34,22 @@ __all__ = ["forward_kernel"]
 
 
 @triton.jit
-def _scores(
-    q,
-    k_ptr,
-    bias_ptr,
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
-    by_distance_ptr,
-    kv_offsets_ptr,
-    sample,
-    base,
-    start,
-    num_keys,
-    high,
-    diagonal,
-    head,
-    kv_head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-    R: tl.constexpr,
-    BIASED: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _scores(q, k_ptr, biases, place, start, C: tl.constexpr, MASKED: tl.constexpr):
     """``(products, bias, visible)`` of the tile's queries with the keys from ``start`` on."""
-    rest = num_keys - start
-    k = load_rows(k_ptr, base + start, rest, K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D, MASKED)
-    products = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-    bias, visible = key_bias(
-        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
-        kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head,
-        H, P, A, PRIOR, R, BIASED, q.shape[0], BLOCK_N,
+    k = load_rows(
+        k_ptr, place.base + start, place.num_keys - start, C.K_STRIDE, place.kv_head * C.D, C.D,
+        C.BLOCK_N, C.BLOCK_D, MASKED,
     )  # fmt: skip
+    products = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
+    bias, visible = key_bias(biases, place, start, C)
     return products, bias, visible
+
+
+@triton.jit
+def _load_values(v_ptr, row, remaining, place, C: tl.constexpr):
+    """Values ``[BLOCK_N, BLOCK_DV]`` from ``row`` on, of which the sample has ``remaining``."""
+    column = place.kv_head * C.DV
+    return load_rows(v_ptr, row, remaining, C.V_STRIDE, column, C.DV, C.BLOCK_N, C.BLOCK_DV, True)
 
 
 @triton.jit
@@ -72,36 +61,12 @@ def _attend(
     q,
     k_ptr,
     v_ptr,
-    bias_ptr,
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
-    by_distance_ptr,
-    kv_offsets_ptr,
-    sample,
-    base,
+    biases,
+    place,
     first,
     last,
-    num_keys,
-    high,
-    diagonal,
     factor,
-    head,
-    kv_head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-    R: tl.constexpr,
-    BIASED: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    C: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Attend over the tiles of keys before ``last``, from the later ones down to ``first``.
@@ -109,20 +74,15 @@ def _attend(
     All rows see all of these keys unless ``MASKED``. ``p`` are the weights of the tile from
     ``last`` on, whose values are added up here; what is returned are those of the tile ``first``.
     """
-    for start in range(last - BLOCK_N, first - 1, -BLOCK_N):
-        products, bias, visible = _scores(
-            q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
-            by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
-            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
-            MASKED,
-        )  # fmt: skip
-        row, rest = base + start + BLOCK_N, num_keys - start - BLOCK_N
-        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+    for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
+        products, bias, visible = _scores(q, k_ptr, biases, place, start, C, MASKED)
+        row, remaining = place.base + start + C.BLOCK_N, place.num_keys - start - C.BLOCK_N
+        v = _load_values(v_ptr, row, remaining, place, C)
         # A product whose sum is next needed in the next iteration would stay in flight till then,
         # and ptxas wait after every instruction (C7515).
-        acc = multiply(p.to(v.dtype), v, acc, PRECISION)
+        acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
         p, rescale, maximum, total = online_softmax(
-            products, factor, bias, visible, maximum, total, BIASED, MASKED
+            products, factor, bias, visible, maximum, total, C.BIASED, MASKED
         )
         acc *= rescale[:, None]
     return acc, p, maximum, total
@@ -130,65 +90,26 @@ def _attend(
 
 @triton.jit
 def _without_hidden(
-    acc,
-    maximum,
-    q,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
-    by_distance_ptr,
-    kv_offsets_ptr,
-    sample,
-    base,
-    seen_by_any,
-    num_keys,
-    high,
-    diagonal,
-    factor,
-    head,
-    kv_head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-    R: tl.constexpr,
-    BIASED: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    acc, maximum, q, k_ptr, v_ptr, biases, place, seen_by_any, factor, C: tl.constexpr
 ):
-    """``acc``, where a value that is seen is infinite or NaN; else what it is without those hidden.
+    """``acc``, where a visible value is infinite or NaN; else what it is without hidden values.
 
     A product adds up 0 · NaN for a value that is hidden by causality.
     """
     END: tl.constexpr = 2**31 - 1
     shift = tl.where(maximum == -float("inf"), 0.0, maximum)[:, None]
     clean = tl.zeros_like(acc)
-    first = tl.full([BLOCK_DV], END, tl.int32)  # the first key whose value is not finite
-    for start in range(0, seen_by_any, BLOCK_N):
-        products, bias, visible = _scores(
-            q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr,
-            by_distance_ptr, kv_offsets_ptr, sample, base, start, num_keys, high, diagonal,
-            head, kv_head, H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D,
-            True,
-        )  # fmt: skip
-        p = softmax_of_stats(products, factor, bias, visible, shift, shift, BIASED, True, False)
-        row, rest = base + start, num_keys - start
-        v = load_rows(v_ptr, row, rest, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+    first = tl.full([C.BLOCK_DV], END, tl.int32)  # the first key whose value is not finite
+    for start in range(0, seen_by_any, C.BLOCK_N):
+        products, bias, visible = _scores(q, k_ptr, biases, place, start, C, True)
+        p = softmax_of_stats(products, factor, bias, visible, shift, shift, C.BIASED, True, False)
+        v = _load_values(v_ptr, place.base + start, place.num_keys - start, place, C)
         finite = is_finite(v)
-        j = (start + tl.arange(0, BLOCK_N))[:, None]
+        j = (start + tl.arange(0, C.BLOCK_N))[:, None]
         first = tl.minimum(first, tl.min(tl.where(finite, END, j), 0))
         v = tl.where(finite, v, 0.0).to(v.dtype)
-        clean = multiply(p.to(v.dtype), v, clean, PRECISION)
-    return tl.where(first[None, :] < high, acc, clean)
+        clean = multiply(p.to(v.dtype), v, clean, C.PRECISION)
+    return tl.where(first[None, :] < place.high, acc, clean)
 
 
 @triton.jit(do_not_specialize=["num_stats", "reach"])
@@ -230,6 +151,10 @@ def forward_kernel(
 ):
     """One tile of query rows of one head, over all keys of its sample."""
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    C: tl.constexpr = Constants(
+        H, HK, D, DV, P, A, PRIOR, R, BIASED, Q_STRIDE, K_STRIDE, V_STRIDE, CAUSAL, NEGATIVE,
+        PRECISION, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, EXACT,
+    )  # fmt: skip
     tile, head = tl.program_id(0) // H, tl.program_id(0) % H
     kv_head = head // (H // HK)
     listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
@@ -256,13 +181,13 @@ def forward_kernel(
         seen_by_all = tl.maximum(tl.minimum(num_keys, num_keys - count + 1), 0)
         seen_by_any = tl.minimum(num_keys, num_keys - count + BLOCK_M)
         high = high[:, None]
+    place = Place(sample, base, num_keys, high, diagonal, head, kv_head)
+    biases = Biases(
+        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr, kv_offsets_ptr
+    )
     # From the last tile of keys to the first: those that not all rows see come first.
     start = tl.maximum(tl.cdiv(seen_by_any, BLOCK_N) - 1, 0) * BLOCK_N
-    products, bias, visible = _scores(
-        q, k_ptr, bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, by_distance_ptr,
-        kv_offsets_ptr, sample, base, start, num_keys, high, diagonal, head, kv_head,
-        H, D, P, A, PRIOR, R, BIASED, K_STRIDE, PRECISION, BLOCK_N, BLOCK_D, MASKED=True,
-    )  # fmt: skip
+    products, bias, visible = _scores(q, k_ptr, biases, place, start, C, MASKED=True)
     p, _, maximum, total = online_softmax(
         products, factor, bias, visible, maximum, total, BIASED, True
     )
@@ -271,28 +196,21 @@ def forward_kernel(
         full = tl.minimum(seen_by_all // BLOCK_N * BLOCK_N, start)
     if BIASED or CAUSAL:
         acc, p, maximum, total = _attend(
-            acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
-            timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, full, start,
-            num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
-            K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=True,
+            acc, p, maximum, total, q, k_ptr, v_ptr, biases, place, full, start, factor, C,
+            MASKED=True,
         )  # fmt: skip
     if not BIASED:
         acc, p, maximum, total = _attend(
-            acc, p, maximum, total, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
-            timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, 0, full, num_keys,
-            high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R, BIASED,
-            K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV, MASKED=False,
+            acc, p, maximum, total, q, k_ptr, v_ptr, biases, place, 0, full, factor, C,
+            MASKED=False,
         )  # fmt: skip
-    v = load_rows(v_ptr, base, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK_N, BLOCK_DV, True)
+    v = _load_values(v_ptr, base, num_keys, place, C)
     acc = multiply(p.to(v.dtype), v, acc, PRECISION)
     if CAUSAL and EXACT:  # in half precision it would take registers that loops need
         if not is_finite(tl.sum(acc)):
             acc = _without_hidden(
-                acc, maximum, q, k_ptr, v_ptr, bias_ptr, position_bias_ptr, age_bias_ptr,
-                timestamps_ptr, by_distance_ptr, kv_offsets_ptr, sample, base, seen_by_any,
-                num_keys, high, diagonal, factor, head, kv_head, H, D, DV, P, A, PRIOR, R,
-                BIASED, K_STRIDE, V_STRIDE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV,
-            )  # fmt: skip
+                acc, maximum, q, k_ptr, v_ptr, biases, place, seen_by_any, factor, C
+            )
 
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)

@@ -1,8 +1,8 @@
-"""Jagged flash attention of short samples: a program takes a whole sample, all pairs at once.
+"""Jagged flash attention of short samples in Triton, of half precision without biases.
 
-What is between inputs and outputs stays in registers, so that memory is all that takes time:
-forward reads q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradients,
-and needs nothing that forward kept.
+A program computes one head of a whole sample, all pairs of rows at once. Scores and weights stay in
+registers, so the kernels are memory-bound: forward reads q, k, v and writes out; backward reads
+q, k, v, grad_out and writes three gradients. Backward needs nothing that forward kept.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ MOST_ROWS = 32  # on both sides, of the samples that are taken
 def _locate_sample(
     sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """First row and number of a sample's queries and keys, and which of these which of those see.
+    """``(q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
 
-    ``visible`` is ``[BLOCK, BLOCK]``, of queries by keys.
+    First row and length of its queries and of its keys, and the mask ``[BLOCK, BLOCK]`` of visible
+    pairs, queries by keys.
     """
     q_row = tl.load(q_offsets_ptr + sample).to(tl.int64)
     kv_row = tl.load(kv_offsets_ptr + sample).to(tl.int64)

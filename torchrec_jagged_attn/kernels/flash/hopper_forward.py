@@ -1,16 +1,20 @@
 """Forward of jagged flash attention on Hopper, of half precision, in Gluon.
 
-A program stays on its multiprocessor and takes one tile of queries after the other. One warp does
-nothing but bring in rows, ahead of two groups of four warps, each of which attends for half of a
-tile's queries. These multiply their weights with the values of one tile of keys while they compute
-the weights of the next one.
+It computes what ``general_forward.py`` does, as many FLOPs, without biases but that by distance
+(``distance_bias.py``). The floor is the rate of the tensor cores.
 
-Rows arrive by the tensor memory accelerator, which is told where a sample ends: rows beyond that
-are zeros and are never read, and results beyond it are not written. Of biases it has the one by
-distance (``distance_bias.py``).
+The kernel is persistent: a program stays on its multiprocessor and works on one tile of queries
+after the other. One warp only loads rows, ahead of two groups of four warps. Each group attends for
+half of a tile's queries. It multiplies the weights of one tile of keys with the values while it
+computes the weights of the next tile.
+
+The tensor memory accelerator copies rows. It knows where a sample ends: rows beyond that arrive as
+zeros and are never read from memory, and results beyond it are not written.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,65 +62,87 @@ online_softmax = gluon.jit(tiles.online_softmax.fn)
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
 
 
+class Constants(NamedTuple):
+    """Compile-time constants of the kernel."""
+
+    H: Any
+    HK: Any
+    CAUSAL: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    BY_DISTANCE: Any
+
+
+class Rings(NamedTuple):
+    """Rings of what is read, and ``places``: where each tile of ``q`` lies, see ``next_tile``."""
+
+    q: Any
+    k: Any
+    v: Any
+    places: Any
+
+
+class Scores(NamedTuple):
+    """What turns products into scores.
+
+    Attributes:
+        zero_ptr: where the list of the head has the distance 0, see ``distance_bias.py``.
+        diagonal: the key that is as far from the last key as the group's first query is from the
+            last query.
+        high: end of the keys that each query sees, a scalar or ``[GROUP_ROWS, 1]``.
+    """
+
+    factor: Any
+    zero_ptr: Any
+    diagonal: Any
+    high: Any
+
+
 @gluon.jit
-def _last_keys(count, num_keys, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _last_keys(count, num_keys, C: gl.constexpr):
     """Where the last tile of keys begins that any query of a tile sees; the first one at least."""
     seen_by_any = num_keys
-    if CAUSAL:
-        seen_by_any = gl.minimum(num_keys, num_keys - count + BLOCK_M)
-    return gl.maximum(gl.cdiv(seen_by_any, BLOCK_N) - 1, 0) * BLOCK_N
+    if C.CAUSAL:
+        seen_by_any = gl.minimum(num_keys, num_keys - count + C.BLOCK_M)
+    return gl.maximum(gl.cdiv(seen_by_any, C.BLOCK_N) - 1, 0) * C.BLOCK_N
 
 
 @gluon.jit
-def _load(
-    q_desc,
-    k_desc,
-    v_desc,
-    queries,
-    keys,
-    values,
-    places,
-    tiles_ptr,
-    H: gl.constexpr,
-    HK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):
+def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr, OVERLAP: gl.constexpr):
     """What one warp does: take tiles from the list, and bring in their rows."""
+    STAGES: gl.constexpr = rings.q.full.shape[0]
     if OVERLAP:
         wait_for_last_kernel()
-    num_work = gl.load(tiles_ptr).to(gl.int32) * H
+    num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
     work = gl.program_id(0)
     n = work * 0
     turn = work * 0
     while work < num_work:
-        head = work % H
-        tile_ptr = tiles_ptr + (1 + work // H) * FIELDS
+        head = work % C.H
+        tile_ptr = tiles_ptr + (1 + work // C.H) * FIELDS
         row = gl.load(tile_ptr + 1).to(gl.int32)
         count = gl.load(tile_ptr + 2).to(gl.int32)
         base = gl.load(tile_ptr + 3).to(gl.int32)
         num_keys = gl.load(tile_ptr + 4).to(gl.int32)
         # Which program takes a tile depends on time, and nothing on which program it is.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-        wait_empty(queries, turn)
-        tell(places, turn, (row, count, num_keys, head), STAGES)
-        fill(queries, turn, q_desc, row + count, count, head)
+        wait_empty(rings.q, turn)
+        tell(rings.places, turn, (row, count, num_keys, head), STAGES)
+        fill(rings.q, turn, q_desc, row + count, count, head)
         turn += 1
-        kv_head = head // (H // HK)
-        last = _last_keys(count, num_keys, CAUSAL, BLOCK_M, BLOCK_N)
-        for start in range(last, -1, -BLOCK_N):
+        kv_head = head // (C.H // C.HK)
+        last = _last_keys(count, num_keys, C)
+        for start in range(last, -1, -C.BLOCK_N):
             end, remaining = base + num_keys, num_keys - start
-            wait_empty(keys, n)
-            fill(keys, n, k_desc, end, remaining, kv_head)
-            wait_empty(values, n)
-            fill(values, n, v_desc, end, remaining, kv_head)
+            wait_empty(rings.k, n)
+            fill(rings.k, n, k_desc, end, remaining, kv_head)
+            wait_empty(rings.v, n)
+            fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
-    wait_empty(queries, turn)
-    tell(places, turn, (work, work, work, -1), STAGES)
-    give(queries, turn)
+    wait_empty(rings.q, turn)
+    tell(rings.places, turn, (work, work, work, -1), STAGES)
+    give(rings.q, turn)
 
 
 @gluon.jit
@@ -130,27 +156,20 @@ def scores_by_distance(zero_ptr, first, scores):
 
 @gluon.jit
 def _softmax(
-    products,
-    factor,
-    zero_ptr,
-    start,
-    diagonal,
-    high,
-    maximum,
-    total,
-    BY_DISTANCE: gl.constexpr,
-    MASKED: gl.constexpr,
+    products, scores, start, maximum, total, BY_DISTANCE: gl.constexpr, MASKED: gl.constexpr
 ):
-    """One step of the online softmax; the keys from ``start`` on are seen up to ``high``."""
+    """One step of the online softmax, for the keys from ``start`` on."""
     visible = True
     bias = 0.0
     if BY_DISTANCE:
-        bias = scores_by_distance(zero_ptr, diagonal - start, products)
+        bias = scores_by_distance(scores.zero_ptr, scores.diagonal - start, products)
     if MASKED:
         BLOCK_N: gl.constexpr = products.shape[1]
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
-        visible = (start + index)[None, :] < high
-    return online_softmax(products, factor, bias, visible, maximum, total, BY_DISTANCE, MASKED)
+        visible = (start + index)[None, :] < scores.high
+    return online_softmax(
+        products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
+    )
 
 
 @gluon.jit
@@ -160,35 +179,30 @@ def _attend_to(
     maximum,
     total,
     q,
-    keys,
-    values,
+    rings,
     n,
     first,
     last,
-    high,
-    factor,
-    zero_ptr,
-    diagonal,
-    BLOCK_N: gl.constexpr,
-    BY_DISTANCE: gl.constexpr,
+    scores,
+    C: gl.constexpr,
     MASKED: gl.constexpr,
 ):
     """Attend to the tiles of keys before ``last``, from the later ones down to ``first``.
 
-    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of the ``n``-th tile,
-    whose values are added up here; what is returned are those of the tile ``first``.
+    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of tile ``n``, whose
+    values are added up here; what is returned are those of the tile ``first``.
     """
-    for start in range(last - BLOCK_N, first - 1, -BLOCK_N):
-        products = multiply_keys(q, keys, n + 1)
-        acc = warpgroup_mma(p, read(values, n), acc, is_async=True)
+    for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
+        products = multiply_keys(q, rings.k, n + 1)
+        acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
         products = warpgroup_mma_wait(1, deps=(products,))
-        release(keys, n + 1)
+        release(rings.k, n + 1)
         weights, rescale, maximum, total = _softmax(
-            products, factor, zero_ptr, start, diagonal, high, maximum, total, BY_DISTANCE, MASKED
+            products, scores, start, maximum, total, C.BY_DISTANCE, MASKED
         )
         next_p = as_operand(weights, p.dtype)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        release(values, n)
+        release(rings.v, n)
         acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
         p = next_p
         n += 1
@@ -196,13 +210,13 @@ def _attend_to(
 
 
 @gluon.jit
-def _leave_out(keys, values, n, num_tiles):
-    """Let tiles pass that are only for the other group."""
+def _leave_out(rings, n, num_tiles):
+    """Let tiles of keys and values pass that are only for the other group."""
     for tile in range(num_tiles):
-        wait_full(keys, n + tile)
-        release(keys, n + tile)
-        wait_full(values, n + tile)
-        release(values, n + tile)
+        wait_full(rings.k, n + tile)
+        release(rings.k, n + tile)
+        wait_full(rings.v, n + tile)
+        release(rings.v, n + tile)
     return n + num_tiles
 
 
@@ -211,81 +225,72 @@ def _attend(
     stats_ptr,
     by_distance_ptr,
     out_desc,
-    queries,
-    keys,
-    values,
-    places,
+    rings,
     outs,
     num_stats,
     reach,
     factor,
-    H: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    BY_DISTANCE: gl.constexpr,
+    C: gl.constexpr,
     GROUP: gl.constexpr,
 ):
     """What four warps do: attend for their half of each tile's queries."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
     by_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    by_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    by_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     by_query: gl.constexpr = gl.SliceLayout(1, by_keys)
     skipped: gl.constexpr = GROUP * GROUP_ROWS
     r = skipped + gl.arange(0, GROUP_ROWS, by_query)
     n = num_stats * 0
     turn = num_stats * 0
-    row, count, num_keys, head = next_tile(places, queries, turn)
+    row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
     while head >= 0:
-        last = _last_keys(count, num_keys, CAUSAL, BLOCK_M, BLOCK_N)
+        last = _last_keys(count, num_keys, C)
         if count <= skipped:
-            release(queries, turn)
-            n = _leave_out(keys, values, n, last // BLOCK_N + 1)
+            release(rings.q, turn)
+            n = _leave_out(rings, n, last // BLOCK_N + 1)
         else:
             high = num_keys
             seen_by_all = num_keys
-            if CAUSAL:
+            if C.CAUSAL:
                 high = gl.minimum(num_keys, r + (num_keys - count + 1))[:, None]
                 seen_by_all = gl.minimum(num_keys, num_keys - count + 1 + skipped)
             full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
-            diagonal = num_keys - count + skipped
-            q = rows(queries, turn).slice(skipped, GROUP_ROWS)
+            scores = Scores(factor, zero_ptr, num_keys - count + skipped, high)
+            q = rows(rings.q, turn).slice(skipped, GROUP_ROWS)
             maximum = gl.full([GROUP_ROWS], -float("inf"), gl.float32, by_query)
             total = gl.zeros([GROUP_ROWS], gl.float32, by_query)
-            acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, by_values)
-            products = warpgroup_mma_wait(0, deps=(multiply_keys(q, keys, n),))
-            release(keys, n)
+            acc = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_values)
+            products = warpgroup_mma_wait(0, deps=(multiply_keys(q, rings.k, n),))
+            release(rings.k, n)
             weights, _, maximum, total = _softmax(
-                products, factor, zero_ptr, last, diagonal, high, maximum, total, BY_DISTANCE, True
+                products, scores, last, maximum, total, C.BY_DISTANCE, True
             )
             p = as_operand(weights, outs.dtype)
-            if CAUSAL:
+            if C.CAUSAL:
                 acc, p, maximum, total, n = _attend_to(
-                    acc, p, maximum, total, q, keys, values, n, full, last, high, factor,
-                    zero_ptr, diagonal, BLOCK_N, BY_DISTANCE, MASKED=True,
-                )  # fmt: skip
+                    acc, p, maximum, total, q, rings, n, full, last, scores, C, MASKED=True
+                )
             acc, p, maximum, total, n = _attend_to(
-                acc, p, maximum, total, q, keys, values, n, 0, full, high, factor,
-                zero_ptr, diagonal, BLOCK_N, BY_DISTANCE, MASKED=False,
-            )  # fmt: skip
-            release(queries, turn)
-            acc = warpgroup_mma(p, read(values, n), acc, is_async=True)
+                acc, p, maximum, total, q, rings, n, 0, full, scores, C, MASKED=False
+            )
+            release(rings.q, turn)
+            acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-            release(values, n)
+            release(rings.v, n)
             n += 1
 
             inverse = 1.0 / gl.where(total > 0, total, 1.0)
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, by_values))
             tma.store_wait(0)
             out = outs.index(GROUP)
-            out.reshape([GROUP_ROWS, BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
+            out.reshape([GROUP_ROWS, C.BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
             fence_async_shared()
             copy_out(out_desc, row + count, count - skipped, head, out)
-            stat = (row.to(gl.int64) + r) * H + head
+            stat = (row.to(gl.int64) + r) * C.H + head
             store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
         turn += 1
-        row, count, num_keys, head = next_tile(places, queries, turn)
+        row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
     tma.store_wait(0)
 
 
@@ -312,28 +317,25 @@ def forward_kernel(
     OVERLAP: gl.constexpr,
 ):
     """Tiles of queries of one head, over all keys of their sample, until the list is done."""
+    C: gl.constexpr = Constants(H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE)
     queries = make_ring(q_desc, STAGES)
     keys = make_ring(k_desc, STAGES)
     values = make_ring(v_desc, STAGES)
     places = gl.allocate_shared_memory(
         gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
+    rings = Rings(queries, keys, values, places)
     shape: gl.constexpr = [2] + out_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
     outs = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     gl.warp_specialize(
         [
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, queries, keys, values, places, outs,
-                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE, 0,
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, factor, C, 0,
             )),
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, queries, keys, values, places, outs,
-                num_stats, reach, factor, H, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE, 1,
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, factor, C, 1,
             )),
-            (_load, (
-                q_desc, k_desc, v_desc, queries, keys, values, places, tiles_ptr,
-                H, HK, CAUSAL, BLOCK_M, BLOCK_N, STAGES, OVERLAP,
-            )),
+            (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, C, OVERLAP)),
         ],
         [4, 1],
         [240, 24],

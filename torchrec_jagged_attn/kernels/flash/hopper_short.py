@@ -1,10 +1,10 @@
 """Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
 
-A program takes some (sample, head) pairs, one after the other: all pairs of rows at once, as
-``general_short.py`` does. Rows come and go by the tensor memory accelerator, those of the next
-sample while this one is computed, so that memory is all that takes time: forward reads q, k, v and
-writes out; backward reads q, k, v, grad_out and writes three gradients, and needs nothing that
-forward kept. Samples of one size have a kernel of their own:
+A program works on some (sample, head) items, one after the other, and computes all pairs of rows of
+an item at once, as ``general_short.py`` does. The tensor memory accelerator copies rows; it loads
+those of the next item while this one is computed. So the kernels are memory-bound: forward reads
+q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradients. Backward needs
+nothing that forward kept. There is a kernel for each size of samples:
 
     up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
     33 to 64         four warps, products of a group of them (``wgmma``)
@@ -13,6 +13,8 @@ Rows are 64 wide in shared memory: twice that would leave a single warp too few 
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,7 +41,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     wait_for_last_kernel,
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
-from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
+from torchrec_jagged_attn.kernels.common.tma import copy_in, copy_out, jagged_rows
 from torchrec_jagged_attn.kernels.flash import tiles
 
 __all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
@@ -48,6 +50,23 @@ MOST_ROWS = 64  # on both sides, of the samples that are taken
 WIDTH = 64  # of rows in shared memory
 
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
+
+
+class Item(NamedTuple):
+    """A head of a sample.
+
+    Attributes:
+        q_end: end of the sample's queries, of which there are ``num_rows``.
+        kv_end: end of its keys, of which there are ``num_keys``.
+        taken: whether this kernel computes it.
+    """
+
+    q_end: Any
+    num_rows: Any
+    kv_end: Any
+    num_keys: Any
+    head: Any
+    taken: Any
 
 
 @gluon.jit
@@ -61,9 +80,9 @@ def _locate(
     HALVES: gl.constexpr,
     OF_KEYS: gl.constexpr,
 ):
-    """``(q_end, num_rows, kv_end, num_keys, head, taken)`` of an item before ``end``.
+    """An item before ``end``.
 
-    Taken are samples of the kernel's size that have rows: of queries, or of either where OF_KEYS.
+    Those of the kernel are samples of its size that have rows: of queries, or of either if OF_KEYS.
     """
     at = gl.minimum(item, end - 1)
     sample = at // H
@@ -78,19 +97,7 @@ def _locate(
     if not HALVES:
         taken = taken & (longest > BLOCK // 2)
     taken = taken & ((longest if OF_KEYS else num_rows) > 0)
-    return q_end, num_rows, kv_end, num_keys, head, taken
-
-
-@gluon.jit
-def _read(desc, end, count, head, barrier, tile):
-    """Begin to copy the rows of a sample into ``tile``, see jagged_rows."""
-    tma.async_copy_global_to_shared(desc, [END, end, END - count, head, 0], barrier, tile)
-
-
-@gluon.jit
-def _write(desc, end, count, head, tile):
-    """Begin to copy the rows of a sample out of ``tile``."""
-    tma.async_copy_shared_to_global(desc, [END, end, END - count, head, 0], tile)
+    return Item(q_end, num_rows, kv_end, num_keys, head, taken)
 
 
 @gluon.jit
@@ -177,8 +184,8 @@ def _read_queries_and_keys(
     if taken:
         barrier = barriers.index(0)
         mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
-        _read(q_desc, q_end, num_rows, head, barrier, tiles.index(0))
-        _read(k_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(1))
+        copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(0))
+        copy_in(k_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(1))
 
 
 @gluon.jit
@@ -188,7 +195,7 @@ def _read_values(v_desc, tiles, barriers, place, H: gl.constexpr, HK: gl.constex
     if taken:
         barrier = barriers.index(1)
         mbarrier.expect(barrier, v_desc.block_type.nbytes)
-        _read(v_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(2))
+        copy_in(v_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(2))
 
 
 @gluon.jit
@@ -224,7 +231,7 @@ def _attend(
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
     _rows(out, ROWS).store((acc * inverse[:, None]).to(out.dtype))
     fence_async_shared()
-    _write(out_desc, q_end, num_rows, head, out)
+    copy_out(out_desc, q_end, num_rows, head, out)
     by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # each row once
     maximum, total = gl.convert_layout(maximum, by_lane), gl.convert_layout(total, by_lane)
     r = gl.arange(0, ROWS, by_lane)
@@ -276,8 +283,8 @@ def forward_kernel(
     while n < end:
         n += 1
         following = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, False)
-        if place[5]:
-            if HALVES and gl.maximum(place[1], place[3]) <= BLOCK // 2:
+        if place.taken:
+            if HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
                 _attend(operands, place, following, turn, H, HK, CAUSAL, BLOCK // 2)
             else:
                 _attend(operands, place, following, turn, H, HK, CAUSAL, BLOCK)
@@ -303,10 +310,10 @@ def _read_all(inputs, tiles, barriers, stage, place, MEMBERS: gl.constexpr):
     if taken:
         barrier = barriers.index(stage)
         mbarrier.expect(barrier, 4 * q_desc.block_type.nbytes)
-        _read(q_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4))
-        _read(k_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 1))
-        _read(v_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 2))
-        _read(grad_out_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4 + 3))
+        copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4))
+        copy_in(k_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 1))
+        copy_in(v_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 2))
+        copy_in(grad_out_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4 + 3))
 
 
 @gluon.jit
@@ -383,10 +390,10 @@ def _differentiate(
     k.store((_add_up(sums.index(1), grad_k, member, MEMBERS) * scale).to(tiles.dtype))
     fence_async_shared()
     thread_barrier()
-    _write(grad_q_desc, q_end, num_rows, head, grad_out_tile)
+    copy_out(grad_q_desc, q_end, num_rows, head, grad_out_tile)
     if member == MEMBERS - 1:
-        _write(grad_v_desc, kv_end, num_keys, head // MEMBERS, v_tile)
-        _write(grad_k_desc, kv_end, num_keys, head // MEMBERS, k_tile)
+        copy_out(grad_v_desc, kv_end, num_keys, head // MEMBERS, v_tile)
+        copy_out(grad_k_desc, kv_end, num_keys, head // MEMBERS, k_tile)
     if STAGES == 1:
         tma.store_wait(0)
         thread_barrier()
@@ -448,8 +455,8 @@ def backward_kernel(
     while n < end:
         n += 1
         following = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, True)
-        if place[5]:
-            if HALVES and gl.maximum(place[1], place[3]) <= BLOCK // 2:
+        if place.taken:
+            if HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
                 _differentiate(
                     inputs, grads, tiles, weights, sums, barriers, place, following, turn,
                     factor, scale, MEMBERS, CAUSAL, BLOCK // 2, STAGES,

@@ -89,78 +89,61 @@ class Call(NamedTuple):
         return self.biased_by_keys or self.distance_buckets > 0
 
 
-class Sample(NamedTuple):
-    """What a path is chosen for.
-
-    Attributes:
-        call: the call that the sample is in.
-        rows: how many queries or keys it has, whichever are more.
-    """
-
-    call: Call
-    rows: float
-
-
 def _is_hopper(device: torch.device) -> bool:
     return devices.hopper_multiprocessors(device) > 0
 
 
-def _rows(most: int) -> Condition:
-    return Condition(f"samples of at most {most} rows on both sides", lambda s: s.rows <= most)
-
-
-_HALF = Condition("half precision", lambda s: s.call.dtype.itemsize == 2)
-# Biases by keys, and a loop that masks by them, would take registers that products need.
-_NO_BIAS_BY_KEYS = Condition("no bias but by distance", lambda s: not s.call.biased_by_keys)
-_NO_BIAS = Condition("no bias", lambda s: not s.call.biased)
-# The largest score is that of the largest product; the general kernels turn queries around first.
-_SCALE = Condition("scale >= 0", lambda s: not s.call.negative_scale)
+_HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
+_NO_BIAS = Condition("no bias", lambda call: not call.biased)
+# The largest score is that of the largest product; the general kernels negate queries instead.
+_SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
 _IN_BOXES = Condition(
     "rows on every side, whose widths, strides and addresses are multiples of 16 bytes",
-    lambda s: s.call.in_boxes,
+    lambda call: call.in_boxes,
 )
 
 PATHS = (
     Path(
         "hopper_short",
         (
-            _rows(hopper_short.MOST_ROWS),
             _HALF,
             _NO_BIAS,
             _SCALE,
             Condition(
                 f"a larger width of 33 to {hopper_short.WIDTH}",
-                lambda s: s.call.padded_width == hopper_short.WIDTH,
+                lambda call: call.padded_width == hopper_short.WIDTH,
             ),
             _IN_BOXES,
-            Condition("samples times heads below 2^31", lambda s: s.call.counted),
+            Condition("samples times heads below 2^31", lambda call: call.counted),
         ),
-        _is_hopper,
+        runs_on=_is_hopper,
         device="a Hopper GPU",
+        samples=f"samples of at most {hopper_short.MOST_ROWS} rows on both sides",
     ),
     Path(
         "general_short",
         (
-            _rows(general_short.MOST_ROWS),
             _HALF,
             _NO_BIAS,
-            Condition("widths of at most 128", lambda s: s.call.padded_width <= 128),
+            Condition("widths of at most 128", lambda call: call.padded_width <= 128),
         ),
+        samples=f"samples of at most {general_short.MOST_ROWS} rows on both sides",
     ),
     Path(
         "hopper",
         (
             _HALF,
-            _NO_BIAS_BY_KEYS,
+            Condition("no bias but by distance", lambda call: not call.biased_by_keys),
             _SCALE,
-            Condition("a larger width of 33 to 128", lambda s: s.call.padded_width in (64, 128)),
+            Condition("a larger width of 33 to 128", lambda call: call.padded_width in (64, 128)),
             _IN_BOXES,
         ),
-        _is_hopper,
+        runs_on=_is_hopper,
         device="a Hopper GPU",
     ),
     Path("general"),
 )
+_OF_LONG_SAMPLES = tuple(path for path in PATHS if not path.samples)
 _MOST_ROWS = {"hopper_short": hopper_short.MOST_ROWS, "general_short": general_short.MOST_ROWS}
 
 
@@ -267,11 +250,11 @@ class Plan:
 @functools.cache
 def plan_of(call: Call) -> Plan:
     """The plan of ``call``."""
-    short = choose(PATHS, call.device, Sample(call, 1))
+    short = choose(PATHS, call.device, call)
     return Plan(
         call=call,
         short_samples=short,
-        long_samples=choose(PATHS, call.device, Sample(call, float("inf"))),
+        long_samples=choose(_OF_LONG_SAMPLES, call.device, call),
         most_short=_MOST_ROWS.get(short.path, 0),
         width=call.padded_width,
         together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),

@@ -1,16 +1,20 @@
-"""What the kernels of jagged flash attention share: rows of a tile, biases, the softmax."""
+"""What the general kernels of jagged flash attention share: records, rows, biases, softmax."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.common.biases import load_bias
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
 
 __all__ = [
+    "Biases",
+    "Constants",
+    "Place",
     "is_finite",
     "key_bias",
     "load_rows",
@@ -19,6 +23,66 @@ __all__ = [
     "store_rows",
     "store_softmax_stats",
 ]
+
+
+class Constants(NamedTuple):
+    """Compile-time constants of the general kernels."""
+
+    H: Any  # heads of queries
+    HK: Any  # heads of keys and values
+    D: Any  # width of queries and keys
+    DV: Any  # width of values
+    P: Any  # buckets of positions, 0 without
+    A: Any  # buckets of ages, 0 without
+    PRIOR: Any  # whether the bias is prior weights
+    R: Any  # buckets of distances, 0 without
+    BIASED: Any  # whether there is any bias
+    Q_STRIDE: Any  # elements from row to row
+    K_STRIDE: Any
+    V_STRIDE: Any
+    CAUSAL: Any
+    NEGATIVE: Any  # whether the scale is
+    PRECISION: Any  # of products
+    BLOCK_D: Any  # columns of a tile of queries or keys
+    BLOCK_DV: Any  # columns of a tile of values
+    BLOCK_M: Any  # queries of a tile
+    BLOCK_N: Any  # keys of a tile
+    EXACT: Any  # whether statistics are those of fp32, see store_softmax_stats
+
+
+class Biases(NamedTuple):
+    """Pointers that biases are read from, as ``load_bias`` does; ``None`` where there is none.
+
+    Attributes:
+        by_distance: where the list of one head has the distance 0, see ``distance_bias.py``.
+        kv_offsets: ``[B + 1]``.
+    """
+
+    bias: Any
+    position_bias: Any
+    age_bias: Any
+    timestamps: Any
+    by_distance: Any
+    kv_offsets: Any
+
+
+class Place(NamedTuple):
+    """Where a tile of queries and the keys of its sample are, see ``locate_tile``.
+
+    Attributes:
+        base: first key of the sample.
+        high: end of the keys that each query sees, a scalar or ``[BLOCK_M, 1]``.
+        diagonal: the key that is as far from the last key as the tile's first query is from the
+            last query.
+    """
+
+    sample: Any
+    base: Any
+    num_keys: Any
+    high: Any
+    diagonal: Any
+    head: Any
+    kv_head: Any
 
 
 @triton.jit
@@ -77,45 +141,24 @@ def is_finite(x):
 
 
 @triton.jit
-def key_bias(
-    bias_ptr,
-    position_bias_ptr,
-    age_bias_ptr,
-    timestamps_ptr,
-    by_distance_ptr,
-    kv_offsets_ptr,
-    sample,
-    base,
-    start,
-    num_keys,
-    high,
-    diagonal,
-    head,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-    R: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Biases of the keys from ``start`` on for a tile of queries, and which these see.
+def key_bias(biases, place, start, C: tl.constexpr):
+    """Biases of the keys from ``start`` on for a tile of queries, and which keys these see.
 
-    Of a head, and times log2(e), as the scores are. ``high`` is a scalar or ``[BLOCK_M, 1]``. A
-    bias of ``-inf`` hides its key.
+    The biases are times log2(e), as the scores are. A bias of ``-inf`` hides its key.
     """
-    j = start + tl.arange(0, BLOCK_N)[None, :]
-    visible = j < high
+    j = start + tl.arange(0, C.BLOCK_N)[None, :]
+    visible = j < place.high
     bias = 0.0
-    if BIASED:
+    if C.BIASED:
         bias = load_bias(
-            Biases(bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr),
-            kv_offsets_ptr, sample, base + j, j < num_keys, head, H, H, P, A, PRIOR,
+            biases, biases.kv_offsets, place.sample, place.base + j,
+            j < place.num_keys, place.head, C.H, C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
         bias *= LOG2E
-        if R > 0:
-            bias += scores_by_distance(by_distance_ptr, diagonal - start, BLOCK_M, BLOCK_N)
+        if C.R > 0:
+            bias += scores_by_distance(
+                biases.by_distance, place.diagonal - start, C.BLOCK_M, C.BLOCK_N
+            )
         visible = visible & (bias != -float("inf"))
     return bias, visible
 

@@ -323,8 +323,7 @@ def pair_bmm(
     num_samples = x_offsets.numel() - 1
     capacity = most_tiles(x.shape[0], y.shape[0], num_samples, 0, BLOCK_M)
     tiles = list_tiles(x_offsets, y_offsets, capacity, 0, BLOCK_M)
-    constants = _pair_constants(x.shape[1], devices.launches_overlap(x.device))
-    width = constants["BLOCK_D"]
+    width = max(64, padded_width(x.shape[1]))
     x, y = x.unsqueeze(1), y.unsqueeze(1)  # of one head
     descriptors = (
         jagged_rows(x, BLOCK_M, width),
@@ -334,17 +333,15 @@ def pair_bmm(
     _launch(
         (min(capacity, devices.hopper_multiprocessors(x.device)),),
         (out, *descriptors, tiles, x_offsets, pair_offsets),
-        constants,
+        _pair_constants(devices.launches_overlap(x.device)),
     )
 
 
 @functools.cache
-def _pair_constants(width: int, overlap: bool) -> dict:
+def _pair_constants(overlap: bool) -> dict:
     """Compile-time arguments of ``pairs_kernel``."""
     return {
-        "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
-        "BLOCK_D": max(64, padded_width(width)),
         "STAGES": STAGES,
         "STAGES_Y": STAGES_Y,
         "num_warps": 4,
