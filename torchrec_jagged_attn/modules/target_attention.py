@@ -1,7 +1,6 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
-from __future__ import annotations
-
+# FX and torch.jit.script read annotations, so they are no strings here.
 from numbers import Integral
 from typing import Literal
 
