@@ -1,5 +1,6 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
+# FX and torch.jit.script read annotations, so they are no strings here.
 from numbers import Integral
 from typing import Literal
 

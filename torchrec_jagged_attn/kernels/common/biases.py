@@ -1,6 +1,7 @@
-"""What is added to the scores of target attention, and the gradients of it.
+"""What is added to the scores of target and flash attention, and the gradients of it.
 
-A bias for each history row and head, or for the bucket of a row's position or age and head.
+A bias has one value per history row and head, or per bucket of a position, age or distance and
+head. Prior weights of rows count by their logarithm.
 """
 
 from __future__ import annotations

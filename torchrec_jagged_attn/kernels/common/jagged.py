@@ -11,7 +11,6 @@ from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.kernels.common.matmul import padded_width
 
 __all__ = ["add_chunks", "count_chunks", "find_chunk", "find_sample", "find_tile"]
 
@@ -126,7 +125,7 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: in
 @functools.cache
 def _add_constants(width: int, chunk: int, overlap: bool) -> dict:
     """Compile-time arguments of ``_add_chunks_kernel``."""
-    block = min(2048, padded_width(width))
+    block = min(2048, max(16, triton.next_power_of_2(width)))
     options = {"launch_pdl": True} if overlap else {}
     return {"W": width, "CHUNK": chunk, "BLOCK": block, "OVERLAP": overlap, **options}
 

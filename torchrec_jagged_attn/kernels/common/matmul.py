@@ -95,16 +95,16 @@ def load_tile(
 
 @triton.jit
 def _parts(x):
-    """``x`` (fp32) as a sum of three bf16 that hold it whole: what it is cut to, what its rest is
-    rounded to, and the rest of that.
+    """``x`` (fp32) as a sum of three bf16 that hold it whole: the upper bits, the
+    rounded remainder, and the remainder of that.
 
     By integers: conversions to bf16 that are then taken apart are an eighth as fast. A NaN that has
     its payload in the lower half alone, which no arithmetic makes, is cut to an infinity.
     """
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    rest = x - high
-    middle = ((rest.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+    remainder = x - high
+    middle = ((remainder.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (remainder - middle).to(tl.bfloat16)
 
 
 @triton.jit

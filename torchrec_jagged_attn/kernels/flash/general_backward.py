@@ -514,12 +514,12 @@ def grad_relative_kernel(
             delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
             scores_bias = bias
             if BY_KEYS:
+                biases = Biases(
+                    bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, None, kv_offsets_ptr
+                )
                 scores_bias += LOG2E * load_bias(
-                    Biases(
-                        bias_ptr, position_bias_ptr, age_bias_ptr, timestamps_ptr, None, kv_offsets_ptr
-                    ),
-                    kv_offsets_ptr, sample, base + key + j[None, :], j[None, :] < keys, head, H, H,
-                    P, A, PRIOR,
+                    biases, kv_offsets_ptr, sample, base + key + j[None, :], j[None, :] < keys,
+                    head, H, H, P, A, PRIOR,
                 )  # fmt: skip
             products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             products = -products if NEGATIVE else products

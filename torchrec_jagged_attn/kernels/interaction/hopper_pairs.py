@@ -56,7 +56,7 @@ BLOCK_M = 128  # rows of x of a tile, half of them of each group
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
-# Of a number of 61 bits: 2^30, and the rest.
+# An index of 61 bits is told as two numbers: its multiple of 2^30, and what is below.
 LOW = gl.constexpr(2**30)
 
 # $0 to $3: the elements from the (8 - $8)-th on of the eight of the lane before this one and the
@@ -109,8 +109,8 @@ def shift_columns(tile, count):
 @gluon.jit
 def _num_tiles(num_n, BLOCK_N: gl.constexpr):
     """How many tiles of ``num_n`` rows of y there are: all but the first have eight again."""
-    rest = gl.maximum(num_n - VECTOR, 1)
-    return gl.where(num_n >= VECTOR, gl.cdiv(rest, BLOCK_N - VECTOR), 0)
+    remaining = gl.maximum(num_n - VECTOR, 1)
+    return gl.where(num_n >= VECTOR, gl.cdiv(remaining, BLOCK_N - VECTOR), 0)
 
 
 @gluon.jit
@@ -211,12 +211,12 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
     c = gl.arange(0, VECTOR, gl.SliceLayout(0, layout))
     inside = (r < count)[:, None]
     whole = gl.minimum((shift + 7) // VECTOR * VECTOR - shift, num_n)  # here vectors begin
-    rest = gl.maximum((shift + num_n) // VECTOR * VECTOR - shift, whole)  # and here they end
+    tail_begin = gl.maximum((shift + num_n) // VECTOR * VECTOR - shift, whole)  # and here they end
     ptrs = out_ptr + (begin + shift)[:, None] + c[None, :]
     gl.store(ptrs, head.to(x.dtype), mask=inside & (c[None, :] < whole[:, None]))
     c += gl.maximum(num_n - VECTOR, 0)
     ptrs = out_ptr + (begin + shift)[:, None] + c[None, :]
-    there = (c[None, :] >= rest[:, None]) & (c < num_n)[None, :]
+    there = (c[None, :] >= tail_begin[:, None]) & (c < num_n)[None, :]
     gl.store(ptrs, tail.to(x.dtype), mask=inside & there)
 
 
