@@ -125,17 +125,20 @@ def check_biases(
 ) -> None:
     """What ``num_rows`` key rows may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
-    bias, _, age_bias, timestamps, _ = biases
-    check_same(query, query_name, dtype=False, **biases._asdict(), prior_weights=prior_weights)
+    bias, position_bias, age_bias, timestamps, relative_bias = biases
+    check_same(
+        query, query_name, dtype=False,
+        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
+        prior_weights=prior_weights, relative_bias=relative_bias,
+    )  # fmt: skip
     if bias is not None:
         check_float(bias, "bias")
         check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
-    for name, symbols in (
-        ("position_bias", "[P, H]"),
-        ("age_bias", "[A, H]"),
-        ("relative_bias", "[R, H]"),
+    for table, name, symbols in (
+        (position_bias, "position_bias", "[P, H]"),
+        (age_bias, "age_bias", "[A, H]"),
+        (relative_bias, "relative_bias", "[R, H]"),
     ):
-        table = getattr(biases, name)
         if table is None:
             continue
         check_float(table, name)

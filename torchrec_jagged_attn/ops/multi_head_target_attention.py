@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,9 @@ FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 
 # As how many query rows (targets · heads) fewer count that all of a batch attend over keys: on CUDA
 # by trying, for 1 and 4 users of 512 to 10,000 rows, on an H200.
 ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
+
+# Target attention has the gradients of queries, rows and tables made whether asked for or not.
+_NOTHING: Any = TargetArguments(*([False] * len(TargetArguments._fields)))
 
 
 def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
@@ -169,7 +173,7 @@ def _backward(
             grad_pooled.view(shape),
             absorbed_args,
             TargetOutputs(pooled.view(shape), residual, stats),
-            absorbed_args._replace(bias=needs.prior_weights),
+            _NOTHING._replace(bias=needs.prior_weights),
         )
         grad_history = of_scores.history
         grad_u = of_scores.query.view_as(u).to(dtype=dtype)

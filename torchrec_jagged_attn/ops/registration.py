@@ -82,11 +82,11 @@ def register_op(
     """
     num_arguments = len(arguments._fields)
 
-    def run_forward(*fields: Any) -> tuple[Tensor, ...]:
-        return tuple(forward(arguments(*fields)))
+    def run_forward(*fields: Any) -> Any:
+        return forward(arguments(*fields))
 
-    def fake_forward(*fields: Any) -> tuple[Tensor, ...]:
-        return tuple(fake(arguments(*fields)))
+    def fake_forward(*fields: Any) -> Any:
+        return fake(arguments(*fields))
 
     def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
         grads = backward(
@@ -96,7 +96,8 @@ def register_op(
             arguments(*needs_grad),
         )
         asked = zip(arguments._fields, needs_grad, strict=True)
-        return [getattr(grads, name) for name, need in asked if need]
+        found = [getattr(grads, name) for name, need in asked if need]
+        return [grad for grad in found if grad is not None]
 
     def fake_gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
         asked = zip(fields, needs_grad, strict=False)
