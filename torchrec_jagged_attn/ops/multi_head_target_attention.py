@@ -76,7 +76,7 @@ FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 
 ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
 
 # Target attention has the gradients of queries, rows and tables made whether asked for or not.
-_NOTHING: Any = TargetArguments(*([False] * len(TargetArguments._fields)))
+_NOTHING: Any = TargetArguments._make([False] * len(TargetArguments._fields))
 
 
 def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.warp_parts import (
-    biases_from,
     columns_at_once,
     exp,
     find_chunk,
@@ -148,7 +147,6 @@ def backward_kernel(
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         history_ptr += first * STRIDE
         grad_history_ptr += first * D
-        sample_biases = biases_from(first, biases, H, PRIOR)
         if grad_bias_ptr is not None:
             grad_bias_ptr += first * (1 if PRIOR else H)
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
@@ -215,7 +213,7 @@ def backward_kernel(
             visible = (n < end)[None, :]
             of_position, of_age = row_buckets(n, biases, first, length, P, A)
             bias = load_bias(
-                sample_biases, of_position[None, :], of_age[None, :],
+                biases, first, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             p = exp(dots * scale + bias - maximum, PARTS) * inverse  # rounded as forward

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.warp_combine import store_outputs, store_stats
 from torchrec_jagged_attn.kernels.target.warp_parts import (
-    biases_from,
     columns_at_once,
     exp,
     find_chunk,
@@ -77,7 +76,6 @@ def forward_kernel(
     )
     if busy:
         history_ptr += first * STRIDE
-        sample_biases = biases_from(first, biases, H, PRIOR)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
         count = num_targets * H
@@ -114,7 +112,7 @@ def forward_kernel(
             visible = (n < end)[None, :]
             of_position, of_age = row_buckets(n, biases, first, length, P, A)
             bias = load_bias(
-                sample_biases, of_position[None, :], of_age[None, :],
+                biases, first, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, H, P, A, PRIOR,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))

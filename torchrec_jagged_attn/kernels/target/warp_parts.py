@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.common import biases as in_triton
 from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
@@ -34,7 +33,6 @@ __all__ = [
     "MMA",
     "RIGHT",
     "allocate_parts",
-    "biases_from",
     "columns_at_once",
     "exp",
     "find_chunk",
@@ -361,15 +359,6 @@ def turn_ring(ring, stage, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.
 
 
 @gluon.jit
-def biases_from(first, biases, H: gl.constexpr, PRIOR: gl.constexpr):
-    """``biases`` whose ``bias`` begins at a sample's ``first`` row."""
-    bias_ptr = biases.bias
-    if bias_ptr is not None:
-        bias_ptr += first * (1 if PRIOR else H)
-    return Biases(bias_ptr, biases.position_bias, biases.age_bias, biases.timestamps)
-
-
-@gluon.jit
 def row_buckets(n, biases, first, length, P: gl.constexpr, A: gl.constexpr):
     """Buckets of position and age of the rows ``n`` of a sample."""
     of_position = recency_bucket(length - 1 - n, P)
@@ -384,6 +373,7 @@ def row_buckets(n, biases, first, length, P: gl.constexpr, A: gl.constexpr):
 @gluon.jit
 def load_bias(
     biases,
+    first,
     of_position,
     of_age,
     n,
@@ -395,7 +385,8 @@ def load_bias(
     A: gl.constexpr,
     PRIOR: gl.constexpr,
 ):
-    """All :func:`biases_from` a sample's first row, of its rows ``n`` for the query rows ``r``.
+    """All ``biases`` of the rows ``n`` of the sample that begins at row ``first``, for the query
+    rows ``r``.
 
     PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
     from ``count`` on.
@@ -404,10 +395,12 @@ def load_bias(
     mask = visible & (r < count)
     bias = 0.0
     if PRIOR:
-        weights = gl.load(biases.bias + n, mask=visible, other=1.0).to(gl.float32)
+        weights = gl.load(biases.bias + first + n, mask=visible, other=1.0).to(gl.float32)
         bias += gl.where(mask, gl.log(weights), 0.0)
     elif biases.bias is not None:
-        bias += gl.load(biases.bias + (n * H + head), mask=mask, other=0.0).to(gl.float32)
+        bias += gl.load(biases.bias + first * H + (n * H + head), mask=mask, other=0.0).to(
+            gl.float32
+        )
     if P > 0:
         ptrs = biases.position_bias + (of_position * H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)

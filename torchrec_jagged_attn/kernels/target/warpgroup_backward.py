@@ -24,7 +24,6 @@ from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_group
 from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LOG2E,
-    biases_from,
     find_listed_chunk,
     load_rows,
     row_buckets,
@@ -119,7 +118,6 @@ def backward_kernel(
         slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
     )
     if busy:
-        sample_biases = biases_from(first, biases, H, PRIOR)
         if grad_prior_ptr is not None:
             grad_prior_ptr += first
         count = num_targets * H
@@ -173,7 +171,7 @@ def backward_kernel(
             scores = dots * (scale * LOG2E)
             if (biases.bias is not None) or P + A > 0:
                 scores = add_biases(
-                    scores, sample_biases, start, end, first, length, count, H, P, A, PRIOR,
+                    scores, biases, start, end, first, length, count, H, P, A, PRIOR,
                 )  # fmt: skip
             p = gl.where(visible, gl.exp2(scores - shift), 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))

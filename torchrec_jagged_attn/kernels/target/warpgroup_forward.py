@@ -25,7 +25,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
     is_last_chunk,
     store_stats,
 )
-from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, biases_from, find_listed_chunk
+from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
@@ -89,7 +89,6 @@ def forward_kernel(
         slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
     )
     if busy:
-        sample_biases = biases_from(first, biases, H, PRIOR)
         count = num_targets * H
         row = sample.to(gl.int64) * count
         queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], warpgroup_layout(BLOCK_D))
@@ -122,7 +121,7 @@ def forward_kernel(
             scores = dots * (scale * LOG2E)
             if (biases.bias is not None) or P + A > 0:
                 scores = add_biases(
-                    scores, sample_biases, start, end, first, length, count, H, P, A, PRIOR,
+                    scores, biases, start, end, first, length, count, H, P, A, PRIOR,
                 )  # fmt: skip
             scores = gl.where(visible, scores, -float("inf"))
             below = scores - reference[None, :]

@@ -137,7 +137,7 @@ def store_transposed(ptr, value, tile, count, D: gl.constexpr):
 @gluon.jit
 def add_biases(
     scores,
-    biases,  # from the sample's first row: ``warp_parts.biases_from``
+    biases,
     start,
     end,
     first,
@@ -161,7 +161,7 @@ def add_biases(
     r = gl.arange(0, APART, gl.SliceLayout(0, layout))[None, :]
     of_position, of_age = row_buckets(n, biases, first, length, P, A)
     bias = load_bias(
-        biases, of_position[:, None], of_age[:, None],
+        biases, first, of_position[:, None], of_age[:, None],
         n[:, None], r, (n < end)[:, None], count, H, P, A, PRIOR,
     )  # fmt: skip
     apart += gl.expand_dims(bias * LOG2E, 1)
