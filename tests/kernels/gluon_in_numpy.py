@@ -487,6 +487,8 @@ def _argument(x: object) -> object:
         return Pointer(x.detach().as_strided((size,), (1,)).numpy())
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
+    if isinstance(x, tuple):
+        return type(x)(*map(_argument, x))
     if isinstance(x, (int, float)):
         return Block(np.int32(x) if isinstance(x, int) else np.float32(x))
     return x
