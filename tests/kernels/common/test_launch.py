@@ -6,6 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from triton import knobs
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
@@ -108,6 +110,21 @@ def test_others_are_compiled_anew(launched, change, constants):
     arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
     launcher((3,), arguments, CONSTANTS | constants)
     assert [call[0] for call in calls] == ["compiled"]
+
+
+def test_descriptors_are_alike_where_their_dtypes_and_boxes_are(launched):
+    launcher, calls, arguments = launched
+
+    def launch(dtype, width):
+        box = TensorDescriptor.from_tensor(
+            torch.zeros(64, 128, dtype=dtype), [8, width], NVMMASharedLayout(128, 16, rank=2)
+        )
+        launcher((3,), (arguments[0], box, *arguments[2:]), CONSTANTS)
+        return calls.pop()[0]
+
+    unlike = [(torch.float16, 64), (torch.float16, 128), (torch.bfloat16, 64)]
+    assert {launch(*box) for box in unlike} == {"compiled"}
+    assert {launch(*box) for box in unlike} == {"launched"}
 
 
 class Record(NamedTuple):

@@ -7,6 +7,7 @@ from itertools import repeat
 from typing import Any
 
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.knobs import runtime
 from triton.runtime import driver
 
@@ -66,8 +67,8 @@ class Launcher:
 def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Hashable]:
     """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are 1 or
     divisible by 16 where they are ``specialized``, and what is ``None``. The same of the fields
-    of records, whose integers Triton always specializes. Others, floats and descriptors, are always
-    of one kind where they stand.
+    of records, whose integers Triton always specializes; of descriptors, dtype and box. Floats are
+    always of one kind where they stand.
     """
     traits: list[Hashable] = []
     for argument, is_specialized in zip(arguments, specialized, strict=False):
@@ -78,9 +79,11 @@ def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Has
             traits.append((wide, argument == 1, argument % 16 == 0) if is_specialized else wide)
         elif isinstance(argument, tuple):
             traits += _traits(argument, repeat(True))
-        elif isinstance(argument, Tensor):  # last: that takes long of what is none
+        elif isinstance(argument, Tensor):  # late: that takes long of what is none
             aligned = argument.data_ptr() % 16 == 0
             traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
+        elif isinstance(argument, TensorDescriptor):
+            traits += argument.base.dtype, tuple(argument.block_shape)
     return traits
 
 

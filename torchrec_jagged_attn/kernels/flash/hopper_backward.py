@@ -428,8 +428,7 @@ def backward_kernel(
         )
 
 
-# A launcher does not ask for the dtype of a descriptor.
-_launch = {dtype: Launcher(backward_kernel) for dtype in (torch.bfloat16, torch.float16)}
+_launch = Launcher(backward_kernel)
 _FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
@@ -474,7 +473,7 @@ def backward(
     reach = 0 if by_distance is None else by_distance.shape[1] // 2
     list_or_other = sums if by_distance is None else by_distance
     num_work = (tiles.shape[0] - 1) * HK
-    _launch[q.dtype](
+    _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (sums, turns, *descriptors, list_or_other, kv_offsets, tiles, reach, factor, scale),
         {

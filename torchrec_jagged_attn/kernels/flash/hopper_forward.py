@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -342,8 +341,7 @@ def forward_kernel(
     )  # fmt: skip
 
 
-# A launcher does not ask for the dtype of a descriptor.
-_launch = {dtype: Launcher(forward_kernel) for dtype in (torch.bfloat16, torch.float16)}
+_launch = Launcher(forward_kernel)
 
 
 def forward(
@@ -368,7 +366,7 @@ def forward(
         jagged_rows(out, GROUP_ROWS.value, width),
     )
     num_work = (tiles.shape[0] - 1) * q.shape[1]
-    _launch[q.dtype](
+    _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, factor),
         {

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -488,10 +487,8 @@ _BACKWARD = {
 # a program.
 FEW_MEAN_ROWS = 24
 ITEMS_OF_FEW = 16
-# A launcher does not ask for the dtype of a descriptor.
-_DTYPES = (torch.bfloat16, torch.float16)
-_launch_forward = {dtype: Launcher(forward_kernel) for dtype in _DTYPES}
-_launch_backward = {dtype: Launcher(backward_kernel) for dtype in _DTYPES}
+_launch_forward = Launcher(forward_kernel)
+_launch_backward = Launcher(backward_kernel)
 
 
 def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
@@ -517,7 +514,7 @@ def forward(
     num_samples = q_offsets.numel() - 1
     num_items = num_samples * q.shape[1]
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
-        _launch_forward[q.dtype](
+        _launch_forward(
             (triton.cdiv(num_items, options["ITEMS"]),),
             (
                 stats, *(jagged_rows(x, block, WIDTH) for x in (q, k, v, out)), q_offsets,
@@ -557,7 +554,7 @@ def backward(
         descriptors = [
             jagged_rows(x, block, WIDTH) for x in (q, k, v, grad_out, grad_q, grad_k, grad_v)
         ]
-        _launch_backward[q.dtype](
+        _launch_backward(
             (triton.cdiv(num_items, items),),
             (q_offsets, *descriptors, kv_offsets, num_items, factor, scale),
             {
