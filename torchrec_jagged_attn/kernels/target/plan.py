@@ -5,7 +5,8 @@ sample:
 
     one_warp     a warp holds all query rows; R up to 8
     warpgroup    four warps share wgmma products, on Hopper; R of 9 to 64, half precision
-    few_warps    16 query rows to a warp; R of 9 to 64
+    few_warps    16 query rows to a warp, on an H100 or later; R of 9 to 64: fp32, and what
+                 warpgroup refuses
     general      Triton's kernels: any R, any width, jagged queries
 
 No plan depends on how many samples and rows there are: where a sample is cut depends on itself
