@@ -109,8 +109,10 @@ def log_choice(name: str, choice: Choice) -> None:
     Only where ``TORCHREC_JAGGED_ATTN_LOG`` is ``1``; test :data:`LOG` before the call, which costs
     less. Backward has no line of its own.
     """
+    if not LOG:
+        return
     site = _call_site()
-    if not LOG or (name, site, choice) in _logged:
+    if (name, site, choice) in _logged:
         return
     _logged.add((name, site, choice))
     if not _logger.handlers:

@@ -16,7 +16,7 @@ __all__ = ["add_heads", "add_to_table", "age_bucket", "load_bias", "recency_buck
 def recency_bucket(distance, num_buckets):
     """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
 
-    Read from the bits of the number, as ``reference.recency_buckets`` does.
+    Read from the bits of the number, as ``recency_buckets`` of ``cpu/attention.py`` does.
     """
     bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
     fraction = bits & 0x7FFFFF  # held against the least fp32 at or above 2^(1/4), 2^(2/4), 2^(3/4)
