@@ -178,7 +178,7 @@ CASES = {
     "general flash, biased": Case((90,), "flash", lambda: flash(32, biased=True, relative=True)),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
-    "layer": Case((80, 90), "projections", layer),
+    "layer": Case((80, 90), "projections|head_products", layer),
 }
 RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
 FITS = {"one warp", "warpgroup", "hopper flash"}  # registers hold all

@@ -19,8 +19,7 @@ __all__ = ["backward", "forward"]
 def forward(args: TargetArguments) -> TargetOutputs:
     """Attend.
 
-    The residual is zeros, and so are, without prior weights, the statistics: the gradient needs
-    neither here.
+    The residual is zeros: the gradient does not need it here.
     """
     query = args.query
     if args.query_offsets is None:
@@ -64,5 +63,5 @@ def _over_history(args: TargetArguments, query: Tensor) -> FlashArguments:
     rows = args.history.unsqueeze(1)
     return FlashArguments(
         query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases,
-        causal=False, scale=args.scale, needs_stats=args.biases.are_prior_weights,
+        causal=False, scale=args.scale, needs_stats=True,
     )  # fmt: skip

@@ -12,11 +12,11 @@ targets' side:
 
 A history whose rows are all removed, by prior weights of zero, is none.
 
-Forward is two products before the attention and two after it; backward four, and a kernel for all
-gradients of weights and biases (``kernels/projections.py``), written into their place in the
-gradients, so that nothing is copied together. ``q`` and ``u`` take 2·E·(C + D) FLOPs a
-target; ``target · M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·C·H·D, which is no less from two
-heads on where C = D = E, and the product ``M`` besides.
+Forward is two products before the attention and two after it, and so is backward: each two are one
+kernel (``kernels/target/head_products.py``). One more has all gradients of weights and biases
+(``kernels/target/projections.py``). ``q`` and ``u`` take 2·E·(C + D) FLOPs a target; ``target ·
+M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·C·H·D, which is no less from two heads on where
+C = D = E, and the product ``M`` besides.
 
 Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
 head attends over its own E / H columns of them. Backward makes them again, so that a layer keeps
@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,17 +53,14 @@ from torchrec_jagged_attn.arguments import (
     TargetArguments,
     TargetOutputs,
 )
+from torchrec_jagged_attn.cpu import head_products as cpu_products
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.kernels.target.projections import add_bias_of_values, parameter_gradients
+from torchrec_jagged_attn.kernels.target import head_products as kernel_products
+from torchrec_jagged_attn.kernels.target.projections import parameter_gradients
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.registration import register_op
 
-__all__ = [
-    "add_values_bias",
-    "is_explicit",
-    "multi_head_target_attention",
-    "write_parameter_gradients",
-]
+__all__ = ["is_explicit", "multi_head_target_attention"]
 
 # How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
 # at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
@@ -80,43 +78,36 @@ _NOTHING: Any = TargetArguments._make([False] * len(TargetArguments._fields))
 
 
 def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
-    target, history = args.target, args.history
-    num_heads, dtype = args.num_heads, args.dtype
-    w_q, w_k, w_v = _projections(args.in_weights, num_heads, dtype)
+    target, dtype = args.target, args.dtype
+    rows = target.reshape(-1, target.shape[-1])
+    w_q, w_k, w_v = _projections(args.in_weights, args.num_heads)
     b_q = b_v = None
     if args.in_bias is not None:
-        b_q, _, b_v = args.in_bias.to(dtype=dtype).chunk(3)
-    width = args.out_weight.shape[0]
-    q = F.linear(target.reshape(-1, target.shape[-1]).to(dtype=dtype), w_q, b_q)
-    q = q.view(-1, num_heads, width // num_heads)
-    filled = q.new_empty(0)
-    if b_v is not None and args.prior_weights is None:
-        filled = _filled(args)
-    shape = _query_shape(args)
-    explicit = is_explicit(args)
-    if explicit:
+        b_q, _, b_v = args.in_bias.contiguous().chunk(3)
+    if is_explicit(args):
+        w_out, b_out = args.out_weight.to(dtype), _cast(args.out_bias, dtype)
+        q = F.linear(rows.to(dtype), w_q.to(dtype), _cast(b_q, dtype)).view(-1, *w_k.shape[:2])
         k, v, _ = _keys_and_values(args)
         values, stats = flash_attention.forward(_over_keys(args, q, k, v))
-        values = values.to(dtype=dtype).view(-1, width)
-        stats = stats.view(2, *shape[:-1])
+        values = values.to(dtype=dtype).view(-1, w_out.shape[0])
+        filled = q.new_empty(0) if b_v is None else (stats[1] != 0).any(1).to(dtype)
+        out = F.linear(values, w_out, b_out)
+        stats = stats.view(2, *_query_shape(args)[:-1])
         u, pooled, residual = _empty_absorbed(args)
     else:
-        u = _multiply(q, w_k).to(dtype=history.dtype)
+        products = _head_products(args)
+        q, u = products.absorb_queries(rows, w_q, b_q, w_k, dtype, args.history.dtype)
         pooled, residual, stats = target_attention.forward(_over_rows(args, u))
         pooled = pooled.view_as(u)
-        values = _multiply(pooled.to(dtype=dtype), w_v.mT).view(-1, width)
+        b_out = None if args.out_bias is None else args.out_bias.contiguous()
+        values, filled, out = products.project(
+            pooled, stats, w_v, b_v, args.out_weight.contiguous(), b_out, dtype
+        )
         if not args.for_backward:
             u, pooled, residual = _empty_absorbed(args)
         elif u.element_size() == 2:
             residual = residual.view_as(u)
-    if b_v is not None:
-        if args.prior_weights is not None:
-            filled = _see_rows(stats, q)
-        if not explicit:
-            add_values_bias(values, b_v, filled)
-    b_out = None if args.out_bias is None else args.out_bias.to(dtype=dtype)
-    out = F.linear(values, args.out_weight.to(dtype=dtype), b_out)
-    out = out.view(*target.shape[:-1], width)
+    out = out.view(*target.shape[:-1], out.shape[-1])
     return MultiHeadOutputs(out, q, u, pooled, residual, stats, values, filled)
 
 
@@ -138,27 +129,28 @@ def _backward(
 ) -> MultiHeadGradients:
     target, history, dtype = args.target, args.history, args.dtype
     _, q, u, pooled, residual, stats, values, filled = outputs
-    weights, needs_weights = args.in_weights, any(needs.in_weights)
-    w_q, w_k, w_v = _projections(weights, args.num_heads, dtype)
-    grad_weights = [weight.new_empty(*weight.shape, dtype=dtype) for weight in weights]
-    grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, args.num_heads, dtype)
-
+    rows = target.reshape(-1, target.shape[-1])
     grad_out = grad_out.reshape_as(values)
-    grad_values = grad_out @ args.out_weight.to(dtype=dtype)
-    grad_values_by_head = grad_values.view_as(q)
-    grad_history = absorbed = None
+    weights, needs_weights = args.in_weights, any(needs.in_weights)
+    w_q, w_k, w_v = _projections(weights, args.num_heads)
+    grad_weights = [weight.new_empty(weight.shape) for weight in weights]
+    grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, args.num_heads)
+    grad_history = grad_target = absorbed = None
     if is_explicit(args):
+        grad_values = grad_out @ args.out_weight.to(dtype)
         k, v, w_kv = _keys_and_values(args)
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
         values_by_head = values.to(dtype=history.dtype).view_as(q)
         of_scores = flash_attention.backward(
-            grad_values_by_head.to(dtype=history.dtype),
+            grad_values.view_as(q).to(dtype=history.dtype),
             _over_keys(args, q, k, v),
             FlashOutputs(values_by_head, stats.view(2, *q.shape[:2])),
             *_by_head(grad_kv, args.num_heads),
             needs_bias=bool(needs.prior_weights),
         )
-        grad_q_by_head = of_scores.q.to(dtype=dtype)
+        grad_q = of_scores.q.to(dtype=dtype).view_as(values)
+        if needs.target:
+            grad_target = (grad_q @ w_q.to(dtype)).to(target.dtype)
         if needs.history:
             grad_history = grad_kv @ w_kv
         if needs_weights:
@@ -168,7 +160,10 @@ def _backward(
     else:
         absorbed_args = _over_rows(args, u)
         shape = absorbed_args.query.shape
-        grad_pooled = _multiply(grad_values_by_head, w_v).to(dtype=history.dtype)
+        products = _head_products(args)
+        grad_values, grad_pooled = products.gradient_of_pooled(
+            grad_out, args.out_weight.contiguous(), w_v, dtype, history.dtype
+        )
         of_scores = target_attention.backward(
             grad_pooled.view(shape),
             absorbed_args,
@@ -176,35 +171,31 @@ def _backward(
             _NOTHING._replace(bias=needs.prior_weights),
         )
         grad_history = of_scores.history
-        grad_u = of_scores.query.view_as(u).to(dtype=dtype)
-        grad_q_by_head = _multiply(grad_u, w_k.mT)
-        absorbed = q, grad_u, pooled.to(dtype=dtype)
-    grad_q = grad_q_by_head.view_as(values)
+        grad_u = of_scores.query.view_as(u)
+        target_dtype = target.dtype if needs.target else None
+        grad_q, grad_target = products.gradient_of_targets(grad_u, w_k, w_q, dtype, target_dtype)
+        absorbed = q, grad_u, pooled
 
-    grad_out_weight = args.out_weight.new_empty(*args.out_weight.shape, dtype=dtype)
-    grad_bias = None if args.in_bias is None else grad_q.new_empty(*args.in_bias.shape)
-    grad_out_bias = None if args.out_bias is None else grad_q.new_empty(*args.out_bias.shape)
+    grad_out_weight = args.out_weight.new_empty(args.out_weight.shape)
+    grad_bias = None if args.in_bias is None else torch.empty_like(args.in_bias)
+    grad_out_bias = None if args.out_bias is None else torch.empty_like(args.out_bias)
     if needs_weights or needs.in_bias or needs.out_weight or needs.out_bias:
-        write_parameter_gradients(
-            grad_q, target.reshape(-1, target.shape[-1]).to(dtype=dtype), grad_out, values,
-            grad_values, filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
-            grad_out_bias,
+        write = parameter_gradients if _has_kernels(args) else cpu_products.parameter_gradients
+        write(
+            grad_q, rows, grad_out, values, grad_values, filled if filled.numel() else None,
+            absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias, grad_out_bias,
         )  # fmt: skip
-    grads = {
-        "target": (grad_q @ w_q).view_as(target) if needs.target else None,
-        "history": grad_history,
+    return MultiHeadGradients(
+        target=None if grad_target is None else grad_target.view_as(target),
+        history=grad_history,
         **dict(itertools.zip_longest(("q_weight", "k_weight", "v_weight"), grad_weights)),
-        "in_bias": grad_bias,
-        "out_weight": grad_out_weight,
-        "out_bias": grad_out_bias,
-        "position_bias": of_scores.position_bias,
-        "age_bias": of_scores.age_bias,
-        "prior_weights": of_scores.bias,
-    }
-    for name, grad in grads.items():
-        if grad is not None and getattr(needs, name):
-            grads[name] = grad.to(dtype=getattr(args, name).dtype)
-    return MultiHeadGradients(**grads)
+        in_bias=grad_bias,
+        out_weight=grad_out_weight,
+        out_bias=grad_out_bias,
+        position_bias=of_scores.position_bias,
+        age_bias=of_scores.age_bias,
+        prior_weights=of_scores.bias,
+    )
 
 
 def is_explicit(args: MultiHeadArguments) -> bool:
@@ -243,7 +234,7 @@ def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> Fla
     """Attention of ``q`` ``[R, H, E / H]`` over explicit keys and values."""
     return FlashArguments(
         q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, *args.biases,
-        causal=False, scale=args.scale, needs_stats=args.prior_weights is not None,
+        causal=False, scale=args.scale, needs_stats=True,
     )  # fmt: skip
 
 
@@ -261,15 +252,17 @@ def _empty_absorbed(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     return u, pooled, pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
 
 
-def _projections(
-    weights: list[Tensor], num_heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _projections(weights: list[Tensor], num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """``W_Q`` ``[E, C]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
-    weights = [weight.to(dtype=dtype) for weight in weights]
+    weights = [weight.contiguous() for weight in weights]
     w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
     embed_dim, history_dim = w_k.shape
     by_head = num_heads, embed_dim // num_heads, history_dim
     return w_q, w_k.view(*by_head), w_v.view(*by_head)
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if x is None else x.to(dtype)
 
 
 def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,63 +294,18 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
     return torch.arange(args.offsets.numel(), device=args.offsets.device) * num_targets
 
 
-def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
-    """``[R, H, V]``: each head of ``x`` ``[R, H, W]`` times its own of ``[H, W, V]`` matrices."""
-    rows, heads, _ = x.shape
-    out = x.new_empty(rows, heads, matrices.shape[2])
-    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
-    return out
+def _head_products(args: MultiHeadArguments) -> ModuleType:
+    """What multiplies on the targets' side: kernels, where the heads are not too wide."""
+    head_dim = args.out_weight.shape[0] // args.num_heads
+    if _has_kernels(args) and head_dim <= kernel_products.MAX_HEAD_DIM:
+        return kernel_products
+    return cpu_products
 
 
-def _has_kernels(x: Tensor) -> bool:
-    """Whether kernels take ``x``. A layer may compute in another dtype than its attention: fp64."""
-    return implementation(x.device)[0] != "reference" and x.dtype in supported_dtypes(x.device)
-
-
-def add_values_bias(values: Tensor, bias: Tensor, filled: Tensor) -> None:
-    """Add ``bias`` ``[E]`` to rows of ``values`` ``[R, E]`` that are ``filled`` ``[R]``."""
-    if _has_kernels(values):
-        add_bias_of_values(values, bias, filled)
-    else:
-        values.addcmul_(filled.unsqueeze(1), bias)
-
-
-def write_parameter_gradients(
-    grad_q: Tensor,
-    target: Tensor,
-    grad_out: Tensor,
-    values: Tensor,
-    grad_values: Tensor,
-    filled: Tensor,
-    absorbed: tuple[Tensor, Tensor, Tensor] | None,
-    grad_w_q: Tensor,
-    grad_w_out: Tensor,
-    grad_w_k: Tensor,
-    grad_w_v: Tensor,
-    grad_b_in: Tensor | None,
-    grad_b_out: Tensor | None,
-) -> None:
-    """Write gradients of weights and biases, see :func:`parameter_gradients`."""
-    if _has_kernels(grad_q):
-        parameter_gradients(
-            grad_q, target, grad_out, values, grad_values, filled if filled.numel() else None,
-            absorbed, grad_w_q, grad_w_out, grad_w_k, grad_w_v, grad_b_in, grad_b_out,
-        )  # fmt: skip
-        return
-    torch.mm(grad_q.T, target, out=grad_w_q)
-    torch.mm(grad_out.T, values, out=grad_w_out)
-    if absorbed is not None:
-        q, grad_u, pooled = absorbed
-        torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
-        torch.bmm(grad_values.view_as(q).permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
-    # Sums, not products with ones: those add one row after the other on a CPU, and round as often.
-    if grad_b_in is not None:
-        grad_b_q, grad_b_k, grad_b_v = grad_b_in.chunk(3)
-        torch.sum(grad_q, 0, out=grad_b_q)
-        grad_b_k.zero_()
-        torch.sum(grad_values * filled.unsqueeze(1), 0, out=grad_b_v)
-    if grad_b_out is not None:
-        torch.sum(grad_out, 0, out=grad_b_out)
+def _has_kernels(args: MultiHeadArguments) -> bool:
+    """Whether kernels compute in ``dtype``. Projections may have another than attention: fp64."""
+    device = args.history.device
+    return implementation(device)[0] != "reference" and args.dtype in supported_dtypes(device)
 
 
 def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
@@ -366,28 +314,6 @@ def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
     if args.query_offsets is None and len(shape) == 1:
         shape = (*shape, 1)
     return *shape, args.num_heads, args.history.shape[1]
-
-
-def _filled(args: MultiHeadArguments) -> Tensor:
-    """``[R]``: one for a target whose sample has a history, zero for another."""
-    target, offsets, query_offsets = args.target, args.offsets, args.query_offsets
-    num_targets = target.shape[1] if target.dim() == 3 else 1
-    filled = offsets.new_empty(offsets.numel() - 1, num_targets, dtype=args.dtype)
-    begins, ends = (x.unsqueeze(1).expand_as(filled) for x in (offsets[:-1], offsets[1:]))
-    torch.gt(ends, begins, out=filled)
-    if query_offsets is not None:
-        rows = torch.arange(target.shape[0], dtype=query_offsets.dtype, device=query_offsets.device)
-        samples = torch.searchsorted(query_offsets[1:], rows, right=True)
-        return filled.view(-1).index_select(0, samples)
-    return filled.view(-1)
-
-
-def _see_rows(stats: Tensor, q: Tensor) -> Tensor:
-    """``[R]``: as :func:`_filled`, but one for a target that sees a row, by the attention's
-    statistics. In the dtype of ``q`` ``[R, H, E / H]``.
-    """
-    _, inverse = stats.view(2, *q.shape[:2])
-    return (inverse > 0).any(1).to(q.dtype)
 
 
 multi_head_target_attention = register_op(

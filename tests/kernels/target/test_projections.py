@@ -1,14 +1,12 @@
-"""Gradients of the projections of target attention, and the bias of values, on every device."""
+"""Gradients of the projections of target attention, on every device."""
 
 import pytest
 import torch
 
 from tests.conftest import skip_unless_supported
-from torchrec_jagged_attn.kernels.target.projections import ROWS
-from torchrec_jagged_attn.ops.multi_head_target_attention import (
-    add_values_bias,
-    write_parameter_gradients,
-)
+from torchrec_jagged_attn.cpu import head_products
+from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.kernels.target.projections import ROWS, parameter_gradients
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
 # Those of a tile and of a part, and one more or less; and some that many parts are needed for.
@@ -45,7 +43,10 @@ def gradients_of(inputs, absorbed=True, biased=True):
     weights = [new((width, rows[name].shape[1]), torch.nan) for name in ("target", "values")]
     of_history = new((2, heads, x, y), torch.nan)
     biases = [new((3 * width,), torch.nan), new((width,), torch.nan)]
-    write_parameter_gradients(
+    device, dtype = rows["grad_q"].device, rows["grad_q"].dtype
+    has_kernels = implementation(device)[0] != "reference" and dtype in supported_dtypes(device)
+    write = parameter_gradients if has_kernels else head_products.parameter_gradients
+    write(
         *rows.values(),
         tuple(heads_and_rows) if absorbed else None,
         *weights,
@@ -143,27 +144,6 @@ def test_infinities_stay_where_they_are(device):
     for found, expected in zip(gradients_of(inputs), expected_of(inputs), strict=True):
         assert torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.isinf(), expected.isinf())
-
-
-@pytest.mark.parametrize(("num_rows", "width"), [(0, 8), (1, 1), (300, 48), (5000, 128), (3, 700)])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
-def test_bias_of_values(num_rows, width, dtype, device):
-    inputs = inputs_of(num_rows, device, dtype, 1, (width, 1))
-    values, filled = inputs["values"], inputs["filled"]
-    bias = torch.linspace(-1, 1, width).to(values)
-    expected = torch.where(filled.unsqueeze(1) == 1, values + bias, values)
-    add_values_bias(values, bias, filled)
-    assert torch.equal(values, expected)
-
-
-@pytest.mark.parametrize("strided", [lambda x: x[::2], lambda x: x[:1].expand(16)])
-def test_bias_of_values_that_is_strided(strided, device):
-    values, filled = torch.zeros(3, 16, device=device), torch.ones(3, device=device)
-    bias = strided(torch.arange(1.0, 33, device=device))
-    add_values_bias(values, bias, filled)
-    assert torch.equal(values, bias.expand(3, 16))
 
 
 @pytest.mark.gpu

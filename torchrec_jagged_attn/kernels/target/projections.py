@@ -1,8 +1,6 @@
-"""What the projections of target attention need beside matrix products of their rows.
+"""Gradients of the weights and biases around target attention.
 
-Forward adds the bias of values where a target's sample has a history. Backward has the gradients of
-all weights and biases: with ``R`` targets in all, and where keys and values are absorbed on the
-targets' side,
+With ``R`` targets in all, and where keys and values are absorbed on the targets' side,
 
     ∂W_Q = Σ_r ∂q_r ⊗ target_r                                                      [E, C]
     ∂W_O = Σ_r ∂out_r ⊗ values_r                                                    [E, E]
@@ -37,45 +35,9 @@ from torchrec_jagged_attn.kernels.common.matmul import (
     tile_of,
 )
 
-__all__ = ["add_bias_of_values", "parameter_gradients"]
+__all__ = ["parameter_gradients"]
 
 ROWS = 128  # the fewest that are worth a program
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_bias_kernel(
-    values_ptr,  # [R, E]
-    bias_ptr,  # [E]
-    filled_ptr,  # [R]
-    num_rows,
-    E: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """Add the bias to rows of a tile that are filled."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    at = r[:, None] * E + e[None, :]
-    mask = (r < num_rows)[:, None] & (e < E)[None, :]
-    bias = tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-    filled = tl.load(filled_ptr + r, mask=r < num_rows, other=0.0).to(tl.float32)
-    values = tl.load(values_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(values_ptr + at, values + filled[:, None] * bias[None, :], mask=mask)
-
-
-_add_bias = Launcher(_add_bias_kernel)
-
-
-def add_bias_of_values(values: Tensor, bias: Tensor, filled: Tensor) -> None:
-    """Add ``bias`` ``[E]`` to rows of ``values`` ``[R, E]`` that are ``filled`` ``[R]``: ones."""
-    num_rows, width = values.shape
-    block = min(256, padded_width(width))
-    rows = 4096 // block
-    _add_bias(
-        (-(-num_rows // rows), -(-width // block)),
-        (values, bias.contiguous(), filled, num_rows),
-        {"E": width, "BLOCK_R": rows, "BLOCK_E": block, "num_warps": 4},
-    )
 
 
 @triton.jit
@@ -107,7 +69,7 @@ def _sum_products(
     for r in tl.range(begin, end, BLOCK_R, num_stages=3):
         a = load_tile(a_ptr, h * X + x, r, H * X, end, BLOCK_X, BLOCK_R, True, tl.int32)
         b = load_tile(b_ptr, r, h * Y + y, end, H * Y, BLOCK_R, BLOCK_Y, False, tl.int32)
-        acc = multiply(a, b, acc, PRECISION)
+        acc = multiply(a, b.to(a.dtype), acc, PRECISION)
     origin, at, mask = tile_of(x, y, X, Y, BLOCK_X, BLOCK_Y, False, tl.int32)
     tl.store(sums_ptr + h * (X * Y) + origin + at, acc, mask=mask)
 
@@ -177,7 +139,7 @@ def _parts_kernel(
     begin = part * rows_of_part
     end = tl.minimum(begin + rows_of_part, num_rows)
     sums_ptr += part.to(tl.int64) * SIZE
-    if C != E:
+    if C != E or target_ptr.dtype != values_ptr.dtype:
         TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
         if program < TILES_EC:
             _sum_products(
@@ -185,20 +147,29 @@ def _parts_kernel(
                 PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
             )  # fmt: skip
             return
-        program += TILES_EE - TILES_EC
-        sums_ptr += E * (C - E)
-    if program < 2 * TILES_EE:
-        of_out = program // TILES_EE
-        a_ptr, b_ptr = grad_q_ptr, target_ptr
-        if of_out == 1:
-            a_ptr, b_ptr = grad_out_ptr, values_ptr
-        _sum_products(
-            sums_ptr + of_out * (E * E), a_ptr, b_ptr, program % TILES_EE, begin, end, 1, E, E,
-            PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
-        )  # fmt: skip
-        return
-    program -= 2 * TILES_EE
-    sums_ptr += 2 * E * E
+        program -= TILES_EC
+        sums_ptr += E * C
+        if program < TILES_EE:
+            _sum_products(
+                sums_ptr, grad_out_ptr, values_ptr, program, begin, end, 1, E, E,
+                PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
+            )  # fmt: skip
+            return
+        program -= TILES_EE
+        sums_ptr += E * E
+    else:
+        if program < 2 * TILES_EE:
+            of_out = program // TILES_EE
+            a_ptr, b_ptr = grad_q_ptr, target_ptr
+            if of_out == 1:
+                a_ptr, b_ptr = grad_out_ptr, values_ptr
+            _sum_products(
+                sums_ptr + of_out * (E * E), a_ptr, b_ptr, program % TILES_EE, begin, end, 1, E, E,
+                PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
+            )  # fmt: skip
+            return
+        program -= 2 * TILES_EE
+        sums_ptr += 2 * E * E
     if q_ptr is not None:
         if program < 2 * TILES_XY:
             of_values = program // TILES_XY
@@ -305,7 +276,9 @@ def parameter_gradients(
     grad_b_in: Tensor | None,
     grad_b_out: Tensor | None,
 ) -> None:
-    """Write the gradients at the top of this file; all of one dtype.
+    """Write the gradients at the top of this file, in any dtypes.
+
+    Products are in the dtype of ``grad_q``, to which rows are cast as they are read.
 
     Args:
         grad_q: ``[R, E]``.

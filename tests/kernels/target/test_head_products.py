@@ -1,0 +1,146 @@
+"""The products on the targets' side of target attention, against the same in fp64."""
+
+import pytest
+import torch
+
+from tests.conftest import skip_unless_supported
+from torchrec_jagged_attn.cpu import head_products as plain_head_products
+from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.kernels.target import head_products as kernel_products
+from torchrec_jagged_attn.testing import Case, assert_close, plain_products
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+TILE = 32  # rows of one
+
+
+def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), target_dim=None):
+    """All arguments of the four functions, some targets of them without a history."""
+    generator = torch.Generator().manual_seed(0)
+    head_dim, width = widths
+    embed_dim = heads * head_dim
+    target_dim = embed_dim if target_dim is None else target_dim
+    shapes = {
+        "target": (num_rows, target_dim),
+        "w_q": (embed_dim, target_dim),
+        "b_q": (embed_dim,),
+        "w_k": (heads, head_dim, width),
+        "pooled": (num_rows, heads, width),
+        "w_v": (heads, head_dim, width),
+        "b_v": (embed_dim,),
+        "w_out": (embed_dim, embed_dim),
+        "b_out": (embed_dim,),
+        "grad_out": (num_rows, embed_dim),
+        "grad_u": (num_rows, heads, width),
+    }
+    inputs = {
+        name: torch.randn(shape, generator=generator).to(device, dtype)
+        for name, shape in shapes.items()
+    }
+    seen = torch.rand(num_rows, 1, generator=generator) < 0.7
+    inputs["stats"] = torch.rand(2, num_rows, heads, generator=generator) * seen
+    inputs["stats"] = inputs["stats"].to(device)
+    return inputs
+
+
+def results_of(products, inputs, dtype, biased=True):
+    """What all four give, in ``dtype``, by what they are called."""
+    x = inputs if biased else inputs | dict.fromkeys(("b_q", "b_v", "b_out"))
+    q, u = products.absorb_queries(x["target"], x["w_q"], x["b_q"], x["w_k"], dtype, dtype)
+    values, filled, out = products.project(
+        x["pooled"], x["stats"], x["w_v"], x["b_v"], x["w_out"], x["b_out"], dtype
+    )
+    grad_values, grad_pooled = products.gradient_of_pooled(
+        x["grad_out"], x["w_out"], x["w_v"], dtype, dtype
+    )
+    grad_q, grad_target = products.gradient_of_targets(
+        x["grad_u"], x["w_k"], x["w_q"], dtype, dtype
+    )
+    results = {"q": q, "u": u, "values": values, "out": out, "grad_values": grad_values}
+    results |= {"grad_pooled": grad_pooled, "grad_q": grad_q, "grad_target": grad_target}
+    return results | ({"filled": filled} if biased else {})
+
+
+def products_on(device, dtype):
+    """Those that a call on ``device`` takes."""
+    has_kernels = implementation(torch.device(device))[0] != "reference"
+    has_kernels = has_kernels and dtype in supported_dtypes(torch.device(device))
+    return kernel_products if has_kernels else plain_head_products
+
+
+def assert_right(inputs, **options):
+    device, dtype = inputs["target"].device, inputs["target"].dtype
+    with plain_products():
+        plain = results_of(plain_head_products, inputs, dtype, **options)
+    doubles = {name: x.double() for name, x in inputs.items()}
+    expected = results_of(plain_head_products, doubles, torch.float64, **options)
+    found = results_of(products_on(device, dtype), inputs, dtype, **options)
+    for name, x in found.items():
+        assert_close(x, expected[name], plain[name], gradient="grad" in name, name=name)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, TILE - 1, TILE, TILE + 1, 3 * TILE + 5])
+@DTYPES
+def test_any_number_of_rows(num_rows, dtype, device):
+    skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
+    assert_right(inputs_of(num_rows, device, dtype))
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "target_dim"),
+    [(1, (1, 1), 1), (3, (5, 20), 7), (1, (48, 96), 200), (4, (32, 128), 128), (2, (128, 70), 65)],
+)
+@DTYPES
+def test_any_width(heads, widths, target_dim, dtype, device):
+    skip_unless_supported(Case("widths", 1, 1, heads, 32, dtype=dtype), device)
+    for biased in (True, False):
+        assert_right(inputs_of(40, device, dtype, heads, widths, target_dim), biased=biased)
+
+
+@pytest.mark.usefixtures("tf32")
+def test_tf32(device):
+    assert_right(inputs_of(40, device, widths=(32, 48)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_operands_of_other_dtypes_are_cast(dtype, device):
+    """As if they had been before: the bits are the same."""
+    inputs = inputs_of(40, device, dtype)
+    other = torch.float16 if dtype == torch.float32 else torch.float32
+    products = products_on(device, dtype)
+    cast = {name: x.to(other) for name, x in inputs.items() if name not in ("stats", "grad_out")}
+    cast |= {"stats": inputs["stats"], "grad_out": inputs["grad_out"]}
+    before = {name: x if name == "stats" else x.to(dtype) for name, x in cast.items()}
+    expected = results_of(products, before, dtype)
+    for name, x in results_of(products, cast, dtype).items():
+        assert torch.equal(x, expected[name]), name
+
+
+def test_bias_of_values_where_there_is_a_history(device):
+    """Also where its statistics are NaN."""
+    inputs = inputs_of(3, device)
+    inputs["stats"][1] = torch.tensor([[0.0, 0.0], [0.0, 0.5], [torch.nan, 0.0]])
+    for name in ("pooled", "b_out"):
+        inputs[name].zero_()
+    found = results_of(products_on(device, torch.float32), inputs, torch.float32)
+    assert found["filled"].tolist() == [0, 1, 1]
+    expected = torch.stack([torch.zeros_like(inputs["b_v"]), inputs["b_v"], inputs["b_v"]])
+    assert torch.equal(found["values"], expected)
+
+
+def test_a_row_does_not_matter_to_another(device):
+    inputs = inputs_of(40, device)
+    expected = results_of(products_on(device, torch.float32), inputs, torch.float32)
+    for name in ("target", "pooled", "grad_out", "grad_u"):
+        inputs[name][:7] = torch.nan
+        inputs[name][-1] = torch.inf
+    for name, x in results_of(products_on(device, torch.float32), inputs, torch.float32).items():
+        assert torch.equal(x[7:-1], expected[name][7:-1]), name
+
+
+def test_no_gradient_of_targets(device):
+    inputs = inputs_of(40, device)
+    products = products_on(device, torch.float32)
+    arguments = (inputs["grad_u"], inputs["w_k"], inputs["w_q"], torch.float32)
+    grad_q, grad_target = products.gradient_of_targets(*arguments, None)
+    assert grad_target is None
+    assert torch.equal(grad_q, products.gradient_of_targets(*arguments, torch.float32)[0])
