@@ -23,7 +23,10 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
-from torchrec_jagged_attn.ops.multi_head_target_attention import multi_head_target_attention
+from torchrec_jagged_attn.ops.multi_head_target_attention import (
+    call_multi_head_target_attention,
+    multi_head_target_attention,
+)
 
 __all__ = ["JaggedTargetAttention"]
 
@@ -257,7 +260,7 @@ def _attend(
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
             dtype = torch.get_autocast_dtype(device_type)
-    return _multi_head_target_attention(
+    inputs = (
         query,
         rows,
         offsets,
@@ -276,7 +279,10 @@ def _attend(
         dtype,
         keys_and_values,
         torch.is_grad_enabled(),
-    )[0]
+    )
+    if not is_scripting():
+        return call_multi_head_target_attention(*inputs)
+    return _multi_head_target_attention(*inputs)[0]
 
 
 # torch.jit.script takes the packet of an op, not its overloads.

@@ -233,7 +233,7 @@ def _implementation(x: Tensor) -> ModuleType:
     return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
-flash_attention = register_op(
+flash_attention, call_flash_attention = register_op(
     "flash_attention",
     arguments=FlashArguments,
     outputs=FlashOutputs,
@@ -241,4 +241,9 @@ flash_attention = register_op(
     fake=_fake,
     backward=_backward,
     non_differentiable=("timestamps",),
+    axes=dict.fromkeys(
+        ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "out"),
+        0,
+    )
+    | {"stats": 1},
 )

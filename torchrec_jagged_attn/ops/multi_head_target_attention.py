@@ -60,7 +60,11 @@ from torchrec_jagged_attn.kernels.target.projections import parameter_gradients
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.registration import register_op
 
-__all__ = ["is_explicit", "multi_head_target_attention"]
+__all__ = [
+    "call_multi_head_target_attention",
+    "is_explicit",
+    "multi_head_target_attention",
+]
 
 # How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
 # at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
@@ -316,7 +320,7 @@ def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
     return *shape, args.num_heads, args.history.shape[1]
 
 
-multi_head_target_attention = register_op(
+multi_head_target_attention, call_multi_head_target_attention = register_op(
     "multi_head_target_attention",
     arguments=MultiHeadArguments,
     outputs=MultiHeadOutputs,
@@ -324,4 +328,23 @@ multi_head_target_attention = register_op(
     fake=_fake,
     backward=_backward,
     non_differentiable=("timestamps",),
+    axes=dict.fromkeys(
+        (
+            "target",
+            "history",
+            "offsets",
+            "query_offsets",
+            "timestamps",
+            "prior_weights",
+            "out",
+            "q",
+            "u",
+            "pooled",
+            "residual",
+            "values",
+            "filled",
+        ),
+        0,
+    )
+    | {"stats": 1},
 )

@@ -8,6 +8,8 @@ for.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -20,6 +22,8 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
+from torchrec_jagged_attn.replay.engine import make_call
+
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -28,6 +32,7 @@ Arguments = TypeVar("Arguments", bound=Any)
 Outputs = TypeVar("Outputs", bound=Any)
 
 NAMESPACE = "torchrec_jagged_attn"
+REPLAY = bool(os.environ.get("REPLAY"))
 DEVICES = ("CPU", "CUDA")
 
 
@@ -57,7 +62,8 @@ def register_op(
     fake: Callable[[Arguments], Outputs],
     backward: Callable[[Tensor, Arguments, Outputs, Arguments], NamedTuple],
     non_differentiable: tuple[str, ...] = (),
-) -> torch._ops.OpOverload:
+    axes: dict[str, int],
+) -> tuple[torch._ops.OpOverload, Callable[..., Tensor]]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
     Both run with autocast off, and return new tensors that share no memory with any other.
@@ -76,9 +82,11 @@ def register_op(
             whether its gradient is asked for.
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
+        axes: of arguments and outputs, along which axis their length differs from call to call.
 
     Returns:
-        The op, a function of the arguments one by one.
+        The op, a function of the arguments one by one; and what calls it at little cost to the
+        host, and gives the first output alone.
     """
     num_arguments = len(arguments._fields)
 
@@ -163,7 +171,27 @@ def register_op(
     _differentiate(backward_op, run_backward, backward_library, once_forward, refuse)
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
-    return op
+
+    tensors = arguments._fields[:num_tensors]
+    replay = functools.cache(
+        lambda: make_call(
+            f"{NAMESPACE}::{name}",
+            num_tensors,
+            [x not in non_differentiable and "offsets" not in x for x in tensors],
+            [0, *(axes.get(x, -1) for x in (*tensors, *outputs._fields))],
+            run,
+            run_backward,
+        )
+    )
+
+    def call(*inputs: Any) -> Tensor:
+        if not torch.compiler.is_compiling() and (inputs[0].is_cuda or REPLAY):
+            out = replay()(*inputs)
+            if out is not None:
+                return out
+        return op(*inputs)[0]
+
+    return op, call
 
 
 def register_op_of_ops(

@@ -175,7 +175,7 @@ def _implementation(x: Tensor) -> ModuleType:
     return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
-_target_attention = register_op(
+_target_attention, call_target_attention = register_op(
     "target_attention",
     arguments=TargetArguments,
     outputs=TargetOutputs,
@@ -183,4 +183,9 @@ _target_attention = register_op(
     fake=fake,
     backward=backward,
     non_differentiable=("timestamps",),
+    axes=dict.fromkeys(
+        ("query", "history", "offsets", "query_offsets", "bias", "timestamps", "out", "residual"),
+        0,
+    )
+    | {"stats": 1},
 )

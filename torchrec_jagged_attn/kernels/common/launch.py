@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import repeat
 from typing import Any
 
@@ -27,6 +27,9 @@ class Launcher:
             whose first argument is a tensor.
     """
 
+    # What launches in place of all launchers: it is given the launcher, and what that was.
+    observer: Callable[..., None] | None = None
+
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.compiled: dict[tuple, tuple[Any, list[Any]]] = {}
@@ -44,16 +47,25 @@ class Launcher:
             arguments: all but the compile-time constants, in their order.
             constants: those, and Triton's options such as ``num_warps``.
         """
+        if Launcher.observer is not None:
+            Launcher.observer(self, grid, arguments, constants)
+        else:
+            self.launch(grid, arguments, constants)
+
+    def launch(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> Any | None:
+        """Launch, and return the compiled kernel, if there is one."""
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
-            return
+            return None
         device = arguments[0].get_device()
-        key = (device, *constants.values(), *_traits(arguments, self.specialized))
+        key = (device, *constants.values(), *self.traits(arguments))
         found = self.compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
-            return
+            return compiled
         compiled, of_kernel = found
         grid = (*grid, 1, 1)[:3]
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # of a profiler
@@ -62,6 +74,11 @@ class Launcher:
             stream = driver.active.get_current_stream(device)
             handles = compiled.function, compiled.packed_metadata
             compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
+        return compiled
+
+    def traits(self, arguments: tuple[Any, ...]) -> list[Hashable]:
+        """What Triton compiles for, of ``arguments``."""
+        return _traits(arguments, self.specialized)
 
 
 def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Hashable]:

@@ -25,11 +25,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.knobs import runtime
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
-from torchrec_jagged_attn.kernels.common.matmul import multiply, padded_width, product_precision
+from torchrec_jagged_attn.kernels.common.matmul import multiply, padded_width
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -39,14 +40,18 @@ __all__ = [
     "project",
 ]
 
+BLOCK_R = 16  # rows of a program; no more, so that there are many
+SHARED_MEMORY = 65536  # bytes that operands may take of it while they are awaited
 MAX_HEAD_DIM = 128  # what is between the two products is held in registers
+# Of fp32, also where TF32 would do: these products are few.
+_EXACT = "ieee" if runtime.interpret else "bf16x6"
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _load(ptr, i, j, NUM_I: tl.constexpr, NUM_J: tl.constexpr, STRIDES: tl.constexpr):
-    """``[i, j]`` of the matrix ``[NUM_I, NUM_J]``, zeros outside of it."""
-    at = i[:, None] * STRIDES[0] + j[None, :] * STRIDES[1]
+def _load(ptr, h, i, j, NUM_I: tl.constexpr, NUM_J: tl.constexpr, STRIDES: tl.constexpr):
+    """``[i, j]`` of the matrix ``[NUM_I, NUM_J]`` of head ``h``, zeros outside of it."""
+    at = h * STRIDES[0] + i[:, None] * STRIDES[1] + j[None, :] * STRIDES[2]
     return tl.load(ptr + at, mask=(i < NUM_I)[:, None] & (j < NUM_J)[None, :], other=0.0)
 
 
@@ -94,13 +99,11 @@ def _to_heads_kernel(
     h = tl.program_id(0) % H
     r = tl.program_id(0) // H * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_X)
-    first_ptr += h * FIRST_STRIDES[0]
-    second_ptr += h * SECOND_STRIDES[0]
     inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
     for begin in range(0, C, BLOCK_C):
         c = begin + tl.arange(0, BLOCK_C)
         x = _load_rows(x_ptr, r, num_rows, c, C, C).to(DTYPE)
-        weight = _load(first_ptr, c, column, C, X, (FIRST_STRIDES[1], FIRST_STRIDES[2]))
+        weight = _load(first_ptr, h, c, column, C, X, FIRST_STRIDES)
         inner = multiply(x, weight.to(DTYPE), inner, PRECISION)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + h * X + column, mask=column < X, other=0.0)
@@ -109,7 +112,7 @@ def _to_heads_kernel(
     _store_rows(inner_ptr + h * X, inner, r, num_rows, column, X, H * X)
     for begin in range(0, D, BLOCK_D):
         d = begin + tl.arange(0, BLOCK_D)
-        weight = _load(second_ptr, column, d, X, D, (SECOND_STRIDES[1], SECOND_STRIDES[2]))
+        weight = _load(second_ptr, h, column, d, X, D, SECOND_STRIDES)
         out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         out = multiply(inner, weight.to(DTYPE), out, PRECISION).to(DTYPE)
         _store_rows(out_ptr + h * D, out, r, num_rows, d, D, H * D)
@@ -139,6 +142,7 @@ def _from_heads_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``inner_h = x_h · first_h + bias_h`` and some columns of ``out = Σ_h inner_h · second_h``."""
@@ -154,30 +158,30 @@ def _from_heads_kernel(
             filled = tl.where(tl.load(at, mask=r < num_rows, other=0.0) != 0, 1.0, filled)
         if tl.program_id(1) == 0:
             tl.store(filled_ptr + r, filled, mask=r < num_rows)
+    inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
     out = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
-    for h in range(H):
-        inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
-        for begin in range(0, D, BLOCK_D):
-            d = begin + tl.arange(0, BLOCK_D)
-            x = _load_rows(x_ptr + h * D, r, num_rows, d, D, H * D).to(DTYPE)
-            weight = _load(
-                first_ptr + h * FIRST_STRIDES[0], d, column, D, X,
-                (FIRST_STRIDES[1], FIRST_STRIDES[2]),
-            )  # fmt: skip
-            inner = multiply(x, weight.to(DTYPE), inner, PRECISION)
-        if first_bias_ptr is not None:
-            bias = tl.load(first_bias_ptr + h * X + column, mask=column < X, other=0.0)
-            inner = inner.to(DTYPE).to(tl.float32)
-            inner += filled[:, None] * bias.to(DTYPE).to(tl.float32)[None, :]
-        inner = inner.to(DTYPE)
-        if tl.program_id(1) == 0:
-            _store_rows(inner_ptr + h * X, inner, r, num_rows, column, X, H * X)
+    STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # of a head
+    for step in tl.range(0, H * STEPS, num_stages=NUM_STAGES):
+        h = step // STEPS
+        d = step % STEPS * BLOCK_D + tl.arange(0, BLOCK_D)
+        x = _load_rows(x_ptr + h * D, r, num_rows, d, D, H * D).to(DTYPE)
+        first = _load(first_ptr, h, d, column, D, X, FIRST_STRIDES).to(DTYPE)
         if out_ptr is not None:
-            weight = _load(
-                second_ptr + h * SECOND_STRIDES[0], column, e, X, E,
-                (SECOND_STRIDES[1], SECOND_STRIDES[2]),
-            )  # fmt: skip
-            out = multiply(inner, weight.to(DTYPE), out, PRECISION)
+            second = _load(second_ptr, h, column, e, X, E, SECOND_STRIDES).to(DTYPE)
+        if STEPS == 1:
+            inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
+        inner = multiply(x, first, inner, PRECISION)
+        if step % STEPS == STEPS - 1:
+            if first_bias_ptr is not None:
+                bias = tl.load(first_bias_ptr + h * X + column, mask=column < X, other=0.0)
+                inner = inner.to(DTYPE).to(tl.float32)
+                inner += filled[:, None] * bias.to(DTYPE).to(tl.float32)[None, :]
+            rounded = inner.to(DTYPE)
+            if tl.program_id(1) == 0:
+                _store_rows(inner_ptr + h * X, rounded, r, num_rows, column, X, H * X)
+            if out_ptr is not None:
+                out = multiply(rounded, second, out, PRECISION)
+            inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
     if out_ptr is not None:
         if second_bias_ptr is not None:
             bias = tl.load(second_bias_ptr + e, mask=e < E, other=0.0)
@@ -215,9 +219,7 @@ def absorb_queries(
     q = target.new_empty(num_rows, num_heads, head_dim, dtype=dtype)
     u = target.new_empty(num_rows, num_heads, width, dtype=history_dtype)
     strides = (head_dim * num_inputs, 1, num_inputs)
-    constants = _to_heads_constants(
-        num_inputs, *w_k.shape, strides, dtype, product_precision(dtype), target.device
-    )
+    constants = _to_heads_constants(num_inputs, *w_k.shape, strides, dtype, target.device)
     _launch_to_heads(target, w_q, b_q, w_k, q, u, constants)
     return q, u
 
@@ -252,9 +254,7 @@ def project(
     filled = values.new_empty(0 if b_v is None else num_rows)
     out = values.new_empty(num_rows, embed_dim)
     strides = ((head_dim * width, 1, width), (head_dim, 1, embed_dim))
-    constants = _from_heads_constants(
-        embed_dim, *w_v.shape, *strides, dtype, product_precision(dtype), pooled.device
-    )
+    constants = _from_heads_constants(embed_dim, *w_v.shape, *strides, dtype, pooled.device)
     inverses = None if b_v is None else stats.view(2, num_rows, num_heads)[1]
     _launch_from_heads(
         pooled, w_v, b_v, inverses, w_out, b_out, values, None if b_v is None else filled, out,
@@ -272,9 +272,7 @@ def gradient_of_pooled(
     grad_values = grad_out.new_empty(num_rows, embed_dim, dtype=dtype)
     grad_pooled = grad_out.new_empty(num_rows, num_heads, width, dtype=history_dtype)
     strides = (head_dim, embed_dim, 1)
-    constants = _to_heads_constants(
-        embed_dim, *w_v.shape, strides, dtype, product_precision(dtype), grad_out.device
-    )
+    constants = _to_heads_constants(embed_dim, *w_v.shape, strides, dtype, grad_out.device)
     _launch_to_heads(grad_out, w_out, None, w_v, grad_values, grad_pooled, constants)
     return grad_values, grad_pooled
 
@@ -293,9 +291,7 @@ def gradient_of_targets(
     if target_dtype is not None:
         grad_target = grad_u.new_empty(num_rows, num_inputs, dtype=target_dtype)
     strides = ((head_dim * width, 1, width), (head_dim * num_inputs, num_inputs, 1))
-    constants = _from_heads_constants(
-        num_inputs, *w_k.shape, *strides, dtype, product_precision(dtype), grad_u.device
-    )
+    constants = _from_heads_constants(num_inputs, *w_k.shape, *strides, dtype, grad_u.device)
     _launch_from_heads(grad_u, w_k, None, None, w_q, None, grad_q, None, grad_target, constants)
     return grad_q, grad_target
 
@@ -349,10 +345,10 @@ def _to_heads_constants(
     width: int,
     first_strides: tuple[int, int, int],
     dtype: torch.dtype,
-    precision: str,
     device: torch.device,
 ) -> dict[str, Any]:
     """Compile-time arguments of ``_to_heads_kernel``."""
+    most = 128 if dtype.itemsize == 2 else 64
     return {
         "C": num_inputs,
         "H": num_heads,
@@ -361,11 +357,11 @@ def _to_heads_constants(
         "FIRST_STRIDES": first_strides,
         "SECOND_STRIDES": (head_dim * width, width, 1),
         "DTYPE": _DTYPES[dtype],
-        "PRECISION": precision,
-        "BLOCK_R": 32,
-        "BLOCK_C": min(64, padded_width(num_inputs)),
+        "PRECISION": _EXACT,
+        "BLOCK_R": BLOCK_R,
+        "BLOCK_C": min(most, padded_width(num_inputs)),
         "BLOCK_X": padded_width(head_dim),
-        "BLOCK_D": min(64, padded_width(width)),
+        "BLOCK_D": min(most, padded_width(width)),
         "OVERLAP": devices.launches_overlap(device),
     }
 
@@ -379,10 +375,14 @@ def _from_heads_constants(
     first_strides: tuple[int, int, int],
     second_strides: tuple[int, int, int],
     dtype: torch.dtype,
-    precision: str,
     device: torch.device,
 ) -> dict[str, Any]:
     """Compile-time arguments of ``_from_heads_kernel``, and how it is launched."""
+    most = 128 if dtype.itemsize == 2 else 64
+    block_x, block_d = padded_width(head_dim), min(most, padded_width(width))
+    block_e = min(2 * most, padded_width(num_outputs))
+    elements_of_stage = BLOCK_R * block_d + (block_d + block_e) * block_x
+    bytes_of_stage = elements_of_stage * dtype.itemsize
     return {
         "E": num_outputs,
         "H": num_heads,
@@ -391,10 +391,11 @@ def _from_heads_constants(
         "FIRST_STRIDES": first_strides,
         "SECOND_STRIDES": second_strides,
         "DTYPE": _DTYPES[dtype],
-        "PRECISION": precision,
-        "BLOCK_R": 32,
-        "BLOCK_E": min(128, padded_width(num_outputs)),
-        "BLOCK_X": padded_width(head_dim),
-        "BLOCK_D": min(64, padded_width(width)),
+        "PRECISION": _EXACT,
+        "BLOCK_R": BLOCK_R,
+        "BLOCK_E": block_e,
+        "BLOCK_X": block_x,
+        "BLOCK_D": block_d,
+        "NUM_STAGES": max(1, min(3, num_heads, SHARED_MEMORY // bytes_of_stage)),
         **overlap_options(devices.launches_overlap(device)),
     }

@@ -1,0 +1,589 @@
+"""Records what an op does on the host, as a program that ``replay.cpp`` runs again.
+
+The op's own Python runs once, on real tensors that keep a record. Lengths that may differ in later
+calls are integers that know the expression they came from. Where Python branches on one, a guard
+says for which lengths the program holds. What cannot be recorded ends the recording.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+
+__all__ = ["UnrecordableError", "record"]
+
+# As in replay.cpp.
+(
+    CONSTANT, SIZE, STRIDE, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, EQUAL, LESS,
+) = range(10)  # fmt: skip
+POINTER, EXPRESSION, CONSTANT_BITS, DESCRIPTOR = range(4)
+
+
+class UnrecordableError(Exception):
+    """An op did what a program does not hold."""
+
+
+def record(
+    function: Callable[..., Sequence[Tensor | None]],
+    tensors: Sequence[Tensor | None],
+    axes: Sequence[int],
+    make_program: Callable[..., Any],
+) -> Any | None:
+    """The program of ``function(*tensors)``, which is run; or None where it cannot be recorded.
+
+    Args:
+        function: from tensors to tensors.
+        tensors: its arguments, the first of them no ``None``.
+        axes: of each, the axis along which its length may differ in other calls, -1 for none.
+        make_program: ``Program`` of ``replay.cpp``.
+    """
+    recorder = _Recorder()
+    try:
+        with torch.no_grad():
+            traced = [
+                None if tensor is None else recorder.input(place, tensor, axis)
+                for place, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
+            ]
+            recorder.num_memories = len(traced)
+            Launcher.observer = recorder.launch
+            try:
+                outputs = function(*traced)
+            finally:
+                Launcher.observer = None
+        return recorder.program(outputs, make_program)
+    except UnrecordableError:
+        return None
+
+
+class Length(int):
+    """A length that knows its expression; and a guard wherever it decides something."""
+
+    recorder: _Recorder
+    place: int
+
+    def fixed(self) -> int:
+        """Its value, which becomes the only one that the program is for."""
+        self.recorder.decide(EQUAL, self, int.__int__(self))
+        return int.__int__(self)
+
+    def __hash__(self) -> int:
+        return hash(self.fixed())
+
+    def __bool__(self) -> bool:
+        return not self.recorder.decide(EQUAL, self, 0)
+
+    def __neg__(self) -> int:
+        return 0 - self
+
+    def __pos__(self) -> int:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int) and self.recorder.decide(EQUAL, self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __lt__(self, other: int) -> bool:
+        return self.recorder.decide(LESS, self, other)
+
+    def __gt__(self, other: int) -> bool:
+        return self.recorder.decide(LESS, other, self)
+
+    def __le__(self, other: int) -> bool:
+        return not self > other
+
+    def __ge__(self, other: int) -> bool:
+        return not self < other
+
+
+def _operator(operation: int, name: str) -> None:
+    plain = getattr(int, f"__{name}__")
+
+    def forward(self: Length, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        return self.recorder.combine(operation, plain, self, other)
+
+    def reflected(self: Length, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        return self.recorder.combine(operation, plain, other, self)
+
+    setattr(Length, f"__{name}__", forward)
+    setattr(Length, f"__r{name}__", reflected)
+
+
+def _fixing(name: str) -> None:
+    plain = getattr(int, name)
+    setattr(Length, name, lambda self, *others: plain(self.fixed(), *others))
+
+
+for _operation, _name in (
+    (ADD, "add"),
+    (SUBTRACT, "sub"),
+    (MULTIPLY, "mul"),
+    (FLOOR_DIVIDE, "floordiv"),
+    (MODULO, "mod"),
+):
+    _operator(_operation, _name)
+for _name in ("int", "index", "float", "abs", "truediv", "rtruediv", "divmod", "rdivmod", "pow"):
+    _fixing(f"__{_name}__")
+for _name in ("and", "or", "xor", "lshift", "rshift", "rlshift", "rrshift"):
+    _fixing(f"__{_name}__")
+for _name in ("invert", "rand", "ror", "rxor", "round", "trunc", "floor", "ceil"):
+    _fixing(f"__{_name}__")
+
+
+class Traced(Tensor):
+    """A real tensor, of which the recorder knows what it is a view of."""
+
+    recorder: _Recorder
+    plain: Tensor
+    memory: int  # its number among the inputs and what is allocated
+    offset: int  # in elements
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]  # strides
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            of_getter = getattr(func, "__self__", func)
+            raise UnrecordableError(getattr(of_getter, "__name__", str(func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return handler(*args, **(kwargs or {}))
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.expressions: list[tuple[int, int, int]] = []
+        self.places: dict[tuple[int, int, int], int] = {}
+        self.guards: dict[int, int] = {}
+        self.steps: list[tuple[str, tuple]] = []
+        self.num_memories = 0
+        self.descriptors: list[tuple] = []
+
+    def place_of(self, expression: tuple[int, int, int]) -> int:
+        """Where an expression is, which is added if it is new."""
+        if expression not in self.places:
+            self.places[expression] = len(self.expressions)
+            self.expressions.append(expression)
+        return self.places[expression]
+
+    def place(self, value: int) -> int:
+        """Where ``value`` is among the expressions."""
+        return value.place if isinstance(value, Length) else self.place_of((CONSTANT, value, 0))
+
+    def length(self, expression: tuple[int, int, int], value: int) -> Length:
+        length = Length(value)
+        length.recorder, length.place = self, self.place_of(expression)
+        return length
+
+    def combine(self, operation: int, plain: Callable[..., int], a: int, b: int) -> int:
+        value = plain(*(int.__int__(x) for x in (a, b)))
+        if operation == MULTIPLY and 1 in (int.__int__(a), int.__int__(b)):
+            for one, other in ((a, b), (b, a)):
+                if not isinstance(one, Length) and one == 1:
+                    return other
+        return self.length((operation, self.place(a), self.place(b)), value)
+
+    def decide(self, operation: int, a: int, b: int) -> bool:
+        """Compare, and guard what comes out."""
+        plain = [int.__int__(x) for x in (a, b)]
+        result = plain[0] == plain[1] if operation == EQUAL else plain[0] < plain[1]
+        if self.place(a) != self.place(b):
+            self.guards[self.place_of((operation, self.place(a), self.place(b)))] = int(result)
+        return result
+
+    def tensor(
+        self,
+        real: Tensor,
+        memory: int,
+        offset: int,
+        sizes: Sequence[int],
+        steps: Sequence[int],
+    ) -> Traced:
+        traced = real.as_subclass(Traced)
+        traced.recorder, traced.plain, traced.memory = self, real, memory
+        traced.offset, traced.sizes, traced.steps = offset, tuple(sizes), tuple(steps)
+        return traced
+
+    def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
+        sizes: list[int] = list(tensor.shape)
+        steps: list[int] = list(tensor.stride())
+        if axis >= 0:
+            sizes[axis] = self.length((SIZE, place, axis), sizes[axis])
+            for before in reversed(range(axis)):
+                steps[before] = self.length((STRIDE, place, before), steps[before])
+                if steps[before] != sizes[before + 1] * steps[before + 1]:
+                    raise UnrecordableError("a tensor that is not contiguous")
+        return self.tensor(tensor.detach(), place, 0, sizes, steps)
+
+    def allocate(self, like: Traced, sizes: Sequence[int], dtype: Any, zeros: bool) -> Traced:
+        dtype = like.plain.dtype if dtype is None else dtype
+        make = like.plain.new_zeros if zeros else like.plain.new_empty
+        real = make([int.__int__(size) for size in sizes], dtype=dtype)
+        memory, self.num_memories = self.num_memories, self.num_memories + 1
+        self.steps.append(("allocate", (dtype, [self.place(size) for size in sizes], zeros)))
+        return self.tensor(real, memory, 0, sizes, _contiguous_steps(sizes))
+
+    def copy(self, x: Traced, dtype: torch.dtype | None = None) -> Traced:
+        """``x`` contiguous, in memory of its own."""
+        dtype = x.plain.dtype if dtype is None else dtype
+        real = x.plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return self._computed("copy", x, dtype, real, x.sizes)
+
+    def sum_of_rows(self, x: Traced) -> Traced:
+        return self._computed("sum", x, x.plain.dtype, x.plain.sum(0), x.sizes[1:])
+
+    def _computed(
+        self, step: str, x: Traced, dtype: torch.dtype, real: Tensor, sizes: Sequence[int]
+    ) -> Traced:
+        memory, self.num_memories = self.num_memories, self.num_memories + 1
+        self.steps.append((step, (self._view(x), dtype)))
+        return self.tensor(real, memory, 0, sizes, _contiguous_steps(sizes))
+
+    def launch(
+        self, launcher: Launcher, grid: tuple[int, ...], arguments: tuple, constants: dict
+    ) -> None:
+        """Launch a kernel, and record that."""
+        plain = _plain(arguments)
+        compiled = launcher.launch(tuple(int.__int__(n) for n in grid), plain, constants)
+        places = [self.place(n) for n in grid]
+        if compiled is None:
+            self.steps.append(self._call_of_interpreter(launcher, places, arguments, constants))
+            return
+        launcher.traits(arguments)  # decides for which lengths the kernel is compiled
+        meta = compiled.metadata
+        if (
+            torch.version.cuda is None
+            or meta.num_ctas != 1
+            or meta.launch_cooperative_grid
+            or meta.global_scratch_size
+            or meta.profile_scratch_size
+        ):
+            raise UnrecordableError("a kernel that needs more than its parameters")
+        parameters: list[tuple[int, int, int, int]] = []
+        boxes = list(getattr(meta, "tensordesc_meta", None) or [])
+        types = list(compiled.src.signature.values())
+        self._add_parameters(types, arguments, boxes, parameters)
+        handle = (compiled.function, meta.num_warps, meta.shared, bool(meta.launch_pdl))
+        places += [self.place(1)] * (3 - len(places))
+        self.steps.append(("launch", (*handle, places, parameters)))
+
+    def _add_parameters(
+        self, types: Sequence, arguments: Sequence, boxes: list, parameters: list
+    ) -> None:
+        for kind, argument in zip(types, arguments, strict=False):
+            if isinstance(kind, tuple):
+                self._add_parameters(kind, argument, boxes, parameters)
+            elif kind == "constexpr" or argument is None:
+                continue
+            elif kind.startswith("*"):
+                size = argument.plain.element_size()
+                parameters.append((POINTER, argument.memory, self.place(argument.offset), size))
+            elif kind in ("i1", "i8", "i16", "i32", "i64", "u32", "u64"):
+                parameters.append((EXPRESSION, 0, self.place(argument), 0))
+            elif kind in ("fp32", "fp64"):
+                packed = struct.pack("<f4x" if kind == "fp32" else "<d", argument)
+                parameters.append((CONSTANT_BITS, 0, struct.unpack("<q", packed)[0], 0))
+            elif kind.startswith("tensordesc") and boxes:
+                self._add_descriptor(argument, boxes.pop(0), parameters)
+            else:
+                raise UnrecordableError(f"a parameter of type {kind}")
+
+    def _add_descriptor(self, x: TensorDescriptor, meta: dict[str, Any], parameters: list) -> None:
+        """Parameters of a descriptor: that itself, its shape and its strides."""
+        numbers = [*x.shape, *x.strides]
+        if meta["fp4_padded"] or any(isinstance(n, Length) for n in numbers):
+            raise UnrecordableError("a descriptor of this kind")
+        base: Any = x.base
+        box = (
+            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["elem_size"], meta["swizzle"],
+            x.padding == "nan", list(x.shape), list(x.strides), list(meta["block_size"]),
+        )  # fmt: skip
+        self.descriptors.append(box)
+        at = self.place(base.offset), len(self.descriptors) - 1
+        parameters.append((DESCRIPTOR, base.memory, *at))
+        parameters += [(CONSTANT_BITS, 0, n, 0) for n in numbers]
+
+    def _call_of_interpreter(
+        self, launcher: Launcher, places: list[int], arguments: tuple, constants: dict
+    ) -> tuple[str, tuple]:
+        flat: list[tuple[int, Any]] = []
+
+        def flatten(argument: Any) -> Callable[[list], Any]:
+            if isinstance(argument, tuple):
+                fields = [flatten(field) for field in argument]
+                kind = type(argument)
+                return lambda values: kind(*(field(values) for field in fields))
+            place = len(flat)
+            if isinstance(argument, Traced):
+                flat.append((0, self._view(argument)))
+            elif isinstance(argument, Length):
+                flat.append((1, argument.place))
+            else:
+                flat.append((2, argument))
+            return lambda values: values[place]
+
+        rebuild = [flatten(argument) for argument in arguments]
+
+        def call(grid: tuple[int, ...], values: list) -> None:
+            launcher.launch(grid, tuple(make(values) for make in rebuild), constants)
+
+        return ("call", (call, places, flat))
+
+    def _view(self, x: Traced) -> tuple[int, int, list[int], list[int]]:
+        places = [[self.place(n) for n in numbers] for numbers in (x.sizes, x.steps)]
+        return (x.memory, self.place(x.offset), *places)
+
+    def program(self, outputs: Sequence[Tensor | None], make_program: Callable[..., Any]) -> Any:
+        views = [None if x is None else self._view(_traced(x)) for x in outputs]
+        program = make_program(self.expressions, list(self.guards.items()))
+        for descriptor in self.descriptors:
+            program.descriptor(*descriptor)
+        for name, arguments in self.steps:
+            getattr(program, name)(*arguments)
+        for view in views:
+            program.output(view)
+        return program
+
+
+def _traced(x: Tensor) -> Traced:
+    if not isinstance(x, Traced):
+        raise UnrecordableError("an output that was made of nothing")
+    return x
+
+
+def _plain(argument: Any) -> Any:
+    """``argument`` without a record."""
+    if isinstance(argument, Traced):
+        return argument.plain
+    if isinstance(argument, Length):
+        return int.__int__(argument)
+    if isinstance(argument, tuple):
+        fields = [_plain(field) for field in argument]
+        return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
+    if isinstance(argument, TensorDescriptor):
+        base: Any = argument.base
+        return dataclasses.replace(argument, base=base.plain)
+    return argument
+
+
+def _contiguous_steps(sizes: Sequence[int]) -> list[int]:
+    steps: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        steps.append(step)
+        step = size * step
+    return steps[::-1]
+
+
+def _product(numbers: Sequence[int]) -> int:
+    product = 1
+    for number in numbers:
+        product = number * product
+    return product
+
+
+def _is_contiguous(x: Traced) -> bool:
+    """Whatever the lengths are."""
+    for size, step, expected in zip(x.sizes, x.steps, _contiguous_steps(x.sizes), strict=True):
+        is_one = not isinstance(size, Length) and size == 1
+        same = x.recorder.place(step) == x.recorder.place(expected)
+        if not (is_one or same or step == expected):
+            return False
+    return True
+
+
+def _sizes(arguments: tuple) -> list[int]:
+    """Of ``f(2, 3)``, ``f([2, 3])`` or ``f(size=…)``."""
+    return list(
+        arguments[0] if len(arguments) == 1 and not isinstance(arguments[0], int) else arguments
+    )
+
+
+def _new_empty(x: Traced, *sizes: Any, dtype: Any = None) -> Traced:
+    return x.recorder.allocate(x, _sizes(sizes), dtype, zeros=False)
+
+
+def _new_zeros(x: Traced, *sizes: Any, dtype: Any = None) -> Traced:
+    return x.recorder.allocate(x, _sizes(sizes), dtype, zeros=True)
+
+
+def _empty_like(x: Traced, dtype: Any = None) -> Traced:
+    return x.recorder.allocate(_contiguous(x), x.sizes, dtype, zeros=False)
+
+
+def _contiguous(x: Traced) -> Traced:
+    return x if _is_contiguous(x) else x.recorder.copy(x)
+
+
+def _reshape(x: Traced, *sizes: Any) -> Traced:
+    return _view(_contiguous(x), *sizes)
+
+
+def _view(x: Traced, *sizes: Any) -> Traced:
+    if not _is_contiguous(x):
+        raise UnrecordableError("a view of what is not contiguous")
+    new = _sizes(sizes)
+    if not all(isinstance(size, int) for size in new):
+        raise UnrecordableError("view")
+    unknown = [at for at, size in enumerate(new) if not isinstance(size, Length) and size == -1]
+    for at in unknown:
+        known = [size for other, size in enumerate(new) if other != at]
+        new[at] = _product(x.sizes) // _product(known)
+    real = x.plain.reshape([int.__int__(size) for size in new])
+    return x.recorder.tensor(real, x.memory, x.offset, new, _contiguous_steps(new))
+
+
+def _view_as(x: Traced, other: Traced) -> Traced:
+    return _view(x, *other.sizes)
+
+
+def _reshape_as(x: Traced, other: Traced) -> Traced:
+    return _reshape(x, *other.sizes)
+
+
+def _unsqueeze(x: Traced, dim: int) -> Traced:
+    sizes, steps = list(x.sizes), list(x.steps)
+    dim = dim if dim >= 0 else dim + len(sizes) + 1
+    steps.insert(dim, sizes[dim] * steps[dim] if dim < len(sizes) else 1)
+    sizes.insert(dim, 1)
+    return x.recorder.tensor(x.plain.unsqueeze(dim), x.memory, x.offset, sizes, steps)
+
+
+def _squeeze(x: Traced, dim: int) -> Traced:
+    if isinstance(x.sizes[dim], Length) or x.sizes[dim] != 1:
+        raise UnrecordableError("squeeze")
+    sizes, steps = list(x.sizes), list(x.steps)
+    del sizes[dim], steps[dim]
+    return x.recorder.tensor(x.plain.squeeze(dim), x.memory, x.offset, sizes, steps)
+
+
+def _narrow(x: Traced, begin: int, end: int) -> Traced:
+    """Rows of the first axis, from ``begin`` to ``end``."""
+    sizes = (end - begin, *x.sizes[1:])
+    real = x.plain[int.__int__(begin) : int.__int__(end)]
+    return x.recorder.tensor(real, x.memory, x.offset + begin * x.steps[0], sizes, x.steps)
+
+
+def _getitem(x: Traced, index: Any) -> Traced:
+    size = x.sizes[0]
+    if isinstance(index, int) and index >= 0:
+        row = _narrow(x, index, index + 1)
+        real = row.plain[0]
+        return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.steps[1:])
+    if isinstance(index, slice) and index.step is None:
+        begin = 0 if index.start is None else index.start
+        end = size if index.stop is None else index.stop
+        if 0 <= begin <= end <= size:
+            return _narrow(x, begin, end)
+    raise UnrecordableError(f"[{index}]")
+
+
+def _unpack(x: Traced) -> Any:
+    return iter([_getitem(x, at) for at in range(x.sizes[0])])
+
+
+def _chunk(x: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
+    size = x.sizes[0]
+    if dim != 0 or size % chunks:
+        raise UnrecordableError("chunk")
+    return tuple(_narrow(x, size // chunks * i, size // chunks * (i + 1)) for i in range(chunks))
+
+
+def _to(x: Traced, *arguments: Any, dtype: Any = None, copy: bool = False) -> Traced:
+    (wanted,) = [*arguments, *([] if dtype is None else [dtype])]
+    if not isinstance(wanted, torch.dtype):
+        raise UnrecordableError("to")
+    return x.recorder.copy(x, wanted) if copy or wanted != x.plain.dtype else x
+
+
+def _transpose(x: Traced) -> Traced:
+    sizes, steps = ([*n[:-2], n[-1], n[-2]] for n in (x.sizes, x.steps))
+    return x.recorder.tensor(x.plain.mT, x.memory, x.offset, sizes, steps)
+
+
+def _sum(x: Traced, dim: int) -> Traced:
+    if dim != 0:
+        raise UnrecordableError("sum")
+    return x.recorder.sum_of_rows(x)
+
+
+def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
+    ends = [*itertools.accumulate(sizes)] if isinstance(sizes, list | tuple) else [-1]
+    if dim != 0 or ends[-1] != x.sizes[0]:
+        raise UnrecordableError("split")
+    return tuple(_narrow(x, begin, end) for begin, end in itertools.pairwise([0, *ends]))
+
+
+def _data_ptr(x: Traced) -> int:
+    """Only its alignment may matter to an op: that of inputs is part of the kind."""
+    if isinstance(x.offset, Length):
+        x.recorder.decide(EQUAL, x.offset * x.plain.element_size() % 16, x.plain.data_ptr() % 16)
+    return x.plain.data_ptr()
+
+
+def _size(x: Traced, dim: int | None = None) -> Any:
+    return x.sizes if dim is None else x.sizes[dim]
+
+
+def _stride(x: Traced, dim: int | None = None) -> Any:
+    return x.steps if dim is None else x.steps[dim]
+
+
+def _same(name: str) -> Callable[..., Any]:
+    """What of a tensor is part of the kind."""
+
+    def read(x: Traced, *arguments: Any) -> Any:
+        value = getattr(x.plain, name)
+        return value(*arguments) if callable(value) else value
+
+    return read
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda x: x.sizes,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.size: _size,
+    Tensor.stride: _stride,
+    Tensor.numel: lambda x: _product(x.sizes),
+    Tensor.new_empty: _new_empty,
+    Tensor.new_zeros: _new_zeros,
+    torch.empty_like: _empty_like,
+    Tensor.contiguous: _contiguous,
+    Tensor.is_contiguous: _is_contiguous,
+    Tensor.view: _view,
+    Tensor.reshape: _reshape,
+    Tensor.view_as: _view_as,
+    Tensor.reshape_as: _reshape_as,
+    Tensor.unsqueeze: _unsqueeze,
+    Tensor.squeeze: _squeeze,
+    Tensor.chunk: _chunk,
+    Tensor.__getitem__: _getitem,
+    Tensor.__iter__: _unpack,
+    Tensor.to: _to,
+    Tensor.sum: _sum,
+    Tensor.clone: lambda x: x.recorder.copy(x),
+    Tensor.split: _split,
+    Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.data_ptr: _data_ptr,
+    Tensor.detach: lambda x: x,
+}
+for _name in ("dtype", "device", "is_cpu", "is_cuda", "is_meta", "ndim", "requires_grad", "layout"):
+    _HANDLERS[getattr(Tensor, _name).__get__] = _same(_name)
+for _name in ("dim", "element_size", "get_device", "is_floating_point"):
+    _HANDLERS[getattr(Tensor, _name)] = _same(_name)

@@ -1,0 +1,636 @@
+// Replays what an op does on the host: allocations and launches of compiled kernels.
+//
+// An op's Python decides once for each kind of call what to allocate and to launch, and
+// recording.py writes that down as a Program. Calls of the same kind then run the program here, and
+// no Python. A kind is all but the lengths of first axes: dtypes, devices, other sizes, strides,
+// alignment, and every argument that is no tensor. What depends on lengths is an expression of
+// them; where the Python branched on one, a guard says for which lengths the program holds.
+
+#include <cuda.h>  // of Triton
+#include <dlfcn.h>
+#include <torch/extension.h>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+namespace py = pybind11;
+using at::Tensor;
+using Numbers = std::vector<int64_t>;
+
+namespace {
+
+// --- The CUDA driver, found when the first kernel is launched: a machine may have none.
+
+void* symbol(const char* library, const char* name) {
+  void* const handle = dlopen(library, RTLD_LAZY | RTLD_GLOBAL);
+  TORCH_CHECK(handle, "cannot open ", library, ": ", dlerror());
+  void* const found = dlsym(handle, name);
+  TORCH_CHECK(found, library, " has no ", name);
+  return found;
+}
+
+void check(CUresult result) {
+  if (result == CUDA_SUCCESS) return;
+  static const auto describe =
+      reinterpret_cast<CUresult (*)(CUresult, const char**)>(symbol("libcuda.so.1", "cuGetErrorString"));
+  const char* text = nullptr;
+  describe(result, &text);
+  TORCH_CHECK(false, "CUDA: ", text ? text : "unknown error");
+}
+
+CUstream current_stream(int32_t device) {
+  using Get = int32_t (*)(int32_t, void**);
+  static const auto get =
+      reinterpret_cast<Get>(symbol("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"));
+  void* stream = nullptr;
+  TORCH_CHECK(get(device, &stream) == 0, "no current stream of device ", device);
+  return static_cast<CUstream>(stream);
+}
+
+// --- Programs
+
+enum Operation : int64_t {
+  CONSTANT, SIZE, STRIDE, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, EQUAL, LESS
+};
+
+struct Expression {
+  int64_t operation, a, b;  // a constant, an input and its axis, or places of operands
+};
+
+int64_t floor_divide(int64_t a, int64_t b) {
+  const int64_t quotient = a / b;
+  return quotient - ((a % b != 0) && ((a < 0) != (b < 0)));
+}
+
+struct View {  // of a tensor's memory; all else are places of expressions, in elements
+  int64_t memory, offset;
+  Numbers sizes, strides;
+};
+
+struct Allocate {
+  at::ScalarType dtype;
+  Numbers sizes;
+  bool zeros;
+};
+
+struct Compute {  // a contiguous copy in a dtype, or the sum of rows
+  View of;
+  at::ScalarType dtype;
+  bool sum;
+};
+
+struct Descriptor {  // of the tensor memory accelerator, innermost axes first
+  int type, swizzle;
+  bool nan;
+  std::vector<uint64_t> sizes, strides;  // strides in bytes, from the second axis on
+  std::vector<uint32_t> box;
+};
+
+// Of a kernel: a pointer to an element of a memory, an expression, a constant of 8 bytes, or a
+// descriptor of the memory.
+struct Parameter {
+  enum Kind { POINTER, EXPRESSION, CONSTANT_BITS, DESCRIPTOR } kind;
+  int64_t memory, value, extra;  // extra: bytes of an element, or the number of the descriptor
+};
+
+constexpr size_t MOST_PARAMETERS = 126, MOST_DESCRIPTORS = 8;  // of a kernel
+
+struct Launch {
+  CUfunction function;
+  unsigned threads, shared_memory;
+  bool overlaps;
+  std::array<int64_t, 3> grid;
+  std::vector<Parameter> parameters;
+};
+
+struct CallPython {  // a kernel in Triton's interpreter
+  py::object function;
+  std::vector<int64_t> grid;
+  std::vector<std::variant<View, int64_t, py::object>> arguments;
+};
+
+struct Program {
+  std::vector<Expression> expressions;
+  std::vector<std::pair<int64_t, int64_t>> guards;  // place, value
+  std::vector<std::variant<Allocate, Compute, Launch, CallPython>> steps;
+  std::vector<std::optional<View>> outputs;
+  std::vector<Descriptor> descriptors;
+};
+
+void evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers& values) {
+  values.resize(program.expressions.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    const auto& [operation, a, b] = program.expressions[i];
+    switch (operation) {
+      case CONSTANT: values[i] = a; break;
+      case SIZE: values[i] = inputs[a].size(b); break;
+      case STRIDE: values[i] = inputs[a].stride(b); break;
+      case ADD: values[i] = values[a] + values[b]; break;
+      case SUBTRACT: values[i] = values[a] - values[b]; break;
+      case MULTIPLY: values[i] = values[a] * values[b]; break;
+      case FLOOR_DIVIDE: values[i] = floor_divide(values[a], values[b]); break;
+      case MODULO: values[i] = values[a] - floor_divide(values[a], values[b]) * values[b]; break;
+      case EQUAL: values[i] = values[a] == values[b]; break;
+      case LESS: values[i] = values[a] < values[b]; break;
+    }
+  }
+}
+
+bool holds(const Program& program, const Numbers& values) {
+  for (const auto& [place, value] : program.guards)
+    if (values[place] != value) return false;
+  return true;
+}
+
+c10::SmallVector<int64_t, 6> select(const Numbers& places, const Numbers& values) {
+  c10::SmallVector<int64_t, 6> selected;
+  for (const int64_t place : places) selected.push_back(values[place]);
+  return selected;
+}
+
+Tensor view(const View& of, const std::vector<Tensor>& memories, const Numbers& values) {
+  const Tensor& memory = memories[of.memory];
+  const auto sizes = select(of.sizes, values);
+  const auto strides = select(of.strides, values);
+  const int64_t offset = values[of.offset];
+  if (offset == 0 && memory.sizes() == at::IntArrayRef(sizes) &&
+      memory.strides() == at::IntArrayRef(strides))
+    return memory;
+  return memory.as_strided(sizes, strides, memory.storage_offset() + offset);
+}
+
+void encode(CUtensorMap* map, const Descriptor& of, void* address) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                              const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                              const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const auto encode_tiled =
+      reinterpret_cast<Encode>(symbol("libcuda.so.1", "cuTensorMapEncodeTiled"));
+  static const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+  static_assert(sizeof(cuuint64_t) == sizeof(uint64_t));
+  check(encode_tiled(map, CUtensorMapDataType(of.type), of.box.size(), address,
+                     reinterpret_cast<const cuuint64_t*>(of.sizes.data()),
+                     reinterpret_cast<const cuuint64_t*>(of.strides.data()), of.box.data(), ones,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CUtensorMapSwizzle(of.swizzle),
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                     of.nan ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
+                            : CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+}
+
+void launch(const Program& program, const Launch& step, const std::vector<Tensor>& memories,
+            const Numbers& values, CUstream stream) {
+  const unsigned x = values[step.grid[0]], y = values[step.grid[1]], z = values[step.grid[2]];
+  if (x == 0 || y == 0 || z == 0) return;
+  uint64_t bits[MOST_PARAMETERS + 2];
+  void* pointers[MOST_PARAMETERS + 2];
+  alignas(64) CUtensorMap maps[MOST_DESCRIPTORS];
+  size_t n = 0, num_maps = 0;
+  for (const auto& parameter : step.parameters) {
+    switch (parameter.kind) {
+      case Parameter::POINTER:
+        bits[n] = reinterpret_cast<uint64_t>(memories[parameter.memory].data_ptr()) +
+                  values[parameter.value] * parameter.extra;
+        break;
+      case Parameter::EXPRESSION: bits[n] = values[parameter.value]; break;
+      case Parameter::CONSTANT_BITS: bits[n] = parameter.value; break;
+      case Parameter::DESCRIPTOR: {
+        const Tensor& memory = memories[parameter.memory];
+        char* const address = static_cast<char*>(memory.data_ptr()) +
+                              values[parameter.value] * int64_t(memory.element_size());
+        encode(&maps[num_maps], program.descriptors[parameter.extra], address);
+        pointers[n++] = &maps[num_maps++];
+        continue;
+      }
+    }
+    pointers[n] = &bits[n];
+    ++n;
+  }
+  bits[n] = bits[n + 1] = 0;  // scratch memories, which our kernels have none of
+  pointers[n] = &bits[n];
+  pointers[n + 1] = &bits[n + 1];
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config{};
+  config.gridDimX = x;
+  config.gridDimY = y;
+  config.gridDimZ = z;
+  config.blockDimX = step.threads;
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = step.shared_memory;
+  config.hStream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = step.overlaps ? 1 : 0;
+  using LaunchKernel = CUresult (*)(const CUlaunchConfig*, CUfunction, void**, void**);
+  static const auto launch_kernel =
+      reinterpret_cast<LaunchKernel>(symbol("libcuda.so.1", "cuLaunchKernelEx"));
+  check(launch_kernel(&config, step.function, pointers, nullptr));
+}
+
+void call_python(const CallPython& step, const std::vector<Tensor>& memories, const Numbers& values) {
+  py::gil_scoped_acquire gil;
+  py::list arguments;
+  for (const auto& argument : step.arguments) {
+    if (const auto* of = std::get_if<View>(&argument))
+      arguments.append(py::cast(view(*of, memories, values)));
+    else if (const auto* place = std::get_if<int64_t>(&argument))
+      arguments.append(py::int_(values[*place]));
+    else
+      arguments.append(std::get<py::object>(argument));
+  }
+  py::tuple grid(step.grid.size());
+  for (size_t i = 0; i < step.grid.size(); ++i) grid[i] = py::int_(values[step.grid[i]]);
+  step.function(grid, arguments);
+}
+
+std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& inputs,
+                        const Numbers& values) {
+  const Tensor& first = inputs[0];
+  const c10::OptionalDeviceGuard guard(first.device());
+  const bool on_gpu = first.is_cuda();
+  const CUstream stream = on_gpu ? current_stream(first.get_device()) : nullptr;
+  std::vector<Tensor> memories = inputs;
+  for (const auto& step : program.steps) {
+    if (const auto* allocate = std::get_if<Allocate>(&step)) {
+      const auto sizes = select(allocate->sizes, values);
+      const auto options = first.options().dtype(allocate->dtype);
+      memories.push_back(allocate->zeros ? at::zeros(sizes, options) : at::empty(sizes, options));
+    } else if (const auto* compute = std::get_if<Compute>(&step)) {
+      const Tensor of = view(compute->of, memories, values);
+      memories.push_back(compute->sum ? of.sum(0)
+                                      : of.to(of.options().dtype(compute->dtype), false, true,
+                                              at::MemoryFormat::Contiguous));
+    } else if (const auto* kernel = std::get_if<Launch>(&step)) {
+      launch(program, *kernel, memories, values, stream);
+    } else {
+      call_python(std::get<CallPython>(step), memories, values);
+    }
+  }
+  std::vector<Tensor> outputs;
+  for (const auto& output : program.outputs)
+    outputs.push_back(output ? view(*output, memories, values) : Tensor());
+  return outputs;
+}
+
+// --- Programs of an op, by the kind of the call
+
+struct HashNumbers {
+  size_t operator()(const Numbers& numbers) const {
+    size_t hash = 0xcbf29ce484222325;
+    for (const int64_t number : numbers) hash = (hash ^ size_t(number)) * 0x100000001b3;
+    return hash;
+  }
+};
+
+// All of a tensor but its length along ``axis``, if it is not -1, and the strides before it.
+void describe(const Tensor& tensor, int64_t axis, Numbers& kind) {
+  if (!tensor.defined()) {
+    kind.push_back(-1);
+    return;
+  }
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  kind.push_back((int64_t(tensor.scalar_type()) * 64 + int64_t(sizes.size())) * 2 + aligned);
+  kind.push_back(int64_t(tensor.device().type()) * 256 + tensor.device().index());
+  for (int64_t i = 0; i < int64_t(sizes.size()); ++i) {
+    if (i != axis) kind.push_back(sizes[i]);
+    if (i >= axis) kind.push_back(strides[i]);
+  }
+}
+
+constexpr size_t MOST_PROGRAMS = 32;  // of a kind, which differ by their guards
+
+class Programs {
+ public:
+  // The program of a kind that holds for these inputs, and what its expressions are; or none.
+  std::shared_ptr<const Program> find(const Numbers& kind, const std::vector<Tensor>& inputs,
+                                      Numbers& values, bool& is_hopeless) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = programs_.find(kind);
+    is_hopeless = false;
+    if (found == programs_.end()) return nullptr;
+    for (const auto& program : found->second) {
+      if (!program) {
+        is_hopeless = true;
+        return nullptr;
+      }
+      evaluate(*program, inputs, values);
+      if (holds(*program, values)) return program;
+    }
+    is_hopeless = found->second.size() >= MOST_PROGRAMS;
+    return nullptr;
+  }
+
+  // Without a program, calls of this kind are not replayed.
+  void add(const Numbers& kind, std::shared_ptr<const Program> program) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    programs_[kind].push_back(std::move(program));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<Numbers, std::vector<std::shared_ptr<const Program>>, HashNumbers> programs_;
+};
+
+// --- Calls
+
+bool is_plain(const Tensor& tensor) {
+  using c10::DispatchKey;
+  static const c10::DispatchKeySet plain =
+      c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                           DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
+                           DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
+  return (tensor.key_set().raw_repr() & ~plain.raw_repr()) == 0 && !tensor._fw_grad(0).defined();
+}
+
+bool is_plain_thread() {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         !at::impl::torch_function_mode_enabled() && !torch::jit::tracer::isTracing() &&
+         !c10::impl::tls_local_dispatch_key_set().included_.has_any(
+             c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                  c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                                  c10::DispatchKey::Functionalize, c10::DispatchKey::Python}));
+}
+
+struct Op {
+  std::string name;
+  size_t num_tensors;
+  std::vector<bool> differentiable;  // of the tensors
+  Numbers axes;  // of the output's gradient, the tensors, and the outputs: where lengths differ
+  // Recorders return a program or None; the last one runs backward without a program.
+  py::object record_forward, record_backward, run_backward;
+  Programs forward, backward;
+};
+
+py::tuple as_tuple(const std::vector<Tensor>& tensors) {
+  py::tuple objects(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i)
+    objects[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::none();
+  return objects;
+}
+
+// What was called, but for its tensors: equal ones are one object, which is kept.
+struct Constants {
+  py::tuple objects;
+  int64_t number;
+};
+
+constexpr size_t MOST_CONSTANTS = 1024;
+
+Numbers kind_of(const Constants& constants, const std::vector<Tensor>& tensors, const int64_t* axes) {
+  Numbers kind = {constants.number, int64_t(at::globalContext().float32MatmulPrecision())};
+  for (size_t i = 0; i < tensors.size(); ++i) describe(tensors[i], axes[i], kind);
+  return kind;
+}
+
+std::shared_ptr<const Program> recorded(const py::object& program) {
+  return program.is_none() ? nullptr : program.cast<std::shared_ptr<Program>>();
+}
+
+// All outputs; none where the call is not replayed.
+std::vector<Tensor> replay_forward(Op& op, const std::vector<Tensor>& inputs,
+                                   const Constants& constants) {
+  Numbers kind = kind_of(constants, inputs, op.axes.data() + 1), values;
+  bool is_hopeless = false;
+  auto program = op.forward.find(kind, inputs, values, is_hopeless);
+  if (!program && !is_hopeless) {
+    py::gil_scoped_acquire gil;
+    op.forward.add(kind, recorded(op.record_forward(as_tuple(inputs), constants.objects)));
+    program = op.forward.find(kind, inputs, values, is_hopeless);
+  }
+  if (!program) return {};
+  return run(*program, inputs, values);
+}
+
+// Gradients of the tensors that need one, undefined for the others.
+std::vector<Tensor> replay_backward(Op& op, const std::vector<Tensor>& tensors,
+                                    const std::vector<bool>& needs, const Constants& constants) {
+  Numbers kind = kind_of(constants, tensors, op.axes.data()), values;
+  int64_t mask = 0;
+  for (size_t i = 0; i < needs.size(); ++i) mask |= int64_t(needs[i]) << i;
+  kind.push_back(mask);
+  bool is_hopeless = false;
+  auto program = op.backward.find(kind, tensors, values, is_hopeless);
+  if (!program) {
+    py::gil_scoped_acquire gil;
+    py::tuple asked(needs.size());
+    for (size_t i = 0; i < needs.size(); ++i) asked[i] = py::bool_(needs[i]);
+    if (!is_hopeless) {
+      const py::object found = op.record_backward(as_tuple(tensors), asked, constants.objects);
+      op.backward.add(kind, recorded(found));
+      program = op.backward.find(kind, tensors, values, is_hopeless);
+    }
+    if (!program) {
+      std::vector<Tensor> grads;
+      for (const py::handle& grad : op.run_backward(as_tuple(tensors), asked, constants.objects))
+        grads.push_back(grad.is_none() ? Tensor() : grad.cast<Tensor>());
+      return grads;
+    }
+  }
+  return run(*program, tensors, values);
+}
+
+struct Saved {  // hidden from autograd, which would take its tensors for inputs of the node
+  const std::vector<Tensor>& inputs;
+  const std::vector<Tensor>& outputs;
+};
+
+class Node : public torch::autograd::Function<Node> {
+ public:
+  // `differentiable` are those of the inputs that are, as many as are given.
+  static Tensor forward(torch::autograd::AutogradContext* context, Op* op, Constants* constants,
+                        const at::TensorList& differentiable, const Saved& saved) {
+    auto tensors = saved.inputs;
+    tensors.insert(tensors.end(), saved.outputs.begin(), saved.outputs.end());
+    context->save_for_backward(std::move(tensors));
+    context->set_materialize_grads(false);
+    context->saved_data["op"] = int64_t(reinterpret_cast<intptr_t>(op));
+    context->saved_data["constants"] = int64_t(reinterpret_cast<intptr_t>(constants));
+    return saved.outputs[0];
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& grads) {
+    Op& op = *reinterpret_cast<Op*>(intptr_t(context->saved_data["op"].toInt()));
+    const auto& constants =
+        *reinterpret_cast<Constants*>(intptr_t(context->saved_data["constants"].toInt()));
+    TORCH_CHECK_NOT_IMPLEMENTED(!grads[0].defined() || !at::GradMode::is_enabled(), op.name,
+                                " has no second derivative, got create_graph=True");
+    auto tensors = context->get_saved_variables();
+    tensors.insert(tensors.begin(), grads[0]);
+    std::vector<bool> needs;
+    size_t edge = 0;
+    for (size_t i = 0; i < op.num_tensors; ++i) {
+      const bool is_input = op.differentiable[i] && tensors[i + 1].defined();
+      needs.push_back(is_input && context->needs_input_grad(edge));
+      edge += is_input;
+    }
+    torch::autograd::variable_list result(edge + 3);  // all arguments of forward
+    if (!grads[0].defined()) return result;
+    auto found = replay_backward(op, tensors, needs, constants);
+    edge = 0;
+    for (size_t i = 0; i < op.num_tensors; ++i)
+      if (op.differentiable[i] && tensors[i + 1].defined()) result[2 + edge++] = std::move(found[i]);
+    return result;
+  }
+};
+
+struct Call {
+  std::unique_ptr<Op> op;
+  py::dict known;  // the number of constants, by these
+  std::vector<std::unique_ptr<Constants>> all;
+
+  // The op's first output, or None where the call is not replayed.
+  py::object operator()(const py::args& arguments) {
+    if (!is_plain_thread()) return py::none();
+    std::vector<Tensor> inputs;
+    inputs.reserve(op->num_tensors + 8);
+    bool needs_grad = false;
+    for (size_t i = 0; i < op->num_tensors; ++i) {
+      PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), i);
+      if (object == Py_None) {
+        inputs.emplace_back();
+        continue;
+      }
+      if (!THPVariable_CheckExact(object)) return py::none();  // a subclass has its own ways
+      inputs.push_back(THPVariable_Unpack(object));
+      if (!is_plain(inputs.back())) return py::none();
+      needs_grad |= op->differentiable[i] && inputs.back().requires_grad();
+    }
+    needs_grad &= at::GradMode::is_enabled();
+    if (needs_grad && at::SavedTensorDefaultHooks::get_hooks()) return py::none();
+    RECORD_FUNCTION(op->name, std::vector<c10::IValue>());
+    Constants* const constants = constants_of(arguments);
+    if (!constants) return py::none();
+    std::vector<Tensor> outputs;
+    {
+      const at::AutoDispatchBelowAutograd below;
+      const at::NoGradGuard no_grad;
+      outputs = replay_forward(*op, inputs, *constants);
+    }
+    if (outputs.empty()) return py::none();
+    if (!needs_grad) return py::cast(outputs[0]);
+    std::vector<Tensor> differentiable;
+    for (size_t i = 0; i < inputs.size(); ++i)
+      if (op->differentiable[i] && inputs[i].defined()) differentiable.push_back(inputs[i]);
+    const at::TensorList arguments_of_node = differentiable;
+    return py::cast(Node::apply(op.get(), constants, arguments_of_node, Saved{inputs, outputs}));
+  }
+
+ private:
+  Constants* constants_of(const py::args& arguments) {
+    py::tuple objects(arguments.size() - op->num_tensors);
+    for (size_t i = 0; i < objects.size(); ++i) objects[i] = arguments[op->num_tensors + i];
+    if (known.contains(objects)) return all[known[objects].cast<size_t>()].get();
+    if (all.size() == MOST_CONSTANTS) return nullptr;
+    known[objects] = all.size();
+    all.push_back(std::make_unique<Constants>(Constants{objects, int64_t(all.size())}));
+    return all.back().get();
+  }
+};
+
+View view_of(const py::tuple& t) {
+  return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<Numbers>(), t[3].cast<Numbers>()};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, int64_t>>& expressions,
+                       const std::vector<std::pair<int64_t, int64_t>>& guards) {
+        auto program = std::make_shared<Program>();
+        for (const auto& [operation, a, b] : expressions)
+          program->expressions.push_back({operation, a, b});
+        program->guards = guards;
+        return program;
+      }))
+      .def("allocate",
+           [](Program& self, const py::object& dtype, const Numbers& sizes, bool zeros) {
+             const auto type = torch::python::detail::py_object_to_dtype(dtype);
+             self.steps.emplace_back(Allocate{type, sizes, zeros});
+           })
+      .def("copy",
+           [](Program& self, const py::tuple& of, const py::object& dtype) {
+             const auto type = torch::python::detail::py_object_to_dtype(dtype);
+             self.steps.emplace_back(Compute{view_of(of), type, false});
+           })
+      .def("sum",
+           [](Program& self, const py::tuple& of, const py::object& dtype) {
+             const auto type = torch::python::detail::py_object_to_dtype(dtype);
+             self.steps.emplace_back(Compute{view_of(of), type, true});
+           })
+      .def("descriptor",
+           [](Program& self, int type, int element_size, int swizzle, bool nan,
+              std::vector<uint64_t> sizes, std::vector<uint64_t> strides,
+              std::vector<uint32_t> box) {
+             std::reverse(sizes.begin(), sizes.end());
+             std::reverse(strides.begin(), strides.end());
+             std::reverse(box.begin(), box.end());
+             strides.erase(strides.begin());
+             for (uint64_t& stride : strides) stride *= element_size;
+             self.descriptors.push_back({type, swizzle, nan, sizes, strides, box});
+           })
+      .def("launch",
+           [](Program& self, uintptr_t function, unsigned warps, unsigned shared_memory,
+              bool overlaps, const std::array<int64_t, 3>& grid,
+              const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& parameters) {
+             TORCH_CHECK(parameters.size() <= MOST_PARAMETERS, "too many parameters");
+             Launch step{reinterpret_cast<CUfunction>(function), 32 * warps, shared_memory, overlaps,
+                         grid, {}};
+             size_t num_maps = 0;
+             for (const auto& [kind, memory, value, extra] : parameters) {
+               step.parameters.push_back({Parameter::Kind(kind), memory, value, extra});
+               num_maps += kind == Parameter::DESCRIPTOR;
+             }
+             TORCH_CHECK(num_maps <= MOST_DESCRIPTORS, "too many descriptors");
+             self.steps.emplace_back(std::move(step));
+           })
+      .def("call",
+           [](Program& self, const py::object& function, const Numbers& grid,
+              const py::list& arguments) {
+             CallPython step{function, grid, {}};
+             for (const py::handle& argument : arguments) {
+               const auto tagged = argument.cast<py::tuple>();
+               switch (tagged[0].cast<int>()) {
+                 case 0: step.arguments.emplace_back(view_of(tagged[1].cast<py::tuple>())); break;
+                 case 1: step.arguments.emplace_back(tagged[1].cast<int64_t>()); break;
+                 default: step.arguments.emplace_back(py::object(tagged[1]));
+               }
+             }
+             self.steps.emplace_back(std::move(step));
+           })
+      .def("output", [](Program& self, const py::object& output) {
+        if (output.is_none())
+          self.outputs.emplace_back();
+        else
+          self.outputs.emplace_back(view_of(output.cast<py::tuple>()));
+      });
+  py::class_<Call>(m, "Call")
+      .def(py::init([](const std::string& name, std::vector<bool> differentiable,
+                       Numbers axes, py::object record_forward, py::object record_backward,
+                       py::object run_backward) {
+        auto op = std::make_unique<Op>();
+        op->name = name;
+        op->num_tensors = differentiable.size();
+        op->differentiable = std::move(differentiable);
+        op->axes = std::move(axes);
+        op->record_forward = std::move(record_forward);
+        op->record_backward = std::move(record_backward);
+        op->run_backward = std::move(run_backward);
+        return Call{std::move(op), py::dict(), {}};
+      }))
+      .def("__call__", &Call::operator());
+}
