@@ -1,7 +1,7 @@
 """``jagged_flash_attention`` against PyTorch's SDPA on each sample, on every device and path."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 import torch
@@ -17,11 +17,13 @@ from torchrec_jagged_attn.testing import (
     CASES,
     Case,
     assert_matches_oracle,
+    error_bound,
     flash_attention_oracle,
     flash_attention_plain,
     make_flash_inputs,
     offsets_of,
     outputs_and_gradients,
+    recency_bias_oracle,
 )
 
 CPU = torch.device("cpu")
@@ -491,25 +493,113 @@ def test_strided_inputs_and_gradients(device):
             torch.testing.assert_close(results[name], expected)
 
 
-@pytest.mark.parametrize(("biased", "more_keys"), [(False, 0), (True, 7)], ids=["plain", "biased"])
-def test_values_hidden_by_causality_reach_no_earlier_row(more_keys, biased, device):
-    """Not even by 0 · NaN, in outputs of fp32."""
-    inputs = inputs_of([3, 50], [3, 50 + more_keys], device, torch.float32, bias=biased)
-    if biased:
-        inputs["relative_bias"] = torch.randn(9, 2, device=device)
-    expected = jagged_flash_attention(**inputs, causal=True)
-    key = 3 + more_keys + 17  # the second sample's query 17 is the first to see it
-    unseen = slice(3 + 17)
-    for name, at, value in (
-        ("v", (key, 0, 3), torch.nan),
-        ("v", (slice(key, key + 2),), -torch.inf),
-        ("k", (key,), torch.nan),
-    ):
-        poisoned = inputs | {name: inputs[name].clone()}
+def causal_row_by_row(
+    q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
+    relative_bias=None, prior_weights=None,
+):  # fmt: skip
+    """Each query as a sample of its own that has the keys that it sees, and no others."""
+    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    index, distance, num_seen = [], [], []
+    bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
+    for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
+        for after in range(end - begin - 1, -1, -1):
+            num_seen.append(max(kv_end - kv_begin - after, 0))
+            index += range(kv_begin, kv_end - after)
+            distance += range(num_seen[-1] - 1, -1, -1)
+    index = torch.tensor(index, dtype=torch.int64, device=q.device)
+    biases = [] if bias is None else [bias.to(q.dtype)[index]]
+    if relative_bias is not None:
+        quarters = [((1 + d) ** 4).bit_length() - 1 for d in distance]
+        bucket = torch.tensor(quarters, device=q.device).clamp(max=len(relative_bias) - 1)
+        biases.append(relative_bias.to(q.dtype)[bucket])
+    return flash_attention_oracle(
+        q, k[index], v[index], torch.arange(len(num_seen) + 1),
+        offsets_of(torch.tensor(num_seen), torch.int64, CPU), bias=sum(biases) if biases else None,
+        prior_weights=None if prior_weights is None else prior_weights[index],
+    )  # fmt: skip
+
+
+def bad_rows(queries, keys):
+    """What is bad in an input, of ``queries[i]`` and of ``keys[i]``, in turn."""
+    kinds = (
+        ("v", 0, (0, 3), torch.nan),
+        ("v", 1, (), -torch.inf),
+        ("k", 0, (), torch.nan),
+        ("k", 0, (0, 1), torch.inf),
+        ("q", 0, (), torch.nan),
+        ("q", 0, (1, 2), -torch.inf),
+        ("grad_out", 0, (0, 5), torch.nan),
+        ("grad_out", 1, (1,), torch.inf),
+    )
+    for (name, more, within, value), query, key in zip(cycle(kinds), queries, keys, strict=False):
+        row = key if name in "kv" else query
+        yield name, (slice(row, row + 1 + more), *within), value
+
+
+def assert_hidden_rows_do_not_matter(inputs, bad):
+    """Elements are bad where a visible row makes them so, and else as right as if none were."""
+    generator = torch.Generator().manual_seed(1)
+    grad_out = torch.randn(*inputs["q"].shape[:2], inputs["v"].shape[2], generator=generator)
+    inputs = inputs | {"grad_out": grad_out.to(inputs["q"])}
+    poisoned = {name: x.clone() for name, x in inputs.items()}
+    for name, at, value in bad:
         poisoned[name][at] = value
-        out = jagged_flash_attention(**poisoned, causal=True)
-        torch.testing.assert_close(out[unseen], expected[unseen])
-        assert not torch.isfinite(out[unseen.stop :].flatten(1)).all(1).any()
+
+    def run(function, inputs, dtype=None):
+        inputs = {
+            name: x.to(dtype if x.is_floating_point() else None) for name, x in inputs.items()
+        }
+        return outputs_and_gradients(function, inputs, inputs.pop("grad_out"))
+
+    expected, plain = run(causal_row_by_row, inputs, torch.float64), run(causal_row_by_row, inputs)
+    bounds = {
+        name: error_bound(value, plain[name], gradient=name != "out")
+        for name, value in expected.items()
+    }
+    actual = run(partial(jagged_flash_attention, causal=True), poisoned)
+    for name, value in run(causal_row_by_row, poisoned, torch.float64).items():
+        finite = torch.isfinite(value)
+        assert torch.equal(torch.isfinite(actual[name]), finite), name
+        error = (actual[name].double() - value)[finite].abs()
+        assert torch.all(error <= bounds[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "lengths", "more_keys"),
+    each_pair(
+        [(torch.float32, 16), (torch.float16, 64), (torch.bfloat16, 64), (torch.float16, 128)],
+        [1, 2],
+        [[21, 32, 17, 30, 20, 25, 31, 32], [64, 33, 97, 40, 70, 65, 90, 50]],
+        [0, 7, -9],
+    ),
+    ids=str,
+)
+def test_hidden_rows_do_not_matter(kind, kv_heads, lengths, more_keys, device):
+    """Each sample has a row of another kind of numbers that are not finite."""
+    dtype, width = kind
+    skip_unless_supported(Case("hidden", 8, 97, 2, width, dtype=dtype), device)
+    kv_lengths = [length + more_keys for length in lengths]
+    inputs = inputs_of(lengths, kv_lengths, device, dtype, width=width, kv_heads=kv_heads)
+    begins, kv_begins = (inputs[f"{side}_offsets"].tolist() for side in ("q", "kv"))
+    places = [10 + (length - 12) // 2 for length in lengths]
+    queries = [begin + place for begin, place in zip(begins, places, strict=False)]
+    keys = [begin + place + more_keys for begin, place in zip(kv_begins, places, strict=False)]
+    assert_hidden_rows_do_not_matter(inputs, bad_rows(queries, keys))
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("more_keys", [0, 5])
+def test_hidden_rows_do_not_matter_to_biases(more_keys, dtype, place, device):
+    """A query that sees few keys, and what they give to tables."""
+    num_keys = 45 + more_keys
+    inputs = inputs_of([40, 5], [40 + more_keys, 5], device, dtype, bias=True, kv_heads=2)
+    generator = torch.Generator().manual_seed(2)
+    for name, size in (("position_bias", 20), ("age_bias", 30), ("relative_bias", 20)):
+        inputs[name] = torch.randn(size, 2, generator=generator).to(device)
+    inputs["timestamps"] = torch.arange(num_keys, device=device) ** 2
+    bad = bad_rows([2] * 8, [2 + more_keys] * 8)
+    assert_hidden_rows_do_not_matter(inputs, list(bad)[place : place + 1])
 
 
 @pytest.mark.usefixtures("nan_filled_memory")

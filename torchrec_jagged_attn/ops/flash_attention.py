@@ -103,10 +103,9 @@ def jagged_flash_attention(
     rows, where both sides end together: :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta`
     makes four buckets per octave.
 
-    Rows of other samples never matter, whatever is in them. Within a sample, what ``causal`` hides
-    from a query does not matter on a CPU, nor to outputs in fp32. On a GPU, NaN or infinity there
-    may still make outputs in half precision NaN, and gradients in any: a product adds up 0 · NaN,
-    as PyTorch's ``scaled_dot_product_attention`` does.
+    Rows of other samples never matter, whatever is in them. Nor does, within a sample, what
+    ``causal`` hides: NaN or infinity there comes into no output and no gradient, where PyTorch's
+    ``scaled_dot_product_attention`` adds up 0 · NaN.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32

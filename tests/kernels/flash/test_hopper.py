@@ -5,7 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from tests.ops.test_flash_attention import assert_right, inputs_of, with_relative_bias
+from tests.combinations import each_pair
+from tests.ops.test_flash_attention import (
+    assert_hidden_rows_do_not_matter,
+    assert_right,
+    bad_rows,
+    inputs_of,
+    with_relative_bias,
+)
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.arguments import Biases, FlashArguments
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
@@ -185,3 +192,27 @@ def test_distances_of_padding_alone_do_not_matter(width, causal, value, hopper):
     for name, expected_value in expected.items():
         assert torch.equal(results[name], expected_value), name
     assert launched in (["hopper_forward", "hopper_backward"] * 2, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "kv_heads", "lengths", "more_keys", "relative"),
+    each_pair(
+        [64, 128],
+        [1, 2],
+        [[13, 64, 16, 33, 50, 32, 20, 40], [130, 70, 65, 129, 100, 66, 140, 90]],
+        [0, 40, -9],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_hidden_rows_do_not_matter_on_hopper(width, kv_heads, lengths, more_keys, relative, hopper):
+    device, _ = hopper
+    kv_lengths = [length + more_keys for length in lengths]
+    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads)
+    if relative:
+        inputs["relative_bias"] = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+    begins, kv_begins = (inputs[f"{side}_offsets"].tolist() for side in ("q", "kv"))
+    places = [9 + (length - 11) // 2 for length in lengths]
+    queries = [begin + place for begin, place in zip(begins, places, strict=False)]
+    keys = [begin + place + more_keys for begin, place in zip(kv_begins, places, strict=False)]
+    assert_hidden_rows_do_not_matter(inputs, bad_rows(queries, keys))

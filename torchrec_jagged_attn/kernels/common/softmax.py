@@ -51,9 +51,9 @@ def store_stats(stats_ptr, num_rows, rows, mask, maximum, total):
     """Keep what :func:`softmax_weights` needs of ``rows``, in ``[2, num_rows]`` fp32.
 
     Not their log-sum-exp: it would round the weights by as much as it is larger than one. Rows that
-    see nothing are kept as zeros.
+    see nothing are kept as zeros, of those that see NaN the total is NaN.
     """
-    seen = total > 0
+    seen = total != 0
     tl.store(stats_ptr + rows, tl.where(seen, maximum, 0.0), mask=mask)
     inverse = tl.where(seen, tl.div_rn(1.0, tl.where(seen, total, 1.0)), 0.0)
     tl.store(stats_ptr + num_rows + rows, inverse, mask=mask)

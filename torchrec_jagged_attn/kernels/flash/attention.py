@@ -16,6 +16,8 @@ a call:
 Scores may have biases, each for a head: by key row, by the bucket of the key's position or age, or
 by the bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper``
 knows. Gradients of tables are summed by tile, then over the tiles.
+
+Causal attention ends with a kernel that takes out what should not matter (``hidden_rows.py``).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.common.tma import is_addressable
 from torchrec_jagged_attn.kernels.flash import (
+    hidden_rows,
     hopper_backward,
     hopper_forward,
     hopper_prepare,
@@ -87,12 +90,17 @@ def forward(args: FlashArguments) -> FlashOutputs:
         hopper_forward.forward(
             *call.inputs, out, stats, call.by_distance, tiles, call.factor, args.causal, plan.width
         )
-        return FlashOutputs(out, stats)
-    _forward(
-        ((tiles.shape[0] - 1) * q.shape[1],),
-        (*call.inputs, *call.biases, out, stats, call.offsets[1], tiles, *sizes),
-        call.shape | plan.tables | plan.forward,
-    )
+    else:
+        _forward(
+            ((tiles.shape[0] - 1) * q.shape[1],),
+            (*call.inputs, *call.biases, out, stats, call.offsets[1], tiles, *sizes),
+            call.shape | plan.tables | plan.forward,
+        )
+    if args.causal and v.shape[0]:
+        hidden_rows.mend_outputs(
+            call.inputs, call.biases, out, stats, call.offsets, call.reach, call.factor, block,
+            call.shape | plan.tables,
+        )  # fmt: skip
     return FlashOutputs(out, stats)
 
 
@@ -189,6 +197,19 @@ def backward(
                 grad_bias, grad_tables, call.offsets[1], tiles, *sizes,
             ),
             call.shape | plan.tables | strides | plan.grad_kv,
+        )  # fmt: skip
+    if causal and q.shape[0] and k.shape[0]:
+        blocks = (
+            (hopper_prepare.BLOCK_M, hopper_backward.BLOCK_N)
+            if plan.on_hopper
+            else (plan.grad_q["BLOCK_M"], plan.grad_kv["BLOCK_N"])
+        )
+        of_tables = (None, None) if grad_tables is None else (grad_tables, tiles)
+        hidden_rows.mend_gradients(
+            grad_out, call.inputs, call.biases, out, stats,
+            delta if plan.call.biased and not plan.on_hopper else None, (grad_q, grad_k, grad_v),
+            (grad_bias, *of_tables), call.offsets, call.reach, call.factor, scale, blocks,
+            call.shape | plan.tables | strides,
         )  # fmt: skip
     grads = [None, None, None]
     if grad_tables is not None:

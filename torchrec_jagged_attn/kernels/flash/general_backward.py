@@ -30,33 +30,16 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     Place,
     key_bias,
     load_rows,
+    load_softmax_stats,
     softmax_of_stats,
     store_rows,
 )
 
-__all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel"]
-
-
-@triton.jit
-def _load_stats(stats_ptr, num_stats, rows, mask, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """What :func:`softmax_of_stats` needs of ``rows``: ``(maximum, inverse)``.
-
-    Their weights do not overflow where masked, and the second is read only if ``EXACT``.
-    """
-    if MASKED:
-        maximum = tl.load(stats_ptr + rows, mask=mask, other=float("inf"))
-    else:
-        maximum = tl.load(stats_ptr + rows)
-    inverse = maximum
-    if EXACT and MASKED:
-        inverse = tl.load(stats_ptr + num_stats + rows, mask=mask, other=0.0)
-    elif EXACT:
-        inverse = tl.load(stats_ptr + num_stats + rows)
-    return maximum, inverse
+__all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel", "store_bias_gradients"]
 
 
 class Rows(NamedTuple):
-    """Rows of a tile of queries, and their statistics, see :func:`_load_stats`."""
+    """Rows of a tile of queries, and their statistics, see :func:`load_softmax_stats`."""
 
     q: Any
     grad_out: Any
@@ -169,7 +152,7 @@ def grad_q_kernel(
     q = -q if NEGATIVE else q
     grad_out = load_rows(grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
     out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV, True)
-    maximum, inverse = _load_stats(stats_ptr, num_stats, stat, i < count, True, EXACT)
+    maximum, inverse = load_softmax_stats(stats_ptr, num_stats, stat, i < count, True, EXACT)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
 
     seen_by_all, seen_by_any = num_keys, num_keys
@@ -264,7 +247,7 @@ def _grad_of_keys(
             C.BLOCK_DV, MASKED,
         )  # fmt: skip
         stat, own = (queries.base + i) * C.H + head, i < queries.num_rows
-        maximum, inverse = _load_stats(
+        maximum, inverse = load_softmax_stats(
             queries.stats_ptr, queries.num_stats, stat, own, MASKED, C.EXACT
         )
         if MASKED:
@@ -304,6 +287,33 @@ def _store_bucket_sums(ptr, values, buckets, head, H: tl.constexpr, NUM_BUCKETS:
         b = first + tl.arange(0, 16)
         of_bucket = tl.where(b[:, None] == buckets[None, :], values[None, :], 0.0)
         tl.store(ptr + b * H + head, tl.sum(of_bucket, 1), mask=b < NUM_BUCKETS)
+
+
+@triton.jit
+def store_bias_gradients(
+    grad_bias_ptr,
+    grad_tables_ptr,
+    grad_bias,
+    timestamps_ptr,
+    kv_offsets_ptr,
+    sample,
+    tile,
+    j,
+    own,
+    head,
+    C: tl.constexpr,
+):
+    """Store the gradients of a head's biases of those keys ``j`` that are the tile's ``own``."""
+    if grad_bias_ptr is not None:
+        tl.store(grad_bias_ptr + j * C.H + head, grad_bias, mask=own)
+    if C.P > 0 or C.A > 0:
+        of_position, of_age = row_buckets(j, own, kv_offsets_ptr, timestamps_ptr, sample, C.P, C.A)
+        grad_bias = tl.where(own, grad_bias, 0.0)
+        table_ptr = grad_tables_ptr + tile.to(tl.int64) * ((C.P + C.A) * C.H)
+        if C.P > 0:
+            _store_bucket_sums(table_ptr, grad_bias, of_position, head, C.H, C.P)
+        if C.A > 0:
+            _store_bucket_sums(table_ptr + C.P * C.H, grad_bias, of_age, head, C.H, C.A)
 
 
 @triton.jit(do_not_specialize=["num_stats", "reach"])
@@ -409,16 +419,10 @@ def grad_kv_kernel(
             acc_k, acc_v, grad_bias, keys, queries, head, masked_from, num_rows, factor, C,
             MASKED=True,
         )  # fmt: skip
-        if grad_bias_ptr is not None:
-            tl.store(grad_bias_ptr + j * H + head, grad_bias, mask=own)
-        if P > 0 or A > 0:
-            of_position, of_age = row_buckets(j, own, kv_offsets_ptr, timestamps_ptr, sample, P, A)
-            grad_bias = tl.where(own, grad_bias, 0.0)
-            table_ptr = grad_tables_ptr + tile.to(tl.int64) * ((P + A) * H)
-            if P > 0:
-                _store_bucket_sums(table_ptr, grad_bias, of_position, head, H, P)
-            if A > 0:
-                _store_bucket_sums(table_ptr + P * H, grad_bias, of_age, head, H, A)
+        store_bias_gradients(
+            grad_bias_ptr, grad_tables_ptr, grad_bias, timestamps_ptr, kv_offsets_ptr, sample, tile,
+            j, own, head, C,
+        )  # fmt: skip
     store_rows(
         grad_k_ptr, acc_k * scale, row, count, GRAD_K_STRIDE, kv_head * D, D, BLOCK_N, BLOCK_D
     )
@@ -510,7 +514,7 @@ def grad_relative_kernel(
                 grad_out_ptr, begin + start, remaining, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
             )
             stat, own = (begin + start + i) * H + head, i < remaining
-            maximum, inverse = _load_stats(stats_ptr, num_stats, stat, own, True, EXACT)
+            maximum, inverse = load_softmax_stats(stats_ptr, num_stats, stat, own, True, EXACT)
             delta = tl.load(delta_ptr + stat, mask=own, other=0.0)
             scores_bias = bias
             if BY_KEYS:
@@ -530,6 +534,8 @@ def grad_relative_kernel(
             )  # fmt: skip
             dp = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             acc += p * (dp - delta[:, None])
+        if CAUSAL:  # what is hidden is so all along the diagonal, and may have added NaN
+            acc = tl.where(first + i[:, None] >= j[None, :], acc, 0.0)
         grads = add_gradient(grads, acc, first, R, GROUPS)
     r = tl.arange(0, GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(grads_ptr + tl.program_id(0).to(tl.int64) * R + r, grads, mask=r < R)

@@ -21,11 +21,9 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     Biases,
     Constants,
     Place,
-    is_finite,
     key_bias,
     load_rows,
     online_softmax,
-    softmax_of_stats,
     store_rows,
     store_softmax_stats,
 )
@@ -86,30 +84,6 @@ def _attend(
         )
         acc *= rescale[:, None]
     return acc, p, maximum, total
-
-
-@triton.jit
-def _without_hidden(
-    acc, maximum, q, k_ptr, v_ptr, biases, place, seen_by_any, factor, C: tl.constexpr
-):
-    """``acc``, where a visible value is infinite or NaN; else what it is without hidden values.
-
-    A product adds up 0 · NaN for a value that is hidden by causality.
-    """
-    END: tl.constexpr = 2**31 - 1
-    shift = tl.where(maximum == -float("inf"), 0.0, maximum)[:, None]
-    clean = tl.zeros_like(acc)
-    first = tl.full([C.BLOCK_DV], END, tl.int32)  # the first key whose value is not finite
-    for start in range(0, seen_by_any, C.BLOCK_N):
-        products, bias, visible = _scores(q, k_ptr, biases, place, start, C, True)
-        p = softmax_of_stats(products, factor, bias, visible, shift, shift, C.BIASED, True, False)
-        v = _load_values(v_ptr, place.base + start, place.num_keys - start, place, C)
-        finite = is_finite(v)
-        j = (start + tl.arange(0, C.BLOCK_N))[:, None]
-        first = tl.minimum(first, tl.min(tl.where(finite, END, j), 0))
-        v = tl.where(finite, v, 0.0).to(v.dtype)
-        clean = multiply(p.to(v.dtype), v, clean, C.PRECISION)
-    return tl.where(first[None, :] < place.high, acc, clean)
 
 
 @triton.jit(do_not_specialize=["num_stats", "reach"])
@@ -206,12 +180,6 @@ def forward_kernel(
         )  # fmt: skip
     v = _load_values(v_ptr, base, num_keys, place, C)
     acc = multiply(p.to(v.dtype), v, acc, PRECISION)
-    if CAUSAL and EXACT:  # in half precision it would take registers that loops need
-        if not is_finite(tl.sum(acc)):
-            acc = _without_hidden(
-                acc, maximum, q, k_ptr, v_ptr, biases, place, seen_by_any, factor, C
-            )
-
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(out_ptr, out, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_DV)
     store_softmax_stats(stats_ptr, num_stats, stat, i < count, maximum, total, EXACT)

@@ -149,7 +149,7 @@ def backward_short_kernel(
             p, _, _, total = online_softmax(
                 products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
             )
-            p /= tl.where(total > 0, total, 1.0)[:, None]
+            p /= tl.where(total != 0, total, 1.0)[:, None]
             acc_v = tl.dot(tl.trans(p.to(grad_out.dtype)), grad_out, acc_v)
             dp = tl.dot(grad_out, tl.trans(v))
             delta = mean_grad(p, dp, visible, tl.zeros([BLOCK], tl.float32), True, 1)

@@ -364,7 +364,7 @@ def _differentiate(
         _read_all(inputs, tiles, barriers, (turn + 1) % STAGES, following, MEMBERS)
     visible = _visible(products, num_rows, num_keys, CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
-    inverse = 1.0 / gl.where(total > 0, total, 1.0)
+    inverse = 1.0 / gl.where(total != 0, total, 1.0)
     # From the largest on, as common.mean_grad: exact where a single key is visible.
     largest = gl.max(gl.where(visible, dp, -float("inf")), 1)
     largest = gl.where(largest == -float("inf"), 0.0, largest)

@@ -18,6 +18,7 @@ __all__ = [
     "is_finite",
     "key_bias",
     "load_rows",
+    "load_softmax_stats",
     "online_softmax",
     "softmax_of_stats",
     "store_rows",
@@ -206,10 +207,28 @@ def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT:
     The logarithm is rounded by more than the sum is, but saves backward a product for each weight.
     """
     if not EXACT:
-        seen = total > 0
+        seen = total != 0
         maximum = tl.where(seen, maximum + tl.log2(tl.where(seen, total, 1.0)), maximum)
         total = tl.where(seen, 1.0, 0.0)
     store_stats(stats_ptr, num_stats, rows, mask, maximum, total)
+
+
+@triton.jit
+def load_softmax_stats(stats_ptr, num_stats, rows, mask, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """What :func:`softmax_of_stats` needs of ``rows``: ``(maximum, inverse)``.
+
+    Their weights do not overflow where masked, and the second is read only if ``EXACT``.
+    """
+    if MASKED:
+        maximum = tl.load(stats_ptr + rows, mask=mask, other=float("inf"))
+    else:
+        maximum = tl.load(stats_ptr + rows)
+    inverse = maximum
+    if EXACT and MASKED:
+        inverse = tl.load(stats_ptr + num_stats + rows, mask=mask, other=0.0)
+    elif EXACT:
+        inverse = tl.load(stats_ptr + num_stats + rows)
+    return maximum, inverse
 
 
 @triton.jit
