@@ -16,10 +16,12 @@ from triton import knobs
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
 from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.extension import summary
 from torchrec_jagged_attn.kernels.flash import plan as flash_plan
 from torchrec_jagged_attn.kernels.interaction import plan as interaction_plan
 from torchrec_jagged_attn.kernels.target import plan as target_plan
 from torchrec_jagged_attn.paths import table
+from torchrec_jagged_attn.replay.calls import replay_extension
 
 
 def versions() -> list[tuple[str, str]]:
@@ -89,7 +91,7 @@ def cpu_path() -> tuple[str, str]:
     try:
         extension.build()
     except Exception as error:
-        return "python", f"no C++: {extension.summary(error)}"
+        return "python", f"no C++: {summary(error)}"
     return "c++", "CPU device"
 
 
@@ -104,9 +106,13 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def build() -> int:
-    """Build the C++ for CPUs, and print the path of the library. Returns the exit code."""
+    """Build the C++ for the devices here, and print the path of each library. Returns the exit
+    code.
+    """
     try:
         print(extension.build())
+        if torch.cuda.is_available():
+            print(replay_extension.build())
     except Exception as error:
         print(*filter(None, (error, error.__cause__)), sep="\n", file=sys.stderr)
         return 1
@@ -127,7 +133,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--build",
         action="store_true",
-        help="only build the C++ that attention runs on a CPU, and print the path of the library; "
+        help="only build the C++ for the devices here, and print the path of each library; "
         "where that fails, print the compiler's output and exit with 1",
     )
     return parser.parse_args(argv)

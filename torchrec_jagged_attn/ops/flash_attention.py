@@ -177,12 +177,13 @@ def jagged_flash_attention(
         )
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
-    out, stats = flash_attention(
+    arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
         age_bias, timestamps, relative_bias, causal, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
-        return out
+        return _call_flash_attention(*arguments)
+    out, stats = flash_attention(*arguments)
     maximum, inverse = stats
     lse = (maximum - torch.log2(inverse)) * math.log(2)
     return out, lse.masked_fill_(inverse == 0, -torch.inf)
@@ -232,7 +233,7 @@ def _implementation(x: Tensor) -> ModuleType:
     return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
-flash_attention, call_flash_attention = register_op(
+flash_attention, _call_flash_attention = register_op(
     "flash_attention",
     arguments=FlashArguments,
     outputs=FlashOutputs,

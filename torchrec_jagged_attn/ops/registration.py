@@ -8,8 +8,6 @@ for.
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -22,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
-from torchrec_jagged_attn.replay.engine import make_call
+from torchrec_jagged_attn.replay.calls import ReplayedOp
 
 __all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
@@ -32,7 +30,6 @@ Arguments = TypeVar("Arguments", bound=Any)
 Outputs = TypeVar("Outputs", bound=Any)
 
 NAMESPACE = "torchrec_jagged_attn"
-REPLAY = bool(os.environ.get("REPLAY"))
 DEVICES = ("CPU", "CUDA")
 
 
@@ -63,7 +60,7 @@ def register_op(
     backward: Callable[[Tensor, Arguments, Outputs, Arguments], NamedTuple],
     non_differentiable: tuple[str, ...] = (),
     axes: dict[str, int],
-) -> tuple[torch._ops.OpOverload, Callable[..., Tensor]]:
+) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
     Both run with autocast off, and return new tensors that share no memory with any other.
@@ -86,7 +83,7 @@ def register_op(
 
     Returns:
         The op, a function of the arguments one by one; and what calls it at little cost to the
-        host, and gives the first output alone.
+        host, for its first output alone.
     """
     num_arguments = len(arguments._fields)
 
@@ -173,25 +170,9 @@ def register_op(
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
     tensors = arguments._fields[:num_tensors]
-    replay = functools.cache(
-        lambda: make_call(
-            f"{NAMESPACE}::{name}",
-            num_tensors,
-            [x not in non_differentiable and "offsets" not in x for x in tensors],
-            [0, *(axes.get(x, -1) for x in (*tensors, *outputs._fields))],
-            run,
-            run_backward,
-        )
-    )
-
-    def call(*inputs: Any) -> Tensor:
-        if not torch.compiler.is_compiling() and (inputs[0].is_cuda or REPLAY):
-            out = replay()(*inputs)
-            if out is not None:
-                return out
-        return op(*inputs)[0]
-
-    return op, call
+    floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
+    all_axes = [0, *(axes.get(x, -1) for x in (*tensors, *outputs._fields))]
+    return op, ReplayedOp(op, num_tensors, floats, all_axes, run, run_backward)
 
 
 def register_op_of_ops(

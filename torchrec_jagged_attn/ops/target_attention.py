@@ -128,7 +128,7 @@ def jagged_target_attention(
     check_biases(query, "query", history.shape[0], biases, prior_weights)
     if scale is None:
         scale = 1 / math.sqrt(width)
-    out, _, _ = _target_attention(
+    out = _call_target_attention(
         query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
         position_bias, age_bias, timestamps, scale, torch.is_grad_enabled(),
     )  # fmt: skip
@@ -175,7 +175,7 @@ def _implementation(x: Tensor) -> ModuleType:
     return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
-_target_attention, call_target_attention = register_op(
+_, _call_target_attention = register_op(
     "target_attention",
     arguments=TargetArguments,
     outputs=TargetOutputs,

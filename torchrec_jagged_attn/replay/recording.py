@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def record(
             finally:
                 Launcher.observer = None
         return recorder.program(outputs, make_program)
-    except UnrecordableError:
+    except (UnrecordableError, ZeroDivisionError):  # which may be of lengths that do not matter
         return None
 
 
@@ -160,11 +161,14 @@ class Traced(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func)
-        if handler is None:
+        if handler is None or not isinstance(args[0], Traced):
             of_getter = getattr(func, "__self__", func)
             raise UnrecordableError(getattr(of_getter, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
-            return handler(*args, **(kwargs or {}))
+            try:
+                return handler(*args, **(kwargs or {}))
+            except TypeError as error:  # an argument that it does not know
+                raise UnrecordableError(func.__name__) from error
 
 
 class _Recorder:
@@ -174,6 +178,7 @@ class _Recorder:
         self.guards: dict[int, int] = {}
         self.steps: list[tuple[str, tuple]] = []
         self.num_memories = 0
+        self.thread = threading.get_ident()
         self.descriptors: list[tuple] = []
 
     def place_of(self, expression: tuple[int, int, int]) -> int:
@@ -247,7 +252,9 @@ class _Recorder:
         return self._computed("copy", x, dtype, real, x.sizes)
 
     def sum_of_rows(self, x: Traced) -> Traced:
-        return self._computed("sum", x, x.plain.dtype, x.plain.sum(0), x.sizes[1:])
+        plain = x.plain
+        real = torch.sum(plain, 0, out=plain.new_empty(plain.shape[1:]))
+        return self._computed("sum", x, plain.dtype, real, x.sizes[1:])
 
     def _computed(
         self, step: str, x: Traced, dtype: torch.dtype, real: Tensor, sizes: Sequence[int]
@@ -259,7 +266,10 @@ class _Recorder:
     def launch(
         self, launcher: Launcher, grid: tuple[int, ...], arguments: tuple, constants: dict
     ) -> None:
-        """Launch a kernel, and record that."""
+        """Launch a kernel, and record that, unless another thread launches it."""
+        if threading.get_ident() != self.thread:
+            launcher.launch(grid, arguments, constants)
+            return
         plain = _plain(arguments)
         compiled = launcher.launch(tuple(int.__int__(n) for n in grid), plain, constants)
         places = [self.place(n) for n in grid]
@@ -292,7 +302,7 @@ class _Recorder:
                 self._add_parameters(kind, argument, boxes, parameters)
             elif kind == "constexpr" or argument is None:
                 continue
-            elif kind.startswith("*"):
+            elif kind.startswith("*") and isinstance(argument, Traced):
                 size = argument.plain.element_size()
                 parameters.append((POINTER, argument.memory, self.place(argument.offset), size))
             elif kind in ("i1", "i8", "i16", "i32", "i64", "u32", "u64"):
@@ -311,6 +321,8 @@ class _Recorder:
         if meta["fp4_padded"] or any(isinstance(n, Length) for n in numbers):
             raise UnrecordableError("a descriptor of this kind")
         base: Any = x.base
+        if not isinstance(base, Traced):
+            raise UnrecordableError("a descriptor of what was made of nothing")
         box = (
             TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["elem_size"], meta["swizzle"],
             x.padding == "nan", list(x.shape), list(x.strides), list(meta["block_size"]),
@@ -335,6 +347,8 @@ class _Recorder:
                 flat.append((0, self._view(argument)))
             elif isinstance(argument, Length):
                 flat.append((1, argument.place))
+            elif isinstance(argument, Tensor):
+                raise UnrecordableError("a tensor that was made of nothing")
             else:
                 flat.append((2, argument))
             return lambda values: values[place]
@@ -518,10 +532,12 @@ def _transpose(x: Traced) -> Traced:
     return x.recorder.tensor(x.plain.mT, x.memory, x.offset, sizes, steps)
 
 
-def _sum(x: Traced, dim: int) -> Traced:
+def _sum(x: Traced, dim: int, keepdim: bool = False, out: Traced | None = None) -> Traced:
+    """Contiguous, as ``out`` is."""
     if dim != 0:
         raise UnrecordableError("sum")
-    return x.recorder.sum_of_rows(x)
+    total = x.recorder.sum_of_rows(x)
+    return _unsqueeze(total, 0) if keepdim else total
 
 
 def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
@@ -577,6 +593,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__iter__: _unpack,
     Tensor.to: _to,
     Tensor.sum: _sum,
+    torch.sum: _sum,
     Tensor.clone: lambda x: x.recorder.copy(x),
     Tensor.split: _split,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]

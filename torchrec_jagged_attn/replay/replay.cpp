@@ -259,6 +259,8 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
                         const Numbers& values) {
   const Tensor& first = inputs[0];
   const c10::OptionalDeviceGuard guard(first.device());
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const bool on_gpu = first.is_cuda();
   const CUstream stream = on_gpu ? current_stream(first.get_device()) : nullptr;
   std::vector<Tensor> memories = inputs;
@@ -269,9 +271,13 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
       memories.push_back(allocate->zeros ? at::zeros(sizes, options) : at::empty(sizes, options));
     } else if (const auto* compute = std::get_if<Compute>(&step)) {
       const Tensor of = view(compute->of, memories, values);
-      memories.push_back(compute->sum ? of.sum(0)
-                                      : of.to(of.options().dtype(compute->dtype), false, true,
-                                              at::MemoryFormat::Contiguous));
+      if (compute->sum) {
+        Tensor out = at::empty(of.sizes().slice(1), of.options());
+        memories.push_back(at::sum_out(out, of, 0));
+      } else {
+        const auto options = of.options().dtype(compute->dtype);
+        memories.push_back(of.to(options, false, true, at::MemoryFormat::Contiguous));
+      }
     } else if (const auto* kernel = std::get_if<Launch>(&step)) {
       launch(program, *kernel, memories, values, stream);
     } else {
@@ -447,7 +453,7 @@ struct Saved {  // hidden from autograd, which would take its tensors for inputs
   const std::vector<Tensor>& outputs;
 };
 
-class Node : public torch::autograd::Function<Node> {
+class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
  public:
   // `differentiable` are those of the inputs that are, as many as are given.
   static Tensor forward(torch::autograd::AutogradContext* context, Op* op, Constants* constants,
@@ -514,19 +520,14 @@ struct Call {
     RECORD_FUNCTION(op->name, std::vector<c10::IValue>());
     Constants* const constants = constants_of(arguments);
     if (!constants) return py::none();
-    std::vector<Tensor> outputs;
-    {
-      const at::AutoDispatchBelowAutograd below;
-      const at::NoGradGuard no_grad;
-      outputs = replay_forward(*op, inputs, *constants);
-    }
+    const auto outputs = replay_forward(*op, inputs, *constants);
     if (outputs.empty()) return py::none();
     if (!needs_grad) return py::cast(outputs[0]);
     std::vector<Tensor> differentiable;
     for (size_t i = 0; i < inputs.size(); ++i)
       if (op->differentiable[i] && inputs[i].defined()) differentiable.push_back(inputs[i]);
     const at::TensorList arguments_of_node = differentiable;
-    return py::cast(Node::apply(op.get(), constants, arguments_of_node, Saved{inputs, outputs}));
+    return py::cast(ReplayBackward::apply(op.get(), constants, arguments_of_node, Saved{inputs, outputs}));
   }
 
  private:

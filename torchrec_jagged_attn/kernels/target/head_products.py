@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 BLOCK_R = 16  # rows of a program; no more, so that there are many
-SHARED_MEMORY = 65536  # bytes that operands may take of it while they are awaited
 MAX_HEAD_DIM = 128  # what is between the two products is held in registers
 # Of fp32, also where TF32 would do: these products are few.
 _EXACT = "ieee" if runtime.interpret else "bf16x6"
@@ -158,30 +157,25 @@ def _from_heads_kernel(
             filled = tl.where(tl.load(at, mask=r < num_rows, other=0.0) != 0, 1.0, filled)
         if tl.program_id(1) == 0:
             tl.store(filled_ptr + r, filled, mask=r < num_rows)
-    inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
     out = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
-    STEPS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D  # of a head
-    for step in tl.range(0, H * STEPS, num_stages=NUM_STAGES):
-        h = step // STEPS
-        d = step % STEPS * BLOCK_D + tl.arange(0, BLOCK_D)
-        x = _load_rows(x_ptr + h * D, r, num_rows, d, D, H * D).to(DTYPE)
-        first = _load(first_ptr, h, d, column, D, X, FIRST_STRIDES).to(DTYPE)
+    for h in tl.range(0, H, num_stages=NUM_STAGES):
+        inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
+        for begin in tl.static_range(0, D, BLOCK_D):  # no loop, so that the other is pipelined
+            d = begin + tl.arange(0, BLOCK_D)
+            x = _load_rows(x_ptr + h * D, r, num_rows, d, D, H * D).to(DTYPE)
+            weight = _load(first_ptr, h, d, column, D, X, FIRST_STRIDES)
+            inner = multiply(x, weight.to(DTYPE), inner, PRECISION)
+        if first_bias_ptr is not None:
+            bias = tl.load(first_bias_ptr + h * X + column, mask=column < X, other=0.0)
+            inner = inner.to(DTYPE).to(tl.float32)
+            inner += filled[:, None] * bias.to(DTYPE).to(tl.float32)[None, :]
+        inner = inner.to(DTYPE)
+        mask = (r < num_rows) & (tl.program_id(1) == 0)
+        at = r.to(tl.int64)[:, None] * (H * X) + (h * X + column)[None, :]
+        tl.store(inner_ptr + at, inner, mask=mask[:, None] & (column < X)[None, :])
         if out_ptr is not None:
-            second = _load(second_ptr, h, column, e, X, E, SECOND_STRIDES).to(DTYPE)
-        if STEPS == 1:
-            inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
-        inner = multiply(x, first, inner, PRECISION)
-        if step % STEPS == STEPS - 1:
-            if first_bias_ptr is not None:
-                bias = tl.load(first_bias_ptr + h * X + column, mask=column < X, other=0.0)
-                inner = inner.to(DTYPE).to(tl.float32)
-                inner += filled[:, None] * bias.to(DTYPE).to(tl.float32)[None, :]
-            rounded = inner.to(DTYPE)
-            if tl.program_id(1) == 0:
-                _store_rows(inner_ptr + h * X, rounded, r, num_rows, column, X, H * X)
-            if out_ptr is not None:
-                out = multiply(rounded, second, out, PRECISION)
-            inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
+            weight = _load(second_ptr, h, column, e, X, E, SECOND_STRIDES)
+            out = multiply(inner, weight.to(DTYPE), out, PRECISION)
     if out_ptr is not None:
         if second_bias_ptr is not None:
             bias = tl.load(second_bias_ptr + e, mask=e < E, other=0.0)
@@ -380,9 +374,10 @@ def _from_heads_constants(
     """Compile-time arguments of ``_from_heads_kernel``, and how it is launched."""
     most = 128 if dtype.itemsize == 2 else 64
     block_x, block_d = padded_width(head_dim), min(most, padded_width(width))
-    block_e = min(2 * most, padded_width(num_outputs))
-    elements_of_stage = BLOCK_R * block_d + (block_d + block_e) * block_x
-    bytes_of_stage = elements_of_stage * dtype.itemsize
+    block_e = min(most, padded_width(num_outputs))
+    elements_of_head = padded_width(width) * (BLOCK_R + block_x) + block_e * block_x
+    bytes_of_head = elements_of_head * dtype.itemsize
+    budget = devices.shared_memory(device) * 2 // 3  # for operands of heads that are awaited
     return {
         "E": num_outputs,
         "H": num_heads,
@@ -396,6 +391,6 @@ def _from_heads_constants(
         "BLOCK_E": block_e,
         "BLOCK_X": block_x,
         "BLOCK_D": block_d,
-        "NUM_STAGES": max(1, min(3, num_heads, SHARED_MEMORY // bytes_of_stage)),
+        "NUM_STAGES": 1 + min(2, num_heads - 1, budget // bytes_of_head),
         **overlap_options(devices.launches_overlap(device)),
     }

@@ -1,0 +1,271 @@
+"""Calls that are replayed do what the op does: the same bits, gradients, errors."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_jagged_attn import (
+    JaggedTargetAttention,
+    checks,
+    jagged_flash_attention,
+    jagged_target_attention,
+    layout,
+)
+from torchrec_jagged_attn.replay import calls
+
+LENGTHS = (
+    [3, 0, 5],
+    [1, 9, 2, 30],
+    [0, 0],
+    [150, 1, 300],
+    [4],
+)  # short ones, and some that are cut
+
+
+@pytest.fixture(autouse=True)
+def programs(device, monkeypatch):
+    """All that are recorded, ``None`` for what cannot be. Devices replay what has no values to
+    check, as a GPU does.
+    """
+    recorded = []
+
+    def record(*arguments):
+        recorded.append(plain_record(*arguments))
+        return recorded[-1]
+
+    plain_record = calls.record
+    monkeypatch.setattr(calls, "record", record)
+    monkeypatch.setattr(calls, "DEVICES", {torch.device(device).type})
+    for module in (checks, layout):
+        monkeypatch.setattr(module, "should_validate", lambda x: False)
+    return recorded
+
+
+def offsets_of(lengths, device):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=device)
+
+
+def draw(*shape, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+
+def of_target(lengths, device, **biases):
+    leaves = {
+        "query": draw(len(lengths), 2, 2, 16, device=device),
+        "history": draw(sum(lengths), 16, device=device, seed=1),
+    }
+    return jagged_target_attention, leaves, {"offsets": offsets_of(lengths, device)}
+
+
+def of_biased_target(lengths, device):
+    attend, leaves, rest = of_target(lengths, device)
+    leaves["position_bias"] = draw(9, 2, device=device, seed=2)
+    leaves["age_bias"] = draw(7, 2, device=device, seed=3)
+    times = torch.arange(sum(lengths), device=device) ** 2
+    return attend, leaves, rest | {"timestamps": times}
+
+
+def of_shared_query(lengths, device):
+    attend, leaves, rest = of_target(lengths, device)
+    return attend, leaves | {"query": draw(1, 2, 2, 16, device=device)}, rest
+
+
+def of_flash(lengths, device):
+    leaves = {
+        name: draw(sum(lengths), 2, 16, device=device, seed=seed)
+        for seed, name in enumerate(("q", "k", "v"))
+    }
+    rest = {"q_offsets": offsets_of(lengths, device), "causal": True}
+    return jagged_flash_attention, leaves, rest
+
+
+def of_biased_flash(lengths, device):
+    attend, leaves, rest = of_flash(lengths, device)
+    leaves["position_bias"] = draw(9, 2, device=device, seed=3)
+    leaves["relative_bias"] = draw(9, 2, device=device, seed=4)
+    return attend, leaves, rest | {"causal": False}
+
+
+def of_module(lengths, device, jagged=False):
+    module = JaggedTargetAttention(32, 2, device="meta")
+    num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)
+    leaves = {
+        "target": draw(sum(num_targets), 32, device=device),
+        "rows": draw(sum(lengths), 32, device=device, seed=1),
+        **{
+            name: draw(*x.shape, device=device, seed=seed)
+            for seed, (name, x) in enumerate(module.named_parameters())
+        },
+    }
+
+    def attend(target, rows, **parameters):
+        if jagged:
+            target = JaggedTensor(target, offsets=offsets_of(num_targets, device))
+        history = JaggedTensor(rows, offsets=offsets_of(lengths, device))
+        return torch.func.functional_call(module, parameters, (target, history))
+
+    return attend, leaves, {}
+
+
+def of_jagged_module(lengths, device):
+    return of_module(lengths, device, jagged=True)
+
+
+KINDS = {
+    kind.__name__.removeprefix("of_"): kind
+    for kind in (
+        of_target, of_biased_target, of_shared_query, of_flash, of_biased_flash, of_module,
+        of_jagged_module,
+    )
+}  # fmt: skip
+
+
+def results_of(attend, leaves, rest, needs=None):
+    """The output and the gradients of ``needs``, by default of all leaves."""
+    needs = [*leaves] if needs is None else needs
+    leaves = {name: x.detach().requires_grad_(name in needs) for name, x in leaves.items()}
+    out = attend(**leaves, **rest)
+    grad_out = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    wanted = [x for name, x in leaves.items() if name in needs]
+    return [out, *torch.autograd.grad(out, wanted, grad_out, allow_unused=True)]
+
+
+@contextlib.contextmanager
+def must_replay(monkeypatch):
+    def refuse(*_):
+        pytest.fail("the op was called")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls.ReplayedOp, "plainly", refuse)
+        yield
+
+
+def assert_replayed(kind, lengths, device, monkeypatch, **options):
+    call = kind(lengths, device)
+    with must_replay(monkeypatch):
+        found = results_of(*call, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "ENABLED", False)
+        expected = results_of(*call, **options)
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None and y is not None:
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride() or x.numel() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_same_bits(kind, device, monkeypatch, programs):
+    """With one program for many lengths."""
+    for lengths in (*LENGTHS, LENGTHS[0]):
+        assert_replayed(kind, lengths, device, monkeypatch)
+    forward_and_backward = 2
+    assert len(programs) <= 4 * forward_and_backward
+    assert None not in programs
+
+
+@pytest.mark.parametrize("needs", [["query"], ["history"]])
+def test_not_all_need_a_gradient(needs, device, monkeypatch):
+    assert_replayed(of_target, LENGTHS[0], device, monkeypatch, needs=needs)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_no_gradient(mode, device, monkeypatch):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    expected = attend(**leaves, **rest)
+    with mode(), must_replay(monkeypatch):
+        out = attend(**leaves, **rest)
+    assert not out.requires_grad
+    torch.testing.assert_close(out, expected)
+
+
+def test_second_derivatives_are_refused(device):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    out = attend(**leaves, **rest).sum()
+    with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
+        torch.autograd.grad(out, leaves["history"], create_graph=True)
+
+
+def test_graphs_are_kept_if_asked_for(device):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    out = attend(**leaves, **rest).sum()
+    first = torch.autograd.grad(out, leaves["history"], retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(out, leaves["history"]))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, leaves["history"])
+
+
+def test_what_was_saved_may_not_change(device):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    history = leaves["history"] * 1
+    out = attend(leaves["query"], history, **rest).sum()
+    history.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_hooks_on_saved_tensors(device, programs):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        attend(**leaves, **rest).sum().backward()
+    assert packed
+    assert not programs
+
+
+def test_modes_and_subclasses(device, programs):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) for name, x in (leaves | rest).items()}
+        assert attend(**fake).shape == (3, 2, 2, 16)
+
+    class Other(torch.Tensor):
+        pass
+
+    leaves["query"] = leaves["query"].detach().as_subclass(Other)
+    assert isinstance(attend(**leaves, **rest), Other)
+    assert not programs
+
+
+def test_a_gradient_that_is_expanded(device, monkeypatch, programs):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    grads = torch.autograd.grad(attend(**leaves, **rest).sum(), [*leaves.values()])
+    monkeypatch.setattr(calls, "ENABLED", False)
+    expected = torch.autograd.grad(attend(**leaves, **rest).sum(), [*leaves.values()])
+    assert all(map(torch.equal, grads, expected))
+    assert None not in programs
+
+
+def test_threads(device):
+    """Each of which may be the first to record."""
+    failures = []
+    call = of_target(LENGTHS[0], device)
+    expected = results_of(*call)
+
+    def attend():
+        try:
+            for _ in range(3):
+                assert all(map(torch.equal, results_of(*call), expected))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=attend) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_without_a_library(device, monkeypatch, programs):
+    monkeypatch.setattr(calls.ReplayedOp, "replay", lambda self: None, raising=False)
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    attend(**leaves, **rest).sum().backward()
+    assert leaves["query"].grad is not None
+    assert not programs

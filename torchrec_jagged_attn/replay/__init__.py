@@ -1,0 +1,1 @@
+"""Calls of ops that are recorded once, and then run by C++."""
