@@ -128,6 +128,12 @@ def register_op(
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
         return outputs
 
+    def call_backward(*arguments: Any, is_direct: bool = True) -> list[Tensor]:
+        keys = torch._C._dispatch_keys(arguments[0]) | torch._C._dispatch_tls_local_include_set()
+        call = run_backward if is_direct and _is_direct(keys) else backward_op
+        with _below_autograd():
+            return call(*arguments)
+
     def node_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         *needs_grad, _ = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * (len(needs_grad) + 1)
@@ -142,10 +148,7 @@ def register_op(
         if torch.compiler.is_compiling() or ctx.is_transformed:
             needed = backward_op(*arguments)
         else:
-            keys = torch._C._dispatch_keys(grad_out) | torch._C._dispatch_tls_local_include_set()
-            call = run_backward if ctx.is_direct and _is_direct(keys) else backward_op
-            with _below_autograd():
-                needed = call(*arguments)
+            needed = call_backward(*arguments, is_direct=ctx.is_direct)
         places = (at for at, need in enumerate(needs_grad) if need)
         for at, grad in zip(places, needed, strict=True):
             grads[at] = grad
@@ -172,7 +175,7 @@ def register_op(
     tensors = arguments._fields[:num_tensors]
     floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
     all_axes = [0, *(axes.get(x, -1) for x in (*tensors, *outputs._fields))]
-    return op, ReplayedOp(op, num_tensors, floats, all_axes, run, run_backward)
+    return op, ReplayedOp(op, num_tensors, floats, all_axes, run, run_backward, call_backward)
 
 
 def register_op_of_ops(

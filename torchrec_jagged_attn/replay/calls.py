@@ -50,6 +50,7 @@ class ReplayedOp:
         run: as the op, but below autograd and on a device.
         run_backward: ``(grad_out, needs_grad, *arguments, *outputs)`` to the gradients asked for,
             likewise.
+        call_backward: the same, for any tensors, under any mode.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class ReplayedOp:
         axes: Sequence[int],
         run: Callable[..., Sequence[Tensor]],
         run_backward: Callable[..., Sequence[Tensor]],
+        call_backward: Callable[..., Sequence[Tensor]],
     ) -> None:
         self.op, self.num_tensors = op, num_tensors
         self.differentiable, self.axes = list(differentiable), list(axes)
-        self.run, self.run_backward = run, run_backward
+        self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
 
     def __call__(self, *arguments: Any) -> Tensor:
         if ENABLED and not torch.compiler.is_compiling() and not runtime.launch_enter_hook.calls:
@@ -90,7 +92,7 @@ class ReplayedOp:
             self.axes,
             self._record,
             self._record_backward,
-            self._gradients,
+            functools.partial(self._gradients, self.call_backward),
         )
 
     def _record(self, tensors: tuple, constants: tuple) -> Any | None:
@@ -98,18 +100,23 @@ class ReplayedOp:
         return _record(lambda *traced: self.run(*traced, *constants), tensors, axes)
 
     def _record_backward(self, tensors: tuple, needs: tuple, constants: tuple) -> Any | None:
-        return _record(
-            lambda *traced: self._gradients(traced, needs, constants), tensors, self.axes
-        )
+        def gradients(*traced: Tensor) -> list[Tensor | None]:
+            return self._gradients(self.run_backward, traced, needs, constants)
+
+        return _record(gradients, tensors, self.axes)
 
     def _gradients(
-        self, tensors: tuple, needs: tuple[bool, ...], constants: tuple
+        self,
+        backward: Callable[..., Sequence[Tensor]],
+        tensors: tuple,
+        needs: tuple[bool, ...],
+        constants: tuple,
     ) -> list[Tensor | None]:
         """One for each tensor that needs one, of the output's gradient, the tensors and outputs."""
         grad_out, *rest = tensors
         inputs, outputs = rest[: self.num_tensors], rest[self.num_tensors :]
         needs_grad = [*needs, *(False for _ in constants)]
-        found = iter(self.run_backward(grad_out, needs_grad, *inputs, *constants, *outputs))
+        found = iter(backward(grad_out, needs_grad, *inputs, *constants, *outputs))
         return [next(found) if need else None for need in needs]
 
 

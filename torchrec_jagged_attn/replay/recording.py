@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,79 +56,98 @@ def record(
                 None if tensor is None else recorder.input(place, tensor, axis)
                 for place, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
             ]
-            recorder.num_memories = len(traced)
+            recorder.num_inputs = recorder.num_memories = len(traced)
             Launcher.observer = recorder.launch
             try:
                 outputs = function(*traced)
             finally:
                 Launcher.observer = None
         return recorder.program(outputs, make_program)
-    except (UnrecordableError, ZeroDivisionError):  # which may be of lengths that do not matter
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # UnrecordableError, or what the op says again when it is called itself
         return None
 
 
-class Length(int):
-    """A length that knows its expression; and a guard wherever it decides something."""
+class Length:
+    """A length that knows its expression; and a guard wherever it decides something.
 
-    recorder: _Recorder
-    place: int
+    It is no ``int``: Python and PyTorch would take its value without asking.
+    """
 
-    def fixed(self) -> int:
+    def __init__(self, recorder: _Recorder, place: int, value: int) -> None:
+        self.recorder, self.place, self.value = recorder, place, value
+
+    def __index__(self) -> int:
         """Its value, which becomes the only one that the program is for."""
-        self.recorder.decide(EQUAL, self, int.__int__(self))
-        return int.__int__(self)
+        self.recorder.decide(EQUAL, self, self.value)
+        return self.value
 
     def __hash__(self) -> int:
-        return hash(self.fixed())
+        return hash(self.__index__())
 
     def __bool__(self) -> bool:
-        return not self.recorder.decide(EQUAL, self, 0)
+        return self != 0
 
-    def __neg__(self) -> int:
+    def __neg__(self) -> Number:
         return 0 - self
 
-    def __pos__(self) -> int:
-        return self
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, int) and self.recorder.decide(EQUAL, self, other)
+        if isinstance(other, int | Length):
+            return self.recorder.decide(EQUAL, self, other)
+        return self.__index__() == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __lt__(self, other: int) -> bool:
-        return self.recorder.decide(LESS, self, other)
+    def __lt__(self, other: Any) -> bool:
+        if isinstance(other, int | Length):
+            return self.recorder.decide(LESS, self, other)
+        return self.__index__() < other
 
-    def __gt__(self, other: int) -> bool:
-        return self.recorder.decide(LESS, other, self)
+    def __gt__(self, other: Any) -> bool:
+        if isinstance(other, int | Length):
+            return self.recorder.decide(LESS, other, self)
+        return self.__index__() > other
 
-    def __le__(self, other: int) -> bool:
+    def __le__(self, other: Any) -> bool:
         return not self > other
 
-    def __ge__(self, other: int) -> bool:
+    def __ge__(self, other: Any) -> bool:
         return not self < other
 
+    def __float__(self) -> float:
+        return float(self.__index__())
 
-def _operator(operation: int, name: str) -> None:
-    plain = getattr(int, f"__{name}__")
+    def __truediv__(self, other: Any) -> Any:
+        return self.__index__() / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / self.__index__()
+
+
+Number = int | Length
+
+
+def _value(number: Number) -> int:
+    return number.value if isinstance(number, Length) else number
+
+
+def _add_operator(operation: int, name: str) -> None:
+    plain = getattr(operator, name)
 
     def forward(self: Length, other: Any) -> Any:
-        if not isinstance(other, int):
-            return NotImplemented
-        return self.recorder.combine(operation, plain, self, other)
+        if isinstance(other, int | Length):
+            return self.recorder.combine(operation, plain, self, other)
+        return plain(self.__index__(), other)
 
     def reflected(self: Length, other: Any) -> Any:
-        if not isinstance(other, int):
-            return NotImplemented
-        return self.recorder.combine(operation, plain, other, self)
+        if isinstance(other, int | Length):
+            return self.recorder.combine(operation, plain, other, self)
+        return plain(other, self.__index__())
 
     setattr(Length, f"__{name}__", forward)
     setattr(Length, f"__r{name}__", reflected)
-
-
-def _fixing(name: str) -> None:
-    plain = getattr(int, name)
-    setattr(Length, name, lambda self, *others: plain(self.fixed(), *others))
 
 
 for _operation, _name in (
@@ -137,13 +157,7 @@ for _operation, _name in (
     (FLOOR_DIVIDE, "floordiv"),
     (MODULO, "mod"),
 ):
-    _operator(_operation, _name)
-for _name in ("int", "index", "float", "abs", "truediv", "rtruediv", "divmod", "rdivmod", "pow"):
-    _fixing(f"__{_name}__")
-for _name in ("and", "or", "xor", "lshift", "rshift", "rlshift", "rrshift"):
-    _fixing(f"__{_name}__")
-for _name in ("invert", "rand", "ror", "rxor", "round", "trunc", "floor", "ceil"):
-    _fixing(f"__{_name}__")
+    _add_operator(_operation, _name)
 
 
 class Traced(Tensor):
@@ -177,7 +191,7 @@ class _Recorder:
         self.places: dict[tuple[int, int, int], int] = {}
         self.guards: dict[int, int] = {}
         self.steps: list[tuple[str, tuple]] = []
-        self.num_memories = 0
+        self.num_inputs = self.num_memories = 0
         self.thread = threading.get_ident()
         self.descriptors: list[tuple] = []
 
@@ -193,13 +207,11 @@ class _Recorder:
         return value.place if isinstance(value, Length) else self.place_of((CONSTANT, value, 0))
 
     def length(self, expression: tuple[int, int, int], value: int) -> Length:
-        length = Length(value)
-        length.recorder, length.place = self, self.place_of(expression)
-        return length
+        return Length(self, self.place_of(expression), value)
 
     def combine(self, operation: int, plain: Callable[..., int], a: int, b: int) -> int:
-        value = plain(*(int.__int__(x) for x in (a, b)))
-        if operation == MULTIPLY and 1 in (int.__int__(a), int.__int__(b)):
+        value = plain(*(_value(x) for x in (a, b)))
+        if operation == MULTIPLY:
             for one, other in ((a, b), (b, a)):
                 if not isinstance(one, Length) and one == 1:
                     return other
@@ -207,7 +219,7 @@ class _Recorder:
 
     def decide(self, operation: int, a: int, b: int) -> bool:
         """Compare, and guard what comes out."""
-        plain = [int.__int__(x) for x in (a, b)]
+        plain = [_value(x) for x in (a, b)]
         result = plain[0] == plain[1] if operation == EQUAL else plain[0] < plain[1]
         if self.place(a) != self.place(b):
             self.guards[self.place_of((operation, self.place(a), self.place(b)))] = int(result)
@@ -240,7 +252,7 @@ class _Recorder:
     def allocate(self, like: Traced, sizes: Sequence[int], dtype: Any, zeros: bool) -> Traced:
         dtype = like.plain.dtype if dtype is None else dtype
         make = like.plain.new_zeros if zeros else like.plain.new_empty
-        real = make([int.__int__(size) for size in sizes], dtype=dtype)
+        real = make([_value(size) for size in sizes], dtype=dtype)
         memory, self.num_memories = self.num_memories, self.num_memories + 1
         self.steps.append(("allocate", (dtype, [self.place(size) for size in sizes], zeros)))
         return self.tensor(real, memory, 0, sizes, _contiguous_steps(sizes))
@@ -271,12 +283,12 @@ class _Recorder:
             launcher.launch(grid, arguments, constants)
             return
         plain = _plain(arguments)
-        compiled = launcher.launch(tuple(int.__int__(n) for n in grid), plain, constants)
+        compiled = launcher.launch(tuple(_value(n) for n in grid), plain, constants)
         places = [self.place(n) for n in grid]
         if compiled is None:
             self.steps.append(self._call_of_interpreter(launcher, places, arguments, constants))
             return
-        launcher.traits(arguments)  # decides for which lengths the kernel is compiled
+        _decide_traits(arguments, launcher.specialized)
         meta = compiled.metadata
         if (
             torch.version.cuda is None
@@ -373,6 +385,7 @@ class _Recorder:
             getattr(program, name)(*arguments)
         for view in views:
             program.output(view)
+        program.finish(self.num_inputs)
         return program
 
 
@@ -387,7 +400,7 @@ def _plain(argument: Any) -> Any:
     if isinstance(argument, Traced):
         return argument.plain
     if isinstance(argument, Length):
-        return int.__int__(argument)
+        return argument.value
     if isinstance(argument, tuple):
         fields = [_plain(field) for field in argument]
         return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
@@ -395,6 +408,17 @@ def _plain(argument: Any) -> Any:
         base: Any = argument.base
         return dataclasses.replace(argument, base=base.plain)
     return argument
+
+
+def _decide_traits(arguments: tuple, specialized: Iterable[bool]) -> None:
+    """Guard what Triton compiles a kernel for, see ``launch.py``."""
+    for argument, is_specialized in zip(arguments, specialized, strict=False):
+        if isinstance(argument, Length):
+            _ = argument >= 2**31, is_specialized and (argument == 1, argument % 16 == 0)
+        elif isinstance(argument, Traced):
+            argument.data_ptr()
+        elif isinstance(argument, tuple):
+            _decide_traits(argument, itertools.repeat(True))
 
 
 def _contiguous_steps(sizes: Sequence[int]) -> list[int]:
@@ -426,7 +450,9 @@ def _is_contiguous(x: Traced) -> bool:
 def _sizes(arguments: tuple) -> list[int]:
     """Of ``f(2, 3)``, ``f([2, 3])`` or ``f(size=…)``."""
     return list(
-        arguments[0] if len(arguments) == 1 and not isinstance(arguments[0], int) else arguments
+        arguments[0]
+        if len(arguments) == 1 and not isinstance(arguments[0], int | Length)
+        else arguments
     )
 
 
@@ -454,13 +480,13 @@ def _view(x: Traced, *sizes: Any) -> Traced:
     if not _is_contiguous(x):
         raise UnrecordableError("a view of what is not contiguous")
     new = _sizes(sizes)
-    if not all(isinstance(size, int) for size in new):
+    if not all(isinstance(size, int | Length) for size in new):
         raise UnrecordableError("view")
     unknown = [at for at, size in enumerate(new) if not isinstance(size, Length) and size == -1]
     for at in unknown:
         known = [size for other, size in enumerate(new) if other != at]
         new[at] = _product(x.sizes) // _product(known)
-    real = x.plain.reshape([int.__int__(size) for size in new])
+    real = x.plain.reshape([_value(size) for size in new])
     return x.recorder.tensor(real, x.memory, x.offset, new, _contiguous_steps(new))
 
 
@@ -491,13 +517,13 @@ def _squeeze(x: Traced, dim: int) -> Traced:
 def _narrow(x: Traced, begin: int, end: int) -> Traced:
     """Rows of the first axis, from ``begin`` to ``end``."""
     sizes = (end - begin, *x.sizes[1:])
-    real = x.plain[int.__int__(begin) : int.__int__(end)]
+    real = x.plain[_value(begin) : _value(end)]
     return x.recorder.tensor(real, x.memory, x.offset + begin * x.steps[0], sizes, x.steps)
 
 
 def _getitem(x: Traced, index: Any) -> Traced:
     size = x.sizes[0]
-    if isinstance(index, int) and index >= 0:
+    if isinstance(index, int | Length) and index >= 0:
         row = _narrow(x, index, index + 1)
         real = row.plain[0]
         return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.steps[1:])

@@ -50,6 +50,21 @@ void check(CUresult result) {
   TORCH_CHECK(false, "CUDA: ", text ? text : "unknown error");
 }
 
+// Threads that PyTorch did not begin may have no context yet.
+void ensure_context(int32_t device) {
+  static const auto get_current =
+      reinterpret_cast<CUresult (*)(CUcontext*)>(symbol("libcuda.so.1", "cuCtxGetCurrent"));
+  CUcontext context = nullptr;
+  check(get_current(&context));
+  if (context) return;
+  static const auto retain = reinterpret_cast<CUresult (*)(CUcontext*, CUdevice)>(
+      symbol("libcuda.so.1", "cuDevicePrimaryCtxRetain"));
+  static const auto set_current =
+      reinterpret_cast<CUresult (*)(CUcontext)>(symbol("libcuda.so.1", "cuCtxSetCurrent"));
+  check(retain(&context, device));
+  check(set_current(context));
+}
+
 CUstream current_stream(int32_t device) {
   using Get = int32_t (*)(int32_t, void**);
   static const auto get =
@@ -127,7 +142,31 @@ struct Program {
   std::vector<std::variant<Allocate, Compute, Launch, CallPython>> steps;
   std::vector<std::optional<View>> outputs;
   std::vector<Descriptor> descriptors;
+  std::vector<Numbers> last_uses;  // of each step, memories that none after it reads
 };
+
+// Fill in `last_uses`.
+void finish(Program& program, int64_t num_inputs) {
+  std::unordered_map<int64_t, size_t> last;
+  int64_t memory = num_inputs;
+  for (size_t i = 0; i < program.steps.size(); ++i) {
+    const auto& step = program.steps[i];
+    if (const auto* compute = std::get_if<Compute>(&step)) last[compute->of.memory] = i;
+    if (std::holds_alternative<Allocate>(step) || std::holds_alternative<Compute>(step))
+      last[memory++] = i;
+    if (const auto* kernel = std::get_if<Launch>(&step))
+      for (const auto& parameter : kernel->parameters)
+        if (parameter.kind == Parameter::POINTER || parameter.kind == Parameter::DESCRIPTOR)
+          last[parameter.memory] = i;
+    if (const auto* call = std::get_if<CallPython>(&step))
+      for (const auto& argument : call->arguments)
+        if (const auto* of = std::get_if<View>(&argument)) last[of->memory] = i;
+  }
+  for (const auto& output : program.outputs)
+    if (output) last.erase(output->memory);
+  program.last_uses.resize(program.steps.size());
+  for (const auto& [of, i] : last) program.last_uses[i].push_back(of);
+}
 
 void evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers& values) {
   values.resize(program.expressions.size());
@@ -262,9 +301,11 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const bool on_gpu = first.is_cuda();
+  if (on_gpu) ensure_context(first.get_device());
   const CUstream stream = on_gpu ? current_stream(first.get_device()) : nullptr;
   std::vector<Tensor> memories = inputs;
-  for (const auto& step : program.steps) {
+  for (size_t i = 0; i < program.steps.size(); ++i) {
+    const auto& step = program.steps[i];
     if (const auto* allocate = std::get_if<Allocate>(&step)) {
       const auto sizes = select(allocate->sizes, values);
       const auto options = first.options().dtype(allocate->dtype);
@@ -283,6 +324,7 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
     } else {
       call_python(std::get<CallPython>(step), memories, values);
     }
+    for (const int64_t memory : program.last_uses[i]) memories[memory].reset();
   }
   std::vector<Tensor> outputs;
   for (const auto& output : program.outputs)
@@ -358,6 +400,7 @@ bool is_plain(const Tensor& tensor) {
       c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
                            DispatchKey::AutogradCUDA, DispatchKey::ADInplaceOrView,
                            DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
+  if (!tensor.defined()) return true;
   return (tensor.key_set().raw_repr() & ~plain.raw_repr()) == 0 && !tensor._fw_grad(0).defined();
 }
 
@@ -423,29 +466,34 @@ std::vector<Tensor> replay_forward(Op& op, const std::vector<Tensor>& inputs,
 // Gradients of the tensors that need one, undefined for the others.
 std::vector<Tensor> replay_backward(Op& op, const std::vector<Tensor>& tensors,
                                     const std::vector<bool>& needs, const Constants& constants) {
-  Numbers kind = kind_of(constants, tensors, op.axes.data()), values;
-  int64_t mask = 0;
-  for (size_t i = 0; i < needs.size(); ++i) mask |= int64_t(needs[i]) << i;
-  kind.push_back(mask);
-  bool is_hopeless = false;
-  auto program = op.backward.find(kind, tensors, values, is_hopeless);
-  if (!program) {
-    py::gil_scoped_acquire gil;
-    py::tuple asked(needs.size());
-    for (size_t i = 0; i < needs.size(); ++i) asked[i] = py::bool_(needs[i]);
-    if (!is_hopeless) {
-      const py::object found = op.record_backward(as_tuple(tensors), asked, constants.objects);
-      op.backward.add(kind, recorded(found));
-      program = op.backward.find(kind, tensors, values, is_hopeless);
-    }
-    if (!program) {
-      std::vector<Tensor> grads;
-      for (const py::handle& grad : op.run_backward(as_tuple(tensors), asked, constants.objects))
-        grads.push_back(grad.is_none() ? Tensor() : grad.cast<Tensor>());
-      return grads;
-    }
+  const bool plain = is_plain_thread() && std::all_of(tensors.begin(), tensors.end(), is_plain);
+  std::shared_ptr<const Program> program;
+  bool is_hopeless = !plain;
+  Numbers kind, values;
+  if (plain) {
+    kind = kind_of(constants, tensors, op.axes.data());
+    int64_t mask = 0;
+    for (size_t i = 0; i < needs.size(); ++i) mask |= int64_t(needs[i]) << i;
+    kind.push_back(mask);
+    program = op.backward.find(kind, tensors, values, is_hopeless);
+    if (program) return run(*program, tensors, values);
   }
-  return run(*program, tensors, values);
+  py::gil_scoped_acquire gil;
+  py::tuple asked(needs.size());
+  for (size_t i = 0; i < needs.size(); ++i) asked[i] = py::bool_(needs[i]);
+  if (!is_hopeless) {
+    const py::object found = op.record_backward(as_tuple(tensors), asked, constants.objects);
+    op.backward.add(kind, recorded(found));
+    program = op.backward.find(kind, tensors, values, is_hopeless);
+  }
+  if (program) {
+    py::gil_scoped_release no_gil;
+    return run(*program, tensors, values);
+  }
+  std::vector<Tensor> grads;
+  for (const py::handle& grad : op.run_backward(as_tuple(tensors), asked, constants.objects))
+    grads.push_back(grad.is_none() ? Tensor() : grad.cast<Tensor>());
+  return grads;
 }
 
 struct Saved {  // hidden from autograd, which would take its tensors for inputs of the node
@@ -455,6 +503,8 @@ struct Saved {  // hidden from autograd, which would take its tensors for inputs
 
 class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
  public:
+  static constexpr bool is_traceable = true;  // by compiled autograd: the op is called then
+
   // `differentiable` are those of the inputs that are, as many as are given.
   static Tensor forward(torch::autograd::AutogradContext* context, Op* op, Constants* constants,
                         const at::TensorList& differentiable, const Saved& saved) {
@@ -613,6 +663,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              }
              self.steps.emplace_back(std::move(step));
            })
+      .def("finish", &finish)
       .def("output", [](Program& self, const py::object& output) {
         if (output.is_none())
           self.outputs.emplace_back();
