@@ -598,18 +598,23 @@ def _same(name: str) -> Callable[..., Any]:
     return read
 
 
+# What is given lengths is overridden: PyTorch would ask for their values before it calls a handler.
+for _name, _method in (
+    ("new_empty", _new_empty),
+    ("new_zeros", _new_zeros),
+    ("view", _view),
+    ("reshape", _reshape),
+):
+    setattr(Traced, _name, _method)
+
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda x: x.sizes,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.size: _size,
     Tensor.stride: _stride,
     Tensor.numel: lambda x: _product(x.sizes),
-    Tensor.new_empty: _new_empty,
-    Tensor.new_zeros: _new_zeros,
     torch.empty_like: _empty_like,
     Tensor.contiguous: _contiguous,
     Tensor.is_contiguous: _is_contiguous,
-    Tensor.view: _view,
-    Tensor.reshape: _reshape,
     Tensor.view_as: _view_as,
     Tensor.reshape_as: _reshape_as,
     Tensor.unsqueeze: _unsqueeze,
