@@ -314,11 +314,12 @@ def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
     constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **overlap_options(overlap)}
-    groups = tables.new_empty(32, buckets, num_heads)
+    num_groups = max(1, min(num_tables, 32))
+    groups = tables.new_empty(num_groups, buckets, num_heads)
     programs = -(-size // 8)
-    _sum_tables((programs, 32), (tables, groups, num_tables, targets, size), constants)
+    _sum_tables((programs, num_groups), (tables, groups, num_tables, targets, size), constants)
     out = tables.new_empty(buckets, num_heads)
-    _sum_tables((programs, 1), (groups, out, 32, 1, size), constants)
+    _sum_tables((programs, 1), (groups, out, num_groups, 1, size), constants)
     return out
 
 
