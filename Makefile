@@ -30,8 +30,8 @@ demo: $(READY)
 
 test: $(READY)
 ifeq ($(STACK),cpu)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup $(KERNEL_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(KERNEL_TESTS)
 else
 	$(BIN)/pytest
 endif
