@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from itertools import repeat
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.knobs import runtime
+from triton.language import constexpr
 from triton.runtime import driver
 
-__all__ = ["Launcher", "overlap_options"]
+__all__ = ["Launcher", "as_constexprs", "overlap_options"]
 
 
 class Launcher:
@@ -24,7 +24,8 @@ class Launcher:
 
     Args:
         kernel: a function decorated with ``triton.jit``, whose compile-time constants come last and
-            whose first argument is a tensor.
+            whose first argument is a tensor, or a record that begins with one. No record is among
+            what it does not specialize.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -47,11 +48,12 @@ class Launcher:
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
             return
-        device = arguments[0].get_device()
+        first = arguments[0]
+        device = (first[0] if isinstance(first, tuple) else first).get_device()
         key = (device, *constants.values(), *_traits(arguments, self.specialized))
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.kernel[grid](*arguments, **constants)
+            compiled = self.kernel[grid](*arguments, **as_constexprs(constants))
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
             return
         compiled, of_kernel = found
@@ -64,7 +66,7 @@ class Launcher:
             compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
 
 
-def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Hashable]:
+def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
     """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are 1 or
     divisible by 16 where they are ``specialized``, and what is ``None``. The same of the fields
     of records, whose integers Triton always specializes; of descriptors, dtype and box. Floats are
@@ -72,19 +74,25 @@ def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Has
     """
     traits: list[Hashable] = []
     for argument, is_specialized in zip(arguments, specialized, strict=False):
-        if argument is None:
-            traits.append(None)
-        elif isinstance(argument, int):
-            wide = argument >= 2**31
-            traits.append((wide, argument == 1, argument % 16 == 0) if is_specialized else wide)
-        elif isinstance(argument, tuple):
-            traits += _traits(argument, repeat(True))
-        elif isinstance(argument, Tensor):  # late: that takes long of what is none
-            aligned = argument.data_ptr() % 16 == 0
-            traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
-        elif isinstance(argument, TensorDescriptor):
-            traits += argument.base.dtype, tuple(argument.block_shape)
+        for x in argument if isinstance(argument, tuple) else (argument,):
+            if x is None:
+                traits.append(None)
+            elif isinstance(x, int):
+                wide = x >= 2**31
+                traits.append((wide, x == 1, x % 16 == 0) if is_specialized else wide)
+            elif isinstance(x, Tensor):  # late: that takes long of what is none
+                traits.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "unaligned"))
+            elif isinstance(x, TensorDescriptor):
+                traits += x.base.dtype, tuple(x.block_shape)
     return traits
+
+
+def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants`` as Triton compiles for them: the fields of records, too, are constants."""
+    return {
+        name: type(value)(*map(constexpr, value)) if isinstance(value, tuple) else value
+        for name, value in constants.items()
+    }
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:

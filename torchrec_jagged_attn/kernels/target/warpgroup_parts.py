@@ -135,34 +135,20 @@ def store_transposed(ptr, value, tile, count, D: gl.constexpr):
 
 
 @gluon.jit
-def add_biases(
-    scores,
-    biases,
-    start,
-    end,
-    first,
-    length,
-    count,
-    H: gl.constexpr,
-    P: gl.constexpr,
-    A: gl.constexpr,
-    PRIOR: gl.constexpr,
-):
+def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
     """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases.
 
     A lane has columns eight apart: where heads come again by then, it loads those of one of them.
     """
-    BLOCK_N: gl.constexpr = scores.shape[0]
-    BLOCK_R: gl.constexpr = scores.shape[1]
-    APART: gl.constexpr = 8 if 8 % H == 0 else BLOCK_R
-    apart = gl.reshape(scores, [BLOCK_N, BLOCK_R // APART, APART])
+    APART: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
+    apart = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // APART, APART])
     layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
-    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
     r = gl.arange(0, APART, gl.SliceLayout(0, layout))[None, :]
-    of_position, of_age = row_buckets(n, biases, first, length, P, A)
+    of_position, of_age = row_buckets(n, biases, chunk, C)
     bias = load_bias(
-        biases, first, of_position[:, None], of_age[:, None],
-        n[:, None], r, (n < end)[:, None], count, H, P, A, PRIOR,
+        biases, chunk.first, of_position[:, None], of_age[:, None],
+        n[:, None], r, (n < chunk.end)[:, None], count, C,
     )  # fmt: skip
     apart += gl.expand_dims(bias * LOG2E, 1)
-    return gl.convert_layout(gl.reshape(apart, [BLOCK_N, BLOCK_R]), scores.type.layout)
+    return gl.convert_layout(gl.reshape(apart, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout)
