@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_group
+from torchrec_jagged_attn.kernels.common.tma import copy_out
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
@@ -36,7 +37,6 @@ from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     add_biases,
     copy_queries,
     open_ring,
-    place_of,
     store_transposed,
     turn_ring,
     wait_for_tile,
@@ -84,8 +84,8 @@ def backward_kernel(
     grads,  # Gradients
     sums,  # Sums
     samples,  # Samples
-    history_desc,  # of [N, D]: see ``warpgroup_parts.place_of``
-    grad_history_desc,  # of [N, D]
+    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
+    grad_history_desc,  # of [N, 1, D]
     num_samples,
     num_targets,
     num_rows,
@@ -191,7 +191,7 @@ def backward_kernel(
                 )
                 as_rows(of_tile).slice(column, COLUMNS, 1).store(grad_x.to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(grad_history_desc, place_of(last, end - start), of_tile)
+            copy_out(grad_history_desc, last, end - start, 0, of_tile)
         tma.store_wait(0)
 
         if slot >= 0:

@@ -60,7 +60,7 @@ def forward_kernel(
     outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
     sums,  # Sums
     samples,  # Samples
-    history_desc,  # of [N, D]: see ``warpgroup_parts.place_of``
+    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     num_samples,
     num_targets,
     num_rows,

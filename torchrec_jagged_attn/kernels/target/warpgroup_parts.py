@@ -9,13 +9,15 @@ zeros and are never read, and none beyond is written.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torchrec_jagged_attn.kernels.common.gluon import as_rows, thread_barrier
-from torchrec_jagged_attn.kernels.common.tma import END
+from torchrec_jagged_attn.kernels.common.gluon import thread_barrier
+from torchrec_jagged_attn.kernels.common.tma import copy_in, read
 from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, load_bias, row_buckets, row_layout
 
 __all__ = [
@@ -23,7 +25,6 @@ __all__ = [
     "add_biases",
     "copy_queries",
     "open_ring",
-    "place_of",
     "store_transposed",
     "turn_ring",
     "wait_for_tile",
@@ -40,38 +41,33 @@ def warpgroup_layout(width):
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank=2)
 
 
-@gluon.jit
-def place_of(last, remaining):
-    """Coordinates of a box that begins ``remaining`` rows before row ``last``, a chunk's end.
-
-    They are those of a descriptor of ``tma.jagged_rows``.
+class HistoryRing(NamedTuple):
+    """A ring of ``tma.py`` whose readers meet before a tile is copied where another was: it has no
+    barrier for what is empty.
     """
-    return [END, last, END - remaining, 0, 0]
+
+    full: Any
+    tiles: Any
 
 
 @gluon.jit
 def _expect(ring, n, desc, remaining):
     """Say that the ``n``-th tile will be copied, if there are rows in it."""
-    full = ring[1].index(n % ring[0].shape[0])
+    full = ring.full.index(n % ring.full.shape[0])
     mbarrier.expect(full, desc.block_type.nbytes, pred=remaining > 0)
 
 
 @gluon.jit
 def _copy(ring, n, desc, last, remaining):
     """Begin to copy the ``n``-th tile, if there are rows in it."""
-    stage = n % ring[0].shape[0]
-    tma.async_copy_global_to_shared(
-        desc,
-        place_of(last, remaining),
-        ring[1].index(stage),
-        ring[0].index(stage),
-        pred=remaining > 0,
-    )
+    stage = n % ring.full.shape[0]
+    full, tile = ring.full.index(stage), ring.tiles.index(stage)
+    copy_in(desc, last, remaining, 0, full, tile, remaining > 0)
 
 
 @gluon.jit
 def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
-    """``(tiles, full)``: room for NUM_STAGES tiles, all but the last on their way, and barriers.
+    """Room for NUM_STAGES tiles; all but the last are on their way to it.
 
     The first one begins ``remaining`` rows before row ``last``, the chunk's end.
     """
@@ -80,7 +76,7 @@ def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=1)
-    ring = (tiles, full)
+    ring = HistoryRing(full, tiles)
     for stage in gl.static_range(NUM_STAGES - 1):
         _expect(ring, stage, desc, remaining - stage * tiles.shape[3])
         _copy(ring, stage, desc, last, remaining - stage * tiles.shape[3])
@@ -90,12 +86,10 @@ def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
 @gluon.jit
 def wait_for_tile(ring, n, desc, remaining):
     """The ``n``-th tile, once it is there; it begins ``remaining`` rows before the chunk's end."""
-    NUM_STAGES: gl.constexpr = ring[0].shape[0]
-    stage = n % NUM_STAGES
-    mbarrier.wait(ring[1].index(stage), (n // NUM_STAGES) & 1)
-    ahead: gl.constexpr = NUM_STAGES - 1
-    _expect(ring, n + ahead, desc, remaining - ahead * ring[0].shape[3])
-    return as_rows(ring[0].index(stage))
+    ahead: gl.constexpr = ring.full.shape[0] - 1
+    tile = read(ring, n)
+    _expect(ring, n + ahead, desc, remaining - ahead * tile.shape[0])
+    return tile
 
 
 @gluon.jit
@@ -105,8 +99,8 @@ def turn_ring(ring, n, desc, last, remaining):
     All warps have read that one.
     """
     thread_barrier()
-    ahead: gl.constexpr = ring[0].shape[0] - 1
-    _copy(ring, n + ahead, desc, last, remaining - ahead * ring[0].shape[3])
+    ahead: gl.constexpr = ring.full.shape[0] - 1
+    _copy(ring, n + ahead, desc, last, remaining - ahead * ring.tiles.shape[3])
 
 
 @gluon.jit
