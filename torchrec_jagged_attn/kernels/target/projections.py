@@ -5,9 +5,9 @@ all weights and biases: with ``R`` targets in all, and where keys and values are
 targets' side,
 
     ∂W_Q = Σ_r ∂q_r ⊗ target_r                                                      [E, C]
-    ∂W_O = Σ_r ∂out_r ⊗ values_r                                                    [E, E]
-    ∂W_K,h = Σ_r q_rh ⊗ ∂u_rh          ∂W_V,h = Σ_r ∂values_rh ⊗ pooled_rh          [X, D]
-    ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂values_r with a history          [E]
+    ∂W_O = Σ_r ∂out_r ⊗ v_r                                                         [E, E]
+    ∂W_K,h = Σ_r q_rh ⊗ ∂u_rh          ∂W_V,h = Σ_r ∂v_rh ⊗ pooled_rh               [X, D]
+    ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂v_r with a history               [E]
     ∂b_O = Σ_r ∂out_r
 
 There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs and the
@@ -37,7 +37,12 @@ from torchrec_jagged_attn.kernels.common.matmul import (
     tile_of,
 )
 
-__all__ = ["add_bias_of_values", "parameter_gradients"]
+__all__ = [
+    "ProjectionGradients",
+    "ProjectionRows",
+    "add_bias_of_values",
+    "parameter_gradients",
+]
 
 ROWS = 128  # the fewest that are worth a program
 
@@ -116,7 +121,7 @@ def _sum_products(
 def _sum_rows(
     sums_ptr,  # [E]
     x_ptr,  # [R, E]
-    filled_ptr,  # [R], or None
+    filled_ptr,  # [R], or None: all
     tile,
     begin,
     end,
@@ -136,18 +141,56 @@ def _sum_rows(
     tl.store(sums_ptr + e, tl.sum(acc, 0), mask=e < E)
 
 
+class ProjectionRows(NamedTuple):
+    """Rows of ``R`` targets that the gradients of weights and biases are sums over.
+
+    Attributes:
+        grad_q: ``[R, E]``.
+        target: ``[R, C]``.
+        grad_out: ``[R, E]``.
+        v: ``[R, E]``, the pooled values.
+        grad_v: ``[R, E]``.
+        filled: ``[R]`` ones where a target has a history, else zeros; empty without biases.
+        q: ``[R, H, E / H]``; ``None`` where keys and values are explicit, like the next two.
+        grad_u: ``[R, H, D]``.
+        pooled: ``[R, H, D]``.
+    """
+
+    grad_q: Tensor
+    target: Tensor
+    grad_out: Tensor
+    v: Tensor
+    grad_v: Tensor
+    filled: Tensor
+    q: Tensor | None = None
+    grad_u: Tensor | None = None
+    pooled: Tensor | None = None
+
+
+class ProjectionGradients(NamedTuple):
+    """Gradients of weights and biases, each contiguous.
+
+    Attributes:
+        w_q: ``[E, C]``.
+        w_out: ``[E, E]``.
+        w_k: ``[H, E / H, D]``; ``None`` where keys and values are explicit, like the next one.
+        w_v: ``[H, E / H, D]``.
+        b_in: ``[3 · E]`` of queries, keys (zeros) and values; ``None`` without.
+        b_out: ``[E]``; ``None`` without.
+    """
+
+    w_q: Tensor
+    w_out: Tensor
+    w_k: Tensor | None
+    w_v: Tensor | None
+    b_in: Tensor | None
+    b_out: Tensor | None
+
+
 @triton.jit(do_not_specialize=["num_rows", "rows_of_part"])
 def _parts_kernel(
     sums_ptr,  # [parts, SIZE] fp32
-    grad_q_ptr,  # [R, E]
-    target_ptr,  # [R, C]
-    grad_out_ptr,  # [R, E]
-    values_ptr,  # [R, E]
-    grad_values_ptr,  # [R, H, X]
-    filled_ptr,  # [R], or None
-    q_ptr,  # [R, H, X], or None where keys and values are explicit; so are the next two
-    grad_u_ptr,  # [R, H, Y]
-    pooled_ptr,  # [R, H, Y]
+    rows,  # ProjectionRows
     num_rows,
     rows_of_part,
     H: tl.constexpr,
@@ -164,7 +207,7 @@ def _parts_kernel(
 ):
     """A tile of one gradient over one part of the rows, or some columns of one of a bias.
 
-    The order of sums is that of ``parameter_gradients``' outputs.
+    The order of sums is that of :class:`ProjectionGradients`.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
@@ -181,7 +224,7 @@ def _parts_kernel(
         TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
         if program < TILES_EC:
             _sum_products(
-                sums_ptr, grad_q_ptr, target_ptr, program, begin, end, 1, E, C,
+                sums_ptr, rows.grad_q, rows.target, program, begin, end, 1, E, C,
                 PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
             )  # fmt: skip
             return
@@ -189,9 +232,9 @@ def _parts_kernel(
         sums_ptr += E * (C - E)
     if program < 2 * TILES_EE:
         of_out = program // TILES_EE
-        a_ptr, b_ptr = grad_q_ptr, target_ptr
+        a_ptr, b_ptr = rows.grad_q, rows.target
         if of_out == 1:
-            a_ptr, b_ptr = grad_out_ptr, values_ptr
+            a_ptr, b_ptr = rows.grad_out, rows.v
         _sum_products(
             sums_ptr + of_out * (E * E), a_ptr, b_ptr, program % TILES_EE, begin, end, 1, E, E,
             PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
@@ -199,12 +242,12 @@ def _parts_kernel(
         return
     program -= 2 * TILES_EE
     sums_ptr += 2 * E * E
-    if q_ptr is not None:
+    if rows.q is not None:
         if program < 2 * TILES_XY:
             of_values = program // TILES_XY
-            a_ptr, b_ptr = q_ptr, grad_u_ptr
+            a_ptr, b_ptr = rows.q, rows.grad_u
             if of_values == 1:
-                a_ptr, b_ptr = grad_values_ptr, pooled_ptr
+                a_ptr, b_ptr = rows.grad_v, rows.pooled
             _sum_products(
                 sums_ptr + of_values * (E * Y), a_ptr, b_ptr, program % TILES_XY, begin, end,
                 H, X, Y, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_R,
@@ -215,13 +258,13 @@ def _parts_kernel(
     bias, tile = program // TILES_E, program % TILES_E
     sums_ptr += bias * E
     if bias == 0:
-        _sum_rows(sums_ptr, grad_q_ptr, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
     elif bias == 1:  # that of keys changes nothing
-        _sum_rows(sums_ptr, grad_q_ptr, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
     elif bias == 2:
-        _sum_rows(sums_ptr, grad_values_ptr, filled_ptr, tile, begin, end, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_v, rows.filled, tile, begin, end, E, BLOCK_E, BLOCK_R)
     else:
-        _sum_rows(sums_ptr, grad_out_ptr, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_out, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
 
 
 @triton.jit
@@ -250,12 +293,7 @@ def _add_up(
 @triton.jit(do_not_specialize=["num_parts"])
 def _add_parts_kernel(
     sums_ptr,  # [parts, SIZE] fp32
-    w_q_ptr,  # [E, C]
-    w_out_ptr,  # [E, E]
-    w_k_ptr,  # [E, Y], or None where the sums have none; so has the next one
-    w_v_ptr,  # [E, Y]
-    b_in_ptr,  # [3 · E], or None
-    b_out_ptr,  # [E], or None
+    grads,  # ProjectionGradients
     num_parts,
     E: tl.constexpr,
     Y: tl.constexpr,
@@ -268,68 +306,38 @@ def _add_parts_kernel(
     """Outputs, one for each number along the second axis of programs, of the sums of parts."""
     if OVERLAP:
         cuda.gdc_wait()
-    W: tl.constexpr = 0 if w_k_ptr is None else E * Y
+    W: tl.constexpr = 0 if grads.w_k is None else E * Y
     output = tl.program_id(1)
     if output == 0:
-        _add_up(w_q_ptr, sums_ptr, num_parts, E * C, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_q, sums_ptr, num_parts, E * C, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 1:
-        _add_up(w_out_ptr, sums_ptr + E * C, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_out, sums_ptr + E * C, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 2:
-        _add_up(w_k_ptr, sums_ptr + E * (C + E), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_k, sums_ptr + E * (C + E), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 3:
-        _add_up(w_v_ptr, sums_ptr + (E * (C + E) + W), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_v, sums_ptr + (E * (C + E) + W), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
     elif output == 4:
         sums_ptr += E * (C + E) + 2 * W
-        _add_up(b_in_ptr, sums_ptr, num_parts, 3 * E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.b_in, sums_ptr, num_parts, 3 * E, SIZE, BLOCK, BLOCK_PARTS)
     else:
         sums_ptr += E * (C + E) + 2 * W + 3 * E
-        _add_up(b_out_ptr, sums_ptr, num_parts, E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.b_out, sums_ptr, num_parts, E, SIZE, BLOCK, BLOCK_PARTS)
 
 
 _sum_parts = Launcher(_parts_kernel)
 _add_parts = Launcher(_add_parts_kernel)
 
 
-def parameter_gradients(
-    grad_q: Tensor,
-    target: Tensor,
-    grad_out: Tensor,
-    values: Tensor,
-    grad_values: Tensor,
-    filled: Tensor | None,
-    absorbed: tuple[Tensor, Tensor, Tensor] | None,
-    grad_w_q: Tensor,
-    grad_w_out: Tensor,
-    grad_w_k: Tensor,
-    grad_w_v: Tensor,
-    grad_b_in: Tensor | None,
-    grad_b_out: Tensor | None,
-) -> None:
-    """Write the gradients at the top of this file; all of one dtype.
-
-    Args:
-        grad_q: ``[R, E]``.
-        target: ``[R, C]``.
-        grad_out: ``[R, E]``.
-        values: ``[R, E]``.
-        grad_values: ``[R, E]``.
-        filled: ``[R]`` ones where a target has a history, else zeros; where there are biases.
-        absorbed: ``q`` ``[R, H, E / H]``, ``grad_u`` and ``pooled`` ``[R, H, D]``; or None, for
-            none of ``grad_w_k`` and ``grad_w_v``.
-        grad_w_q: ``[E, C]``, contiguous, as are all that follow.
-        grad_w_out: ``[E, E]``.
-        grad_w_k: ``[H, E / H, D]``.
-        grad_w_v: ``[H, E / H, D]``.
-        grad_b_in: ``[3 · E]`` of queries, keys (zeros) and values, if there is one.
-        grad_b_out: ``[E]``, if there is one.
-    """
+def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
+    """Write ``grads``, the gradients at the top of this file, of ``rows``; all of one dtype."""
+    rows = ProjectionRows(*(None if x is None else x.contiguous() for x in rows))
+    if not rows.filled.numel():
+        rows = rows._replace(filled=None)
+    grad_q, target = rows.grad_q, rows.target
     num_rows, width = grad_q.shape
-    num_heads, x, y = grad_w_k.shape
-    if absorbed is None:
-        num_heads, x, y = 1, width, 0
-        absorbed, grads_of_rows = (None, None, None), (None, None)
-    else:
-        absorbed, grads_of_rows = tuple(x.contiguous() for x in absorbed), (grad_w_k, grad_w_v)
+    num_heads, x, y = 1, width, 0
+    if rows.q is not None and rows.pooled is not None:
+        num_heads, x, y = *rows.q.shape[1:], rows.pooled.shape[2]
     overlap = devices.launches_overlap(grad_q.device)
     precision = product_precision(grad_q.dtype)
     plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, target.shape[1], overlap)
@@ -338,17 +346,8 @@ def parameter_gradients(
     rows_of_part = max(ROWS, rows_of_part)
     num_parts = max(1, -(-num_rows // rows_of_part))
     sums = grad_q.new_empty(num_parts, plan.size, dtype=torch.float32)
-    rows = [x.contiguous() for x in (grad_q, target, grad_out, values, grad_values)]
-    _sum_parts(
-        (plan.num_tiles, num_parts),
-        (sums, *rows, filled, *absorbed, num_rows, rows_of_part),
-        plan.of_parts,
-    )
-    _add_parts(
-        (plan.num_blocks, 6),
-        (sums, grad_w_q, grad_w_out, *grads_of_rows, grad_b_in, grad_b_out, num_parts),
-        plan.of_sums,
-    )
+    _sum_parts((plan.num_tiles, num_parts), (sums, rows, num_rows, rows_of_part), plan.of_parts)
+    _add_parts((plan.num_blocks, 6), (sums, grads, num_parts), plan.of_sums)
 
 
 class _Plan(NamedTuple):
