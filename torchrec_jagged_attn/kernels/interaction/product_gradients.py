@@ -66,18 +66,16 @@ def _dense_kernel(
     d = (program % TILES).to(tl.int32) * BLOCK_D
     rows = (end - begin).to(tl.int32)
     of_y = sample * (D * T)
-    y = load_tile(y_ptr + of_y, 0, d, T, D, BLOCK_T, BLOCK_D, True, tl.int32)
+    y = load_tile(y_ptr + of_y, 0, d, T, D, BLOCK_T, BLOCK_D, True)
     acc = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
     for r in tl.range(0, rows, BLOCK_R, num_stages=NUM_STAGES):
-        grad_out = load_tile(
-            grad_out_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T, False, tl.int32
-        )
-        x = load_tile(x_ptr + begin * D, d, r, D, rows, BLOCK_D, BLOCK_R, True, tl.int32)
+        grad_out = load_tile(grad_out_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
+        x = load_tile(x_ptr + begin * D, d, r, D, rows, BLOCK_D, BLOCK_R, True)
         acc = multiply(x, grad_out, acc, PRECISION)
         grad_x = multiply(grad_out, y, tl.zeros([BLOCK_R, BLOCK_D], tl.float32), PRECISION)
-        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D, False, tl.int32)
+        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D)
         tl.store(grad_x_ptr + begin * D + origin + at, grad_x, mask=mask)
-    origin, at, mask = tile_of(d, 0, D, T, BLOCK_D, BLOCK_T, False, tl.int32)
+    origin, at, mask = tile_of(d, 0, D, T, BLOCK_D, BLOCK_T)
     if slot >= 0:
         tl.store(sums_ptr + slot * (D * T) + origin + at, acc, mask=mask)
     else:
@@ -109,17 +107,17 @@ def _jagged_kernel(
     rows = (end - begin).to(tl.int32)
     r = start.to(tl.int32)
     of_sample = grad_out_ptr + sample * (D * T)
-    y = load_tile(y_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T, False, tl.int32)
+    y = load_tile(y_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
     acc = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
-        x = load_tile(x_ptr + begin * D, r, d, rows, D, BLOCK_R, BLOCK_D, False, tl.int32)
-        grad_out = load_tile(of_sample, d, 0, D, T, BLOCK_D, BLOCK_T, False, tl.int32)
+        x = load_tile(x_ptr + begin * D, r, d, rows, D, BLOCK_R, BLOCK_D)
+        grad_out = load_tile(of_sample, d, 0, D, T, BLOCK_D, BLOCK_T)
         acc = multiply(x, grad_out, acc, PRECISION)
         grad_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         grad_x = multiply(y, tl.trans(grad_out), grad_x, PRECISION)
-        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D, False, tl.int32)
+        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D)
         tl.store(grad_x_ptr + begin * D + origin + at, grad_x, mask=mask)
-    origin, at, mask = tile_of(r, 0, rows, T, BLOCK_R, BLOCK_T, False, tl.int32)
+    origin, at, mask = tile_of(r, 0, rows, T, BLOCK_R, BLOCK_T)
     tl.store(grad_y_ptr + begin * T + origin + at, acc, mask=mask)
 
 
