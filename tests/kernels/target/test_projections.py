@@ -15,7 +15,7 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
 )
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
-# Those of a tile and of a part, and one more or less; and some that many parts are needed for.
+# Those of a tile and of a split, and one more or less; and some that many splits are needed for.
 NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]
 
 

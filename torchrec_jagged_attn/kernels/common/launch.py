@@ -1,4 +1,4 @@
-"""Launching a Triton kernel at little cost to the host."""
+"""Launches of Triton kernels that take little host time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ __all__ = ["Launcher", "as_constexprs", "overlap_options"]
 
 
 class Launcher:
-    """Launches ``kernel`` by the compiled kernel that served the last call like this one.
+    """Launches ``kernel``, and looks up what was compiled for a call of the same kind.
 
     ``kernel[grid](…)`` inspects and hashes every argument at every launch, in as much detail as any
-    kernel may need, and has a record for hooks, also where there are none. Here a call is like
-    another where its device, its compile-time constants and the traits of its arguments that Triton
-    compiles for are the same.
+    kernel may need, and makes a record for hooks, also where there are none. Here two calls are of
+    the same kind if they have the same device, the same compile-time constants, and arguments with
+    the same traits that Triton compiles for.
 
     Args:
-        kernel: a function decorated with ``triton.jit``, whose compile-time constants come last and
-            whose first argument is a tensor, or a record that begins with one. No record is among
-            what it does not specialize.
+        kernel: a function decorated with ``triton.jit``, which specializes all records. Its first
+            argument is a tensor, or a record that begins with one; compile-time constants are last.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -41,9 +40,9 @@ class Launcher:
         """Launch ``grid`` programs on the current stream.
 
         Args:
-            grid: programs along up to three axes.
-            arguments: all but the compile-time constants, in their order.
-            constants: those, and Triton's options such as ``num_warps``.
+            grid: number of programs along each of up to three axes.
+            arguments: all but the compile-time constants, in the kernel's order.
+            constants: the compile-time constants, and Triton's options such as ``num_warps``.
         """
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
@@ -67,10 +66,11 @@ class Launcher:
 
 
 def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
-    """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are 1 or
-    divisible by 16 where they are ``specialized``, and what is ``None``. The same of the fields
-    of records, whose integers Triton always specializes; of descriptors, dtype and box. Floats are
-    always of one kind where they stand.
+    """What Triton compiles for.
+
+    Of a tensor, its dtype and alignment; of an integer, whether it needs 64 bits and, if it is
+    ``specialized``, whether it is 1 or divisible by 16; of a descriptor, its dtype and box; which
+    arguments are ``None``. The same of each field of a record. Floats all have one type.
     """
     traits: list[Hashable] = []
     for argument, is_specialized in zip(arguments, specialized, strict=False):
@@ -80,7 +80,7 @@ def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashabl
             elif isinstance(x, int):
                 wide = x >= 2**31
                 traits.append((wide, x == 1, x % 16 == 0) if is_specialized else wide)
-            elif isinstance(x, Tensor):  # late: that takes long of what is none
+            elif isinstance(x, Tensor):  # after the others, as this check is slow for them
                 traits.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "unaligned"))
             elif isinstance(x, TensorDescriptor):
                 traits += x.base.dtype, tuple(x.block_shape)
@@ -88,7 +88,10 @@ def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashabl
 
 
 def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
-    """``constants`` as Triton compiles for them: the fields of records, too, are constants."""
+    """``constants`` as a kernel is compiled for them: each field of a record is a constant, too.
+
+    Otherwise Triton takes the fields for plain numbers, which not all of its functions accept.
+    """
     return {
         name: type(value)(*map(constexpr, value)) if isinstance(value, tuple) else value
         for name, value in constants.items()
@@ -96,8 +99,8 @@ def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:
-    """What a kernel is launched with that may begin before the last one ends, if that is so.
+    """Constants and options of a kernel that, if ``overlap``, begins before the last one has ended.
 
-    It waits for that one itself (``griddepcontrol.wait``), and is given OVERLAP to know.
+    OVERLAP tells the kernel, which then waits for the last one itself (``griddepcontrol.wait``).
     """
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}

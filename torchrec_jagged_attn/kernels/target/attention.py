@@ -104,8 +104,8 @@ def forward(args: TargetArguments) -> TargetOutputs:
     if paths.LOG:
         paths.log_choice("jagged_target_attention forward", plan.choice)
     sums = Sums(
-        stats.new_empty(num_slots, plan.rows_of_slot, plan.call.width),
-        stats.new_empty(num_slots, 2, plan.rows_of_slot),
+        stats.new_empty(num_slots, plan.slot_rows, plan.call.width),
+        stats.new_empty(num_slots, 2, plan.slot_rows),
     )
     written = TargetOutputs(out, residual if is_rounded else None, stats)
     grid = (num_slots + launch.num_samples,)
@@ -174,12 +174,12 @@ def _launch_backward(
 ) -> None:
     """Launch the kernels that write ``grads``, of one sample or more."""
     plan, call, num_slots = launch.plan, launch.plan.call, launch.num_slots
-    acc = outputs.stats.new_empty(num_slots, plan.rows_of_slot, call.width)
+    acc = outputs.stats.new_empty(num_slots, plan.slot_rows, call.width)
     weights = None
     if plan.path == "one_warp" and call.buckets and not call.half:  # gradients of tables are exact
-        weights = acc.new_empty(num_slots, 1 + call.buckets, call.rows)
+        weights = acc.new_empty(num_slots, 1 + call.buckets, call.query_rows)
     elif plan.more_blocks:
-        weights = acc.new_empty(num_slots, plan.rows_of_slot)
+        weights = acc.new_empty(num_slots, plan.slot_rows)
         grads = grads._replace(delta=torch.empty_like(outputs.stats[0]))
     sums = Sums(acc, weights)
     grid = (num_slots + launch.num_samples,)

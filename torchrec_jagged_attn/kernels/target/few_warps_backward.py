@@ -18,6 +18,7 @@ from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, product
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     columns_at_once,
+    copy_next,
     exp,
     find_chunk,
     load_bias,
@@ -31,20 +32,19 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
-    turn_ring,
 )
 
 __all__ = ["backward_kernel"]
 
 
 @gluon.jit
-def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.constexpr):
-    """Add gradients of scores (in PARTS, as left operands) to their ``buckets``.
+def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, PARTS: gl.constexpr):
+    """Add gradients of scores ``ds`` (in PARTS, as left operands) to their ``buckets``.
 
     ``table`` is ``[blocks, BLOCK_R, 16]`` in shared memory; its buckets begin at block FIRST. Of
     the rows of a tile, near in time, few blocks have any.
     """
-    mma: gl.constexpr = rows[0].type.layout.parent
+    mma: gl.constexpr = ds[0].type.layout.parent
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     BLOCK_R: gl.constexpr = table.shape[1]
     block_of_row = buckets // 16
@@ -56,7 +56,7 @@ def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.
         choice = in_bucket.to(gl.int16).to(gl.bfloat16)
         sums = gl.zeros([BLOCK_R, 16], gl.float32, mma)
         for part in gl.static_range(PARTS):
-            sums = mma_v2(rows[PARTS - 1 - part], choice, sums)
+            sums = mma_v2(ds[PARTS - 1 - part], choice, sums)
         block = table.index(FIRST + at)
         block.store(block.load(mma) + sums)
 
@@ -134,14 +134,14 @@ def backward_kernel(
         ring = open_ring(history_ptr, begin, end, C)
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
-        rows: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
-        grad_out = load_rows(grad_out_ptr, row, count, 0, rows, left, C.D)
-        q = split(load_rows(query_ptr, q_row, count, 0, rows, left, C.D), C.PARTS)
+        shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+        grad_out = load_rows(grad_out_ptr, row, count, 0, shape, left, C.D)
+        q = split(load_rows(query_ptr, q_row, count, 0, shape, left, C.D), C.PARTS)
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
         r = gl.arange(0, C.BLOCK_R, by_query)
         if C.PARTS == 1:
-            out = load_rows(outputs.out, row, count, 0, rows, left, C.D).to(gl.float32)
-            out += load_rows(outputs.residual, row, count, 0, rows, left, C.D).to(gl.float32)
+            out = load_rows(outputs.out, row, count, 0, shape, left, C.D).to(gl.float32)
+            out += load_rows(outputs.residual, row, count, 0, shape, left, C.D).to(gl.float32)
             delta = gl.sum(grad_out.to(gl.float32) * out, 1)
             delta = gl.convert_layout(delta, by_query)[:, None]
         grad_out = split(grad_out, C.PARTS)
@@ -239,7 +239,7 @@ def backward_kernel(
                 if C.A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
                     _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
-            stage = turn_ring(ring, stage, history_ptr, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, start, end, C)
 
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             acc = accs[column // COLUMNS]

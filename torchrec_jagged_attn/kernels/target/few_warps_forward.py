@@ -21,6 +21,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     columns_at_once,
+    copy_next,
     exp,
     find_chunk,
     load_bias,
@@ -33,7 +34,6 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
-    turn_ring,
 )
 
 __all__ = ["forward_kernel"]
@@ -119,7 +119,7 @@ def forward_kernel(
                 acc = accs[column // COLUMNS] * rescale[:, None]
                 new_accs += (product(weights, x, acc, C.PARTS),)
             accs = new_accs
-            stage = turn_ring(ring, stage, history_ptr, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, start, end, C)
 
         if slot >= 0:
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

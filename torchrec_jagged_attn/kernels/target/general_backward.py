@@ -28,7 +28,7 @@ from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
-    rows_of_slot,
+    slot_rows,
     store_queries,
 )
 
@@ -127,7 +127,7 @@ def grad_query_kernel(
         ds_total += tl.sum(ds, 0)
     acc = tl.trans(acc)
     if work.slot >= 0:
-        room = rows_of_slot(num_targets, C)
+        room = slot_rows(num_targets, C)
         local = tl.arange(0, C.BLOCK_R)
         store_queries(sums.acc, acc, work.slot * room, local, room, d, C.D)
         tl.store(sums.weights + work.slot * room + local, ds_total, mask=local < room)
@@ -241,7 +241,7 @@ def grad_history_kernel(
     if ONE_BLOCK:
         grad_query = tl.trans(acc_query)
         if work.slot >= 0:
-            room = rows_of_slot(num_targets, C)
+            room = slot_rows(num_targets, C)
             store_queries(sums.acc, grad_query, work.slot * room, r, room, d, C.D)
         else:
             store_queries(grads.query, grad_query * scale, row, r, count, d, C.D)

@@ -16,7 +16,7 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
     load_queries,
     query_rows,
-    rows_of_slot,
+    slot_rows,
     store_outputs,
     store_queries,
 )
@@ -59,7 +59,7 @@ def combine_outputs_kernel(
     busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = rows_of_slot(num_targets, C)
+    room = slot_rows(num_targets, C)
     local = tl.arange(0, C.BLOCK_R)
     d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
     acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
@@ -100,7 +100,7 @@ def combine_gradients_kernel(
     busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = rows_of_slot(num_targets, C)
+    room = slot_rows(num_targets, C)
     local = tl.arange(0, C.BLOCK_R)
     d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
     r = block * C.BLOCK_R + local

@@ -20,7 +20,7 @@ from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
-    rows_of_slot,
+    slot_rows,
     store_outputs,
     store_queries,
 )
@@ -75,7 +75,7 @@ def forward_kernel(
 
     acc = tl.trans(acc)
     if work.slot >= 0:
-        room = rows_of_slot(num_targets, C)
+        room = slot_rows(num_targets, C)
         local = tl.arange(0, C.BLOCK_R)
         store_queries(sums.acc, acc, work.slot * room, local, room, d, C.D)
         weights_ptr = sums.weights + work.slot * 2 * room + local

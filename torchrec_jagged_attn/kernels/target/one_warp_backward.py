@@ -26,6 +26,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     RIGHT,
     allocate_parts,
     columns_at_once,
+    copy_next,
     exp,
     find_listed_chunk,
     load_bias,
@@ -40,7 +41,6 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
-    turn_ring,
 )
 
 __all__ = ["backward_kernel"]
@@ -55,9 +55,9 @@ def _side_by_side(a, b):
 
 @gluon.jit
 def _add_to_table(
-    table, weights, buckets, visible, rows, p, FIRST: gl.constexpr, PARTS: gl.constexpr
+    table, weights, buckets, visible, ds, p, FIRST: gl.constexpr, PARTS: gl.constexpr
 ):
-    """Add ``rows`` (in PARTS, as right operands) to their ``buckets`` of a table.
+    """Add gradients of scores ``ds`` (in PARTS, as right operands) to their ``buckets``.
 
     ``table`` is ``[blocks, 16, 8]`` in shared memory; its buckets begin at block FIRST. Of the rows
     of a tile, near in time, few blocks have any. ``weights``, if there is such a table, gets ``p``.
@@ -72,7 +72,7 @@ def _add_to_table(
         choice = in_bucket.to(gl.int16).to(gl.bfloat16)
         sums = zeros
         for part in gl.static_range(PARTS):
-            sums = mma_v2(choice, rows[PARTS - 1 - part], sums)
+            sums = mma_v2(choice, ds[PARTS - 1 - part], sums)
         block = table.index(FIRST + at)
         block.store(block.load(MMA) + sums)
         if weights is not None:
@@ -275,7 +275,7 @@ def backward_kernel(
                         table, weights, gl.convert_layout(of_age, of_row), shown, of_buckets,
                         of_weights, BLOCKS_P, TABLE_PARTS,
                     )  # fmt: skip
-            stage = turn_ring(ring, stage, history_ptr, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, start, end, C)
 
         if sums.weights is not None:
             ds_total = _sum_of_blocks(table, BLOCKS_P if C.P > 0 else BLOCKS)

@@ -28,6 +28,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     RIGHT,
     allocate_parts,
     columns_at_once,
+    copy_next,
     exp,
     find_listed_chunk,
     load_bias,
@@ -39,7 +40,6 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
-    turn_ring,
 )
 
 __all__ = ["forward_kernel"]
@@ -117,7 +117,7 @@ def forward_kernel(
                 acc = accs[column // COLUMNS] * rescale
                 new_accs += (product(split(columns, C.PARTS), weights, acc, C.PARTS),)
             accs = new_accs
-            stage = turn_ring(ring, stage, history_ptr, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, start, end, C)
 
         total = gl.sum(total, 0)
         if slot < 0:

@@ -84,7 +84,7 @@ class Call(NamedTuple):
     precision: str
 
     @property
-    def rows(self) -> int:
+    def query_rows(self) -> int:
         """Query rows that a sample has; of JAGGED ones, those of eight targets.
 
         Not the batch's own there: results must not depend on other samples.
@@ -125,7 +125,7 @@ _GLUON = (
 _MORE_ROWS = (
     Condition(
         f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
-        lambda x: ONE_WARP_ROWS < x.rows <= 64,
+        lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
     ),
     Condition("width up to 128", lambda x: x.width <= 128),
 )
@@ -135,7 +135,7 @@ PATHS = (
         (
             Condition(
                 f"up to {ONE_WARP_ROWS} query rows (targets × heads) a sample",
-                lambda x: x.rows <= ONE_WARP_ROWS,
+                lambda x: x.query_rows <= ONE_WARP_ROWS,
             ),
             Condition("width up to 256", lambda x: x.width <= 256),
             *_GLUON,
@@ -169,7 +169,7 @@ PATHS = (
         "few_warps",
         (
             *_MORE_ROWS,
-            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.rows <= 32),
+            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
                 "tables in half-precision backward, where general is faster without",
@@ -196,8 +196,8 @@ class Plan:
         block_r: query rows of a block.
         num_blocks: how many of them a sample has, unless queries are JAGGED.
         chunk: history rows that a program takes at least.
-        slot: how many history rows there are for each slot.
-        rows_of_slot: how many query rows the sums of a chunk have.
+        slot: how many history rows there are for each slot, in which a chunk leaves its sums.
+        slot_rows: how many query rows a slot has room for.
         one_block: whether backward meets samples whose query rows one block holds, in one pass.
         more_blocks: whether it meets other ones.
         kernel, combine, list_slots: compile-time arguments of kernels, and options of their launch.
@@ -214,19 +214,19 @@ class Plan:
         self.block_r = self.tiles["BLOCK_R"]
         self.chunk = self.tiles["CHUNK"]
         jagged = x.layout == JAGGED
-        self.num_blocks = -(-x.rows // self.block_r)
+        self.num_blocks = -(-x.query_rows // self.block_r)
         # Backward, when memory is shortest, programs that take whole samples last longer anyway.
         most_blocks = MOST_SLOTS if jagged else self.num_blocks
         self.slot = self.chunk // (1 if x.backward else max(1, min(MOST_SLOTS, most_blocks)))
-        self.rows_of_slot = self.block_r if jagged else min(x.rows, self.block_r)
+        self.slot_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
         # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
         single_pass = x.half or self.path in ("one_warp", "few_warps")
-        self.one_block = single_pass and (jagged or x.rows <= self.block_r)
+        self.one_block = single_pass and (jagged or x.query_rows <= self.block_r)
         self.more_blocks = jagged or not self.one_block
 
         self.kernel = self._kernel(single_pass)
         self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": self.overlap}
-        block_r = 1 << (self.rows_of_slot - 1).bit_length()
+        block_r = 1 << (self.slot_rows - 1).bit_length()
         block_d = min(padded_width(x.width), max(16, 1024 // block_r))
         self.column_blocks = -(-x.width // block_d)
         self.combine = _arguments(
@@ -251,7 +251,7 @@ class Plan:
         elif self.path != "warpgroup":
             more["STRIDE"] = x.history_stride
         if self.path == "general" and x.backward:
-            one_target = x.num_targets == 1 and x.rows <= self.block_r
+            one_target = x.num_targets == 1 and x.query_rows <= self.block_r
             more |= {
                 "SINGLE_PASS": single_pass,
                 "ONE_TARGET": one_target,
@@ -304,10 +304,10 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         # Registers for as many programs on a multiprocessor as its shared memory holds, where none
         # has to lie in memory while rows are multiplied.
         registers = 168 if x.backward or x.bias or x.buckets else 128
-        if x.rows > 32 or (x.backward and x.buckets):
+        if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255
         return {
-            "BLOCK_R": padded_width(x.rows),
+            "BLOCK_R": padded_width(x.query_rows),
             "BLOCK_N": 64,
             "BLOCK_D": max(64, width),
             "CHUNK": 512,
@@ -316,7 +316,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
             "maxnreg": registers,
         }
     if path == "few_warps":
-        block_r = padded_width(x.rows)
+        block_r = padded_width(x.query_rows)
         return {
             "BLOCK_R": block_r,
             "BLOCK_N": max(32, block_r) if x.backward else 64 if x.half else 16,
@@ -325,15 +325,15 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
             "NUM_STAGES": 3 if x.half or not x.backward else 2,
             "num_warps": block_r // 16,
         }
-    block_r = min(padded_width(x.rows), 64, 32768 // x.row_bytes)
+    block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
     exact = x.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
     bytes_of_tile = 16384 if x.backward or exact else 32768
-    rows_of_slot = block_r if x.layout == JAGGED else min(x.rows, block_r)
+    slot_rows = block_r if x.layout == JAGGED else min(x.query_rows, block_r)
     return {
         "BLOCK_R": block_r,
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
-        "CHUNK": max(128, 16 * rows_of_slot),
+        "CHUNK": max(128, 16 * slot_rows),
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

@@ -19,7 +19,7 @@ __all__ = [
     "load_queries",
     "query_rows",
     "rows_of_chunk",
-    "rows_of_slot",
+    "slot_rows",
     "store_outputs",
     "store_queries",
 ]
@@ -113,7 +113,7 @@ def find_work(
 
 
 @triton.jit
-def rows_of_slot(num_targets, C: tl.constexpr):
+def slot_rows(num_targets, C: tl.constexpr):
     """How many query rows a slot has room for."""
     rows = C.BLOCK_R if C.LAYOUT == JAGGED else num_targets * C.H
     return tl.minimum(rows, C.BLOCK_R).to(tl.int64)

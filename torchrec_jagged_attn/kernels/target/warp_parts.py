@@ -37,6 +37,7 @@ __all__ = [
     "Chunk",
     "allocate_parts",
     "columns_at_once",
+    "copy_next",
     "exp",
     "find_chunk",
     "find_listed_chunk",
@@ -53,7 +54,6 @@ __all__ = [
     "split",
     "store_parts",
     "store_rows",
-    "turn_ring",
 ]
 
 
@@ -354,7 +354,7 @@ def open_ring(history_ptr, begin, end, C: gl.constexpr):
 
 
 @gluon.jit
-def turn_ring(ring, stage, history_ptr, start, end, C: gl.constexpr):
+def copy_next(ring, stage, history_ptr, start, end, C: gl.constexpr):
     """Begin to copy what comes after the tiles on their way, where the last tile was; the tile of
     ``stage`` begins at row ``start``. Returns the next stage.
     """

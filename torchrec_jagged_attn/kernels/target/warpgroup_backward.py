@@ -35,10 +35,10 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
+    copy_next,
     copy_queries,
     open_ring,
     store_transposed,
-    turn_ring,
     wait_for_tile,
     warpgroup_layout,
 )
@@ -153,7 +153,7 @@ def backward_kernel(
             dp = warpgroup_mma(x, grad_outs.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots, dp = warpgroup_mma_wait(0, deps=(dots, dp))
             tma.store_wait(0)
-            turn_ring(ring, tile, history_desc, last, end - start)
+            copy_next(ring, tile, history_desc, last, end - start)
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)

@@ -31,10 +31,10 @@ from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_ch
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
+    copy_next,
     copy_queries,
     open_ring,
     store_transposed,
-    turn_ring,
     wait_for_tile,
     warpgroup_layout,
 )
@@ -107,7 +107,7 @@ def forward_kernel(
             x = wait_for_tile(ring, tile, history_desc, end - start)
             dots = warpgroup_mma(x, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(0, deps=(dots,))
-            turn_ring(ring, tile, history_desc, last, end - start)
+            copy_next(ring, tile, history_desc, last, end - start)
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)

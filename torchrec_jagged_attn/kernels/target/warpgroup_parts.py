@@ -23,10 +23,10 @@ from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, load_bias, row
 __all__ = [
     "PROGRAMS",
     "add_biases",
+    "copy_next",
     "copy_queries",
     "open_ring",
     "store_transposed",
-    "turn_ring",
     "wait_for_tile",
     "warpgroup_layout",
 ]
@@ -93,7 +93,7 @@ def wait_for_tile(ring, n, desc, remaining):
 
 
 @gluon.jit
-def turn_ring(ring, n, desc, last, remaining):
+def copy_next(ring, n, desc, last, remaining):
     """Begin to copy what comes after the tiles on their way, where the one before the ``n``-th was.
 
     All warps have read that one.
