@@ -3,8 +3,9 @@
     of x · y_b,  with dout [N, T]      dx = dout · y_bᵀ      dy_b = xᵀ · dout
     of xᵀ · y,   with dout [B, D, T]   dx = y · dout_bᵀ      dy = x · dout_b
 
-Rows of x are read once, and those of dx written once: that is most of the bytes, as long as T is
-small. Where T takes several tiles, each gradient is a product of its own.
+The kernels read the rows of x once and write those of dx once. As T is small, these are most of
+the bytes: 2·N·D·e, with e bytes an element, and 4·N·D·T FLOPs. Where T takes several tiles, each
+gradient is a product of its own (``products.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from torchrec_jagged_attn.kernels.interaction.products import jagged_dense_bmm, 
 
 __all__ = ["jagged_dense_bmm_backward", "jagged_jagged_bmm_backward"]
 
-# The largest T of one tile.
-WIDEST = 64
+WIDEST = 64  # the largest T that one tile holds
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -128,7 +128,7 @@ _jagged = Launcher(_jagged_kernel)
 def jagged_dense_bmm_backward(
     grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x [N, D] × y [B, D, T] → [N, T]``."""
+    """``dx [N, D]`` and ``dy [B, D, T]`` of ``x [N, D] × y [B, D, T] → [N, T]``."""
     (num_rows, depth), width, num_samples = x.shape, y.shape[2], offsets.numel() - 1
     if width > WIDEST or x.numel() == 0 or width == 0:
         return jagged_dense_bmm(grad_out, y.mT, offsets), jagged_jagged_bmm(x, grad_out, offsets)
@@ -153,7 +153,7 @@ def jagged_dense_bmm_backward(
 def jagged_jagged_bmm_backward(
     grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x [N, D] × y [N, T] → [B, D, T]``."""
+    """``dx [N, D]`` and ``dy [N, T]`` of ``x [N, D] × y [N, T] → [B, D, T]``."""
     (num_rows, depth), width, num_samples = x.shape, y.shape[1], offsets.numel() - 1
     if width > WIDEST or x.numel() == 0 or width == 0:
         grad_x = jagged_dense_bmm(y, grad_out.mT, offsets)
@@ -173,7 +173,7 @@ def jagged_jagged_bmm_backward(
 def _dense_constants(
     dtype: torch.dtype, precision: str, depth: int, width: int, overlap: bool
 ) -> dict:
-    """Compile-time arguments of ``_dense_kernel``. See ``_sums_constants`` for CHUNK."""
+    """Compile-time arguments of ``_dense_kernel``; its CHUNK is that of ``_sums_constants``."""
     constants = _constants(dtype, precision, depth, width)
     return {
         **constants,
@@ -186,8 +186,9 @@ def _dense_constants(
 
 @functools.cache
 def _constants(dtype: torch.dtype, precision: str, depth: int, width: int) -> dict:
-    """Compile-time arguments of ``_jagged_kernel``. The fewer warps there are to multiply fp32, the
-    less often do they take the narrow operand apart.
+    """Compile-time arguments of ``_jagged_kernel``.
+
+    Products of fp32 have few warps, since each warp takes the whole narrow operand apart.
     """
     half, block_t = dtype.itemsize == 2, padded_width(width)
     return {
