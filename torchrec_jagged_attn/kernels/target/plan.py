@@ -243,7 +243,7 @@ class Plan:
         )
 
     def _kernel(self, single_pass: bool) -> dict[str, Any]:
-        """Those of the path's main kernels."""
+        """Compile-time arguments of the path's main kernels, and options of their launch."""
         x = self.call
         more: dict[str, Any] = {"PARTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
         if self.path == "general":
@@ -276,7 +276,7 @@ class Plan:
 
 
 def _arguments(**values: Any) -> dict[str, Any]:
-    """The constants of a kernel, and options of its launch, whose names are of small letters."""
+    """``values`` as a launch takes them: constants have capital letters, its options small ones."""
     options = {name: value for name, value in values.items() if name.islower()}
     constants = {name: value for name, value in values.items() if name.isupper()}
     return {"C": Constants(**constants), **options}
