@@ -66,12 +66,25 @@ def _score_gradients(queries, x, bias, visible, alone, scale, PRECISION: tl.cons
 
 
 @triton.jit
-def _mean_gradient(grad_out, residual_ptr, out, first, r, count, d, D: tl.constexpr):
-    """``delta``, ``[BLOCK_R]``: the mean of the gradients of weights."""
+def _grad_history(acc, p, ds, queries, scale, dtype, PRECISION: tl.constexpr):
+    """``acc`` plus the gradient of history rows that comes from a block of query rows."""
+    acc = tl.dot(p.to(dtype), queries.grad_out, acc, input_precision=PRECISION)
+    return tl.dot((ds * scale).to(dtype), queries.q, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C: tl.constexpr):
+    """The rows ``r`` of a sample's queries, and their outputs ``[BLOCK_R, BLOCK_D]``."""
+    query_row = 0 if C.LAYOUT == SHARED else work.row
+    q = load_queries(query_ptr, query_row, r, work.count, d, C.D)
+    grad_out = load_queries(grad_out_ptr, work.row, r, work.count, d, C.D)
+    out = load_queries(outputs.out, work.row, r, work.count, d, C.D)
     exact = out.to(tl.float32)
-    if residual_ptr is not None:
-        exact += load_queries(residual_ptr, first, r, count, d, D).to(tl.float32)
-    return tl.sum(grad_out.to(tl.float32) * exact, 1)
+    if outputs.residual is not None:
+        exact += load_queries(outputs.residual, work.row, r, work.count, d, C.D).to(tl.float32)
+    delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
+    maximum, inverse = load_stats(outputs.stats, num_rows, work.row + r, r < work.count)
+    return Queries(q, grad_out, delta, maximum, inverse), out
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -102,12 +115,8 @@ def grad_query_kernel(
         return
     r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
     d = tl.arange(0, C.BLOCK_D)
-    q = load_queries(query_ptr, 0 if C.LAYOUT == SHARED else row, r, count, d, C.D)
-    grad_out = load_queries(grad_out_ptr, row, r, count, d, C.D)
-    out = load_queries(outputs.out, row, r, count, d, C.D)
-    delta = _mean_gradient(grad_out, outputs.residual, out, row, r, count, d, C.D)
-    maximum, inverse = load_stats(outputs.stats, num_rows, row + r, r < count)
-    queries = Queries(q, grad_out, delta, maximum, inverse)
+    queries, out = _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C)
+    delta = queries.delta
     alone = (work.end - work.begin == 1) & (work.slot < 0)
 
     index = tl.arange(0, C.BLOCK_N)
@@ -174,12 +183,7 @@ def grad_history_kernel(
     h = tl.arange(0, C.BLOCK_H)
     r = tl.arange(0, C.BLOCK_R).to(tl.int64)
     if ONE_BLOCK:
-        q = load_queries(query_ptr, query_row, r, count, d, C.D)
-        grad_out = load_queries(grad_out_ptr, row, r, count, d, C.D)
-        out = load_queries(outputs.out, row, r, count, d, C.D)
-        delta = _mean_gradient(grad_out, outputs.residual, out, row, r, count, d, C.D)
-        maximum, inverse = load_stats(outputs.stats, num_rows, row + r, r < count)
-        queries = Queries(q, grad_out, delta, maximum, inverse)
+        queries, _ = _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C)
         acc_query = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
 
     index = tl.arange(0, C.BLOCK_N)
@@ -201,8 +205,7 @@ def grad_history_kernel(
             )  # fmt: skip
             p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C.PRECISION)
             acc_query = tl.dot(tl.trans(x), ds.to(x.dtype), acc_query, input_precision=C.PRECISION)
-            grad_x = tl.dot(p.to(x.dtype), grad_out, grad_x, input_precision=C.PRECISION)
-            grad_x = tl.dot((ds * scale).to(x.dtype), q, grad_x, input_precision=C.PRECISION)
+            grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
             heads = add_heads(heads, ds, r, h, x.dtype, C.H, C.ONE_TARGET)
         else:
             for r_start in range(0, count, C.BLOCK_R):
@@ -217,8 +220,7 @@ def grad_history_kernel(
                 )  # fmt: skip
                 queries = Queries(q, grad_out, delta, maximum, inverse)
                 p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C.PRECISION)
-                grad_x = tl.dot(p.to(x.dtype), grad_out, grad_x, input_precision=C.PRECISION)
-                grad_x = tl.dot((ds * scale).to(x.dtype), q, grad_x, input_precision=C.PRECISION)
+                grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
         tl.store(grads.history + n * C.D + d[None, :], grad_x, mask=x_mask)
         if (grads.bias is not None) and C.PRIOR:
