@@ -15,7 +15,12 @@ from torchrec_jagged_attn import (
     jagged_jagged_bmm_jagged_out,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.kernels.target.projections import add_bias_of_values, parameter_gradients
+from torchrec_jagged_attn.kernels.target.projections import (
+    ProjectionGradients,
+    ProjectionRows,
+    add_bias_of_values,
+    parameter_gradients,
+)
 from torchrec_jagged_attn.testing import offsets_of
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
@@ -55,11 +60,11 @@ def projections(offsets: torch.Tensor, num_rows: int) -> None:
     for dtype in DTYPES:
         rows = [draw(num_rows, 64, dtype=dtype).detach() for _ in range(5)]
         filled = torch.ones(num_rows, dtype=dtype, device="cuda")
-        absorbed = tuple(draw(num_rows, 2, width, dtype=dtype).detach() for width in (32, 64, 64))
+        heads = [draw(num_rows, 2, width, dtype=dtype).detach() for width in (32, 64, 64)]
         shapes = (64, 64), (64, 64), (2, 32, 64), (2, 32, 64), (192,), (64,)
         grads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
         add_bias_of_values(rows[0], rows[1][0], filled)
-        parameter_gradients(*rows, filled, absorbed, *grads)
+        parameter_gradients(ProjectionRows(*rows, filled, *heads), ProjectionGradients(*grads))
         tell("projections", dtype)
 
 

@@ -53,7 +53,12 @@ from torchrec_jagged_attn.arguments import (
     TargetOutputs,
 )
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.kernels.target.projections import add_bias_of_values, parameter_gradients
+from torchrec_jagged_attn.kernels.target.projections import (
+    ProjectionGradients,
+    ProjectionRows,
+    add_bias_of_values,
+    parameter_gradients,
+)
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.registration import register_op
 
@@ -146,7 +151,9 @@ def _backward(
     grad_out = grad_out.reshape_as(values)
     grad_values = grad_out @ args.out_weight.to(dtype=dtype)
     grad_values_by_head = grad_values.view_as(q)
-    grad_history = absorbed = None
+    grad_history = None
+    heads: tuple[Tensor, ...] = ()
+    of_history = (None, None)
     if is_explicit(args):
         k, v, w_kv = _keys_and_values(args)
         grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
@@ -178,18 +185,18 @@ def _backward(
         grad_history = of_scores.history
         grad_u = of_scores.query.view_as(u).to(dtype=dtype)
         grad_q_by_head = _multiply(grad_u, w_k.mT)
-        absorbed = q, grad_u, pooled.to(dtype=dtype)
+        heads, of_history = (q, grad_u, pooled.to(dtype=dtype)), (grad_w_k, grad_w_v)
     grad_q = grad_q_by_head.view_as(values)
 
     grad_out_weight = args.out_weight.new_empty(*args.out_weight.shape, dtype=dtype)
     grad_bias = None if args.in_bias is None else grad_q.new_empty(*args.in_bias.shape)
     grad_out_bias = None if args.out_bias is None else grad_q.new_empty(*args.out_bias.shape)
     if needs_weights or needs.in_bias or needs.out_weight or needs.out_bias:
+        targets = target.reshape(-1, target.shape[-1]).to(dtype=dtype)
         write_parameter_gradients(
-            grad_q, target.reshape(-1, target.shape[-1]).to(dtype=dtype), grad_out, values,
-            grad_values, filled, absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias,
-            grad_out_bias,
-        )  # fmt: skip
+            ProjectionRows(grad_q, targets, grad_out, values, grad_values, filled, *heads),
+            ProjectionGradients(grad_w_q, grad_out_weight, *of_history, grad_bias, grad_out_bias),
+        )
     grads = {
         "target": (grad_q @ w_q).view_as(target) if needs.target else None,
         "history": grad_history,
@@ -322,42 +329,25 @@ def add_values_bias(values: Tensor, bias: Tensor, filled: Tensor) -> None:
         values.addcmul_(filled.unsqueeze(1), bias)
 
 
-def write_parameter_gradients(
-    grad_q: Tensor,
-    target: Tensor,
-    grad_out: Tensor,
-    values: Tensor,
-    grad_values: Tensor,
-    filled: Tensor,
-    absorbed: tuple[Tensor, Tensor, Tensor] | None,
-    grad_w_q: Tensor,
-    grad_w_out: Tensor,
-    grad_w_k: Tensor,
-    grad_w_v: Tensor,
-    grad_b_in: Tensor | None,
-    grad_b_out: Tensor | None,
-) -> None:
+def write_parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
     """Write gradients of weights and biases, see :func:`parameter_gradients`."""
-    if _has_kernels(grad_q):
-        parameter_gradients(
-            grad_q, target, grad_out, values, grad_values, filled if filled.numel() else None,
-            absorbed, grad_w_q, grad_w_out, grad_w_k, grad_w_v, grad_b_in, grad_b_out,
-        )  # fmt: skip
+    if _has_kernels(rows.grad_q):
+        parameter_gradients(rows, grads)
         return
-    torch.mm(grad_q.T, target, out=grad_w_q)
-    torch.mm(grad_out.T, values, out=grad_w_out)
-    if absorbed is not None:
-        q, grad_u, pooled = absorbed
-        torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grad_w_k)
-        torch.bmm(grad_values.view_as(q).permute(1, 2, 0), pooled.transpose(0, 1), out=grad_w_v)
+    grad_q, target, grad_out, values, grad_values, filled, q, grad_u, pooled = rows
+    torch.mm(grad_q.T, target, out=grads.w_q)
+    torch.mm(grad_out.T, values, out=grads.w_out)
+    if q is not None and grad_u is not None and pooled is not None:
+        torch.bmm(q.permute(1, 2, 0), grad_u.transpose(0, 1), out=grads.w_k)
+        torch.bmm(grad_values.view_as(q).permute(1, 2, 0), pooled.transpose(0, 1), out=grads.w_v)
     # Sums, not products with ones: those add one row after the other on a CPU, and round as often.
-    if grad_b_in is not None:
-        grad_b_q, grad_b_k, grad_b_v = grad_b_in.chunk(3)
+    if grads.b_in is not None:
+        grad_b_q, grad_b_k, grad_b_v = grads.b_in.chunk(3)
         torch.sum(grad_q, 0, out=grad_b_q)
         grad_b_k.zero_()
         torch.sum(grad_values * filled.unsqueeze(1), 0, out=grad_b_v)
-    if grad_b_out is not None:
-        torch.sum(grad_out, 0, out=grad_b_out)
+    if grads.b_out is not None:
+        torch.sum(grad_out, 0, out=grads.b_out)
 
 
 def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
