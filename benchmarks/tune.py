@@ -51,8 +51,8 @@ def plan_of(call: Callable[[], object]) -> plan.Plan:
     """How the kernels cut up ``call``, which launches them once."""
     plans = []
 
-    def remember(problem: plan.Problem) -> plan.Plan:
-        plans.append(plan.Plan(problem))
+    def remember(call: plan.Call) -> plan.Plan:
+        plans.append(plan.Plan(call))
         return plans[-1]
 
     with mock.patch.object(attention, "plan_of", remember):

@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from triton import knobs
-from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case
 
 if knobs.runtime.interpret:
-    # The interpreter's own are BLAS's, which round by the CPU's model and by which operand comes
-    # first; a GPU's are the same either way.
-    def product_rounded_once(_builder, a, b, acc, *_options):
-        product = np.matmul(a.data, b.data, dtype=np.float64)
-        return TensorHandle(product.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
-
-    InterpreterBuilder.create_dot = product_rounded_once
-
-    # What takes most of the interpreter's time: it computes every sum of integers a second time, in
-    # int64, for an assertion that it then leaves out; it looks through all of Triton's language at
-    # every call of a function; and it makes the table of NumPy's dtypes for every block.
-    interpreter.interpreter_builder.options = replace(
-        interpreter.interpreter_builder.options, sanitize_overflow=False
-    )
-    patch_language = interpreter._patch_lang
-    patched: set[int] = set()  # modules
-
-    def patch_language_once(function):
-        if id(function.__globals__) not in patched:
-            patched.add(id(function.__globals__))
-            patch_language(function)
-        return interpreter._LangPatchScope()  # of nothing that is to be restored
-
-    interpreter._patch_lang = patch_language_once
-    dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
-
-    def dtype_in_numpy(dtype):
-        scalar = dtype.scalar
-        return np.dtype(np.uint64) if scalar.is_ptr() else dtype_of_scalar(scalar)
-
-    interpreter._get_np_dtype = dtype_in_numpy
+    quick_interpreter.install()
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")

@@ -1,5 +1,7 @@
-"""Processes that need not import PyTorch and TorchRec: the one that forks them did, once."""
+"""Processes that need not import PyTorch, or TorchRec, too: the one that forks them did, once."""
 
+import functools
+import json
 import os
 import runpy
 import subprocess
@@ -44,3 +46,58 @@ def _run_script(
     sys.argv = [str(script), *options]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+# Reads a program, its arguments and variables, and where it prints, in a line; forks a process that
+# goes on below, and writes how that one ends.
+FORKS_ON_REQUEST = """
+import json, os, sys
+import torch
+for line in sys.stdin:
+    code, argv, env, printed = json.loads(line)
+    if (child := os.fork()) == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+for descriptor, path in enumerate(printed, start=1):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+os.environ.clear()
+os.environ.update(env)
+sys.argv[1:] = argv
+exec(code)
+"""
+
+
+@functools.cache
+def _forking() -> subprocess.Popen:
+    command = [sys.executable, "-c", FORKS_ON_REQUEST]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+    )
+
+
+def run_code(
+    *lines: str, argv: tuple[str, ...] = (), check: bool = True, **environment: str
+) -> subprocess.CompletedProcess:
+    """As ``python -c`` in a process of its own, which has imported PyTorch, and nothing of ours."""
+    forking = _forking()
+    with tempfile.TemporaryDirectory() as folder:
+        printed = [str(Path(folder, name)) for name in ("stdout", "stderr")]
+        request = "\n".join(lines), argv, {**os.environ, **environment}, printed
+        print(json.dumps(request), file=forking.stdin, flush=True)
+        code = int(forking.stdout.readline())
+        texts = [Path(path).read_text() for path in printed]
+    done = subprocess.CompletedProcess([*lines, *argv], code, *texts)
+    assert code == 0 or not check, done.stderr
+    return done
+
+
+def run_package(*argv: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    """As ``python -m torchrec_jagged_attn``."""
+    lines = (
+        "import runpy",
+        "runpy.run_module('torchrec_jagged_attn', run_name='__main__', alter_sys=True)",
+    )
+    return run_code(*lines, argv=argv, check=check, **environment)

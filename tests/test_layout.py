@@ -21,20 +21,6 @@ def test_rows_are_numbered_sample_by_sample(lengths):
     assert layout.positions_from_end().tolist() == from_end
 
 
-@given(LENGTHS, st.integers(1, 20))
-def test_tiles_cover_each_row_once(lengths, block):
-    layout = JaggedLayout.from_lengths(lengths)
-    tiles = layout.tiles(block).tolist()
-    assert len(tiles) == layout.num_tiles(block)
-    covered, idle = [], 0
-    for sample, start in tiles:
-        end = int(layout.offsets[sample + 1])
-        covered += range(start, min(start + block, end))
-        idle += start >= end
-    assert covered == list(range(layout.num_rows))
-    assert idle <= layout.batch_size
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_from_lengths_makes_int64_offsets(dtype):
     layout = JaggedLayout.from_lengths(torch.tensor([1, 2], dtype=dtype), num_rows=3)

@@ -1,15 +1,13 @@
 """``python -m torchrec_jagged_attn`` tells what is here."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import triton
 
 import torchrec_jagged_attn
+from tests.processes import run_code, run_package
 from torchrec_jagged_attn import __main__, devices
 from torchrec_jagged_attn.cpu import extension
 
@@ -17,13 +15,7 @@ from torchrec_jagged_attn.cpu import extension
 @pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted"])
 def output(request) -> dict[str, list[str]]:
     """First words of the printed lines, and the words after them."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrec_jagged_attn"],
-        env={**os.environ, "TRITON_INTERPRET": request.param, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_package(TRITON_INTERPRET=request.param, CUDA_VISIBLE_DEVICES="")
     lines = [line.split() for line in done.stdout.splitlines() if line]
     return {line[0]: line[1:] for line in lines} | {"interpret": [request.param]}
 
@@ -93,12 +85,8 @@ def test_build_prints_what_the_compiler_says(tmp_path):
     )
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrec_jagged_attn", "--build"],
-        env={**os.environ, "CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_package(
+        "--build", check=False, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path)
     )
     assert done.returncode == 1
     assert not done.stdout
@@ -116,15 +104,13 @@ def test_build_prints_what_the_compiler_says(tmp_path):
 )
 def test_says_what_to_install_where_fbgemm_does_not_load(raised, expected, tmp_path):
     (tmp_path / "fbgemm_gpu.py").write_text(f"raise {raised}")
-    code = "import torchrec_jagged_attn as ours\nours.jagged_softmax\nours.JaggedTargetAttention"
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
+    lines = (
+        f"sys.path.insert(0, {str(tmp_path)!r})",
+        "import torchrec_jagged_attn as ours",
+        "ours.jagged_softmax",
+        "ours.JaggedTargetAttention",
     )
+    done = run_code("import sys", *lines, check=False)
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1]
     assert "JaggedTargetAttention needs TorchRec" in message
@@ -168,13 +154,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
 
 @pytest.mark.reference
 def test_says_why_a_cpu_has_no_c_plus_plus(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrec_jagged_attn", "--json"],
-        env={**os.environ, "CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_package("--json", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path))
     why = {(row["op"], row["path"]): row["why"] for row in json.loads(done.stdout)["ops"]}
     for op in ("jagged_flash_attention", "jagged_target_attention"):
         assert "there is no C++ compiler 'no-such-compiler'" in why[op, "python"]

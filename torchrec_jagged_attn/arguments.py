@@ -258,3 +258,49 @@ class MultiHeadGradients(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     prior_weights: Tensor | None
+
+
+class ProjectionRows(NamedTuple):
+    """Rows of ``R`` targets that the gradients of weights and biases are sums over.
+
+    Attributes:
+        grad_q: ``[R, E]``.
+        target: ``[R, C]``.
+        grad_out: ``[R, E]``.
+        v: ``[R, E]``, the pooled values.
+        grad_v: ``[R, E]``.
+        filled: ``[R]`` ones where a target has a history, else zeros; empty without biases.
+        q: ``[R, H, E / H]``; ``None`` where keys and values are explicit, like the next two.
+        grad_u: ``[R, H, D]``.
+        pooled: ``[R, H, D]``.
+    """
+
+    grad_q: Tensor
+    target: Tensor
+    grad_out: Tensor
+    v: Tensor
+    grad_v: Tensor
+    filled: Tensor
+    q: Tensor | None = None
+    grad_u: Tensor | None = None
+    pooled: Tensor | None = None
+
+
+class ProjectionGradients(NamedTuple):
+    """Gradients of weights and biases, each contiguous.
+
+    Attributes:
+        w_q: ``[E, C]``.
+        w_out: ``[E, E]``.
+        w_k: ``[H, E / H, D]``; ``None`` where keys and values are explicit, like the next one.
+        w_v: ``[H, E / H, D]``.
+        b_in: ``[3 · E]`` of queries, keys (zeros) and values; ``None`` without.
+        b_out: ``[E]``; ``None`` without.
+    """
+
+    w_q: Tensor
+    w_out: Tensor
+    w_k: Tensor | None
+    w_v: Tensor | None
+    b_in: Tensor | None
+    b_out: Tensor | None

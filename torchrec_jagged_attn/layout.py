@@ -36,16 +36,6 @@ class JaggedLayout:
         tensor([0, 0, 2, 2, 2])
         >>> layout.positions_from_end()
         tensor([1, 0, 2, 1, 0])
-
-        In tiles of at most two rows, sample 0 is tile 0 and sample 2 is tiles 3 and 4; tiles 1 and
-        2 are idle, since they start at the end of their sample:
-
-        >>> layout.tiles(2)
-        tensor([[0, 0],
-                [0, 2],
-                [1, 2],
-                [2, 2],
-                [2, 4]])
     """
 
     offsets: Tensor
@@ -84,25 +74,6 @@ class JaggedLayout:
         """``[N]`` int64: rows of the same sample that come after each row; 0 is the last row."""
         rows = torch.arange(self.num_rows, device=self.offsets.device)
         return self.offsets[1:][self.sample_ids()] - 1 - rows
-
-    def num_tiles(self, block: int) -> int:
-        """How many tiles of at most ``block`` rows cover any ``B`` samples of ``N`` rows in all."""
-        return self.num_rows // block + self.batch_size
-
-    def tiles(self, block: int) -> Tensor:
-        """``[num_tiles(block), 2]`` int64: the sample and the first row of each tile.
-
-        No tile holds rows of two samples. Sample ``b`` owns the tiles from
-        ``offsets[b] // block + b``: an increasing number known without a prefix sum, so that a
-        kernel finds its tile by a binary search in ``offsets``. A tile whose first row is at or
-        past the end of its sample is idle; there are at most ``B`` of these.
-        """
-        samples = torch.arange(self.batch_size, device=self.offsets.device)
-        first_tile = self.offsets[:-1] // block + samples
-        tile = torch.arange(self.num_tiles(block), device=self.offsets.device)
-        sample = torch.searchsorted(first_tile, tile, right=True) - 1
-        row = self.offsets[sample] + (tile - first_tile[sample]) * block
-        return torch.stack([sample, row], dim=1)
 
     def validate(self, name: str = "offsets") -> None:
         """Check the values of ``offsets``: start 0, never decreasing, end ``num_rows``.

@@ -4,9 +4,6 @@ import contextlib
 import gc
 import io
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -26,6 +23,7 @@ import tune
 from rich.console import Console
 from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
 
+from tests.processes import run_code
 from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
 
 SUITES = run.load_suites()
@@ -81,10 +79,6 @@ def all_of_quick(tmp_path_factory):
     return status, frame, printed.getvalue(), time.process_time() - begin
 
 
-once = pytest.mark.xdist_group("all_of_quick")  # which takes half a minute
-
-
-@once
 def test_suites_of_self_attention_are_right(all_of_quick):
     status, frame, printed, _ = all_of_quick
     assert status == 0
@@ -243,7 +237,6 @@ def test_what_stays_after_a_case_is_not_looked_through_as_garbage(tmp_path, monk
     assert before_second < 10**6
 
 
-@once
 def test_all_of_quick_takes_less_than_two_minutes_of_a_core(all_of_quick):
     status, frame, _, seconds = all_of_quick
     assert status == 0
@@ -536,19 +529,13 @@ print(json.dumps(chunks))
 @pytest.mark.parametrize(("direction", "buckets"), [("forward", 0), ("backward", 5)])
 def test_tuning_runs_the_kernels_with_each_candidate(direction, buckets, tmp_path):
     csv = tmp_path / "tiles.csv"
-    root = Path(__file__).parents[2]
-    argv = ["--cases", "tiny", "--directions", direction, "--buckets", str(buckets)]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED_TUNING, *argv, "--chunks", "16", "--csv", str(csv)],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "PYTHONPATH": os.pathsep.join([str(root), str(root / "benchmarks")]),
-        },
-        capture_output=True,
-        text=True,
+    argv = ("--cases", "tiny", "--directions", direction, "--buckets", str(buckets))
+    done = run_code(
+        f"import sys; sys.path.insert(0, {str(Path(run.__file__).parent)!r})",
+        INTERPRETED_TUNING,
+        argv=(*argv, "--chunks", "16", "--csv", str(csv)),
+        TRITON_INTERPRET="1",
     )
-    assert done.returncode == 0, done.stderr
     assert "0 of 2 do not compile or run here" in done.stdout
     frame = pd.read_csv(csv)
     assert frame["chosen"].tolist() == [True, False]

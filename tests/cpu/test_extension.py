@@ -1,14 +1,12 @@
 """What is built on a machine, and what is done where nothing can be."""
 
 import hashlib
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_code
 from torchrec_jagged_attn.cpu import extension
 
 pytestmark = pytest.mark.reference
@@ -48,12 +46,9 @@ def test_where_nothing_can_be_built(missing, tmp_path):
         "working compiler": ({"CXX": str(broken)}, "a.h:1: fatal error: no b.h", "install g++"),
         "folder": ({"TORCH_EXTENSIONS_DIR": folder}, folder, "TORCH_EXTENSIONS_DIR"),
     }[missing]
-    environment = {
-        "TORCH_EXTENSIONS_DIR": str(tmp_path),
-        "PYTHONWARNINGS": "always::UserWarning",
-        **environment,
-    }
-    done = run_python(*ATTEND_TWICE, **environment)
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path), **environment}
+    every_time = ("import warnings", "warnings.simplefilter('always', UserWarning)")
+    done = run_code(*every_time, *ATTEND_TWICE, **environment)
     assert float(done.stdout) == 16
     assert done.stderr.count("UserWarning") == 1
     said = done.stderr[done.stderr.index("UserWarning") :].splitlines()
@@ -79,9 +74,9 @@ def test_is_built_once(tmp_path, with_compiler):
         "    found = [pool.submit(extension.library) for _ in range(2)]",
         "assert None not in [future.result() for future in found]",
     )
-    run_python(*lines, **with_compiler, PATH=str(tools))
+    run_code(*lines, **with_compiler, PATH=str(tools))
     assert len(list(tmp_path.glob("*.so"))) == 1
-    run_python(*lines, **with_compiler | NO_COMPILER)
+    run_code(*lines, **with_compiler | NO_COMPILER)
 
 
 @pytest.fixture
@@ -107,11 +102,11 @@ def with_compiler(tmp_path):
 
 def assert_is_built_again(with_compiler):
     without_compiler = {**with_compiler, **NO_COMPILER}
-    done = run_python(*ATTEND_TWICE, **without_compiler)
+    done = run_code(*ATTEND_TWICE, **without_compiler)
     assert float(done.stdout) == 16
     assert "install g++" in done.stderr
-    again = run_python(*BUILD, **with_compiler).stdout
-    assert run_python(*BUILD, **without_compiler).stdout == again
+    again = run_code(*BUILD, **with_compiler).stdout
+    assert run_code(*BUILD, **without_compiler).stdout == again
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -147,20 +142,10 @@ def test_a_built_library_that_does_not_load(tmp_path):
     )
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
-    done = run_python(*ATTEND_TWICE, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path))
+    done = run_code(*ATTEND_TWICE, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert float(done.stdout) == 16
     assert "invalid ELF header" in done.stderr or "file too short" in done.stderr
     assert "name a compiler that suits PyTorch in the variable CXX" in done.stderr
-
-
-def run_python(*lines, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env={**os.environ, "PYTHONWARNINGS": "default", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
 
 
 def test_is_imported_under_a_fake_mode():
@@ -169,4 +154,4 @@ def test_is_imported_under_a_fake_mode():
         "from torch._subclasses import FakeTensorMode",
         "with FakeTensorMode(): import torchrec_jagged_attn",
     )
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", "\n".join(lines)], check=True)
+    run_code("import warnings", "warnings.simplefilter('error', UserWarning)", *lines)

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from serve_dlrm import (
 from torchrec.inference.modules import quantize_inference_model
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.processes import run_script
+
 logging.disable(logging.NOTSET)  # which the examples turn off
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,27 +40,20 @@ SHAPES = {  # candidates and history rows
 }
 
 
-pytestmark = pytest.mark.xdist_group("serve_dlrm")  # which is trained and compiled once
+ENVIRONMENT = os.environ | {
+    "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # in half the time
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short training on the CPU."""
     out = tmp_path_factory.mktemp("run")
-    command = [sys.executable, str(EXAMPLES / "train_dlrm.py"), f"--out={out}"]
-    paths = [str(EXAMPLES.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    subprocess.run(
-        [*command, "--pooling=attention", "--users=60", "--batch-size=256", "--epochs=1"],
-        env=os.environ
-        | {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(paths),
-        },
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    options = ["--pooling=attention", "--users=60", "--batch-size=256", "--epochs=1"]
+    done = run_script(EXAMPLES / "train_dlrm.py", f"--out={out}", *options, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
     return out / "attention"
 
 
@@ -122,22 +116,11 @@ packages_load = pytest.mark.skipif(
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The compiled model, and what the script prints."""
     package = tmp_path_factory.mktemp("package") / "scorer.pt2"
-    command = [sys.executable, str(EXAMPLES / "serve_dlrm.py"), f"--run={run}"]
-    process = subprocess.run(
-        [*command, f"--package={package}", "--times=3", "--top=4"],
-        env=os.environ
-        | {
-            "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # in half the time
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(EXAMPLES.parent),
-        },
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.stderr == ""
-    return package, process.stdout
+    options = [f"--run={run}", f"--package={package}", "--times=3", "--top=4"]
+    done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return package, done.stdout
 
 
 @packages_load

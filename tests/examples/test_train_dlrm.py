@@ -441,17 +441,13 @@ def results(out: Path) -> dict[str, dict]:
     return {result["pooling"]: result for result in json.loads((out / "results.json").read_text())}
 
 
-trained_once = pytest.mark.xdist_group("finished")  # by one worker
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """All poolings after two epochs."""
     out = tmp_path_factory.mktemp("finished")
-    return out, run_command(out, "--epochs=2")
+    return out, run(out, "--epochs=2")
 
 
-@trained_once
 def test_all_poolings_train_and_are_compared(finished):
     out, process = finished
     assert process.returncode == 0, process.stderr
@@ -473,7 +469,6 @@ def test_histories_may_attend_to_themselves_first(tmp_path):
     assert 0.5 < results(tmp_path)["attention"]["auc"] < 1
 
 
-@trained_once
 def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_path):
     process = run_command(tmp_path, "--epochs=1", "--workers=1", ranks=2)
     assert process.returncode == 0, process.stderr
@@ -489,7 +484,6 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
         np.testing.assert_allclose(result["losses"], one[pooling]["losses"], rtol=1e-4)
 
 
-@trained_once
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     with subprocess.Popen(
@@ -516,7 +510,6 @@ def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     assert resumed["auc"] == uninterrupted["auc"]
 
 
-@trained_once
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,8 +15,11 @@ from torchrec_jagged_attn import (
     jagged_jagged_bmm_jagged_out,
     jagged_target_attention,
 )
+from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.kernels.target import head_products
-from torchrec_jagged_attn.kernels.target.projections import parameter_gradients
+from torchrec_jagged_attn.kernels.target.projections import (
+    parameter_gradients,
+)
 from torchrec_jagged_attn.testing import offsets_of
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
@@ -56,7 +59,7 @@ def projections(offsets: torch.Tensor, num_rows: int) -> None:
     for dtype in DTYPES:
         rows = [draw(num_rows, 64, dtype=dtype).detach() for _ in range(5)]
         filled = torch.ones(num_rows, dtype=dtype, device="cuda")
-        absorbed = tuple(draw(num_rows, 2, width, dtype=dtype).detach() for width in (32, 64, 64))
+        heads = [draw(num_rows, 2, width, dtype=dtype).detach() for width in (32, 64, 64)]
         shapes = (64, 64), (64, 64), (2, 32, 64), (2, 32, 64), (192,), (64,)
         grads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
         w_k, w_v = (draw(2, 32, 64, dtype=dtype).detach() for _ in range(2))
@@ -65,7 +68,7 @@ def projections(offsets: torch.Tensor, num_rows: int) -> None:
         head_products.project(u, stats, w_v, b, w, b, dtype)
         _, grad_u = head_products.gradient_of_pooled(rows[1], w, w_v, dtype, dtype)
         head_products.gradient_of_targets(grad_u, w_k, w, dtype, dtype)
-        parameter_gradients(*rows, filled, absorbed, *grads)
+        parameter_gradients(ProjectionRows(*rows, filled, *heads), ProjectionGradients(*grads))
         tell("projections", dtype)
 
 

@@ -38,7 +38,7 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
     kernels,
 )
-from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
 
 pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="kernels are interpreted")
@@ -215,7 +215,7 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_compiles(name: str, arch: int) -> None:
     with ops_on(arch) as launches:
         for kernel, grid, arguments, constants in launches_of(name, launches):
-            compiled = kernel.warmup(*arguments, grid=grid, **constants)
+            compiled = kernel.warmup(*arguments, grid=grid, **as_constexprs(constants))
             assert compiled.metadata.shared <= SHARED_MEMORY[arch], label(kernel)
             if name in FITS and "hidden_rows" not in label(kernel):  # which rarely computes
                 assert stack_bytes(compiled) == 0, label(kernel)

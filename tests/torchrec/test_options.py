@@ -233,9 +233,6 @@ def train_with_options(device: torch.device) -> dict[str, Losses | str]:
     return results
 
 
-pytestmark = pytest.mark.xdist_group("options")  # which train once
-
-
 @pytest.fixture(
     scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], name="trained"
 )

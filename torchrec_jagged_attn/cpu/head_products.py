@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
+
 __all__ = [
     "absorb_queries",
     "gradient_of_pooled",
@@ -70,39 +72,24 @@ def gradient_of_targets(
     return grad_q, (grad_q @ w_q.to(dtype)).to(target_dtype)
 
 
-def parameter_gradients(
-    grad_q: Tensor,
-    target: Tensor,
-    grad_out: Tensor,
-    values: Tensor,
-    grad_values: Tensor,
-    filled: Tensor | None,
-    absorbed: tuple[Tensor, Tensor, Tensor] | None,
-    grad_w_q: Tensor,
-    grad_w_out: Tensor,
-    grad_w_k: Tensor,
-    grad_w_v: Tensor,
-    grad_b_in: Tensor | None,
-    grad_b_out: Tensor | None,
-) -> None:
+def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
     """Write gradients of weights and biases."""
-    dtype = grad_q.dtype
-    grad_w_q.copy_(grad_q.T @ target.to(dtype))
-    grad_w_out.copy_(grad_out.T @ values)
-    if absorbed is not None:
-        q, grad_u, pooled = absorbed
-        grad_values_by_head = grad_values.view_as(q)
-        grad_w_k.copy_(q.permute(1, 2, 0) @ grad_u.to(dtype).transpose(0, 1))
-        grad_w_v.copy_(grad_values_by_head.permute(1, 2, 0) @ pooled.to(dtype).transpose(0, 1))
+    dtype = rows.grad_q.dtype
+    grads.w_q.copy_(rows.grad_q.T @ rows.target.to(dtype))
+    grads.w_out.copy_(rows.grad_out.T @ rows.v)
+    grad_v = None if rows.q is None else rows.grad_v.view_as(rows.q)
+    of_history = (grads.w_k, rows.q, rows.grad_u), (grads.w_v, grad_v, rows.pooled)
+    for grad, x, y in of_history:
+        if grad is not None and x is not None and y is not None:
+            grad.copy_(x.permute(1, 2, 0) @ y.to(dtype).transpose(0, 1))
     # Sums, not products with ones: those add one row after the other on a CPU, and round as often.
-    if grad_b_in is not None:
-        grad_b_q, grad_b_k, grad_b_v = grad_b_in.chunk(3)
-        grad_b_q.copy_(grad_q.sum(0))
+    if grads.b_in is not None:
+        grad_b_q, grad_b_k, grad_b_v = grads.b_in.chunk(3)
+        grad_b_q.copy_(rows.grad_q.sum(0))
         grad_b_k.zero_()
-        of_filled = grad_values if filled is None else grad_values * filled.unsqueeze(1)
-        grad_b_v.copy_(of_filled.sum(0))
-    if grad_b_out is not None:
-        grad_b_out.copy_(grad_out.sum(0))
+        grad_b_v.copy_((rows.grad_v * rows.filled.unsqueeze(1)).sum(0))
+    if grads.b_out is not None:
+        grads.b_out.copy_(rows.grad_out.sum(0))
 
 
 def _multiply(x: Tensor, matrices: Tensor) -> Tensor:

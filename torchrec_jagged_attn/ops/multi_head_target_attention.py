@@ -50,6 +50,8 @@ from torchrec_jagged_attn.arguments import (
     MultiHeadArguments,
     MultiHeadGradients,
     MultiHeadOutputs,
+    ProjectionGradients,
+    ProjectionRows,
     TargetArguments,
     TargetOutputs,
 )
@@ -139,7 +141,9 @@ def _backward(
     w_q, w_k, w_v = _projections(weights, args.num_heads)
     grad_weights = [weight.new_empty(weight.shape) for weight in weights]
     grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, args.num_heads)
-    grad_history = grad_target = absorbed = None
+    grad_history = grad_target = None
+    absorbed: tuple[Tensor, ...] = ()
+    of_history = (None, None)
     if is_explicit(args):
         grad_values = grad_out @ args.out_weight.to(dtype)
         k, v, w_kv = _keys_and_values(args)
@@ -178,7 +182,7 @@ def _backward(
         grad_u = of_scores.query.view_as(u)
         target_dtype = target.dtype if needs.target else None
         grad_q, grad_target = products.gradient_of_targets(grad_u, w_k, w_q, dtype, target_dtype)
-        absorbed = q, grad_u, pooled
+        absorbed, of_history = (q, grad_u, pooled), (grad_w_k, grad_w_v)
 
     grad_out_weight = args.out_weight.new_empty(args.out_weight.shape)
     grad_bias = None if args.in_bias is None else torch.empty_like(args.in_bias)
@@ -186,9 +190,9 @@ def _backward(
     if needs_weights or needs.in_bias or needs.out_weight or needs.out_bias:
         write = parameter_gradients if _has_kernels(args) else cpu_products.parameter_gradients
         write(
-            grad_q, rows, grad_out, values, grad_values, filled if filled.numel() else None,
-            absorbed, grad_w_q, grad_out_weight, grad_w_k, grad_w_v, grad_bias, grad_out_bias,
-        )  # fmt: skip
+            ProjectionRows(grad_q, rows, grad_out, values, grad_values, filled, *absorbed),
+            ProjectionGradients(grad_w_q, grad_out_weight, *of_history, grad_bias, grad_out_bias),
+        )
     return MultiHeadGradients(
         target=None if grad_target is None else grad_target.view_as(target),
         history=grad_history,

@@ -31,41 +31,21 @@ def target_attention_oracle(
     prior_weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """``jagged_target_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
-
-    Rows of a prior weight of zero are taken out of the lists before.
+    """``jagged_target_attention``: flash attention with a query for each target, whose heads share
+    the rows of the history; give it fp64 tensors.
     """
-    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
-    if prior_weights is not None:
-        left = prior_weights > 0
-        logs = prior_weights[left].log().unsqueeze(1)
-        bias = logs if bias is None else bias[left] + logs
-        history, offsets = history[left], F.pad(left.cumsum(0), (1, 0))[offsets]
-    lengths = offsets.diff().tolist()
-    if query_offsets is not None:
-        queries = query.split(query_offsets.diff().tolist())  # [T_b, H, D] each
-    elif query.dim() == 3:
-        queries = query.unsqueeze(1).unbind()
-    else:
-        queries = query.expand(len(lengths), -1, -1, -1).unbind()
-    rows = history.split(lengths)
-    biases = [None] * len(lengths) if bias is None else bias.to(query.dtype).split(lengths)
-    outs = []
-    for q_THD, x_LD, bias_LH in zip(queries, rows, biases, strict=True):
-        if x_LD.shape[0] == 0 or q_THD.shape[0] == 0:
-            outs.append(q_THD * 0)
-            continue
-        q_HTD = q_THD.transpose(0, 1)
-        x_HLD = x_LD.expand(q_HTD.shape[0], -1, -1)
-        mask = None
-        if bias_LH is not None:
-            mask = bias_LH.T.unsqueeze(1).expand(q_HTD.shape[0], q_HTD.shape[1], -1)
-        out = F.scaled_dot_product_attention(q_HTD, x_HLD, x_HLD, mask, scale=scale)
-        outs.append(out.transpose(0, 1))
-    if query_offsets is not None:
-        return torch.cat(outs) if outs else query * 0
-    out = torch.stack(outs) if outs else query[:0] * 0
-    return out.squeeze(1) if query.dim() == 3 else out
+    shape = query.shape
+    if query_offsets is None:
+        shape = (offsets.numel() - 1, *query.shape[1:])
+        num_targets = 1 if query.dim() == 3 else query.shape[1]
+        query = query.expand(shape).reshape(-1, *query.shape[-2:])
+        query_offsets = torch.arange(shape[0] + 1, device=query.device) * num_targets
+    rows = history.unsqueeze(1)
+    out = flash_attention_oracle(
+        query, rows, rows, query_offsets, offsets, bias, position_bias, age_bias, timestamps,
+        prior_weights, scale=scale,
+    )  # fmt: skip
+    return out.view(shape)
 
 
 def target_attention_plain(

@@ -8,6 +8,7 @@ import torch
 from triton import knobs
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import constexpr
 
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
@@ -130,6 +131,28 @@ def test_descriptors_are_alike_where_their_dtypes_and_boxes_are(launched):
 class Record(NamedTuple):
     x: torch.Tensor | None
     y: torch.Tensor | int | None
+
+
+def test_fields_of_records_are_constants(launched):
+    launcher, calls, arguments = launched
+    constants = CONSTANTS | {"H": Record(None, 3)}
+    launcher((3,), arguments, constants)
+    fields = calls.pop()[3]["H"]
+    assert fields.x.value is None
+    assert isinstance(fields.y, constexpr)
+    assert fields.y.value == 3
+    launcher((3,), arguments, CONSTANTS | {"H": Record(None, 3)})
+    assert calls.pop()[0] == "launched"
+    launcher((3,), arguments, CONSTANTS | {"H": Record(None, 4)})
+    assert calls.pop()[0] == "compiled"
+
+
+def test_device_is_that_of_the_first_tensor(launched):
+    launcher, calls, arguments = launched
+    for _ in range(2):
+        launcher((3,), (Record(arguments[0], None), *arguments[1:]), CONSTANTS)
+    assert [call[0] for call in calls] == ["compiled", "launched"]
+    assert calls[1][1][3] == "stream of -1"
 
 
 def test_records_are_alike_where_their_fields_are(launched):

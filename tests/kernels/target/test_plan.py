@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.target.plan import DENSE, JAGGED, PATHS, SHARED, Plan, Problem
+from torchrec_jagged_attn.kernels.target.plan import DENSE, JAGGED, PATHS, SHARED, Call, Plan
 from torchrec_jagged_attn.paths import choose, table
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
 DEVICE = torch.device("cuda")
-PLAIN = Problem(
+PLAIN = Call(
     device=DEVICE,
     backward=False,
     layout=DENSE,

@@ -1,15 +1,19 @@
-"""Gradients of the projections of target attention, on every device."""
+"""Gradients of the projections of target attention, and the bias of values, on every device."""
 
 import pytest
 import torch
 
 from tests.conftest import skip_unless_supported
+from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.cpu import head_products
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.kernels.target.projections import ROWS, parameter_gradients
+from torchrec_jagged_attn.kernels.target.projections import (
+    ROWS,
+    parameter_gradients,
+)
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
-# Those of a tile and of a part, and one more or less; and some that many parts are needed for.
+# Those of a tile and of a split, and one more or less; and some that many splits are needed for.
 NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]
 
 
@@ -17,7 +21,7 @@ def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), t
     """All rows that gradients are sums over: what is added up does not cancel."""
     generator = torch.Generator().manual_seed(0)
     x, y = widths
-    rows = ["grad_q", "target", "grad_out", "values", "grad_values"]
+    rows = ["grad_q", "target", "grad_out", "v", "grad_v"]
     shapes = dict.fromkeys(rows, (heads * x,)) | {
         "target": (heads * x if target_dim is None else target_dim,),
         "filled": (),
@@ -35,43 +39,39 @@ def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), t
 
 def gradients_of(inputs, absorbed=True, biased=True):
     """What is written, where NaN was."""
-    rows = dict(inputs)
-    heads_and_rows = [rows.pop(name) for name in ("q", "grad_u", "pooled")]
-    heads, x = heads_and_rows[0].shape[1:]
-    width, y = heads * x, heads_and_rows[1].shape[2]
-    new = rows["target"].new_full
-    weights = [new((width, rows[name].shape[1]), torch.nan) for name in ("target", "values")]
-    of_history = new((2, heads, x, y), torch.nan)
-    biases = [new((3 * width,), torch.nan), new((width,), torch.nan)]
-    device, dtype = rows["grad_q"].device, rows["grad_q"].dtype
-    has_kernels = implementation(device)[0] != "reference" and dtype in supported_dtypes(device)
-    write = parameter_gradients if has_kernels else head_products.parameter_gradients
-    write(
-        *rows.values(),
-        tuple(heads_and_rows) if absorbed else None,
-        *weights,
-        *of_history,
-        *(biases if biased else (None, None)),
-    )
+    (heads, x), y = inputs["q"].shape[1:], inputs["pooled"].shape[2]
+    width, new = heads * x, inputs["target"].new_full
+    rows = ProjectionRows(**inputs)
     if not absorbed:
-        assert of_history.isnan().all()
-    return weights + [*of_history] * absorbed + biases * biased
+        rows = rows._replace(q=None, grad_u=None, pooled=None)
+    grads = ProjectionGradients(
+        w_q=new((width, inputs["target"].shape[1]), torch.nan),
+        w_out=new((width, width), torch.nan),
+        w_k=new((heads, x, y), torch.nan) if absorbed else None,
+        w_v=new((heads, x, y), torch.nan) if absorbed else None,
+        b_in=new((3 * width,), torch.nan) if biased else None,
+        b_out=new((width,), torch.nan) if biased else None,
+    )
+    device, dtype = rows.grad_q.device, rows.grad_q.dtype
+    has_kernels = implementation(device)[0] != "reference" and dtype in supported_dtypes(device)
+    (parameter_gradients if has_kernels else head_products.parameter_gradients)(rows, grads)
+    return [grad for grad in grads if grad is not None]
 
 
 def expected_of(inputs, absorbed=True, biased=True):
     """The same, by sums of products."""
     weights = [
         inputs["grad_q"].T @ inputs["target"],
-        inputs["grad_out"].T @ inputs["values"],
+        inputs["grad_out"].T @ inputs["v"],
     ]
     if absorbed:
         q, grad_u, pooled = (inputs[name].transpose(0, 1) for name in ("q", "grad_u", "pooled"))
-        grad_values = inputs["grad_values"].reshape(inputs["q"].shape).transpose(0, 1)
+        grad_values = inputs["grad_v"].reshape(inputs["q"].shape).transpose(0, 1)
         weights += [q.mT @ grad_u, grad_values.mT @ pooled]
     sums = []
     if biased:
         grad_b_q = inputs["grad_q"].sum(0)
-        grad_b_v = (inputs["grad_values"] * inputs["filled"].unsqueeze(1)).sum(0)
+        grad_b_v = (inputs["grad_v"] * inputs["filled"].unsqueeze(1)).sum(0)
         sums = [
             torch.cat([grad_b_q, torch.zeros_like(grad_b_q), grad_b_v]),
             inputs["grad_out"].sum(0),

@@ -39,8 +39,10 @@ def find_sample(
 def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     """The sample that owns ``tile``, that sample's rows, and the tile's first row in it.
 
-    A device-side ``JaggedLayout.tiles``: sample ``b`` owns the tiles from ``offsets[b] // BLOCK +
-    b``. A row that ``offsets`` (``[B + 1]``) count stands for ``SCALE``.
+    No tile of BLOCK rows has rows of two samples. Sample ``b`` owns the tiles from
+    ``offsets[b] // BLOCK + b`` on: a number known without a prefix sum. All samples together have
+    ``N // BLOCK + B`` tiles, of which at most ``B`` are idle. A row that ``offsets`` (``[B + 1]``)
+    count stands for SCALE rows.
 
     Returns ``(sample, begin, end, start)``; the tile is idle where ``begin + start >= end``.
     """

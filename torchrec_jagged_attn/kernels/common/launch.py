@@ -1,30 +1,30 @@
-"""Launching a Triton kernel at little cost to the host."""
+"""Launches of Triton kernels that take little host time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from itertools import repeat
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.knobs import runtime
+from triton.language import constexpr
 from triton.runtime import driver
 
-__all__ = ["Launcher", "overlap_options"]
+__all__ = ["Launcher", "as_constexprs", "overlap_options"]
 
 
 class Launcher:
-    """Launches ``kernel`` by the compiled kernel that served the last call like this one.
+    """Launches ``kernel``, and looks up what was compiled for a call of the same kind.
 
     ``kernel[grid](…)`` inspects and hashes every argument at every launch, in as much detail as any
-    kernel may need, and has a record for hooks, also where there are none. Here a call is like
-    another where its device, its compile-time constants and the traits of its arguments that Triton
-    compiles for are the same.
+    kernel may need, and makes a record for hooks, also where there are none. Here two calls are of
+    the same kind if they have the same device, the same compile-time constants, and arguments with
+    the same traits that Triton compiles for.
 
     Args:
-        kernel: a function decorated with ``triton.jit``, whose compile-time constants come last and
-            whose first argument is a tensor.
+        kernel: a function decorated with ``triton.jit``, which specializes all records. Its first
+            argument is a tensor, or a record that begins with one; compile-time constants are last.
     """
 
     # What launches in place of all launchers: it is given the launcher, and what that was.
@@ -43,14 +43,14 @@ class Launcher:
         """Launch ``grid`` programs on the current stream.
 
         Args:
-            grid: programs along up to three axes.
-            arguments: all but the compile-time constants, in their order.
-            constants: those, and Triton's options such as ``num_warps``.
+            grid: number of programs along each of up to three axes.
+            arguments: all but the compile-time constants, in the kernel's order.
+            constants: the compile-time constants, and Triton's options such as ``num_warps``.
         """
-        if Launcher.observer is not None:
-            Launcher.observer(self, grid, arguments, constants)
-        else:
+        if Launcher.observer is None:
             self.launch(grid, arguments, constants)
+        else:
+            Launcher.observer(self, grid, arguments, constants)
 
     def launch(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
@@ -59,11 +59,12 @@ class Launcher:
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
             return None
-        device = arguments[0].get_device()
-        key = (device, *constants.values(), *self.traits(arguments))
+        first = arguments[0]
+        device = (first[0] if isinstance(first, tuple) else first).get_device()
+        key = (device, *constants.values(), *_traits(arguments, self.specialized))
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.kernel[grid](*arguments, **constants)
+            compiled = self.kernel[grid](*arguments, **as_constexprs(constants))
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
             return compiled
         compiled, of_kernel = found
@@ -76,37 +77,43 @@ class Launcher:
             compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
         return compiled
 
-    def traits(self, arguments: tuple[Any, ...]) -> list[Hashable]:
-        """What Triton compiles for, of ``arguments``."""
-        return _traits(arguments, self.specialized)
 
+def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
+    """What Triton compiles for.
 
-def _traits(arguments: tuple[Any, ...], specialized: Iterable[bool]) -> list[Hashable]:
-    """What Triton compiles for: dtype and alignment of tensors, width of integers, if they are 1 or
-    divisible by 16 where they are ``specialized``, and what is ``None``. The same of the fields
-    of records, whose integers Triton always specializes; of descriptors, dtype and box. Floats are
-    always of one kind where they stand.
+    Of a tensor, its dtype and alignment; of an integer, whether it needs 64 bits and, if it is
+    ``specialized``, whether it is 1 or divisible by 16; of a descriptor, its dtype and box; which
+    arguments are ``None``. The same of each field of a record. Floats all have one type.
     """
     traits: list[Hashable] = []
     for argument, is_specialized in zip(arguments, specialized, strict=False):
-        if argument is None:
-            traits.append(None)
-        elif isinstance(argument, int):
-            wide = argument >= 2**31
-            traits.append((wide, argument == 1, argument % 16 == 0) if is_specialized else wide)
-        elif isinstance(argument, tuple):
-            traits += _traits(argument, repeat(True))
-        elif isinstance(argument, Tensor):  # late: that takes long of what is none
-            aligned = argument.data_ptr() % 16 == 0
-            traits.append(argument.dtype if aligned else (argument.dtype, "unaligned"))
-        elif isinstance(argument, TensorDescriptor):
-            traits += argument.base.dtype, tuple(argument.block_shape)
+        for x in argument if isinstance(argument, tuple) else (argument,):
+            if x is None:
+                traits.append(None)
+            elif isinstance(x, int):
+                wide = x >= 2**31
+                traits.append((wide, x == 1, x % 16 == 0) if is_specialized else wide)
+            elif isinstance(x, Tensor):  # after the others, as this check is slow for them
+                traits.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "unaligned"))
+            elif isinstance(x, TensorDescriptor):
+                traits += x.base.dtype, tuple(x.block_shape)
     return traits
 
 
-def overlap_options(overlap: bool) -> dict[str, bool]:
-    """What a kernel is launched with that may begin before the last one ends, if that is so.
+def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
+    """``constants`` as a kernel is compiled for them: each field of a record is a constant, too.
 
-    It waits for that one itself (``griddepcontrol.wait``), and is given OVERLAP to know.
+    Otherwise Triton takes the fields for plain numbers, which not all of its functions accept.
+    """
+    return {
+        name: type(value)(*map(constexpr, value)) if hasattr(value, "_fields") else value
+        for name, value in constants.items()
+    }
+
+
+def overlap_options(overlap: bool) -> dict[str, bool]:
+    """Constants and options of a kernel that, if ``overlap``, begins before the last one has ended.
+
+    OVERLAP tells the kernel, which then waits for the last one itself (``griddepcontrol.wait``).
     """
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}

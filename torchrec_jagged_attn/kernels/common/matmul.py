@@ -56,8 +56,8 @@ def tile_of(
     num_j,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    INDEX: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+    INDEX: tl.constexpr = tl.int32,
 ):
     """A tile of ``[num_i, num_j]``, or of what is its transpose where that is TRANSPOSED.
 
@@ -85,8 +85,8 @@ def load_tile(
     num_j,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    INDEX: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+    INDEX: tl.constexpr = tl.int32,
 ):
     """The elements of a :func:`tile_of`; 0 where there are none."""
     origin, at, mask = tile_of(i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX)

@@ -116,9 +116,12 @@ def read(ring, n):
 
 
 @gluon.jit
-def copy_in(desc, end, remaining, head, barrier, tile):
-    """Begin to copy the box whose first row is ``remaining`` rows before ``end`` into ``tile``."""
-    tma.async_copy_global_to_shared(desc, [END, end, END - remaining, head, 0], barrier, tile)
+def copy_in(desc, end, remaining, head, barrier, tile, pred=True):
+    """Begin to copy the box whose first row is ``remaining`` rows before ``end`` into ``tile``, if
+    ``pred``.
+    """
+    place = [END, end, END - remaining, head, 0]
+    tma.async_copy_global_to_shared(desc, place, barrier, tile, pred)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ Every element is a sum over D in one order, whichever product it is taken from.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -94,6 +95,20 @@ SHIFT = gl.constexpr("""{
 OPERANDS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 12)
 
 
+class Rings(NamedTuple):
+    """Rings of tiles that are read.
+
+    Attributes:
+        ends: the first and the last eight rows of y, two tiles of each sample.
+        places: where each tile of x lies, see ``next_tile``.
+    """
+
+    x: Any
+    y: Any
+    ends: Any
+    places: Any
+
+
 @gluon.jit
 def shift_columns(tile, count):
     """Move the elements of each row to the right by ``count`` (0 to 7, ``[rows, columns]``).
@@ -115,21 +130,13 @@ def _num_tiles(num_n, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _load(
-    x_desc,
-    y_desc,
-    ends_desc,
-    xs,
-    ys,
-    ends,
-    places,
-    tiles_ptr,
-    x_offsets_ptr,
-    pair_offsets_ptr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    x_desc, y_desc, ends_desc, rings, tiles_ptr, x_offsets_ptr, pair_offsets_ptr,
     OVERLAP: gl.constexpr,
-):
+):  # fmt: skip
     """What one warp does: take tiles from the list, and bring in their rows."""
+    xs, ys, ends = rings.x, rings.y, rings.ends
+    STAGES: gl.constexpr = xs.full.shape[0]
+    BLOCK_N: gl.constexpr = ys.tiles.shape[3]
     if OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32)
@@ -150,7 +157,7 @@ def _load(
         low = first - high * LOW
         y_end = base + num_n
         wait_empty(xs, turn)
-        tell(places, turn, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
+        tell(rings.places, turn, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
         fill(xs, turn, x_desc, row.to(gl.int32) + count, count, 0)
         wait_empty(ends, 2 * turn)
         fill(ends, 2 * turn, ends_desc, y_end, num_n, 0)
@@ -162,7 +169,7 @@ def _load(
             fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0)
             n += 1
     wait_empty(xs, turn)
-    tell(places, turn, (work, work, work, -1), STAGES)
+    tell(rings.places, turn, (work, work, work, -1), STAGES)
     give(xs, turn)
 
 
@@ -221,23 +228,17 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
 
 
 @gluon.jit
-def _multiply(
-    out_ptr,
-    xs,
-    ys,
-    ends,
-    places,
-    BLOCK_N: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+def _multiply(out_ptr, rings, GROUP: gl.constexpr):
     """What four warps do: products of their half of each tile's rows."""
+    xs, ys, ends = rings.x, rings.y, rings.ends
+    BLOCK_N: gl.constexpr = ys.tiles.shape[3]
     vectors: gl.constexpr = _vectors_layout(BLOCK_N)
     skipped: gl.constexpr = GROUP * GROUP_ROWS
     c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, vectors))
     nothing = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.int32, vectors)
     turn = gl.program_id(0) * 0
     n = turn
-    count, num_n, low, high = next_tile(places, xs, turn)
+    count, num_n, low, high = next_tile(rings.places, xs, turn)
     while high >= 0:
         num_tiles = _num_tiles(num_n, BLOCK_N)
         if count <= skipped:
@@ -266,7 +267,7 @@ def _multiply(
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
                 gl.store(ptrs, out, mask=inside & whole & new)
         turn += 1
-        count, num_n, low, high = next_tile(places, xs, turn)
+        count, num_n, low, high = next_tile(rings.places, xs, turn)
 
 
 @gluon.jit
@@ -287,7 +288,6 @@ def pairs_kernel(
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     x_offsets_ptr,  # [B + 1]
     pair_offsets_ptr,  # [B + 1] int64
-    BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     STAGES_Y: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -299,13 +299,14 @@ def pairs_kernel(
     places = gl.allocate_shared_memory(
         gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
+    rings = Rings(xs, ys, ends, places)
     gl.warp_specialize(
         [
-            (_multiply, (out_ptr, xs, ys, ends, places, BLOCK_N, 0)),
-            (_multiply, (out_ptr, xs, ys, ends, places, BLOCK_N, 1)),
+            (_multiply, (out_ptr, rings, 0)),
+            (_multiply, (out_ptr, rings, 1)),
             (_load, (
-                x_desc, y_desc, ends_desc, xs, ys, ends, places, tiles_ptr, x_offsets_ptr,
-                pair_offsets_ptr, BLOCK_N, STAGES, OVERLAP,
+                x_desc, y_desc, ends_desc, rings, tiles_ptr, x_offsets_ptr, pair_offsets_ptr,
+                OVERLAP,
             )),
         ],
         [4, 1],
@@ -341,7 +342,6 @@ def pair_bmm(
 def _pair_constants(overlap: bool) -> dict:
     """Compile-time arguments of ``pairs_kernel``."""
     return {
-        "BLOCK_N": BLOCK_N,
         "STAGES": STAGES,
         "STAGES_Y": STAGES_Y,
         "num_warps": 4,

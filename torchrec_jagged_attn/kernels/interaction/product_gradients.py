@@ -3,8 +3,9 @@
     of x · y_b,  with dout [N, T]      dx = dout · y_bᵀ      dy_b = xᵀ · dout
     of xᵀ · y,   with dout [B, D, T]   dx = y · dout_bᵀ      dy = x · dout_b
 
-Rows of x are read once, and those of dx written once: that is most of the bytes, as long as T is
-small. Where T takes several tiles, each gradient is a product of its own.
+The kernels read the rows of x once and write those of dx once. As T is small, these are most of
+the bytes: 2·N·D·e, with e bytes an element, and 4·N·D·T FLOPs. Where T takes several tiles, each
+gradient is a product of its own (``products.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from torchrec_jagged_attn.kernels.interaction.products import jagged_dense_bmm, 
 
 __all__ = ["jagged_dense_bmm_backward", "jagged_jagged_bmm_backward"]
 
-# The largest T of one tile.
-WIDEST = 64
+WIDEST = 64  # the largest T that one tile holds
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -66,18 +66,16 @@ def _dense_kernel(
     d = (program % TILES).to(tl.int32) * BLOCK_D
     rows = (end - begin).to(tl.int32)
     of_y = sample * (D * T)
-    y = load_tile(y_ptr + of_y, 0, d, T, D, BLOCK_T, BLOCK_D, True, tl.int32)
+    y = load_tile(y_ptr + of_y, 0, d, T, D, BLOCK_T, BLOCK_D, True)
     acc = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
     for r in tl.range(0, rows, BLOCK_R, num_stages=NUM_STAGES):
-        grad_out = load_tile(
-            grad_out_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T, False, tl.int32
-        )
-        x = load_tile(x_ptr + begin * D, d, r, D, rows, BLOCK_D, BLOCK_R, True, tl.int32)
+        grad_out = load_tile(grad_out_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
+        x = load_tile(x_ptr + begin * D, d, r, D, rows, BLOCK_D, BLOCK_R, True)
         acc = multiply(x, grad_out, acc, PRECISION)
         grad_x = multiply(grad_out, y, tl.zeros([BLOCK_R, BLOCK_D], tl.float32), PRECISION)
-        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D, False, tl.int32)
+        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D)
         tl.store(grad_x_ptr + begin * D + origin + at, grad_x, mask=mask)
-    origin, at, mask = tile_of(d, 0, D, T, BLOCK_D, BLOCK_T, False, tl.int32)
+    origin, at, mask = tile_of(d, 0, D, T, BLOCK_D, BLOCK_T)
     if slot >= 0:
         tl.store(sums_ptr + slot * (D * T) + origin + at, acc, mask=mask)
     else:
@@ -109,17 +107,17 @@ def _jagged_kernel(
     rows = (end - begin).to(tl.int32)
     r = start.to(tl.int32)
     of_sample = grad_out_ptr + sample * (D * T)
-    y = load_tile(y_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T, False, tl.int32)
+    y = load_tile(y_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
     acc = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
-        x = load_tile(x_ptr + begin * D, r, d, rows, D, BLOCK_R, BLOCK_D, False, tl.int32)
-        grad_out = load_tile(of_sample, d, 0, D, T, BLOCK_D, BLOCK_T, False, tl.int32)
+        x = load_tile(x_ptr + begin * D, r, d, rows, D, BLOCK_R, BLOCK_D)
+        grad_out = load_tile(of_sample, d, 0, D, T, BLOCK_D, BLOCK_T)
         acc = multiply(x, grad_out, acc, PRECISION)
         grad_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         grad_x = multiply(y, tl.trans(grad_out), grad_x, PRECISION)
-        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D, False, tl.int32)
+        origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D)
         tl.store(grad_x_ptr + begin * D + origin + at, grad_x, mask=mask)
-    origin, at, mask = tile_of(r, 0, rows, T, BLOCK_R, BLOCK_T, False, tl.int32)
+    origin, at, mask = tile_of(r, 0, rows, T, BLOCK_R, BLOCK_T)
     tl.store(grad_y_ptr + begin * T + origin + at, acc, mask=mask)
 
 
@@ -130,7 +128,7 @@ _jagged = Launcher(_jagged_kernel)
 def jagged_dense_bmm_backward(
     grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x [N, D] × y [B, D, T] → [N, T]``."""
+    """``dx [N, D]`` and ``dy [B, D, T]`` of ``x [N, D] × y [B, D, T] → [N, T]``."""
     (num_rows, depth), width, num_samples = x.shape, y.shape[2], offsets.numel() - 1
     if width > WIDEST or x.numel() == 0 or width == 0:
         return jagged_dense_bmm(grad_out, y.mT, offsets), jagged_jagged_bmm(x, grad_out, offsets)
@@ -155,7 +153,7 @@ def jagged_dense_bmm_backward(
 def jagged_jagged_bmm_backward(
     grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x [N, D] × y [N, T] → [B, D, T]``."""
+    """``dx [N, D]`` and ``dy [N, T]`` of ``x [N, D] × y [N, T] → [B, D, T]``."""
     (num_rows, depth), width, num_samples = x.shape, y.shape[1], offsets.numel() - 1
     if width > WIDEST or x.numel() == 0 or width == 0:
         grad_x = jagged_dense_bmm(y, grad_out.mT, offsets)
@@ -175,7 +173,7 @@ def jagged_jagged_bmm_backward(
 def _dense_constants(
     dtype: torch.dtype, precision: str, depth: int, width: int, overlap: bool
 ) -> dict:
-    """Compile-time arguments of ``_dense_kernel``. See ``_sums_constants`` for CHUNK."""
+    """Compile-time arguments of ``_dense_kernel``; its CHUNK is that of ``_sums_constants``."""
     constants = _constants(dtype, precision, depth, width)
     return {
         **constants,
@@ -188,8 +186,9 @@ def _dense_constants(
 
 @functools.cache
 def _constants(dtype: torch.dtype, precision: str, depth: int, width: int) -> dict:
-    """Compile-time arguments of ``_jagged_kernel``. The fewer warps there are to multiply fp32, the
-    less often do they take the narrow operand apart.
+    """Compile-time arguments of ``_jagged_kernel``.
+
+    Products of fp32 have few warps, since each warp takes the whole narrow operand apart.
     """
     half, block_t = dtype.itemsize == 2, padded_width(width)
     return {

@@ -10,6 +10,7 @@ On Hopper pairs of rows in half precision have a kernel of their own (``hopper_p
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +40,40 @@ __all__ = [
 ]
 
 
+class Constants(NamedTuple):
+    """What a kernel is compiled for. M, N and K are 0 where they are jagged."""
+
+    N: int
+    K: int
+    PRECISION: str  # of products, see ``matmul.product_precision``
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    TILES_N: int  # of N; 1 where that is jagged
+    M: int = 0
+    TRANS_A: bool = False
+    TRANS_B: bool = False
+    NUM_STAGES: int = 3
+    AHEAD: bool = False  # whether a's next tile is loaded before the product of the last
+    FLATTEN: bool = False  # whether the loops over N and K are one
+    INDEX: tl.dtype = tl.int32  # of elements within a tile
+    CHUNK: int = 0  # rows of K after which a sum is cut
+    OVERLAP: bool = False  # whether launches overlap
+
+
+class Offsets(NamedTuple):
+    """``[B + 1]`` offsets of samples along each axis that is jagged, else ``None``.
+
+    Attributes:
+        pairs: of pairs of M and N, or of M and K, where both are jagged.
+    """
+
+    m: Any
+    n: Any
+    k: Any
+    pairs: Any
+
+
 @triton.jit
 def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
     """Where a sample begins along an axis, and its size there: SIZE, where there are no offsets."""
@@ -52,38 +87,20 @@ def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    a_ptr,
-    b_ptr,
-    m_begin,
-    n_begin,
-    num_m,
-    num_n,
-    num_k,
-    TRANS_A: tl.constexpr,
-    TRANS_B: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """A tile of a sample's product, in fp32.
-
-    AHEAD loads a's next tile before the product of the last.
-    """
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if AHEAD:
-        ahead = load_tile(a_ptr, m_begin, 0, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
-    for k in tl.range(0, num_k, BLOCK_K, num_stages=NUM_STAGES):
-        next_k = k + BLOCK_K if AHEAD else k
-        a = load_tile(a_ptr, m_begin, next_k, num_m, num_k, BLOCK_M, BLOCK_K, TRANS_A, INDEX)
-        if AHEAD:
+def _multiply(a_ptr, b_ptr, m_begin, n_begin, num_m, num_n, num_k, C: tl.constexpr):
+    """A tile of a sample's product, in fp32."""
+    acc = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    if C.AHEAD:
+        ahead = load_tile(a_ptr, m_begin, 0, num_m, num_k, C.BLOCK_M, C.BLOCK_K, C.TRANS_A, C.INDEX)
+    for k in tl.range(0, num_k, C.BLOCK_K, num_stages=C.NUM_STAGES):
+        next_k = k + C.BLOCK_K if C.AHEAD else k
+        a = load_tile(
+            a_ptr, m_begin, next_k, num_m, num_k, C.BLOCK_M, C.BLOCK_K, C.TRANS_A, C.INDEX
+        )
+        if C.AHEAD:
             a, ahead = ahead, a
-        b = load_tile(b_ptr, k, n_begin, num_k, num_n, BLOCK_K, BLOCK_N, TRANS_B, INDEX)
-        acc = multiply(a, b, acc, PRECISION)
+        b = load_tile(b_ptr, k, n_begin, num_k, num_n, C.BLOCK_K, C.BLOCK_N, C.TRANS_B, C.INDEX)
+        acc = multiply(a, b, acc, C.PRECISION)
     return acc
 
 
@@ -92,51 +109,35 @@ def _rows_kernel(
     a_ptr,  # [ΣM, K], or pairs of M and K; TRANS_A: of K and M
     b_ptr,  # [B, K, N] or [ΣK, N]; TRANS_B: [B, N, K] or [ΣN, K]
     out_ptr,  # [ΣM, N], or pairs of M and N
-    m_offsets_ptr,  # [B + 1]
-    n_offsets_ptr,  # [B + 1], where N is jagged
-    k_offsets_ptr,  # [B + 1], where K is jagged
-    pair_offsets_ptr,  # [B + 1], where N or K is jagged
+    offsets,  # Offsets
     num_samples,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TRANS_A: tl.constexpr,
-    TRANS_B: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TILES_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    AHEAD: tl.constexpr,
-    INDEX: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
     """One tile of M by every TILES_N-th of N, where M is jagged."""
     program = tl.program_id(0).to(tl.int64)
     sample, m_begin, m_end, start = find_tile(
-        m_offsets_ptr, num_samples, program // TILES_N, 1, BLOCK_M
+        offsets.m, num_samples, program // C.TILES_N, 1, C.BLOCK_M
     )
     if start >= m_end - m_begin:
         return
     num_m = (m_end - m_begin).to(tl.int32)
-    n_begin, num_n = _extent(n_offsets_ptr, sample, N)
-    k_begin, num_k = _extent(k_offsets_ptr, sample, K)
+    n_begin, num_n = _extent(offsets.n, sample, C.N)
+    k_begin, num_k = _extent(offsets.k, sample, C.K)
     a_first = m_begin * num_k
     out_first = m_begin * num_n
-    b_first = n_begin * num_k if TRANS_B else k_begin * num_n
-    if k_offsets_ptr is not None:
-        a_first = tl.load(pair_offsets_ptr + sample)
-    if n_offsets_ptr is not None:
-        out_first = tl.load(pair_offsets_ptr + sample)
+    b_first = n_begin * num_k if C.TRANS_B else k_begin * num_n
+    if offsets.k is not None:
+        a_first = tl.load(offsets.pairs + sample)
+    if offsets.n is not None:
+        out_first = tl.load(offsets.pairs + sample)
 
     m_tile = start.to(tl.int32)
-    n_tile = (program % TILES_N).to(tl.int32)
-    for n_start in tl.range(n_tile * BLOCK_N, num_n, TILES_N * BLOCK_N, flatten=FLATTEN):
-        out = _multiply(
-            a_ptr + a_first, b_ptr + b_first, m_tile, n_start, num_m, num_n, num_k,
-            TRANS_A, TRANS_B, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, AHEAD, INDEX,
-        )  # fmt: skip
-        origin, at, mask = tile_of(m_tile, n_start, num_m, num_n, BLOCK_M, BLOCK_N, False, INDEX)
+    n_tile = (program % C.TILES_N).to(tl.int32)
+    for n_start in tl.range(n_tile * C.BLOCK_N, num_n, C.TILES_N * C.BLOCK_N, flatten=C.FLATTEN):
+        out = _multiply(a_ptr + a_first, b_ptr + b_first, m_tile, n_start, num_m, num_n, num_k, C)
+        origin, at, mask = tile_of(
+            m_tile, n_start, num_m, num_n, C.BLOCK_M, C.BLOCK_N, False, C.INDEX
+        )
         tl.store(out_ptr + out_first + origin + at, out, mask=mask)
 
 
@@ -148,37 +149,28 @@ def _sums_kernel(
     sums_ptr,  # [slots, M, N] fp32
     k_offsets_ptr,  # [B + 1]
     num_samples,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
     """One tile of M and N over one chunk of a sample's K, which alone is jagged."""
-    if OVERLAP:
+    if C.OVERLAP:
         cuda.gdc_launch_dependents()
-    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * TILES_N
+    TILES: tl.constexpr = (C.M + C.BLOCK_M - 1) // C.BLOCK_M * C.TILES_N
     program = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, slot = find_chunk(k_offsets_ptr, num_samples, program // TILES, CHUNK)
+    busy, sample, begin, end, slot = find_chunk(
+        k_offsets_ptr, num_samples, program // TILES, C.CHUNK
+    )
     if not busy:
         return
     tile = (program % TILES).to(tl.int32)
-    m_begin = tile // TILES_N * BLOCK_M
-    n_begin = tile % TILES_N * BLOCK_N
-    acc = _multiply(
-        a_ptr + begin * M, b_ptr + begin * N, m_begin, n_begin, M, N, (end - begin).to(tl.int32),
-        True, False, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, False, tl.int32,
-    )  # fmt: skip
-    origin, at, mask = tile_of(m_begin, n_begin, M, N, BLOCK_M, BLOCK_N, False, tl.int32)
+    m_begin = tile // C.TILES_N * C.BLOCK_M
+    n_begin = tile % C.TILES_N * C.BLOCK_N
+    num_k = (end - begin).to(tl.int32)
+    acc = _multiply(a_ptr + begin * C.M, b_ptr + begin * C.N, m_begin, n_begin, C.M, C.N, num_k, C)
+    origin, at, mask = tile_of(m_begin, n_begin, C.M, C.N, C.BLOCK_M, C.BLOCK_N)
     if slot >= 0:
-        tl.store(sums_ptr + slot * (M * N) + origin + at, acc, mask=mask)
+        tl.store(sums_ptr + slot * (C.M * C.N) + origin + at, acc, mask=mask)
     else:
-        tl.store(out_ptr + sample * (M * N) + origin + at, acc, mask=mask)
+        tl.store(out_ptr + sample * (C.M * C.N) + origin + at, acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -295,14 +287,12 @@ def _launch_rows(
     constants = _rows_constants(
         a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, span < 2**31
     )
-    num_tiles = num_rows // constants["BLOCK_M"] + num_samples
-    offsets = [
-        None if x is None else x.contiguous()
-        for x in (m_offsets, n_offsets, k_offsets, pair_offsets)
-    ]
+    num_tiles = num_rows // constants["C"].BLOCK_M + num_samples
+    all_offsets = (m_offsets, n_offsets, k_offsets, pair_offsets)
+    offsets = Offsets(*(None if x is None else x.contiguous() for x in all_offsets))
     _rows(
-        (num_tiles * constants["TILES_N"],),
-        (a.contiguous(), b.contiguous(), out, *offsets, num_samples),
+        (num_tiles * constants["C"].TILES_N,),
+        (a.contiguous(), b.contiguous(), out, offsets, num_samples),
         constants,
     )
 
@@ -316,17 +306,17 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     constants = _sums_constants(
         product_precision(x.dtype), m, n, devices.launches_overlap(x.device)
     )
-    chunk = constants["CHUNK"]
-    num_slots = num_rows // chunk
+    tiles = constants["C"]
+    num_slots = num_rows // tiles.CHUNK
     sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
     offsets = offsets.contiguous()
-    num_tiles = -(-m // constants["BLOCK_M"]) * -(-n // constants["BLOCK_N"])
+    num_tiles = -(-m // tiles.BLOCK_M) * tiles.TILES_N
     _sums(
         ((num_slots + num_samples) * num_tiles,),
         (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
         constants,
     )
-    add_chunks(sums, out, offsets, m * n, chunk)
+    add_chunks(sums, out, offsets, m * n, tiles.CHUNK)
     return out
 
 
@@ -339,36 +329,31 @@ def _rows_constants(
     trans_a: bool,
     trans_b: bool,
     narrow_index: bool,
-) -> dict:
-    """Compile-time arguments of ``_rows_kernel``, with 0 for an N or K that is jagged."""
+) -> dict[str, Any]:
+    """Those of ``_rows_kernel``, and options of its launch; 0 for an N or K that is jagged."""
     tiles = _row_tiles(dtype, precision, n, k)
-    return {
-        "N": n,
-        "K": k,
-        "TRANS_A": trans_a,
-        "TRANS_B": trans_b,
-        "TILES_N": -(-n // tiles["BLOCK_N"]) or 1,
-        "INDEX": tl.int32 if narrow_index else tl.int64,
+    options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg") if name in tiles}
+    constants = Constants(
+        N=n,
+        K=k,
+        TRANS_A=trans_a,
+        TRANS_B=trans_b,
+        PRECISION=precision,
+        TILES_N=-(-n // tiles["BLOCK_N"]) or 1,
+        INDEX=tl.int32 if narrow_index else tl.int64,
         **tiles,
-    }
+    )
+    return {"C": constants, **options}
 
 
-def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict:
+def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict[str, Any]:
     """How ``_rows_kernel`` cuts up its work.
 
     Nothing that a batch may change has a say in it.
     """
     size = dtype.itemsize
-    tiles = {
-        "PRECISION": precision,
-        "BLOCK_M": 64,
-        "BLOCK_N": min(128, padded_width(n)),
-        "BLOCK_K": 128 // size,
-        "NUM_STAGES": 3,
-        "FLATTEN": False,
-        "AHEAD": False,
-        "num_warps": 4,
-    }
+    tiles = {"BLOCK_M": 64, "BLOCK_N": min(128, padded_width(n)), "BLOCK_K": 128 // size}
+    tiles["num_warps"] = 4
     if n == 0:  # pairs are made: the next tile is loaded before the last is stored
         return tiles | {"BLOCK_N": 64, "FLATTEN": True, "maxnreg": 168}
     if k == 0:  # pairs are read
@@ -386,25 +371,28 @@ def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict:
 
 
 @functools.cache
-def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict:
-    """Compile-time arguments of ``_sums_kernel``.
+def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict[str, Any]:
+    """Those of ``_sums_kernel``, and options of its launch.
 
     A sum is cut after so many rows that sums of chunks take at most a quarter of the memory of
     16-bit inputs, and that most samples are not cut.
     """
-    constants = {
-        "M": m,
-        "N": n,
-        "CHUNK": max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
-        "PRECISION": precision,
-        "BLOCK_M": min(64, padded_width(m)),
-        "BLOCK_N": min(64, padded_width(n)),
-        "BLOCK_K": 32,
-        "NUM_STAGES": 3,
-        "OVERLAP": overlap,
-        "num_warps": 2 if precision == "tf32" else 4,
-    }
+    block_m, block_n = min(64, padded_width(m)), min(64, padded_width(n))
+    num_warps = 2 if precision == "tf32" else 4
     if n <= 8 and precision == "bf16x6":  # fewer instructions multiply fp32 than take it apart
-        block_m = min(128, padded_width(m))
-        constants |= {"PRECISION": "ieee", "BLOCK_M": block_m, "BLOCK_N": 8, "num_warps": 2}
-    return constants
+        precision, num_warps = "ieee", 2
+        block_m, block_n = min(128, padded_width(m)), 8
+    constants = Constants(
+        M=m,
+        N=n,
+        K=0,
+        TRANS_A=True,
+        PRECISION=precision,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=32,
+        TILES_N=-(-n // block_n),
+        CHUNK=max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
+        OVERLAP=overlap,
+    )
+    return {"C": constants, "num_warps": num_warps}

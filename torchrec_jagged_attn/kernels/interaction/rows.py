@@ -1,7 +1,8 @@
-"""A dense row per sample added to or multiplied with its rows, and sums of rows.
+"""A sample's rows, plus or times a dense row of that sample; and sums of a sample's rows.
 
-All are bound by memory: of E elements of e bytes each, the element-wise ones move 2·E·e bytes, and
-the gradient of the dense row reads E·e or 2·E·e.
+These kernels are memory-bound. With E elements of e bytes each, those by element read and write
+2·E·e bytes. Sums, which are also the gradient of the dense row, read E·e bytes of x, or 2·E·e of
+x and y.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 __all__ = ["elementwise", "sum_rows"]
 
-# Elements of a tile.
-TILE = 2048
-# Rows after which a sum is cut.
-CHUNK = 256
+TILE = 2048  # elements of a tile by element
+SUM_TILE = 512  # elements of a tile of a sum: the fewer rows, the shorter the chain of additions
+CHUNK = 256  # rows after which a sum is cut
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -36,7 +36,7 @@ def _elementwise_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One tile of a sample's rows, plus or times the sample's row of y."""
+    """One tile of a sample's rows of x, plus or times the sample's row of y."""
     tile = tl.program_id(0).to(tl.int64)
     sample, begin, end, start = find_tile(offsets_ptr, num_samples, tile, 1, BLOCK_N)
     n = begin + start + tl.arange(0, BLOCK_N)
@@ -62,7 +62,7 @@ def _sum_rows_kernel(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sum of one chunk of a sample's rows."""
+    """The sum of the rows of x, or of x · y, over one chunk of a sample."""
     work = tl.program_id(0).to(tl.int64)
     busy, sample, begin, end, slot = find_chunk(offsets_ptr, num_samples, work, CHUNK)
     if not busy:
@@ -89,7 +89,7 @@ _sum_rows = Launcher(_sum_rows_kernel)
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
-    """``[N, D]`` plus or times the row of ``[B, D]`` of each row's sample."""
+    """``[N, D]``: each row of ``x [N, D]`` plus or times its sample's row of ``y [B, D]``."""
     out = x.new_empty(*x.shape)
     if out.numel():
         (num_rows, width), num_samples = x.shape, offsets.numel() - 1
@@ -104,11 +104,11 @@ def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor
 
 
 def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
-    """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
+    """``[B, D]``: the sum of each sample's rows of ``x [N, D]``, or of ``x · y``."""
     num_samples, (num_rows, width) = offsets.numel() - 1, x.shape
     out = x.new_empty(num_samples, width)
     if out.numel():
-        constants = _row_constants(width, 512, CHUNK=CHUNK)
+        constants = _row_constants(width, SUM_TILE, CHUNK=CHUNK)
         num_slots = num_rows // CHUNK
         sums = out.new_empty(num_slots, width, dtype=torch.float32)
         offsets = offsets.contiguous()
@@ -124,8 +124,9 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
 
 @functools.cache
 def _row_constants(width: int, size: int, **others: int) -> dict:
-    """Compile-time arguments, with tiles of at least 16 rows of ``width``, of about ``size``
-    elements. The fewer rows, the shorter the chains of a sum.
+    """Compile-time arguments: ``others``, and tiles of about ``size`` elements and 16 rows or more.
+
+    Rows are ``width`` elements wide.
     """
     block_d = min(128, triton.next_power_of_2(width))
     block_n = max(16, min(128, size // block_d))

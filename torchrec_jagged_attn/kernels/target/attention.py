@@ -57,10 +57,11 @@ from torchrec_jagged_attn.kernels.target.plan import (
     DENSE,
     JAGGED,
     SHARED,
+    Call,
     Plan,
-    Problem,
     plan_of,
 )
+from torchrec_jagged_attn.kernels.target.records import Gradients, Samples, Sums
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import (
     backward_kernel as warpgroup_backward_kernel,
 )
@@ -98,48 +99,32 @@ def forward(args: TargetArguments) -> TargetOutputs:
     outputs = TargetOutputs(out, residual, stats)
     if out.numel() == 0:
         return outputs
-    call = _Call(args, backward=False)
-    plan, num_slots = call.plan, call.num_slots
+    launch = _Launch(args, backward=False)
+    plan, num_slots = launch.plan, launch.num_slots
     if paths.LOG:
         paths.log_choice("jagged_target_attention forward", plan.choice)
-    sums = stats.new_empty(num_slots, plan.rows_of_slot, plan.problem.width)
-    sums_stats = stats.new_empty(num_slots, 2, plan.rows_of_slot)
-    residual_or_none = residual if is_rounded else None
-    written = (out, residual_or_none, stats, sums, sums_stats)
-    queries = _aligned(call.inputs[0]) if plan.path == "warpgroup" else call.inputs[0]
-    listed = (call.list_slots(),) if plan.listed else ()  # the last kernel before the main one
-    if plan.path in ("one_warp", "few_warps"):
-        (_one_warp_forward if plan.path == "one_warp" else _few_warps_forward)(
-            (num_slots + call.num_samples,),
-            (
-                *call.inputs, *written, *listed, call.offsets[0], *call.sizes, num_slots,
-                args.scale,
-            ),
-            plan.kernel,
-        )  # fmt: skip
-    elif plan.path == "warpgroup":
-        _warpgroup_forward(
-            (num_slots + call.num_samples,),
-            (
-                queries, *call.inputs[2:], *written, *listed, call.offsets[0],
-                _boxes_of(call.inputs[1], plan), *call.sizes, num_slots, args.scale,
-            ),
-            plan.kernel,
-        )  # fmt: skip
+    sums = Sums(
+        stats.new_empty(num_slots, plan.slot_rows, plan.call.width),
+        stats.new_empty(num_slots, 2, plan.slot_rows),
+    )
+    written = TargetOutputs(out, residual if is_rounded else None, stats)
+    grid = (num_slots + launch.num_samples,)
+    taken = (launch.query, launch.history, launch.biases, written, sums, launch.samples())
+    sizes = (*launch.sizes, num_slots)
+    if plan.path == "warpgroup":
+        query, history, *records = taken
+        boxes = _boxes_of(history, plan)
+        _warpgroup_forward(grid, (query, *records, boxes, *sizes, args.scale), plan.kernel)
+    elif plan.path == "one_warp":
+        _one_warp_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
+    elif plan.path == "few_warps":
+        _few_warps_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
     else:
-        _forward(
-            (num_slots + call.num_blocks,),
-            (
-                *call.inputs, *written, *call.offsets, *call.sizes,
-                num_slots, plan.problem.history_stride, args.scale,
-            ),
-            plan.kernel,
-        )  # fmt: skip
+        grid = (num_slots + launch.num_blocks,)
+        _forward(grid, (*taken, *sizes, plan.call.history_stride, args.scale), plan.kernel)
     if num_slots and not plan.listed:
         _combine_outputs(
-            (num_slots, plan.column_blocks),
-            (sums, sums_stats, out, residual_or_none, stats, *call.offsets, *call.sizes),
-            plan.combine,
+            (num_slots, plan.column_blocks), (sums, written, taken[-1], *launch.sizes), plan.combine
         )
     return outputs
 
@@ -148,104 +133,97 @@ def backward(
     grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs_bias: bool = True
 ) -> TargetGradients:
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms."""
-    call = _Call(args, backward=True)
-    plan, num_slots, num_samples = call.plan, call.num_slots, call.num_samples
+    launch = _Launch(args, backward=True)
+    plan, num_programs = launch.plan, launch.num_slots + launch.num_samples
+    call = plan.call
     bias, position_bias, age_bias, _, _ = args.biases
-    out, residual, stats = outputs
-    problem, by_warps = plan.problem, plan.path in ("one_warp", "few_warps")
     if paths.LOG:
         paths.log_choice("jagged_target_attention backward", plan.choice)
-    shared = problem.layout == SHARED
-    grad_query = torch.empty_like(out, dtype=torch.float32 if shared else None)
+    shared = call.layout == SHARED
+    grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     grad_history = args.history.new_empty(*args.history.shape)
     grad_bias = None
     if bias is not None and needs_bias:
-        dtype = torch.float32 if problem.prior else bias.dtype
+        dtype = torch.float32 if call.prior else bias.dtype
         grad_bias = bias.new_empty(*bias.shape, dtype=dtype)
     grad_tables = None
-    if problem.buckets:
-        fill = stats.new_empty if by_warps else stats.new_zeros
-        targets = problem.num_targets if plan.path == "one_warp" else 1
-        grad_tables = fill(num_slots + num_samples, problem.buckets, targets, problem.num_heads)
-    sums = stats.new_empty(num_slots, plan.rows_of_slot, problem.width)
-    delta = torch.empty_like(stats[0]) if plan.more_blocks else None
-    ds_totals = sums.new_empty(num_slots, plan.rows_of_slot) if plan.more_blocks else None
-    grad_out = grad_out.contiguous()
-    read = (out, residual if problem.half else None, stats, grad_query)
-    sizes = (*call.sizes, num_slots, problem.history_stride, args.scale)
-
-    def launch_grad_history(one_block: bool) -> None:
-        _grad_history(
-            (num_slots + num_samples,),
-            (
-                grad_out, *call.inputs, *read, delta, grad_history, grad_bias, grad_tables,
-                sums, *call.offsets, *sizes,
-            ),
-            plan.grad_history | {"ONE_BLOCK": one_block},
-        )  # fmt: skip
-
-    if by_warps and num_samples:
-        listed = ()
-        if plan.path == "one_warp":
-            weights = None
-            if problem.buckets and not problem.half:  # their gradients are exact
-                weights = sums.new_empty(num_slots, 1 + problem.buckets, problem.rows)
-            listed = (weights, call.list_slots())
-        (_one_warp_backward if plan.path == "one_warp" else _few_warps_backward)(
-            (num_slots + num_samples,),
-            (
-                grad_out, *call.inputs, *read, grad_history, grad_bias, grad_tables, sums,
-                *listed, call.offsets[0], *call.sizes, num_slots, args.scale,
-            ),
-            plan.kernel,
-        )  # fmt: skip
-    elif plan.path == "warpgroup" and num_samples:
-        _warpgroup_backward(
-            (num_slots + num_samples,),
-            (
-                _aligned(grad_out), _aligned(call.inputs[0]), *call.inputs[2:], *read, grad_bias,
-                grad_tables, sums, call.list_slots(), call.offsets[0],
-                _boxes_of(call.inputs[1], plan), _boxes_of(grad_history, plan), *call.sizes,
-                num_slots, args.scale,
-            ),
-            plan.kernel,
-        )  # fmt: skip
-    elif plan.one_block and num_samples:
-        launch_grad_history(one_block=True)
-    if plan.more_blocks and out.numel():
-        _grad_query(
-            (num_slots + call.num_blocks,),
-            (
-                grad_out, *call.inputs, *read, delta, sums, ds_totals, *call.offsets, *sizes,
-            ),
-            plan.grad_query,
-        )  # fmt: skip
-    if num_slots and out.numel() and not plan.listed:
-        _combine_gradients(
-            (num_slots, plan.column_blocks),
-            (
-                sums, ds_totals, out, grad_query, delta, *call.offsets,
-                num_samples, problem.num_targets, args.scale,
-            ),
-            plan.combine,
-        )  # fmt: skip
-    if plan.more_blocks and num_samples:
-        launch_grad_history(one_block=False)
+    if call.buckets:
+        by_warps = plan.path in ("one_warp", "few_warps")
+        fill = outputs.stats.new_empty if by_warps else outputs.stats.new_zeros
+        targets = call.num_targets if plan.path == "one_warp" else 1
+        grad_tables = fill(num_programs, call.buckets, targets, call.num_heads)
+    if launch.num_samples:
+        grads = Gradients(grad_query, None, grad_history, grad_bias, grad_tables)
+        read = outputs if call.half else TargetOutputs(outputs.out, None, outputs.stats)
+        _launch_backward(launch, grad_out.contiguous(), read, grads, args.scale)
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
         grad_table = _sum_of_tables(grad_tables, plan.overlap)
         if position_bias is not None:
-            grad_position_bias = grad_table[: problem.num_positions].to(dtype=position_bias.dtype)
+            grad_position_bias = grad_table[: call.num_positions].to(dtype=position_bias.dtype)
         if age_bias is not None:  # no memory of the other's
-            of_age = grad_table[problem.num_positions :]
-            grad_age_bias = of_age.to(dtype=age_bias.dtype, copy=problem.num_positions > 0)
+            of_age = grad_table[call.num_positions :]
+            grad_age_bias = of_age.to(dtype=age_bias.dtype, copy=call.num_positions > 0)
     return TargetGradients(grad_query, grad_history, grad_bias, grad_position_bias, grad_age_bias)
 
 
-class _Call:
-    """What both directions of one call have in common."""
+def _launch_backward(
+    launch: _Launch, grad_out: Tensor, outputs: TargetOutputs, grads: Gradients, scale: float
+) -> None:
+    """Launch the kernels that write ``grads``, of one sample or more."""
+    plan, call, num_slots = launch.plan, launch.plan.call, launch.num_slots
+    acc = outputs.stats.new_empty(num_slots, plan.slot_rows, call.width)
+    weights = None
+    if plan.path == "one_warp" and call.buckets and not call.half:  # gradients of tables are exact
+        weights = acc.new_empty(num_slots, 1 + call.buckets, call.query_rows)
+    elif plan.more_blocks:
+        weights = acc.new_empty(num_slots, plan.slot_rows)
+        grads = grads._replace(delta=torch.empty_like(outputs.stats[0]))
+    sums = Sums(acc, weights)
+    grid = (num_slots + launch.num_samples,)
+    inputs = (launch.query, launch.history, launch.biases, outputs)
+    sizes = (*launch.sizes, num_slots)
+    if plan.path == "warpgroup":
+        query, history, *records = inputs
+        boxes = _boxes_of(history, plan), _boxes_of(grads.history, plan)
+        grads = grads._replace(history=None)
+        taken = (_aligned(grad_out), query, *records, grads, sums, launch.samples())
+        _warpgroup_backward(grid, (*taken, *boxes, *sizes, scale), plan.kernel)
+        return
+    samples = launch.samples()
+    taken = (grad_out, *inputs, grads, sums, samples, *sizes)
+    if plan.path == "one_warp":
+        _one_warp_backward(grid, (*taken, scale), plan.kernel)
+        return
+    by_triton = (*taken, call.history_stride, scale)
+    has_queries = outputs.out.numel() > 0
+    if plan.path == "few_warps":
+        _few_warps_backward(grid, (*taken, scale), plan.kernel)
+    elif plan.one_block:
+        _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": True})
+    if plan.more_blocks and has_queries:
+        _grad_query((num_slots + launch.num_blocks,), by_triton, plan.kernel)
+    if num_slots and has_queries:
+        _combine_gradients(
+            (num_slots, plan.column_blocks),
+            (sums, outputs.out, grads, samples, *launch.sizes[:2], scale),
+            plan.combine,
+        )
+    if plan.more_blocks:
+        _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": False})
+
+
+class _Launch:
+    """What kernels of both directions take of one call.
+
+    Attributes:
+        query, history, biases: as kernels read them.
+        sizes: samples, targets of each, and query rows of all.
+        num_slots: of chunks.
+        num_blocks: of all query rows.
+    """
 
     def __init__(self, args: TargetArguments, backward: bool) -> None:
         query, history, offsets, query_offsets = args[:4]
@@ -260,7 +238,7 @@ class _Call:
             num_targets = query.shape[1]
             total_rows = self.num_samples * num_targets * num_heads
         history = _unit_stride(history)
-        problem = Problem(
+        call = Call(
             history.device,
             backward,
             layout,
@@ -277,29 +255,33 @@ class _Call:
             history.shape[0] <= END.value,
             product_precision(history.dtype),
         )
-        self.plan = plan_of(problem)
-        self.num_slots = history.shape[0] // self.plan.slot
+        plan = self.plan = plan_of(call)
+        self.num_slots = history.shape[0] // plan.slot
         if layout == JAGGED:
-            self.num_blocks = total_rows // self.plan.block_r + self.num_samples
+            self.num_blocks = total_rows // plan.block_r + self.num_samples
         else:
-            self.num_blocks = self.num_samples * self.plan.num_blocks
-        biases = (bias, position_bias, age_bias, args.timestamps)
-        biases = Biases(*map(_contiguous, biases))
-        self.inputs = (query.contiguous(), history, biases)
-        self.offsets = (offsets.contiguous(), _contiguous(query_offsets))
+            self.num_blocks = self.num_samples * plan.num_blocks
+        query = query.contiguous()
+        self.query = _aligned(query) if plan.path == "warpgroup" else query
+        self.history = history
+        self.biases = Biases(*map(_contiguous, (bias, position_bias, age_bias, args.timestamps)))
         self.sizes = (self.num_samples, num_targets, total_rows)
+        self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
 
-    def list_slots(self) -> Tensor:
-        """What :func:`schedule.list_slots_kernel` makes, which may still be at it."""
-        offsets = self.offsets[0]
-        slots = offsets.new_empty(2, self.num_slots, dtype=torch.int32)
-        if self.num_slots:
-            _list_slots(
-                (-(-self.num_samples // 128),),
-                (slots, offsets, self.num_samples, self.num_slots),
-                self.plan.list_slots,
-            )
-        return slots
+    def samples(self) -> Samples:
+        """Where samples lie, for the main kernel. If the path has a list of slots, the kernel that
+        makes it is launched, and may still be at it: no other may come before the main one.
+        """
+        slots = None
+        if self.plan.listed:
+            slots = self.offsets.new_empty(2, self.num_slots, dtype=torch.int32)
+            if self.num_slots:
+                _list_slots(
+                    (-(-self.num_samples // 128),),
+                    (slots, self.offsets, self.num_samples, self.num_slots),
+                    self.plan.list_slots,
+                )
+        return Samples(slots, self.offsets, self.query_offsets)
 
 
 def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:
@@ -314,11 +296,12 @@ def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
     constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **overlap_options(overlap)}
-    groups = tables.new_empty(32, buckets, num_heads)
+    num_groups = max(1, min(num_tables, 32))
+    groups = tables.new_empty(num_groups, buckets, num_heads)
     programs = -(-size // 8)
-    _sum_tables((programs, 32), (tables, groups, num_tables, targets, size), constants)
+    _sum_tables((programs, num_groups), (tables, groups, num_tables, targets, size), constants)
     out = tables.new_empty(buckets, num_heads)
-    _sum_tables((programs, 1), (groups, out, 32, 1, size), constants)
+    _sum_tables((programs, 1), (groups, out, num_groups, 1, size), constants)
     return out
 
 

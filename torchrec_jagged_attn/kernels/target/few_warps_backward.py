@@ -15,8 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
+from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     columns_at_once,
+    copy_next,
     exp,
     find_chunk,
     load_bias,
@@ -30,20 +32,19 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
-    turn_ring,
 )
 
 __all__ = ["backward_kernel"]
 
 
 @gluon.jit
-def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.constexpr):
-    """Add gradients of scores (in PARTS, as left operands) to their ``buckets``.
+def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, PARTS: gl.constexpr):
+    """Add gradients of scores ``ds`` (in PARTS, as left operands) to their ``buckets``.
 
     ``table`` is ``[blocks, BLOCK_R, 16]`` in shared memory; its buckets begin at block FIRST. Of
     the rows of a tile, near in time, few blocks have any.
     """
-    mma: gl.constexpr = rows[0].type.layout.parent
+    mma: gl.constexpr = ds[0].type.layout.parent
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     BLOCK_R: gl.constexpr = table.shape[1]
     block_of_row = buckets // 16
@@ -55,7 +56,7 @@ def _add_to_table(table, buckets, visible, rows, FIRST: gl.constexpr, PARTS: gl.
         choice = in_bucket.to(gl.int16).to(gl.bfloat16)
         sums = gl.zeros([BLOCK_R, 16], gl.float32, mma)
         for part in gl.static_range(PARTS):
-            sums = mma_v2(rows[PARTS - 1 - part], choice, sums)
+            sums = mma_v2(ds[PARTS - 1 - part], choice, sums)
         block = table.index(FIRST + at)
         block.store(block.load(mma) + sums)
 
@@ -96,174 +97,157 @@ def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows STRIDE apart
-    biases,  # pointers in an ``arguments.Biases``
-    out_ptr,  # [rows, D]
-    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None in fp32
-    stats_ptr,  # [2, rows] fp32
-    grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
-    grad_history_ptr,  # [N, D]
-    grad_bias_ptr,  # [N, H], where a sample has one target; of logarithms of PRIOR weights [N]
-    grad_tables_ptr,  # [programs, P + A, H] fp32
-    sums_ptr,  # [slots, count, D] fp32
-    offsets_ptr,  # [B + 1]
+    biases,  # arguments.Biases
+    outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
+    grads,  # Gradients
+    sums,  # Sums
+    samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
     num_slots,
     scale,
-    SHARED: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    P: gl.constexpr,
-    A: gl.constexpr,
-    PRIOR: gl.constexpr,
-    STRIDE: gl.constexpr,
-    PARTS: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    CHUNK: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # Constants
 ):
     """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
     mma: gl.constexpr = products_by_warp(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    if OVERLAP:
+    if C.OVERLAP:
         launch_dependents()
-    busy, sample, first, length, begin, end, slot = find_chunk(
-        offsets_ptr, num_samples, num_slots, CHUNK
-    )
-    count = num_targets * H
-    BLOCKS_P: gl.constexpr = (P + 15) // 16
-    BLOCKS_A: gl.constexpr = (A + 15) // 16
-    if P + A > 0:
+    chunk = find_chunk(samples, num_samples, num_slots, C)
+    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    count = num_targets * C.H
+    BLOCKS_P: gl.constexpr = (C.P + 15) // 16
+    BLOCKS_A: gl.constexpr = (C.A + 15) // 16
+    if C.P + C.A > 0:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        table = gl.allocate_shared_memory(gl.float32, [BLOCKS_P + BLOCKS_A, BLOCK_R, 16], plain)
+        table = gl.allocate_shared_memory(gl.float32, [BLOCKS_P + BLOCKS_A, C.BLOCK_R, 16], plain)
         for block in gl.static_range(BLOCKS_P + BLOCKS_A):
-            table.index(block).store(gl.zeros([BLOCK_R, 16], gl.float32, mma))
-    if busy:
+            table.index(block).store(gl.zeros([C.BLOCK_R, 16], gl.float32, mma))
+    if chunk.busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        history_ptr += first * STRIDE
-        grad_history_ptr += first * D
-        if grad_bias_ptr is not None:
-            grad_bias_ptr += first * (1 if PRIOR else H)
-        ring = open_ring(history_ptr, begin, end, D, STRIDE, NUM_STAGES, BLOCK_N, BLOCK_D)
-        row = sample.to(gl.int64) * count
-        q_row = row * 0 if SHARED else row
-        rows: gl.constexpr = [BLOCK_R, BLOCK_D]
-        grad_out = load_rows(grad_out_ptr, row, count, 0, rows, left, D)
-        q = split(load_rows(query_ptr, q_row, count, 0, rows, left, D), PARTS)
+        history_ptr += chunk.first * C.STRIDE
+        grad_history_ptr = grads.history + chunk.first * C.D
+        if grads.bias is not None:
+            grad_bias_ptr = grads.bias + chunk.first * (1 if C.PRIOR else C.H)
+        ring = open_ring(history_ptr, begin, end, C)
+        row = chunk.sample.to(gl.int64) * count
+        q_row = row * 0 if C.LAYOUT == SHARED else row
+        shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+        grad_out = load_rows(grad_out_ptr, row, count, 0, shape, left, C.D)
+        q = split(load_rows(query_ptr, q_row, count, 0, shape, left, C.D), C.PARTS)
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
-        r = gl.arange(0, BLOCK_R, by_query)
-        if PARTS == 1:
-            out = load_rows(out_ptr, row, count, 0, rows, left, D).to(gl.float32)
-            out += load_rows(residual_ptr, row, count, 0, rows, left, D).to(gl.float32)
+        r = gl.arange(0, C.BLOCK_R, by_query)
+        if C.PARTS == 1:
+            out = load_rows(outputs.out, row, count, 0, shape, left, C.D).to(gl.float32)
+            out += load_rows(outputs.residual, row, count, 0, shape, left, C.D).to(gl.float32)
             delta = gl.sum(grad_out.to(gl.float32) * out, 1)
             delta = gl.convert_layout(delta, by_query)[:, None]
-        grad_out = split(grad_out, PARTS)
+        grad_out = split(grad_out, C.PARTS)
         part_type: gl.constexpr = q[0].dtype
-        by_row: gl.constexpr = ring_layout(BLOCK_D, part_type)
-        both = gl.allocate_shared_memory(part_type, [PARTS, 2 * BLOCK_R, BLOCK_D], by_row)
+        by_row: gl.constexpr = ring_layout(C.BLOCK_D, part_type)
+        both = gl.allocate_shared_memory(part_type, [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D], by_row)
         store_parts(both, 0, grad_out, False)
-        store_parts(both, BLOCK_R, q, False)
-        COLUMNS: gl.constexpr = columns_at_once(BLOCK_D, BLOCK_N, PARTS)
-        if PARTS > 1:  # by the very products that it is taken off
-            products = gl.zeros([BLOCK_R, BLOCK_R], gl.float32, mma)
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+        store_parts(both, C.BLOCK_R, q, False)
+        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+        if C.PARTS > 1:  # by the very products that it is taken off
+            products = gl.zeros([C.BLOCK_R, C.BLOCK_R], gl.float32, mma)
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 out = gl.allocate_shared_memory(
-                    dtype, [BLOCK_R, COLUMNS], ring_layout(COLUMNS, dtype)
+                    dtype, [C.BLOCK_R, COLUMNS], ring_layout(COLUMNS, dtype)
                 )
-                out.store(load_rows(out_ptr, row, count, column, [BLOCK_R, COLUMNS], left, D))
-                of_out = split(out.permute((1, 0)).load(right), PARTS)
-                of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), left, False)
-                products = product(of_grad, of_out, products, PARTS)
-            row_of_out = gl.arange(0, BLOCK_R, gl.SliceLayout(0, mma))[None, :]
+                out.store(
+                    load_rows(outputs.out, row, count, column, [C.BLOCK_R, COLUMNS], left, C.D)
+                )
+                of_out = split(out.permute((1, 0)).load(right), C.PARTS)
+                of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                products = product(of_grad, of_out, products, C.PARTS)
+            row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
             delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)[:, None]
-        of_tile: gl.constexpr = [PARTS, 2 * BLOCK_R, BLOCK_N]
-        of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(BLOCK_N, part_type))
-        maximum = gl.load(stats_ptr + row + r, mask=r < count, other=0.0)[:, None]
-        inverse = gl.load(stats_ptr + num_rows + row + r, mask=r < count, other=0.0)[:, None]
+        of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
+        of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
+        maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)[:, None]
+        inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)[:, None]
         alone = (end - begin == 1) & (slot < 0)
 
-        STORED: gl.constexpr = min(BLOCK_D, 64 if PARTS == 1 else 32)
-        AT_ONCE: gl.constexpr = 2 * BLOCK_R if PARTS == 1 else BLOCK_R
+        STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.PARTS == 1 else 32)
+        AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
         in_memory: gl.constexpr = row_layout(STORED, dtype, gl.num_warps())
         d = gl.arange(0, STORED, gl.SliceLayout(0, in_memory))
-        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, in_memory))
-        index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+        i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, in_memory))
+        index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         accs = ()
-        for _ in gl.static_range(0, BLOCK_D, COLUMNS):
-            accs += (gl.zeros([BLOCK_R, COLUMNS], gl.float32, mma),)
-        zeros = gl.zeros([BLOCK_R, BLOCK_N], gl.float32, mma)
+        for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
+            accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)
+        zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
-        for start in range(begin, end, BLOCK_N):
-            async_copy.wait_group(NUM_STAGES - 2)
+        for start in range(begin, end, C.BLOCK_N):
+            async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
             dp = zeros
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), PARTS)
-                of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), left, False)
-                dots = product(of_q, x, dots, PARTS)
-                of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), left, False)
-                dp = product(of_grad, x, dp, PARTS)
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), C.PARTS)
+                of_q = load_parts(both, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False)
+                dots = product(of_q, x, dots, C.PARTS)
+                of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                dp = product(of_grad, x, dp, C.PARTS)
             n = start + index
             visible = (n < end)[None, :]
-            of_position, of_age = row_buckets(n, biases, first, length, P, A)
+            of_position, of_age = row_buckets(n, biases, chunk, C)
             bias = load_bias(
-                biases, first, of_position[None, :], of_age[None, :],
-                n[None, :], r[:, None], visible, count, H, P, A, PRIOR,
+                biases, chunk.first, of_position[None, :], of_age[None, :],
+                n[None, :], r[:, None], visible, count, C,
             )  # fmt: skip
-            p = exp(dots * scale + bias - maximum, PARTS) * inverse  # rounded as forward
+            p = exp(dots * scale + bias - maximum, C.PARTS) * inverse  # rounded as forward
             p = gl.where(visible, p, 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))
-            store_parts(of_rows, 0, split(p.to(dtype), PARTS), False)
-            store_parts(of_rows, BLOCK_R, split((ds * scale).to(dtype), PARTS), False)
-            of_queries = split(gl.convert_layout(ds.to(dtype), left), PARTS)
-            sums = ()
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(right), PARTS)
-                sums += (product(of_queries, x, accs[column // COLUMNS], PARTS),)
-            accs = sums
-            for column in gl.static_range(0, BLOCK_D, STORED):
-                grad_x = gl.zeros([BLOCK_N, STORED], gl.float32, mma)
-                for k in gl.static_range(0, 2 * BLOCK_R, AT_ONCE):
-                    weights = load_parts(of_rows, (k, AT_ONCE), (0, BLOCK_N), left, True)
+            store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
+            store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
+            of_queries = split(gl.convert_layout(ds.to(dtype), left), C.PARTS)
+            new_accs = ()
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).load(right), C.PARTS)
+                new_accs += (product(of_queries, x, accs[column // COLUMNS], C.PARTS),)
+            accs = new_accs
+            for column in gl.static_range(0, C.BLOCK_D, STORED):
+                grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, mma)
+                for k in gl.static_range(0, 2 * C.BLOCK_R, AT_ONCE):
+                    weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
                     operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
-                    grad_x = product(weights, operand, grad_x, PARTS)
+                    grad_x = product(weights, operand, grad_x, C.PARTS)
                 grad_x = gl.convert_layout(grad_x.to(dtype), in_memory)
                 mask = (i < end - start)[:, None]
-                if D < BLOCK_D:
-                    mask = mask & (column + d < D)[None, :]
-                ptrs = grad_history_ptr + start.to(gl.int64) * D + column
-                gl.store(ptrs + (i[:, None] * D + d[None, :]), grad_x, mask=mask)
-            if (grad_bias_ptr is not None) and PRIOR:
+                if C.D < C.BLOCK_D:
+                    mask = mask & (column + d < C.D)[None, :]
+                ptrs = grad_history_ptr + start.to(gl.int64) * C.D + column
+                gl.store(ptrs + (i[:, None] * C.D + d[None, :]), grad_x, mask=mask)
+            if (grads.bias is not None) and C.PRIOR:
                 gl.store(grad_bias_ptr + n, gl.sum(ds, 0), mask=n < end)
-            elif grad_bias_ptr is not None:
-                mask = visible & (r < H)[:, None]
-                gl.store(grad_bias_ptr + (n[None, :] * H + r[:, None]), ds, mask=mask)
-            if P + A > 0:
-                TABLE_PARTS: gl.constexpr = max(2, PARTS)
+            elif grads.bias is not None:
+                mask = visible & (r < C.H)[:, None]
+                gl.store(grad_bias_ptr + (n[None, :] * C.H + r[:, None]), ds, mask=mask)
+            if C.P + C.A > 0:
+                TABLE_PARTS: gl.constexpr = max(2, C.PARTS)
                 of_buckets = split(gl.convert_layout(ds, left), TABLE_PARTS)
                 of_row: gl.constexpr = gl.SliceLayout(1, right)
-                shown = start + gl.arange(0, BLOCK_N, of_row) < end
-                if P > 0:
+                shown = start + gl.arange(0, C.BLOCK_N, of_row) < end
+                if C.P > 0:
                     buckets = gl.convert_layout(of_position, of_row)
                     _add_to_table(table, buckets, shown, of_buckets, 0, TABLE_PARTS)
-                if A > 0:
+                if C.A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
                     _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
-            stage = turn_ring(ring, stage, history_ptr, start, end, D, STRIDE)
+            stage = copy_next(ring, stage, history_ptr, start, end, C)
 
-        for column in gl.static_range(0, BLOCK_D, COLUMNS):
+        for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             acc = accs[column // COLUMNS]
             if slot >= 0:
-                store_rows(sums_ptr, acc, slot.to(gl.int64) * count, count, column, D)
+                store_rows(sums.acc, acc, slot.to(gl.int64) * count, count, column, C.D)
             else:
-                store_rows(grad_query_ptr, acc * scale, row, count, column, D)
-    if P + A > 0:
-        ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * ((P + A) * H)
-        _store_table(table, ptr, P, H, 0, BLOCKS_P)
-        _store_table(table, ptr + P * H, A, H, BLOCKS_P, BLOCKS_A)
+                store_rows(grads.query, acc * scale, row, count, column, C.D)
+    if C.P + C.A > 0:
+        ptr = grads.tables + gl.program_id(0).to(gl.int64) * ((C.P + C.A) * C.H)
+        _store_table(table, ptr, C.P, C.H, 0, BLOCKS_P)
+        _store_table(table, ptr + C.P * C.H, C.A, C.H, BLOCKS_P, BLOCKS_A)

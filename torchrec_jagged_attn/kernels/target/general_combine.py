@@ -16,7 +16,7 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
     load_queries,
     query_rows,
-    rows_of_slot,
+    slot_rows,
     store_outputs,
     store_queries,
 )
@@ -25,32 +25,21 @@ __all__ = ["combine_gradients_kernel", "combine_outputs_kernel", "sum_tables_ker
 
 
 @triton.jit
-def _find_chunks(
-    offsets_ptr,
-    query_offsets_ptr,
-    num_samples,
-    num_targets,
-    LAYOUT: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
     """The block of query rows whose first chunk has this program's slot, if there is such a one.
 
     Returns whether there is, first output row and row count of the sample, the block, and slots of
     its chunks: begin, end and step.
     """
     slot = tl.program_id(0).to(tl.int64)
-    sample = find_sample(offsets_ptr, num_samples, slot, 1, SLOT, 0)
-    begin = tl.load(offsets_ptr + sample).to(tl.int64)
-    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
-    first, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
-    num_blocks = tl.cdiv(count, BLOCK_R)
-    chunks = count_chunks(length, num_blocks, CHUNK, SLOT)
-    block = slot - begin // SLOT
-    if OVERLAP:
+    sample = find_sample(samples.offsets, num_samples, slot, 1, C.SLOT, 0)
+    begin = tl.load(samples.offsets + sample).to(tl.int64)
+    length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
+    first, count = query_rows(samples, sample, num_targets, C)
+    num_blocks = tl.cdiv(count, C.BLOCK_R)
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SLOT)
+    block = slot - begin // C.SLOT
+    if C.OVERLAP:
         cuda.gdc_wait()
     busy = (block < num_blocks) & (chunks > 1)
     return busy, first, count, block, slot, slot + chunks * num_blocks, num_blocks
@@ -58,41 +47,27 @@ def _find_chunks(
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_outputs_kernel(
-    sums_ptr,  # [slots, rows_of_slot, D] fp32
-    sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
-    out_ptr,  # [rows, D]
-    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
-    stats_ptr,  # [2, rows] fp32
-    offsets_ptr,  # [B + 1]
-    query_offsets_ptr,  # [B + 1], where queries are JAGGED
+    sums,  # Sums
+    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    LAYOUT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
     """Outputs and statistics of one block of query rows; a column of programs has BLOCK_D of D."""
-    busy, first, count, block, begin, end, step = _find_chunks(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets,
-        LAYOUT, H, BLOCK_R, CHUNK, SLOT, OVERLAP,
-    )  # fmt: skip
+    busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
-    local = tl.arange(0, BLOCK_R)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    maximum = tl.full([BLOCK_R], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
+    room = slot_rows(num_targets, C)
+    local = tl.arange(0, C.BLOCK_R)
+    d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
+    acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
+    maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([C.BLOCK_R], tl.float32)
     for slot in tl.range(begin, end, step, num_stages=4):
-        chunk_acc = load_queries(sums_ptr, slot * room, local, room, d, D)
-        ptrs = sums_stats_ptr + slot * 2 * room + local
+        chunk_acc = load_queries(sums.acc, slot * room, local, room, d, C.D)
+        ptrs = sums.weights + slot * 2 * room + local
         chunk_maximum = tl.load(ptrs, mask=local < room, other=-float("inf"))
         chunk_total = tl.load(ptrs + room, mask=local < room, other=0.0)
         new_maximum = tl.maximum(maximum, chunk_maximum)
@@ -102,62 +77,48 @@ def combine_outputs_kernel(
         acc = acc * rescale[:, None] + chunk_acc * chunk_rescale[:, None]
         total = total * rescale + chunk_total * chunk_rescale
         maximum = new_maximum
-    r = block * BLOCK_R + local
+    r = block * C.BLOCK_R + local
     total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-    exact: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
+    exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
     out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
-    store_outputs(out_ptr, residual_ptr, out, first, r, count, d, D)
-    store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
+    store_outputs(outputs, out, first, r, count, d, C.D)
+    store_stats(outputs.stats, num_rows, first + r, r < count, maximum, total)
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets"])
 def combine_gradients_kernel(
-    sums_ptr,  # [slots, rows_of_slot, D] fp32
-    ds_totals_ptr,  # [slots, rows_of_slot] fp32; None where one block and pass serve all samples
+    sums,  # Sums; ``weights`` is None where one block and pass serve all samples
     out_ptr,  # [rows, D]
-    grad_query_ptr,  # [rows, D]
-    delta_ptr,  # [rows] fp32, in and out; None where ds_totals are
-    offsets_ptr,  # [B + 1]
-    query_offsets_ptr,  # [B + 1], where queries are JAGGED
+    grads,  # Gradients; ``delta``, in and out, is None where ``weights`` is
+    samples,  # Samples
     num_samples,
     num_targets,
     scale,
-    LAYOUT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    SINGLE_PASS: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
     """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
-    busy, first, count, block, begin, end, step = _find_chunks(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets,
-        LAYOUT, H, BLOCK_R, CHUNK, SLOT, OVERLAP,
-    )  # fmt: skip
+    busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
-    local = tl.arange(0, BLOCK_R)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    r = block * BLOCK_R + local
-    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    room = slot_rows(num_targets, C)
+    local = tl.arange(0, C.BLOCK_R)
+    d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
+    r = block * C.BLOCK_R + local
+    acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
     for slot in tl.range(begin, end, step, num_stages=4):
-        acc += load_queries(sums_ptr, slot * room, local, room, d, D)
-    if ds_totals_ptr is not None:
-        if count > BLOCK_R or not SINGLE_PASS:
-            ds_total = tl.zeros([BLOCK_R], tl.float32)
+        acc += load_queries(sums.acc, slot * room, local, room, d, C.D)
+    if sums.weights is not None:
+        if count > C.BLOCK_R or not C.SINGLE_PASS:
+            ds_total = tl.zeros([C.BLOCK_R], tl.float32)
             for slot in range(begin, end, step):
-                ptrs = ds_totals_ptr + slot * room + local
+                ptrs = sums.weights + slot * room + local
                 ds_total += tl.load(ptrs, mask=local < room, other=0.0)
-            out = load_queries(out_ptr, first, r, count, d, D)
+            out = load_queries(out_ptr, first, r, count, d, C.D)
             acc -= ds_total[:, None] * out.to(tl.float32)
             if tl.program_id(1) == 0:
-                delta = tl.load(delta_ptr + first + r, mask=r < count, other=0.0)
-                tl.store(delta_ptr + first + r, delta + ds_total, mask=r < count)
-    store_queries(grad_query_ptr, acc * scale, first, r, count, d, D)
+                delta = tl.load(grads.delta + first + r, mask=r < count, other=0.0)
+                tl.store(grads.delta + first + r, delta + ds_total, mask=r < count)
+    store_queries(grads.query, acc * scale, first, r, count, d, C.D)
 
 
 @triton.jit(do_not_specialize=["num_tables", "num_targets"])

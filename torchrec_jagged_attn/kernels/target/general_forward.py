@@ -20,8 +20,7 @@ from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
-    query_rows,
-    rows_of_slot,
+    slot_rows,
     store_outputs,
     store_queries,
 )
@@ -33,75 +32,58 @@ __all__ = ["forward_kernel"]
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], rows history_stride apart
-    biases,  # pointers in an ``arguments.Biases``
-    out_ptr,  # [rows, D]
-    residual_ptr,  # [rows, D]: fp32 output minus its rounded value; None where nobody asks
-    stats_ptr,  # [2, rows] fp32
-    sums_ptr,  # [slots, rows_of_slot, D] fp32
-    sums_stats_ptr,  # [slots, 2, rows_of_slot] fp32: maximum and total
-    offsets_ptr,  # [B + 1]
-    query_offsets_ptr,  # [B + 1], where queries are JAGGED
+    biases,  # arguments.Biases
+    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    sums,  # Sums
+    samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
     num_slots,
     history_stride,
     scale,
-    LAYOUT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
     """One block of query rows over one chunk of its sample's history."""
-    busy, sample, block, begin, end, slot = find_work(
-        offsets_ptr, query_offsets_ptr, num_samples, num_targets, num_slots,
-        LAYOUT, H, BLOCK_R, CHUNK, SLOT, False,
-    )  # fmt: skip
-    if not busy:
+    work = find_work(samples, num_samples, num_targets, num_slots, C, ALL_BLOCKS=False)
+    if not work.busy:
         return
-    first, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
-    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    d = tl.arange(0, BLOCK_D)
-    q = load_queries(query_ptr, 0 if LAYOUT == SHARED else first, r, count, d, D)
+    r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    d = tl.arange(0, C.BLOCK_D)
+    q = load_queries(query_ptr, 0 if C.LAYOUT == SHARED else work.row, r, work.count, d, C.D)
 
-    index = tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)  # so that history fills the M side of products
-    total = tl.zeros([BLOCK_R], tl.float32)
+    index = tl.arange(0, C.BLOCK_N)
+    # [BLOCK_D, BLOCK_R], so that history fills the M side of products
+    acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
+    total = tl.zeros([C.BLOCK_R], tl.float32)
     maximum = total - float("inf")
-    for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
+    for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
-        visible = (index < (end - start).to(tl.int32))[:, None]
+        visible = (index < (work.end - start).to(tl.int32))[:, None]
         x_ptrs = history_ptr + n * history_stride + d[None, :]
-        x = tl.load(x_ptrs, mask=visible & (d < D)[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
         bias = load_bias(
-            biases, offsets_ptr, sample, n, visible, r[None, :], count, H, P, A, PRIOR,
+            biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,
+            C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
         p, rescale, maximum, total = online_softmax_update(
-            tl.dot(x, tl.trans(q), input_precision=PRECISION),
+            tl.dot(x, tl.trans(q), input_precision=C.PRECISION),
             scale, bias, visible, maximum, total, 0, LOG2E,
         )  # fmt: skip
         acc *= rescale[None, :]
-        acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
 
     acc = tl.trans(acc)
-    if slot >= 0:
-        room = rows_of_slot(num_targets, LAYOUT, H, BLOCK_R)
-        local = tl.arange(0, BLOCK_R)
-        store_queries(sums_ptr, acc, slot * room, local, room, d, D)
-        tl.store(sums_stats_ptr + slot * 2 * room + local, maximum, mask=local < room)
-        tl.store(sums_stats_ptr + (slot * 2 + 1) * room + local, total, mask=local < room)
+    if work.slot >= 0:
+        room = slot_rows(num_targets, C)
+        local = tl.arange(0, C.BLOCK_R)
+        store_queries(sums.acc, acc, work.slot * room, local, room, d, C.D)
+        weights_ptr = sums.weights + work.slot * 2 * room + local
+        tl.store(weights_ptr, maximum, mask=local < room)
+        tl.store(weights_ptr + room, total, mask=local < room)
     else:
         total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-        exact: tl.constexpr = out_ptr.dtype.element_ty == tl.float32
+        exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
         out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
-        store_outputs(out_ptr, residual_ptr, out, first, r, count, d, D)
-        store_stats(stats_ptr, num_rows, first + r, r < count, maximum, total)
+        store_outputs(outputs, out, work.row, r, work.count, d, C.D)
+        store_stats(outputs.stats, num_rows, work.row + r, r < work.count, maximum, total)

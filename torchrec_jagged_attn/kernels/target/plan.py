@@ -24,11 +24,12 @@ from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.target import schedule
+from torchrec_jagged_attn.kernels.target.records import Constants
 from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
 from torchrec_jagged_attn.paths import Condition, Path, choose
 
-__all__ = ["DENSE", "JAGGED", "PATHS", "SHARED", "Plan", "Problem", "plan_of"]
+__all__ = ["DENSE", "JAGGED", "PATHS", "SHARED", "Call", "Plan", "plan_of"]
 
 # As plain numbers: comparing those of Triton takes host time.
 DENSE, SHARED, JAGGED = (
@@ -44,7 +45,7 @@ MIN_SHARED_MEMORY_FEW_WARPS = 200_001
 MOST_SLOTS = 4
 
 
-class Problem(NamedTuple):
+class Call(NamedTuple):
     """What a plan depends on.
 
     Attributes:
@@ -83,7 +84,7 @@ class Problem(NamedTuple):
     precision: str
 
     @property
-    def rows(self) -> int:
+    def query_rows(self) -> int:
         """Query rows that a sample has; of JAGGED ones, those of eight targets.
 
         Not the batch's own there: results must not depend on other samples.
@@ -106,7 +107,7 @@ class Problem(NamedTuple):
         return padded_width(self.width) * self.element_size
 
 
-def _rows_are_aligned(x: Problem) -> bool:
+def _rows_are_aligned(x: Call) -> bool:
     return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
 
 
@@ -124,7 +125,7 @@ _GLUON = (
 _MORE_ROWS = (
     Condition(
         f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
-        lambda x: ONE_WARP_ROWS < x.rows <= 64,
+        lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
     ),
     Condition("width up to 128", lambda x: x.width <= 128),
 )
@@ -134,7 +135,7 @@ PATHS = (
         (
             Condition(
                 f"up to {ONE_WARP_ROWS} query rows (targets × heads) a sample",
-                lambda x: x.rows <= ONE_WARP_ROWS,
+                lambda x: x.query_rows <= ONE_WARP_ROWS,
             ),
             Condition("width up to 256", lambda x: x.width <= 256),
             *_GLUON,
@@ -168,7 +169,7 @@ PATHS = (
         "few_warps",
         (
             *_MORE_ROWS,
-            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.rows <= 32),
+            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
                 "tables in half-precision backward, where general is faster without",
@@ -186,7 +187,7 @@ class Plan:
     """Which kernels compute one direction, how they cut it up, and what they are compiled for.
 
     Attributes:
-        problem: what the plan is for.
+        call: what the plan is for.
         choice: the path that takes it, and why not another one.
         path: the name of that.
         tiles: compile-time arguments that say how work is cut up.
@@ -195,87 +196,96 @@ class Plan:
         block_r: query rows of a block.
         num_blocks: how many of them a sample has, unless queries are JAGGED.
         chunk: history rows that a program takes at least.
-        slot: how many history rows there are for each slot.
-        rows_of_slot: how many query rows the sums of a chunk have.
+        slot: how many history rows there are for each slot, in which a chunk leaves its sums.
+        slot_rows: how many query rows a slot has room for.
         one_block: whether backward meets samples whose query rows one block holds, in one pass.
         more_blocks: whether it meets other ones.
-        kernel, grad_query, grad_history, combine, list_slots: compile-time arguments.
+        kernel, combine, list_slots: compile-time arguments of kernels, and options of their launch.
         column_blocks: programs that bring the sums of one chunk together.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        x = self.problem = problem
+    def __init__(self, call: Call) -> None:
+        x = self.call = call
         self.choice = choose(PATHS, x.device, x)
         self.path = self.choice.path
         self.overlap = devices.launches_overlap(x.device)
         self.listed = self.path in ("one_warp", "warpgroup")
         self.tiles = tiles_of(self.path, x)
-        self.block_r = self.tiles.get("BLOCK_R", ONE_WARP_ROWS)
+        self.block_r = self.tiles["BLOCK_R"]
         self.chunk = self.tiles["CHUNK"]
         jagged = x.layout == JAGGED
-        self.num_blocks = -(-x.rows // self.block_r)
+        self.num_blocks = -(-x.query_rows // self.block_r)
         # Backward, when memory is shortest, programs that take whole samples last longer anyway.
         most_blocks = MOST_SLOTS if jagged else self.num_blocks
         self.slot = self.chunk // (1 if x.backward else max(1, min(MOST_SLOTS, most_blocks)))
-        self.rows_of_slot = self.block_r if jagged else min(x.rows, self.block_r)
+        self.slot_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
         # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
         single_pass = x.half or self.path in ("one_warp", "few_warps")
-        self.one_block = single_pass and (jagged or x.rows <= self.block_r)
+        self.one_block = single_pass and (jagged or x.query_rows <= self.block_r)
         self.more_blocks = jagged or not self.one_block
 
-        self.kernel = self._constants()
+        self.kernel = self._kernel(single_pass)
         self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": self.overlap}
-        passes = {"SINGLE_PASS": single_pass}
-        one_target = x.num_targets == 1 and x.rows <= self.block_r
-        self.grad_query = self.kernel | passes
-        self.grad_history = self.grad_query | {
-            "ONE_TARGET": one_target,
-            "BLOCK_H": self.block_r if one_target else padded_width(x.num_heads),
-            "BLOCK_P": padded_width(x.num_positions),
-            "BLOCK_A": padded_width(x.num_ages),
-        }
-        block_r = 1 << (self.rows_of_slot - 1).bit_length()
+        block_r = 1 << (self.slot_rows - 1).bit_length()
         block_d = min(padded_width(x.width), max(16, 1024 // block_r))
         self.column_blocks = -(-x.width // block_d)
-        self.combine = {
-            "LAYOUT": x.layout,
-            "H": x.num_heads,
-            "D": x.width,
-            "BLOCK_R": block_r,
-            "BLOCK_D": block_d,
-            "CHUNK": self.chunk,
-            "SLOT": self.slot,
-            "num_warps": 1,
+        self.combine = _arguments(
+            LAYOUT=x.layout,
+            H=x.num_heads,
+            D=x.width,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            CHUNK=self.chunk,
+            SLOT=self.slot,
+            SINGLE_PASS=single_pass,
+            num_warps=1,
             **overlap_options(self.overlap),
-            **(passes if x.backward else {}),
-        }
-
-    def _constants(self) -> dict[str, Any]:
-        """Compile-time arguments of the path's main kernel, and of its launch."""
-        x = self.problem
-        constants = {
-            "H": x.num_heads,
-            "D": x.width,
-            "P": x.num_positions,
-            "A": x.num_ages,
-            "PRIOR": x.prior,
-            **self.tiles,
-        }
-        if self.path == "general":
-            return constants | {"LAYOUT": x.layout, "PRECISION": x.precision, "SLOT": self.slot}
-        constants["SHARED"] = x.layout == SHARED
-        if self.path != "warpgroup":
-            constants["STRIDE"] = x.history_stride
-            constants["PARTS"] = 1 if x.half else 2 if x.precision == "tf32" else 3
-        return constants | (
-            overlap_options(self.overlap) if self.listed else {"OVERLAP": self.overlap}
         )
+
+    def _kernel(self, single_pass: bool) -> dict[str, Any]:
+        """Compile-time arguments of the path's main kernels, and options of their launch."""
+        x = self.call
+        more: dict[str, Any] = {"PARTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
+        if self.path == "general":
+            more = {"PRECISION": x.precision, "SLOT": self.slot}
+        elif self.path != "warpgroup":
+            more["STRIDE"] = x.history_stride
+        if self.path == "general" and x.backward:
+            one_target = x.num_targets == 1 and x.query_rows <= self.block_r
+            more |= {
+                "SINGLE_PASS": single_pass,
+                "ONE_TARGET": one_target,
+                "BLOCK_H": self.block_r if one_target else padded_width(x.num_heads),
+                "BLOCK_P": padded_width(x.num_positions),
+                "BLOCK_A": padded_width(x.num_ages),
+            }
+        if self.listed:
+            more |= overlap_options(self.overlap)
+        elif self.path == "few_warps":
+            more["OVERLAP"] = self.overlap
+        return _arguments(
+            LAYOUT=x.layout,
+            H=x.num_heads,
+            D=x.width,
+            P=x.num_positions,
+            A=x.num_ages,
+            PRIOR=x.prior,
+            **self.tiles,
+            **more,
+        )
+
+
+def _arguments(**values: Any) -> dict[str, Any]:
+    """``values`` as a launch takes them: constants have capital letters, its options small ones."""
+    options = {name: value for name, value in values.items() if name.islower()}
+    constants = {name: value for name, value in values.items() if name.isupper()}
+    return {"C": Constants(**constants), **options}
 
 
 plan_of = functools.lru_cache(maxsize=1024)(Plan)
 
 
-def tiles_of(path: str, x: Problem) -> dict[str, int]:
+def tiles_of(path: str, x: Call) -> dict[str, int]:
     """How ``path`` cuts up the work. Nothing of it may depend on other samples than a row's own.
 
     Found by trying, on an H200.
@@ -283,6 +293,7 @@ def tiles_of(path: str, x: Problem) -> dict[str, int]:
     width = padded_width(x.width)
     if path == "one_warp":
         return {
+            "BLOCK_R": ONE_WARP_ROWS,
             "BLOCK_N": 32 if x.half and not x.backward else 16,
             "BLOCK_D": width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
@@ -293,20 +304,19 @@ def tiles_of(path: str, x: Problem) -> dict[str, int]:
         # Registers for as many programs on a multiprocessor as its shared memory holds, where none
         # has to lie in memory while rows are multiplied.
         registers = 168 if x.backward or x.bias or x.buckets else 128
-        if x.rows > 32 or (x.backward and x.buckets):
+        if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255
         return {
-            "BLOCK_R": padded_width(x.rows),
+            "BLOCK_R": padded_width(x.query_rows),
             "BLOCK_N": 64,
             "BLOCK_D": max(64, width),
-            **({"COLUMNS": 64} if x.backward else {}),
             "CHUNK": 512,
             "NUM_STAGES": 2,
             "num_warps": 4,
             "maxnreg": registers,
         }
     if path == "few_warps":
-        block_r = padded_width(x.rows)
+        block_r = padded_width(x.query_rows)
         return {
             "BLOCK_R": block_r,
             "BLOCK_N": max(32, block_r) if x.backward else 64 if x.half else 16,
@@ -315,15 +325,15 @@ def tiles_of(path: str, x: Problem) -> dict[str, int]:
             "NUM_STAGES": 3 if x.half or not x.backward else 2,
             "num_warps": block_r // 16,
         }
-    block_r = min(padded_width(x.rows), 64, 32768 // x.row_bytes)
+    block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
     exact = x.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
     bytes_of_tile = 16384 if x.backward or exact else 32768
-    rows_of_slot = block_r if x.layout == JAGGED else min(x.rows, block_r)
+    slot_rows = block_r if x.layout == JAGGED else min(x.query_rows, block_r)
     return {
         "BLOCK_R": block_r,
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
-        "CHUNK": max(128, 16 * rows_of_slot),
+        "CHUNK": max(128, 16 * slot_rows),
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

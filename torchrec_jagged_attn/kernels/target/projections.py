@@ -3,15 +3,15 @@
 With ``R`` targets in all, and where keys and values are absorbed on the targets' side,
 
     ∂W_Q = Σ_r ∂q_r ⊗ target_r                                                      [E, C]
-    ∂W_O = Σ_r ∂out_r ⊗ values_r                                                    [E, E]
-    ∂W_K,h = Σ_r q_rh ⊗ ∂u_rh          ∂W_V,h = Σ_r ∂values_rh ⊗ pooled_rh          [X, D]
-    ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂values_r with a history          [E]
+    ∂W_O = Σ_r ∂out_r ⊗ v_r                                                         [E, E]
+    ∂W_K,h = Σ_r q_rh ⊗ ∂u_rh          ∂W_V,h = Σ_r ∂v_rh ⊗ pooled_rh               [X, D]
+    ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂v_r with a history               [E]
     ∂b_O = Σ_r ∂out_r
 
 There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs and the
-operands read once. So rows are split into parts, as many as fill a GPU, and their sums added in one
-order, whatever GPU it is. A product of cuBLAS has a program for each tile of outputs, and in fp32
-adds one row after the other; and these are seven of them.
+operands read once. So rows are cut into splits (split-K), as many as fill a GPU; the sums of splits
+are added in one order, whatever GPU it is. cuBLAS would take seven products. Each has a program for
+a tile of outputs only, and in fp32 adds one row after the other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import (
     load_tile,
@@ -67,10 +67,10 @@ def _sum_products(
     y = tile % TILES_Y * BLOCK_Y
     acc = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
     for r in tl.range(begin, end, BLOCK_R, num_stages=3):
-        a = load_tile(a_ptr, h * X + x, r, H * X, end, BLOCK_X, BLOCK_R, True, tl.int32)
-        b = load_tile(b_ptr, r, h * Y + y, end, H * Y, BLOCK_R, BLOCK_Y, False, tl.int32)
+        a = load_tile(a_ptr, h * X + x, r, H * X, end, BLOCK_X, BLOCK_R, True)
+        b = load_tile(b_ptr, r, h * Y + y, end, H * Y, BLOCK_R, BLOCK_Y)
         acc = multiply(a, b.to(a.dtype), acc, PRECISION)
-    origin, at, mask = tile_of(x, y, X, Y, BLOCK_X, BLOCK_Y, False, tl.int32)
+    origin, at, mask = tile_of(x, y, X, Y, BLOCK_X, BLOCK_Y)
     tl.store(sums_ptr + h * (X * Y) + origin + at, acc, mask=mask)
 
 
@@ -78,7 +78,7 @@ def _sum_products(
 def _sum_rows(
     sums_ptr,  # [E]
     x_ptr,  # [R, E]
-    filled_ptr,  # [R], or None
+    filled_ptr,  # [R], or None: all
     tile,
     begin,
     end,
@@ -90,7 +90,7 @@ def _sum_rows(
     e = tile * BLOCK_E + tl.arange(0, BLOCK_E)
     acc = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
     for first in tl.range(begin, end, BLOCK_R, num_stages=3):
-        x = load_tile(x_ptr, first, tile * BLOCK_E, end, E, BLOCK_R, BLOCK_E, False, tl.int32)
+        x = load_tile(x_ptr, first, tile * BLOCK_E, end, E, BLOCK_R, BLOCK_E)
         if filled_ptr is not None:
             r = first + tl.arange(0, BLOCK_R)
             x *= tl.load(filled_ptr + r, mask=r < end, other=0.0)[:, None]
@@ -98,20 +98,12 @@ def _sum_rows(
     tl.store(sums_ptr + e, tl.sum(acc, 0), mask=e < E)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_of_part"])
-def _parts_kernel(
-    sums_ptr,  # [parts, SIZE] fp32
-    grad_q_ptr,  # [R, E]
-    target_ptr,  # [R, C]
-    grad_out_ptr,  # [R, E]
-    values_ptr,  # [R, E]
-    grad_values_ptr,  # [R, H, X]
-    filled_ptr,  # [R], or None
-    q_ptr,  # [R, H, X], or None where keys and values are explicit; so are the next two
-    grad_u_ptr,  # [R, H, Y]
-    pooled_ptr,  # [R, H, Y]
+@triton.jit(do_not_specialize=["num_rows", "rows_of_split"])
+def _splits_kernel(
+    sums_ptr,  # [splits, SIZE] fp32
+    rows,  # ProjectionRows
     num_rows,
-    rows_of_part,
+    rows_of_split,
     H: tl.constexpr,
     X: tl.constexpr,
     Y: tl.constexpr,
@@ -124,9 +116,9 @@ def _parts_kernel(
     BLOCK_R: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A tile of one gradient over one part of the rows, or some columns of one of a bias.
+    """A tile of one gradient over one split of the rows, or some columns of one of a bias.
 
-    The order of sums is that of ``parameter_gradients``' outputs.
+    The order of sums is that of :class:`ProjectionGradients`.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
@@ -135,15 +127,15 @@ def _parts_kernel(
     TILES_EE: tl.constexpr = TILES_E * TILES_E
     TILES_XY: tl.constexpr = H * ((X + BLOCK_X - 1) // BLOCK_X) * ((Y + BLOCK_Y - 1) // BLOCK_Y)
     program = tl.program_id(0)
-    part = tl.program_id(1)
-    begin = part * rows_of_part
-    end = tl.minimum(begin + rows_of_part, num_rows)
-    sums_ptr += part.to(tl.int64) * SIZE
-    if C != E or target_ptr.dtype != values_ptr.dtype:
+    split = tl.program_id(1)
+    begin = split * rows_of_split
+    end = tl.minimum(begin + rows_of_split, num_rows)
+    sums_ptr += split.to(tl.int64) * SIZE
+    if C != E or rows.target.dtype != rows.v.dtype:
         TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
         if program < TILES_EC:
             _sum_products(
-                sums_ptr, grad_q_ptr, target_ptr, program, begin, end, 1, E, C,
+                sums_ptr, rows.grad_q, rows.target, program, begin, end, 1, E, C,
                 PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
             )  # fmt: skip
             return
@@ -151,7 +143,7 @@ def _parts_kernel(
         sums_ptr += E * C
         if program < TILES_EE:
             _sum_products(
-                sums_ptr, grad_out_ptr, values_ptr, program, begin, end, 1, E, E,
+                sums_ptr, rows.grad_out, rows.v, program, begin, end, 1, E, E,
                 PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
             )  # fmt: skip
             return
@@ -160,9 +152,9 @@ def _parts_kernel(
     else:
         if program < 2 * TILES_EE:
             of_out = program // TILES_EE
-            a_ptr, b_ptr = grad_q_ptr, target_ptr
+            a_ptr, b_ptr = rows.grad_q, rows.target
             if of_out == 1:
-                a_ptr, b_ptr = grad_out_ptr, values_ptr
+                a_ptr, b_ptr = rows.grad_out, rows.v
             _sum_products(
                 sums_ptr + of_out * (E * E), a_ptr, b_ptr, program % TILES_EE, begin, end, 1, E, E,
                 PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
@@ -170,12 +162,12 @@ def _parts_kernel(
             return
         program -= 2 * TILES_EE
         sums_ptr += 2 * E * E
-    if q_ptr is not None:
+    if rows.q is not None:
         if program < 2 * TILES_XY:
             of_values = program // TILES_XY
-            a_ptr, b_ptr = q_ptr, grad_u_ptr
+            a_ptr, b_ptr = rows.q, rows.grad_u
             if of_values == 1:
-                a_ptr, b_ptr = grad_values_ptr, pooled_ptr
+                a_ptr, b_ptr = rows.grad_v, rows.pooled
             _sum_products(
                 sums_ptr + of_values * (E * Y), a_ptr, b_ptr, program % TILES_XY, begin, end,
                 H, X, Y, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_R,
@@ -186,142 +178,99 @@ def _parts_kernel(
     bias, tile = program // TILES_E, program % TILES_E
     sums_ptr += bias * E
     if bias == 0:
-        _sum_rows(sums_ptr, grad_q_ptr, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
     elif bias == 1:  # that of keys changes nothing
-        _sum_rows(sums_ptr, grad_q_ptr, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
     elif bias == 2:
-        _sum_rows(sums_ptr, grad_values_ptr, filled_ptr, tile, begin, end, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_v, rows.filled, tile, begin, end, E, BLOCK_E, BLOCK_R)
     else:
-        _sum_rows(sums_ptr, grad_out_ptr, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
+        _sum_rows(sums_ptr, rows.grad_out, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
 
 
 @triton.jit
 def _add_up(
     out_ptr,  # [NUM], or None
-    sums_ptr,  # [parts, SIZE] fp32, from the first of NUM on
-    num_parts,
+    sums_ptr,  # [splits, SIZE] fp32, from the first of NUM on
+    num_splits,
     NUM: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):
-    """The sum of all parts of this program's BLOCK elements of an output."""
+    """The sum of all splits of this program's BLOCK elements of an output."""
     if out_ptr is not None:
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         if tl.program_id(0) * BLOCK < NUM:
-            acc = tl.zeros([BLOCK_PARTS, BLOCK], tl.float32)
-            for first in range(0, num_parts, BLOCK_PARTS):
-                part = first + tl.arange(0, BLOCK_PARTS)
-                at = part.to(tl.int64)[:, None] * SIZE + i[None, :]
-                mask = (part < num_parts)[:, None] & (i < NUM)[None, :]
+            acc = tl.zeros([BLOCK_SPLITS, BLOCK], tl.float32)
+            for first in range(0, num_splits, BLOCK_SPLITS):
+                split = first + tl.arange(0, BLOCK_SPLITS)
+                at = split.to(tl.int64)[:, None] * SIZE + i[None, :]
+                mask = (split < num_splits)[:, None] & (i < NUM)[None, :]
                 acc += tl.load(sums_ptr + at, mask=mask, other=0.0)
             tl.store(out_ptr + i, tl.sum(acc, 0), mask=i < NUM)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
-def _add_parts_kernel(
-    sums_ptr,  # [parts, SIZE] fp32
-    w_q_ptr,  # [E, C]
-    w_out_ptr,  # [E, E]
-    w_k_ptr,  # [E, Y], or None where the sums have none; so has the next one
-    w_v_ptr,  # [E, Y]
-    b_in_ptr,  # [3 · E], or None
-    b_out_ptr,  # [E], or None
-    num_parts,
+@triton.jit(do_not_specialize=["num_splits"])
+def _add_splits_kernel(
+    sums_ptr,  # [splits, SIZE] fp32
+    grads,  # ProjectionGradients
+    num_splits,
     E: tl.constexpr,
     Y: tl.constexpr,
     C: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Outputs, one for each number along the second axis of programs, of the sums of parts."""
+    """Outputs, one for each number along the second axis of programs, of the sums of splits."""
     if OVERLAP:
         cuda.gdc_wait()
-    W: tl.constexpr = 0 if w_k_ptr is None else E * Y
+    W: tl.constexpr = 0 if grads.w_k is None else E * Y
     output = tl.program_id(1)
     if output == 0:
-        _add_up(w_q_ptr, sums_ptr, num_parts, E * C, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_q, sums_ptr, num_splits, E * C, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 1:
-        _add_up(w_out_ptr, sums_ptr + E * C, num_parts, E * E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_out, sums_ptr + E * C, num_splits, E * E, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 2:
-        _add_up(w_k_ptr, sums_ptr + E * (C + E), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_k, sums_ptr + E * (C + E), num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 3:
-        _add_up(w_v_ptr, sums_ptr + (E * (C + E) + W), num_parts, W, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.w_v, sums_ptr + (E * (C + E) + W), num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 4:
         sums_ptr += E * (C + E) + 2 * W
-        _add_up(b_in_ptr, sums_ptr, num_parts, 3 * E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.b_in, sums_ptr, num_splits, 3 * E, SIZE, BLOCK, BLOCK_SPLITS)
     else:
         sums_ptr += E * (C + E) + 2 * W + 3 * E
-        _add_up(b_out_ptr, sums_ptr, num_parts, E, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.b_out, sums_ptr, num_splits, E, SIZE, BLOCK, BLOCK_SPLITS)
 
 
-_sum_parts = Launcher(_parts_kernel)
-_add_parts = Launcher(_add_parts_kernel)
+_sum_splits = Launcher(_splits_kernel)
+_add_splits = Launcher(_add_splits_kernel)
 
 
-def parameter_gradients(
-    grad_q: Tensor,
-    target: Tensor,
-    grad_out: Tensor,
-    values: Tensor,
-    grad_values: Tensor,
-    filled: Tensor | None,
-    absorbed: tuple[Tensor, Tensor, Tensor] | None,
-    grad_w_q: Tensor,
-    grad_w_out: Tensor,
-    grad_w_k: Tensor,
-    grad_w_v: Tensor,
-    grad_b_in: Tensor | None,
-    grad_b_out: Tensor | None,
-) -> None:
-    """Write the gradients at the top of this file, in any dtypes.
+def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
+    """Write ``grads``, the gradients at the top of this file, of ``rows``.
 
-    Products are in the dtype of ``grad_q``, to which rows are cast as they are read.
-
-    Args:
-        grad_q: ``[R, E]``.
-        target: ``[R, C]``.
-        grad_out: ``[R, E]``.
-        values: ``[R, E]``.
-        grad_values: ``[R, E]``.
-        filled: ``[R]`` ones where a target has a history, else zeros; where there are biases.
-        absorbed: ``q`` ``[R, H, E / H]``, ``grad_u`` and ``pooled`` ``[R, H, D]``; or None, for
-            none of ``grad_w_k`` and ``grad_w_v``.
-        grad_w_q: ``[E, C]``, contiguous, as are all that follow.
-        grad_w_out: ``[E, E]``.
-        grad_w_k: ``[H, E / H, D]``.
-        grad_w_v: ``[H, E / H, D]``.
-        grad_b_in: ``[3 · E]`` of queries, keys (zeros) and values, if there is one.
-        grad_b_out: ``[E]``, if there is one.
+    Products are in the dtype of ``rows.grad_q``, to which others are cast as they are read.
     """
+    rows = ProjectionRows(*(None if x is None else x.contiguous() for x in rows))
+    if not rows.filled.numel():
+        rows = rows._replace(filled=None)
+    grad_q, target = rows.grad_q, rows.target
     num_rows, width = grad_q.shape
-    num_heads, x, y = grad_w_k.shape
-    if absorbed is None:
-        num_heads, x, y = 1, width, 0
-        absorbed, grads_of_rows = (None, None, None), (None, None)
-    else:
-        absorbed, grads_of_rows = tuple(x.contiguous() for x in absorbed), (grad_w_k, grad_w_v)
+    num_heads, x, y = 1, width, 0
+    if rows.q is not None and rows.pooled is not None:
+        num_heads, x, y = *rows.q.shape[1:], rows.pooled.shape[2]
     overlap = devices.launches_overlap(grad_q.device)
     precision = product_precision(grad_q.dtype)
     plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, target.shape[1], overlap)
-    block = plan.of_parts["BLOCK_R"]
-    rows_of_part = -(-num_rows * plan.num_tiles // (plan.num_programs * block)) * block
-    rows_of_part = max(ROWS, rows_of_part)
-    num_parts = max(1, -(-num_rows // rows_of_part))
-    sums = grad_q.new_empty(num_parts, plan.size, dtype=torch.float32)
-    rows = [x.contiguous() for x in (grad_q, target, grad_out, values, grad_values)]
-    _sum_parts(
-        (plan.num_tiles, num_parts),
-        (sums, *rows, filled, *absorbed, num_rows, rows_of_part),
-        plan.of_parts,
-    )
-    _add_parts(
-        (plan.num_blocks, 6),
-        (sums, grad_w_q, grad_w_out, *grads_of_rows, grad_b_in, grad_b_out, num_parts),
-        plan.of_sums,
-    )
+    block = plan.of_splits["BLOCK_R"]
+    rows_of_split = -(-num_rows * plan.num_tiles // (plan.num_programs * block)) * block
+    rows_of_split = max(ROWS, rows_of_split)
+    num_splits = max(1, -(-num_rows // rows_of_split))
+    sums = grad_q.new_empty(num_splits, plan.size, dtype=torch.float32)
+    _sum_splits((plan.num_tiles, num_splits), (sums, rows, num_rows, rows_of_split), plan.of_splits)
+    _add_splits((plan.num_blocks, 6), (sums, grads, num_splits), plan.of_sums)
 
 
 class _Plan(NamedTuple):
@@ -332,15 +281,15 @@ class _Plan(NamedTuple):
         num_tiles: of all gradients.
         size: elements of these.
         num_blocks: of the largest.
-        of_parts: compile-time arguments of ``_parts_kernel``.
-        of_sums: those of ``_add_parts_kernel``.
+        of_splits: compile-time arguments of ``_splits_kernel``.
+        of_sums: those of ``_add_splits_kernel``.
     """
 
     num_programs: int
     num_tiles: int
     size: int
     num_blocks: int
-    of_parts: dict[str, Any]
+    of_splits: dict[str, Any]
     of_sums: dict[str, Any]
 
 
@@ -361,7 +310,7 @@ def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overla
     tiles_e, tiles_c = -(-e // block_e), -(-c // block_e)
     tiles_of_head = -(-x // block_x) * -(-y // block_y)
     size = e * (c + e) + 2 * e * y + 4 * e
-    of_parts = {
+    of_splits = {
         "H": heads,
         "X": x,
         "Y": y,
@@ -382,9 +331,9 @@ def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overla
         "C": c,
         "SIZE": size,
         "BLOCK": block,
-        "BLOCK_PARTS": 16,
+        "BLOCK_SPLITS": 16,
         **overlap_options(overlap),
     }
     num_tiles = tiles_e * (tiles_c + tiles_e) + 2 * (heads * tiles_of_head + 2 * tiles_e)
     num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // block)
-    return _Plan(num_programs, num_tiles, size, num_blocks, of_parts, of_sums)
+    return _Plan(num_programs, num_tiles, size, num_blocks, of_splits, of_sums)

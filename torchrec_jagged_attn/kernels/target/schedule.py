@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
@@ -17,7 +19,7 @@ __all__ = [
     "load_queries",
     "query_rows",
     "rows_of_chunk",
-    "rows_of_slot",
+    "slot_rows",
     "store_outputs",
     "store_queries",
 ]
@@ -26,14 +28,37 @@ __all__ = [
 DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
 
 
+class Work(NamedTuple):
+    """What a program of the general kernels does.
+
+    Attributes:
+        busy: whether there is anything to do.
+        block: of the sample's query rows.
+        begin: first history row of the chunk.
+        end: where the chunk's history rows end.
+        slot: of the chunk, -1 where the chunk is the whole sample.
+        row: first query row of the sample.
+        count: query rows of the sample.
+    """
+
+    busy: Any
+    sample: Any
+    block: Any
+    begin: Any
+    end: Any
+    slot: Any
+    row: Any
+    count: Any
+
+
 @triton.jit
-def query_rows(query_offsets_ptr, sample, num_targets, LAYOUT: tl.constexpr, H: tl.constexpr):
+def query_rows(samples, sample, num_targets, C: tl.constexpr):
     """First output row of ``sample``, and how many it has."""
-    if LAYOUT == JAGGED:
-        first = tl.load(query_offsets_ptr + sample).to(tl.int64) * H
-        count = tl.load(query_offsets_ptr + sample + 1).to(tl.int64) * H - first
+    if C.LAYOUT == JAGGED:
+        first = tl.load(samples.query_offsets + sample).to(tl.int64) * C.H
+        count = tl.load(samples.query_offsets + sample + 1).to(tl.int64) * C.H - first
     else:
-        count = num_targets.to(tl.int64) * H
+        count = num_targets.to(tl.int64) * C.H
         first = sample * count
     return first, count
 
@@ -47,64 +72,51 @@ def rows_of_chunk(length, chunks):
 
 @triton.jit
 def find_work(
-    offsets_ptr,
-    query_offsets_ptr,
-    num_samples,
-    num_targets,
-    num_slots,
-    LAYOUT: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SLOT: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
+    samples, num_samples, num_targets, num_slots, C: tl.constexpr, ALL_BLOCKS: tl.constexpr
 ):
     """What this program does: a chunk of a sample's history, for one block of its query rows.
 
     The first ``num_slots`` programs take the later chunks, each its slot's; the others take the
     first chunk of every sample and block. Where ALL_BLOCKS, a program serves all blocks of its
     sample, as if they were one.
-
-    Returns whether there is anything to do, the sample, its block, begin and end of the chunk, and
-    its slot, -1 where the chunk is the whole sample.
     """
     program = tl.program_id(0).to(tl.int64)
     later = program < num_slots
     first = tl.maximum(program - num_slots, 0)
     block = program * 0
     if later:
-        sample = find_sample(offsets_ptr, num_samples, program, 1, SLOT, 0)
+        sample = find_sample(samples.offsets, num_samples, program, 1, C.SLOT, 0)
     elif ALL_BLOCKS:
         sample = first
-    elif LAYOUT == JAGGED:
-        sample, _, _, start = find_tile(query_offsets_ptr, num_samples, first, H, BLOCK_R)
-        block = start // BLOCK_R
+    elif C.LAYOUT == JAGGED:
+        sample, _, _, start = find_tile(samples.query_offsets, num_samples, first, C.H, C.BLOCK_R)
+        block = start // C.BLOCK_R
     else:
-        blocks = tl.cdiv(num_targets * H, BLOCK_R)
+        blocks = tl.cdiv(num_targets * C.H, C.BLOCK_R)
         sample = (first.to(tl.int32) // blocks).to(tl.int64)
         block = first - sample * blocks
-    _, count = query_rows(query_offsets_ptr, sample, num_targets, LAYOUT, H)
-    num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, BLOCK_R)
-    begin = tl.load(offsets_ptr + sample).to(tl.int64)
-    length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
-    chunks = count_chunks(length, num_blocks, CHUNK, SLOT)
+    row, count = query_rows(samples, sample, num_targets, C)
+    num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, C.BLOCK_R)
+    begin = tl.load(samples.offsets + sample).to(tl.int64)
+    length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SLOT)
     chunk = program * 0
     if later:
-        after = (program - begin // SLOT).to(tl.int32)
+        after = (program - begin // C.SLOT).to(tl.int32)
         chunk = (after // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
         block = after - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
-    slot = tl.where(chunks > 1, begin // SLOT + chunk * num_blocks + block, -1)
+    slot = tl.where(chunks > 1, begin // C.SLOT + chunk * num_blocks + block, -1)
     rows = rows_of_chunk(length, chunks).to(tl.int64)
     end = tl.minimum((chunk + 1) * rows, length)
-    return busy, sample, block, begin + chunk * rows, begin + end, slot
+    return Work(busy, sample, block, begin + chunk * rows, begin + end, slot, row, count)
 
 
 @triton.jit
-def rows_of_slot(num_targets, LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK_R: tl.constexpr):
+def slot_rows(num_targets, C: tl.constexpr):
     """How many query rows a slot has room for."""
-    rows = BLOCK_R if LAYOUT == JAGGED else num_targets * H
-    return tl.minimum(rows, BLOCK_R).to(tl.int64)
+    rows = C.BLOCK_R if C.LAYOUT == JAGGED else num_targets * C.H
+    return tl.minimum(rows, C.BLOCK_R).to(tl.int64)
 
 
 @triton.jit
@@ -115,15 +127,15 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
 
 
 @triton.jit
-def store_outputs(out_ptr, residual_ptr, out, first, r, count, d, D: tl.constexpr):
+def store_outputs(outputs, out, first, r, count, d, D: tl.constexpr):
     """Store ``out`` (fp32) where :func:`load_queries` would load it, and its residual.
 
-    ``residual_ptr`` is None where nobody asks: ``out_ptr`` is of fp32, or there is no backward.
+    That is None where nobody asks: the output is of fp32, or there is no backward.
     """
-    store_queries(out_ptr, out, first, r, count, d, D)
-    if residual_ptr is not None:
-        rounded = out.to(out_ptr.dtype.element_ty).to(tl.float32)
-        store_queries(residual_ptr, out - rounded, first, r, count, d, D)
+    store_queries(outputs.out, out, first, r, count, d, D)
+    if outputs.residual is not None:
+        rounded = out.to(outputs.out.dtype.element_ty).to(tl.float32)
+        store_queries(outputs.residual, out - rounded, first, r, count, d, D)
 
 
 @triton.jit

@@ -13,15 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchrec_jagged_attn.kernels.common.gluon import thread_barrier
-from torchrec_jagged_attn.kernels.target.warp_parts import (
-    BLOCK_R,
-    exp,
-    load_rows,
-    row_layout,
-    store_rows,
-)
+from torchrec_jagged_attn.kernels.target.warp_parts import exp, load_rows, row_layout, store_rows
 
-__all__ = ["combine_outputs", "combine_queries", "is_last_chunk", "store_outputs", "store_stats"]
+__all__ = [
+    "combine_outputs",
+    "combine_queries",
+    "is_last_chunk",
+    "store_chunk_stats",
+    "store_outputs",
+    "store_stats",
+]
 
 AT_ONCE = gl.constexpr(4)  # chunks whose sums are loaded at a time
 
@@ -33,107 +34,91 @@ def _columns_at_once(rows, width, warps):
 
 
 @gluon.jit
-def is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
+def is_last_chunk(samples, num_slots, chunk):
     """Whether the sample's other chunks have ended, and what they have stored is there to read.
 
     Which one ends last differs from call to call: nothing of a result may depend on that.
     """
     thread_barrier()  # what any lane has stored is stored before lane 0 counts
-    ended = gl.atomic_add(slots_ptr + num_slots + first_slot, 1, sem="acq_rel", scope="gpu")
-    return ended == chunks - 1
+    counter_ptr = samples.slots + num_slots + chunk.first_slot
+    return gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == chunk.chunks - 1
 
 
 @gluon.jit
-def store_stats(stats_ptr, num_rows, row, count, maximum, total):
+def store_stats(outputs, num_rows, row, count, maximum, total):
     """Store what backward computes weights from. Returns the inverse totals."""
     inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
     r = gl.arange(0, maximum.shape[0], maximum.type.layout)
-    gl.store(stats_ptr + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
-    gl.store(stats_ptr + num_rows + row + r, inverse, mask=r < count)
+    gl.store(outputs.stats + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
+    gl.store(outputs.stats + num_rows + row + r, inverse, mask=r < count)
     return inverse
 
 
 @gluon.jit
-def store_outputs(out_ptr, residual_ptr, out, row, count, column: gl.constexpr, D: gl.constexpr):
-    """Store ``out``, ``[rows, columns]`` in fp32, and its residual."""
-    store_rows(out_ptr, out, row, count, column, D)
-    if residual_ptr is not None:
-        residual = out - out.to(out_ptr.dtype.element_ty).to(gl.float32)
-        store_rows(residual_ptr, residual, row, count, column, D)
+def store_chunk_stats(sums, slot, count, maximum, total):
+    """Leave a chunk's largest scores and totals of weights in its slot."""
+    r = gl.arange(0, maximum.shape[0], maximum.type.layout)
+    ptrs = sums.weights + slot.to(gl.int64) * 2 * count + r
+    gl.store(ptrs, maximum, mask=r < count)
+    gl.store(ptrs + count, total, mask=r < count)
 
 
 @gluon.jit
-def combine_outputs(
-    sums_ptr,
-    sums_stats_ptr,
-    out_ptr,
-    residual_ptr,
-    stats_ptr,
-    num_rows,
-    row,
-    count,
-    first_slot,
-    chunks,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    PARTS: gl.constexpr,
-    ROWS: gl.constexpr = BLOCK_R,
-):
-    """Outputs and statistics of a sample, from the sums of its chunks in their order."""
-    COLUMNS: gl.constexpr = _columns_at_once(ROWS, BLOCK_D, gl.num_warps())
+def store_outputs(outputs, out, row, count, column: gl.constexpr, D: gl.constexpr):
+    """Store ``out``, ``[rows, columns]`` in fp32, and its residual."""
+    store_rows(outputs.out, out, row, count, column, D)
+    if outputs.residual is not None:
+        residual = out - out.to(outputs.out.dtype.element_ty).to(gl.float32)
+        store_rows(outputs.residual, residual, row, count, column, D)
+
+
+@gluon.jit
+def combine_outputs(sums, outputs, num_rows, row, count, chunk, C: gl.constexpr):
+    """Outputs and statistics of a chunk's sample, from the sums of its chunks in their order."""
+    COLUMNS: gl.constexpr = _columns_at_once(C.BLOCK_R, C.BLOCK_D, gl.num_warps())
+    shape: gl.constexpr = [C.BLOCK_R, COLUMNS]
     layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    r = gl.arange(0, ROWS, by_row)
-    for column in gl.static_range(0, BLOCK_D, COLUMNS):
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        maximum = gl.full([ROWS], -float("inf"), gl.float32, by_row)
-        total = gl.zeros([ROWS], gl.float32, by_row)
-        for chunk in range(0, chunks, AT_ONCE):
+    r = gl.arange(0, C.BLOCK_R, by_row)
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        acc = gl.zeros(shape, gl.float32, layout)
+        maximum = gl.full([C.BLOCK_R], -float("inf"), gl.float32, by_row)
+        total = gl.zeros([C.BLOCK_R], gl.float32, by_row)
+        for at in range(0, chunk.chunks, AT_ONCE):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
-                there = gl.where(chunk + i < chunks, count, 0)
-                slot = (first_slot + chunk + i).to(gl.int64)
-                ptrs = sums_stats_ptr + slot * 2 * count + r
-                sums = load_rows(sums_ptr, slot * count, there, column, [ROWS, COLUMNS], layout, D)
+                there = gl.where(at + i < chunk.chunks, count, 0)
+                slot = (chunk.first_slot + at + i).to(gl.int64)
+                ptrs = sums.weights + slot * 2 * count + r
+                of_acc = load_rows(sums.acc, slot * count, there, column, shape, layout, C.D)
                 of_chunk = gl.load(ptrs, mask=r < there, other=-float("inf"))
-                loaded += (sums, of_chunk, gl.load(ptrs + count, mask=r < there, other=0.0))
+                loaded += (of_acc, of_chunk, gl.load(ptrs + count, mask=r < there, other=0.0))
             for i in gl.static_range(AT_ONCE):
                 new_maximum = gl.maximum(maximum, loaded[3 * i + 1])
                 shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                rescale = exp(maximum - shift, PARTS)
-                of_chunk = exp(loaded[3 * i + 1] - shift, PARTS)
+                rescale = exp(maximum - shift, C.PARTS)
+                of_chunk = exp(loaded[3 * i + 1] - shift, C.PARTS)
                 acc = acc * rescale[:, None] + loaded[3 * i] * of_chunk[:, None]
                 total = total * rescale + loaded[3 * i + 2] * of_chunk
                 maximum = new_maximum
-        inverse = store_stats(stats_ptr, num_rows, row, count, maximum, total)
-        store_outputs(out_ptr, residual_ptr, acc * inverse[:, None], row, count, column, D)
+        inverse = store_stats(outputs, num_rows, row, count, maximum, total)
+        store_outputs(outputs, acc * inverse[:, None], row, count, column, C.D)
 
 
 @gluon.jit
-def combine_queries(
-    sums_ptr,
-    grad_query_ptr,
-    row,
-    count,
-    first_slot,
-    chunks,
-    scale,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    ROWS: gl.constexpr = BLOCK_R,
-):
-    """Gradients of a sample's queries, from the sums of its chunks in their order."""
-    COLUMNS: gl.constexpr = _columns_at_once(ROWS, BLOCK_D, gl.num_warps())
+def combine_queries(sums, grads, row, count, chunk, scale, C: gl.constexpr):
+    """Gradients of the queries of a chunk's sample, from the sums of its chunks in their order."""
+    COLUMNS: gl.constexpr = _columns_at_once(C.BLOCK_R, C.BLOCK_D, gl.num_warps())
     layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
-    shape: gl.constexpr = [ROWS, COLUMNS]
-    for column in gl.static_range(0, BLOCK_D, COLUMNS):
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        for chunk in range(0, chunks, AT_ONCE):
+    shape: gl.constexpr = [C.BLOCK_R, COLUMNS]
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        acc = gl.zeros(shape, gl.float32, layout)
+        for at in range(0, chunk.chunks, AT_ONCE):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
-                there = gl.where(chunk + i < chunks, count, 0)
-                first = (first_slot + chunk + i).to(gl.int64) * count
-                loaded += (load_rows(sums_ptr, first, there, column, shape, layout, D),)
+                there = gl.where(at + i < chunk.chunks, count, 0)
+                first = (chunk.first_slot + at + i).to(gl.int64) * count
+                loaded += (load_rows(sums.acc, first, there, column, shape, layout, C.D),)
             for i in gl.static_range(AT_ONCE):
                 acc += loaded[i]
-        store_rows(grad_query_ptr, acc * scale, row, count, column, D)
+        store_rows(grads.query, acc * scale, row, count, column, C.D)

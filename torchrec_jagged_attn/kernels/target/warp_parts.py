@@ -15,6 +15,8 @@ Tensor cores multiply fp32 as sums of bf16 (PARTS): three hold it whole, two hol
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -32,8 +34,10 @@ __all__ = [
     "LEFT",
     "MMA",
     "RIGHT",
+    "Chunk",
     "allocate_parts",
     "columns_at_once",
+    "copy_next",
     "exp",
     "find_chunk",
     "find_listed_chunk",
@@ -50,7 +54,6 @@ __all__ = [
     "split",
     "store_parts",
     "store_rows",
-    "turn_ring",
 ]
 
 
@@ -185,46 +188,62 @@ def exp(x, PARTS: gl.constexpr):
     return power
 
 
+class Chunk(NamedTuple):
+    """What a program does: all query rows of a sample over one chunk of its history.
+
+    Attributes:
+        busy: whether there is anything to do.
+        first: first history row of the sample.
+        length: history rows of the sample.
+        begin: first row of the chunk, within the sample.
+        end: where the chunk ends, within the sample.
+        slot: of the chunk, -1 where the chunk is the whole sample.
+        first_slot: of the sample's chunks.
+        chunks: how many the sample has.
+    """
+
+    busy: Any
+    sample: Any
+    first: Any
+    length: Any
+    begin: Any
+    end: Any
+    slot: Any
+    first_slot: Any
+    chunks: Any
+
+
 @gluon.jit
 def find_listed_chunk(
-    slots_ptr,
-    offsets_ptr,
-    num_samples,
-    num_slots,
-    CHUNK: gl.constexpr,
-    OVERLAP: gl.constexpr,
-    FIRST: gl.constexpr = PROGRAMS,
+    samples, num_samples, num_slots, C: gl.constexpr, FIRST: gl.constexpr = PROGRAMS
 ):
-    """What this program does, where ``schedule.list_slots_kernel`` lists the slots.
+    """The :class:`Chunk` of this program, where ``schedule.list_slots_kernel`` lists the slots.
 
     It takes a slot, or a sample of fewer than CHUNK rows. The FIRST samples come first, as many as
     programs begin at once, while slots are listed. Slots come next, so that no program that begins
     late has many rows.
-
-    Returns whether there is anything to do, the sample, its first history row, its length, begin
-    and end of the chunk within it, its slot, -1 where the chunk is the whole sample, and how many
-    chunks the sample has.
     """
     program = gl.program_id(0)
     before = gl.minimum(num_samples, FIRST)
     slot = program - before
     of_slot = (slot >= 0) & (slot < num_slots)
     listed = gl.where(slot < 0, program, program - num_slots)
-    if OVERLAP:
+    if C.OVERLAP:
         if of_slot | (num_slots == 0):  # without slots, the last kernel is any other
             wait_for_last_kernel()
     if of_slot:
-        listed = gl.load(slots_ptr + slot)
+        listed = gl.load(samples.slots + slot)
     sample = gl.maximum(listed, 0)
-    first = gl.load(offsets_ptr + sample).to(gl.int64)
-    length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
-    chunks = gl.where(of_slot, gl.maximum(gl.cdiv(length, 2 * CHUNK), 1), 1)
-    chunk = gl.where(of_slot, slot - (first // CHUNK).to(gl.int32), 0)
+    first = gl.load(samples.offsets + sample).to(gl.int64)
+    length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
+    chunks = gl.where(of_slot, gl.maximum(gl.cdiv(length, 2 * C.CHUNK), 1), 1)
+    first_slot = (first // C.CHUNK).to(gl.int32)
+    chunk = gl.where(of_slot, slot - first_slot, 0)
     rows = rows_of_chunk(length, chunks)
-    busy = (listed >= 0) & (of_slot == (length >= CHUNK))
+    busy = (listed >= 0) & (of_slot == (length >= C.CHUNK))
     end = gl.minimum((chunk + 1) * rows, length)
     slot = gl.where(chunks > 1, slot, -1)
-    return busy, sample, first, length, chunk * rows, end, slot, chunks
+    return Chunk(busy, sample, first, length, chunk * rows, end, slot, first_slot, chunks)
 
 
 @gluon.jit
@@ -234,19 +253,17 @@ def program_of_sample(sample, num_samples, num_slots):
 
 
 @gluon.jit
-def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
-    """What this program does, as ``schedule.find_work`` says, for samples of one block.
+def find_chunk(samples, num_samples, num_slots, C: gl.constexpr):
+    """The :class:`Chunk` of this program, as ``schedule.find_work`` cuts samples of one block.
 
-    Programs that take later chunks, most of them idle, lie evenly among those that take first ones.
-
-    Returns whether there is anything to do, the sample, its first history row, its length, begin
-    and end of the chunk within it, and its slot, -1 where the chunk is the whole sample.
+    Programs that take later chunks, most of them idle, lie evenly among those that take first ones:
+    every ``period``-th has a slot.
     """
     program = gl.program_id(0)
     period = gl.num_programs(0) // gl.maximum(num_slots, 1)
-    turn = program // period
-    later = (program == turn * period) & (turn < num_slots)
-    sample = program - gl.minimum(turn + 1, num_slots)
+    slot = program // period
+    later = (program == slot * period) & (slot < num_slots)
+    sample = program - gl.minimum(slot + 1, num_slots)
     if later:
         lanes = gl.arange(0, 32, probe_layout(gl.num_warps()))
         sample = program * 0
@@ -254,28 +271,29 @@ def find_chunk(offsets_ptr, num_samples, num_slots, CHUNK: gl.constexpr):
         while sample + 1 < high:
             step = gl.cdiv(high - sample, 32)
             at = sample + step * lanes
-            offset = gl.load(offsets_ptr + at, mask=at < high, other=0)
-            begun = (at < high) & (offset // CHUNK <= turn)
+            offset = gl.load(samples.offsets + at, mask=at < high, other=0)
+            begun = (at < high) & (offset // C.CHUNK <= slot)
             sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
             high = gl.minimum(high, sample + step)
-    first = gl.load(offsets_ptr + sample).to(gl.int64)
-    length = (gl.load(offsets_ptr + sample + 1).to(gl.int64) - first).to(gl.int32)
-    chunks = gl.maximum(length // CHUNK, 1)
-    slot = (first // CHUNK).to(gl.int32)
-    chunk = gl.where(later, turn - slot, 0)
+    first = gl.load(samples.offsets + sample).to(gl.int64)
+    length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
+    chunks = gl.maximum(length // C.CHUNK, 1)
+    first_slot = (first // C.CHUNK).to(gl.int32)
+    chunk = gl.where(later, slot - first_slot, 0)
     busy = (chunk < chunks) & ((chunk > 0) | (not later))
     rows = rows_of_chunk(length, chunks)
     end = gl.minimum((chunk + 1) * rows, length)
-    return busy, sample, first, length, chunk * rows, end, gl.where(chunks > 1, slot + chunk, -1)
+    slot = gl.where(chunks > 1, first_slot + chunk, -1)
+    return Chunk(busy, sample, first, length, chunk * rows, end, slot, first_slot, chunks)
 
 
 @gluon.jit
-def load_columns(ptr, first, count, D: gl.constexpr, BLOCK_D: gl.constexpr):
+def load_columns(ptr, first, count, C: gl.constexpr):
     """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp."""
-    d = gl.arange(0, BLOCK_D, gl.SliceLayout(1, RIGHT))
+    d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, RIGHT))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
-    mask = (d < D)[:, None] & (r < count)[None, :]
-    return gl.load(ptr + first * D + (r[None, :] * D + d[:, None]), mask=mask, other=0.0)
+    mask = (d < C.D)[:, None] & (r < count)[None, :]
+    return gl.load(ptr + first * C.D + (r[None, :] * C.D + d[:, None]), mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -307,104 +325,78 @@ def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tile(tile, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+def _copy_tile(tile, history_ptr, start, end, C: gl.constexpr):
     """Begin to copy the rows from ``start`` on to ``tile``: one commit group.
 
     Copies that are masked, beyond ``end`` and D, write zeros.
     """
-    BLOCK_N: gl.constexpr = tile.shape[0]
-    BLOCK_D: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = row_layout(BLOCK_D, tile.dtype, gl.num_warps())
+    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
     if start < end:
-        i = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-        d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))
+        i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
+        d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, layout))
         mask = (i < end - start)[:, None]
-        if D < BLOCK_D:
-            mask = mask & (d < D)[None, :]
-        ptrs = history_ptr + start.to(gl.int64) * STRIDE + (i[:, None] * STRIDE + d[None, :])
+        if C.D < C.BLOCK_D:
+            mask = mask & (d < C.D)[None, :]
+        ptrs = history_ptr + start.to(gl.int64) * C.STRIDE + (i[:, None] * C.STRIDE + d[None, :])
         async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def open_ring(
-    history_ptr,
-    begin,
-    end,
-    D: gl.constexpr,
-    STRIDE: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
+def open_ring(history_ptr, begin, end, C: gl.constexpr):
     """Shared memory for NUM_STAGES tiles of rows; all but the last are on their way to it."""
     dtype: gl.constexpr = history_ptr.dtype.element_ty
-    shape: gl.constexpr = [NUM_STAGES, BLOCK_N, BLOCK_D]
-    ring = gl.allocate_shared_memory(dtype, shape, ring_layout(BLOCK_D, dtype))
-    for stage in gl.static_range(NUM_STAGES - 1):
-        _copy_tile(ring.index(stage), history_ptr, begin + stage * BLOCK_N, end, D, STRIDE)
+    shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
+    ring = gl.allocate_shared_memory(dtype, shape, ring_layout(C.BLOCK_D, dtype))
+    for stage in gl.static_range(C.NUM_STAGES - 1):
+        _copy_tile(ring.index(stage), history_ptr, begin + stage * C.BLOCK_N, end, C)
     return ring
 
 
 @gluon.jit
-def turn_ring(ring, stage, history_ptr, start, end, D: gl.constexpr, STRIDE: gl.constexpr):
+def copy_next(ring, stage, history_ptr, start, end, C: gl.constexpr):
     """Begin to copy what comes after the tiles on their way, where the last tile was; the tile of
     ``stage`` begins at row ``start``. Returns the next stage.
     """
-    ahead: gl.constexpr = ring.shape[0] - 1
-    BLOCK_N: gl.constexpr = ring.shape[1]
+    ahead: gl.constexpr = C.NUM_STAGES - 1
     to = gl.where(stage == 0, ahead, stage - 1)
-    _copy_tile(ring.index(to), history_ptr, start + ahead * BLOCK_N, end, D, STRIDE)
+    _copy_tile(ring.index(to), history_ptr, start + ahead * C.BLOCK_N, end, C)
     return gl.where(stage == ahead, 0, stage + 1)
 
 
 @gluon.jit
-def row_buckets(n, biases, first, length, P: gl.constexpr, A: gl.constexpr):
-    """Buckets of position and age of the rows ``n`` of a sample."""
-    of_position = recency_bucket(length - 1 - n, P)
+def row_buckets(n, biases, chunk, C: gl.constexpr):
+    """Buckets of position and age of the rows ``n`` of a chunk's sample."""
+    of_position = recency_bucket(chunk.length - 1 - n, C.P)
     of_age = of_position
-    if A > 0:
-        time = gl.load(biases.timestamps + first + n, mask=n < length, other=0)
-        newest = gl.load(biases.timestamps + first + length - 1)
-        of_age = age_bucket(time, newest, A)
+    if C.A > 0:
+        time = gl.load(biases.timestamps + chunk.first + n, mask=n < chunk.length, other=0)
+        newest = gl.load(biases.timestamps + chunk.first + chunk.length - 1)
+        of_age = age_bucket(time, newest, C.A)
     return of_position, of_age
 
 
 @gluon.jit
-def load_bias(
-    biases,
-    first,
-    of_position,
-    of_age,
-    n,
-    r,
-    visible,
-    count,
-    H: gl.constexpr,
-    P: gl.constexpr,
-    A: gl.constexpr,
-    PRIOR: gl.constexpr,
-):
+def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.constexpr):
     """All ``biases`` of the rows ``n`` of the sample that begins at row ``first``, for the query
     rows ``r``.
 
     PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
     from ``count`` on.
     """
-    head = r % H
+    head = r % C.H
     mask = visible & (r < count)
     bias = 0.0
-    if PRIOR:
+    if C.PRIOR:
         weights = gl.load(biases.bias + first + n, mask=visible, other=1.0).to(gl.float32)
         bias += gl.where(mask, gl.log(weights), 0.0)
     elif biases.bias is not None:
-        bias += gl.load(biases.bias + first * H + (n * H + head), mask=mask, other=0.0).to(
-            gl.float32
-        )
-    if P > 0:
-        ptrs = biases.position_bias + (of_position * H + head)
+        ptrs = biases.bias + first * C.H + (n * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
-    if A > 0:
-        ptrs = biases.age_bias + (of_age * H + head)
+    if C.P > 0:
+        ptrs = biases.position_bias + (of_position * C.H + head)
+        bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    if C.A > 0:
+        ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     return bias

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_group
+from torchrec_jagged_attn.kernels.common.tma import copy_out
+from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LOG2E,
@@ -33,11 +35,10 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
+    copy_next,
     copy_queries,
     open_ring,
-    place_of,
     store_transposed,
-    turn_ring,
     wait_for_tile,
     warpgroup_layout,
 )
@@ -45,6 +46,7 @@ from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
 __all__ = ["BUCKETS", "backward_kernel"]
 
 BUCKETS = gl.constexpr(64)  # of a table, at most
+COLUMNS = gl.constexpr(64)  # of gradients of history rows that are computed at a time
 PARTS = gl.constexpr(2)  # of bf16: gradients of scores that are added to a table
 
 
@@ -77,124 +79,108 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    biases,  # pointers in an ``arguments.Biases``
-    out_ptr,  # [rows, D]
-    residual_ptr,  # [rows, D]: fp32 output minus its rounded value
-    stats_ptr,  # [2, rows] fp32
-    grad_query_ptr,  # [rows, D]; fp32 where queries are SHARED: a row for each sample
-    grad_prior_ptr,  # [N] fp32, of logarithms of PRIOR weights
-    grad_tables_ptr,  # [programs, P + A, H] fp32, zeros
-    sums_ptr,  # [slots, count, D] fp32
-    slots_ptr,  # [2, slots] of list_slots_kernel
-    offsets_ptr,  # [B + 1]
-    history_desc,  # of [N, D]: see ``warpgroup_parts.place_of``
-    grad_history_desc,  # of [N, D]
+    biases,  # arguments.Biases
+    outputs,  # arguments.TargetOutputs
+    grads,  # Gradients
+    sums,  # Sums
+    samples,  # Samples
+    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
+    grad_history_desc,  # of [N, 1, D]
     num_samples,
     num_targets,
     num_rows,
     num_slots,
     scale,
-    SHARED: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    P: gl.constexpr,
-    A: gl.constexpr,
-    PRIOR: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # Constants
 ):
     """Gradients of one chunk of a sample's history, of all its query rows and of tables."""
-    mma: gl.constexpr = products_by_group(BLOCK_R, gl.num_warps())
+    mma: gl.constexpr = products_by_group(C.BLOCK_R, gl.num_warps())
     of_columns: gl.constexpr = products_by_group(COLUMNS, gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, of_columns, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
-        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
-    )
-    if busy:
-        if grad_prior_ptr is not None:
-            grad_prior_ptr += first
-        count = num_targets * H
-        row = sample.to(gl.int64) * count
-        of_queries: gl.constexpr = [BLOCK_R, BLOCK_D]
-        queries = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(BLOCK_D))
-        grads = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(BLOCK_D))
-        copy_queries(queries, query_ptr if SHARED else query_ptr + row * D, count, D)
-        copy_queries(grads, grad_out_ptr + row * D, count, D)
+    chunk = find_listed_chunk(samples, num_samples, num_slots, C, PROGRAMS)
+    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    if chunk.busy:
+        if grads.bias is not None:
+            grad_bias_ptr = grads.bias + chunk.first
+        count = num_targets * C.H
+        row = chunk.sample.to(gl.int64) * count
+        of_queries: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+        queries = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(C.BLOCK_D))
+        grad_outs = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(C.BLOCK_D))
+        copy_queries(
+            queries, query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C.D
+        )
+        copy_queries(grad_outs, grad_out_ptr + row * C.D, count, C.D)
         async_copy.commit_group()
-        last = (first + end).to(gl.int32)
-        ring = open_ring(history_desc, last, end - begin, NUM_STAGES)
+        last = (chunk.first + end).to(gl.int32)
+        ring = open_ring(history_desc, last, end - begin, C.NUM_STAGES)
         of_tile = gl.allocate_shared_memory(
             dtype, grad_history_desc.block_type.shape, grad_history_desc.layout
         )
-        if P + A > 0:
+        if C.P + C.A > 0:
             parts = gl.allocate_shared_memory(
-                gl.bfloat16, [PARTS, BLOCK_N, BLOCK_R], warpgroup_layout(BLOCK_R)
+                gl.bfloat16, [PARTS, C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
             )
-        of_scores = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], warpgroup_layout(BLOCK_R))
+        of_scores = gl.allocate_shared_memory(
+            dtype, [C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
+        )
 
-        in_memory: gl.constexpr = row_layout(BLOCK_D, dtype, gl.num_warps())
-        grad_out = load_rows(grad_out_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
-        out = load_rows(out_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
-        out += load_rows(residual_ptr, row, count, 0, of_queries, in_memory, D).to(gl.float32)
+        in_memory: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
+        grad_out = load_rows(grad_out_ptr, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
+        out = load_rows(outputs.out, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
+        out += load_rows(outputs.residual, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)[None, :]
-        r = gl.arange(0, BLOCK_R, by_query)
-        maximum = gl.load(stats_ptr + row + r, mask=r < count, other=0.0)
-        inverse = gl.load(stats_ptr + num_rows + row + r, mask=r < count, other=0.0)
+        r = gl.arange(0, C.BLOCK_R, by_query)
+        maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
+        inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         alone = (end - begin == 1) & (slot < 0)
 
-        index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
-        zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, mma)
-        no_columns = gl.zeros([BLOCK_N, COLUMNS], gl.float32, of_columns)
-        acc = gl.zeros([BLOCK_D, BLOCK_R], gl.float32, mma)
-        position_table = gl.zeros([BUCKETS, BLOCK_R], gl.float32, mma)
+        index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, mma))
+        zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
+        no_columns = gl.zeros([C.BLOCK_N, COLUMNS], gl.float32, of_columns)
+        acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
+        position_table = gl.zeros([BUCKETS, C.BLOCK_R], gl.float32, mma)
         age_table = position_table
         async_copy.wait_group(0)
         fence_async_shared()
-        for tile in range(gl.cdiv(end - begin, BLOCK_N)):
-            start = begin + tile * BLOCK_N
+        for tile in range(gl.cdiv(end - begin, C.BLOCK_N)):
+            start = begin + tile * C.BLOCK_N
             x = wait_for_tile(ring, tile, history_desc, end - start)
             dots = warpgroup_mma(x, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dp = warpgroup_mma(x, grads.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dp = warpgroup_mma(x, grad_outs.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots, dp = warpgroup_mma_wait(0, deps=(dots, dp))
             tma.store_wait(0)
-            turn_ring(ring, tile, history_desc, last, end - start)
+            copy_next(ring, tile, history_desc, last, end - start)
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)
-            if (biases.bias is not None) or P + A > 0:
-                scores = add_biases(
-                    scores, biases, start, end, first, length, count, H, P, A, PRIOR,
-                )  # fmt: skip
+            if (biases.bias is not None) or C.P + C.A > 0:
+                scores = add_biases(scores, biases, start, chunk, count, C)
             p = gl.where(visible, gl.exp2(scores - shift), 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))
             of_scores.store(ds.to(dtype))
-            if grad_prior_ptr is not None:
-                gl.store(grad_prior_ptr + n, gl.sum(ds, 1), mask=n < end)
-            if P + A > 0:
+            if grads.bias is not None:
+                gl.store(grad_bias_ptr + n, gl.sum(ds, 1), mask=n < end)
+            if C.P + C.A > 0:
                 of_parts = split(ds, PARTS)
                 for part in gl.static_range(PARTS):
                     parts.index(part).store(of_parts[part])
             fence_async_shared()
             acc = warpgroup_mma(x.permute((1, 0)), of_scores, acc, is_async=True)
-            if P + A > 0:
-                of_position, of_age = row_buckets(n, biases, first, length, P, A)
-                if P > 0:
+            if C.P + C.A > 0:
+                of_position, of_age = row_buckets(n, biases, chunk, C)
+                if C.P > 0:
                     position_table = _add_to_table(position_table, of_position, parts)
-                if A > 0:
+                if C.A > 0:
                     age_table = _add_to_table(age_table, of_age, parts)
             weights = gl.convert_layout(p.to(dtype), left)
             of_dots = gl.convert_layout((ds * scale).to(dtype), left)
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 grad_x = warpgroup_mma(
-                    weights, grads.slice(column, COLUMNS, 1), no_columns, use_acc=False,
+                    weights, grad_outs.slice(column, COLUMNS, 1), no_columns, use_acc=False,
                     is_async=True,
                 )  # fmt: skip
                 grad_x = warpgroup_mma(
@@ -205,26 +191,22 @@ def backward_kernel(
                 )
                 as_rows(of_tile).slice(column, COLUMNS, 1).store(grad_x.to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(grad_history_desc, place_of(last, end - start), of_tile)
+            copy_out(grad_history_desc, last, end - start, 0, of_tile)
         tma.store_wait(0)
 
         if slot >= 0:
-            column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = sums_ptr + slot.to(gl.int64) * count * D + (r[None, :] * D + column)
-            gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < D))
-            first_slot = (first // CHUNK).to(gl.int32)
-            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
-                combine_queries(
-                    sums_ptr, grad_query_ptr, row, count, first_slot, chunks, scale, D, BLOCK_D,
-                    BLOCK_R,
-                )  # fmt: skip
-        elif SHARED:
-            column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = grad_query_ptr + row * D + (r[None, :] * D + column)
-            gl.store(ptrs, acc * scale, mask=(r < count)[None, :] & (column < D))
+            column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
+            ptrs = sums.acc + slot.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
+            gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < C.D))
+            if is_last_chunk(samples, num_slots, chunk):
+                combine_queries(sums, grads, row, count, chunk, scale, C)
+        elif C.LAYOUT == SHARED:
+            column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
+            ptrs = grads.query + row * C.D + (r[None, :] * C.D + column)
+            gl.store(ptrs, acc * scale, mask=(r < count)[None, :] & (column < C.D))
         else:
-            store_transposed(grad_query_ptr + row * D, (acc * scale).to(dtype), queries, count, D)
-        if P + A > 0:
-            ptr = grad_tables_ptr + gl.program_id(0).to(gl.int64) * ((P + A) * H)
-            _store_table(position_table, ptr, P, H)
-            _store_table(age_table, ptr + P * H, A, H)
+            store_transposed(grads.query + row * C.D, (acc * scale).to(dtype), queries, count, C.D)
+        if C.P + C.A > 0:
+            ptr = grads.tables + gl.program_id(0).to(gl.int64) * ((C.P + C.A) * C.H)
+            _store_table(position_table, ptr, C.P, C.H)
+            _store_table(age_table, ptr + C.P * C.H, C.A, C.H)

@@ -20,19 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.kernels.common.gluon import products_by_group, thread_barrier
+from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_outputs,
     is_last_chunk,
+    store_chunk_stats,
     store_stats,
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
+    copy_next,
     copy_queries,
     open_ring,
     store_transposed,
-    turn_ring,
     wait_for_tile,
     warpgroup_layout,
 )
@@ -54,81 +56,69 @@ def _raise_reference(scores, reference, total, acc):
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    biases,  # pointers in an ``arguments.Biases``
-    out_ptr,  # [rows, D]
-    residual_ptr,  # [rows, D]: fp32 output minus its rounded value
-    stats_ptr,  # [2, rows] fp32
-    sums_ptr,  # [slots, count, D] fp32
-    sums_stats_ptr,  # [slots, 2, count] fp32: maximum and total
-    slots_ptr,  # [2, slots] of list_slots_kernel
-    offsets_ptr,  # [B + 1]
-    history_desc,  # of [N, D]: see ``warpgroup_parts.place_of``
+    biases,  # arguments.Biases
+    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    sums,  # Sums
+    samples,  # Samples
+    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     num_samples,
     num_targets,
     num_rows,
     num_slots,
     scale,
-    SHARED: gl.constexpr,
-    H: gl.constexpr,
-    D: gl.constexpr,
-    P: gl.constexpr,
-    A: gl.constexpr,
-    PRIOR: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    CHUNK: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    mma: gl.constexpr = products_by_group(BLOCK_R, gl.num_warps())
+    mma: gl.constexpr = products_by_group(C.BLOCK_R, gl.num_warps())
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    busy, sample, first, length, begin, end, slot, chunks = find_listed_chunk(
-        slots_ptr, offsets_ptr, num_samples, num_slots, CHUNK, OVERLAP, PROGRAMS
-    )
-    if busy:
-        count = num_targets * H
-        row = sample.to(gl.int64) * count
-        queries = gl.allocate_shared_memory(dtype, [BLOCK_R, BLOCK_D], warpgroup_layout(BLOCK_D))
-        copy_queries(queries, query_ptr if SHARED else query_ptr + row * D, count, D)
+    chunk = find_listed_chunk(samples, num_samples, num_slots, C, PROGRAMS)
+    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    if chunk.busy:
+        count = num_targets * C.H
+        row = chunk.sample.to(gl.int64) * count
+        queries = gl.allocate_shared_memory(
+            dtype, [C.BLOCK_R, C.BLOCK_D], warpgroup_layout(C.BLOCK_D)
+        )
+        copy_queries(
+            queries, query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C.D
+        )
         async_copy.commit_group()
-        last = (first + end).to(gl.int32)
-        ring = open_ring(history_desc, last, end - begin, NUM_STAGES)
+        last = (chunk.first + end).to(gl.int32)
+        ring = open_ring(history_desc, last, end - begin, C.NUM_STAGES)
         WARPS: gl.constexpr = gl.num_warps()
         all_in_each: gl.constexpr = gl.BlockedLayout([WARPS], [32], [WARPS], [0])
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         largest = gl.allocate_shared_memory(gl.float32, [WARPS], plain)
-        weights = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_R], warpgroup_layout(BLOCK_R))
+        weights = gl.allocate_shared_memory(
+            dtype, [C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
+        )
 
-        index = gl.arange(0, BLOCK_N, gl.SliceLayout(1, mma))
-        r = gl.arange(0, BLOCK_R, by_query)
-        zeros = gl.zeros([BLOCK_N, BLOCK_R], gl.float32, mma)
-        acc = gl.zeros([BLOCK_D, BLOCK_R], gl.float32, mma)
+        index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, mma))
+        r = gl.arange(0, C.BLOCK_R, by_query)
+        zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
+        acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
         total = zeros  # each row's own: summed up once
-        reference = gl.full([BLOCK_R], LOWEST, gl.float32, by_query)
+        reference = gl.full([C.BLOCK_R], LOWEST, gl.float32, by_query)
         async_copy.wait_group(0)
         fence_async_shared()
-        for tile in range(gl.cdiv(end - begin, BLOCK_N)):
-            start = begin + tile * BLOCK_N
+        for tile in range(gl.cdiv(end - begin, C.BLOCK_N)):
+            start = begin + tile * C.BLOCK_N
             x = wait_for_tile(ring, tile, history_desc, end - start)
             dots = warpgroup_mma(x, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(0, deps=(dots,))
-            turn_ring(ring, tile, history_desc, last, end - start)
+            copy_next(ring, tile, history_desc, last, end - start)
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)
-            if (biases.bias is not None) or P + A > 0:
-                scores = add_biases(
-                    scores, biases, start, end, first, length, count, H, P, A, PRIOR,
-                )  # fmt: skip
+            if (biases.bias is not None) or C.P + C.A > 0:
+                scores = add_biases(scores, biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
             below = scores - reference[None, :]
             p = gl.exp2(below)
             weights.store(p.to(dtype))
             fence_async_shared()
-            of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, BLOCK_N // WARPS]), 1)
+            of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, C.BLOCK_N // WARPS]), 1)
             largest.store(of_warps)
             thread_barrier()
             if gl.max(largest.load(all_in_each), 0) > MARGIN:
@@ -144,23 +134,17 @@ def forward_kernel(
         total = gl.sum(total, 0)
         maximum = reference / LOG2E
         if slot >= 0:
-            column = gl.arange(0, BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = sums_ptr + slot.to(gl.int64) * count * D + (r[None, :] * D + column)
-            gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < D))
-            ptrs = sums_stats_ptr + slot.to(gl.int64) * 2 * count + r
-            gl.store(ptrs, maximum, mask=r < count)
-            gl.store(ptrs + count, total, mask=r < count)
-            first_slot = (first // CHUNK).to(gl.int32)
-            if is_last_chunk(slots_ptr, num_slots, first_slot, chunks):
-                combine_outputs(
-                    sums_ptr, sums_stats_ptr, out_ptr, residual_ptr, stats_ptr, num_rows, row,
-                    count, first_slot, chunks, D, BLOCK_D, 1, BLOCK_R,
-                )  # fmt: skip
+            column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
+            ptrs = sums.acc + slot.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
+            gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < C.D))
+            store_chunk_stats(sums, slot, count, maximum, total)
+            if is_last_chunk(samples, num_slots, chunk):
+                combine_outputs(sums, outputs, num_rows, row, count, chunk, C)
         else:
-            inverse = store_stats(stats_ptr, num_rows, row, count, maximum, total)
+            inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             out = acc * inverse[None, :]
             rounded = out.to(dtype)
-            store_transposed(out_ptr + row * D, rounded, queries, count, D)
-            if residual_ptr is not None:
+            store_transposed(outputs.out + row * C.D, rounded, queries, count, C.D)
+            if outputs.residual is not None:
                 residual = (out - rounded.to(gl.float32)).to(dtype)
-                store_transposed(residual_ptr + row * D, residual, queries, count, D)
+                store_transposed(outputs.residual + row * C.D, residual, queries, count, C.D)

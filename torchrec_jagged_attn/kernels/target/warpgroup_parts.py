@@ -9,23 +9,24 @@ zeros and are never read, and none beyond is written.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torchrec_jagged_attn.kernels.common.gluon import as_rows, thread_barrier
-from torchrec_jagged_attn.kernels.common.tma import END
+from torchrec_jagged_attn.kernels.common.gluon import thread_barrier
+from torchrec_jagged_attn.kernels.common.tma import copy_in, read
 from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, load_bias, row_buckets, row_layout
 
 __all__ = [
     "PROGRAMS",
     "add_biases",
+    "copy_next",
     "copy_queries",
     "open_ring",
-    "place_of",
     "store_transposed",
-    "turn_ring",
     "wait_for_tile",
     "warpgroup_layout",
 ]
@@ -40,38 +41,33 @@ def warpgroup_layout(width):
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank=2)
 
 
-@gluon.jit
-def place_of(last, remaining):
-    """Coordinates of a box that begins ``remaining`` rows before row ``last``, a chunk's end.
-
-    They are those of a descriptor of ``tma.jagged_rows``.
+class HistoryRing(NamedTuple):
+    """A ring of ``tma.py`` whose readers meet before a tile is copied where another was: it has no
+    barrier for what is empty.
     """
-    return [END, last, END - remaining, 0, 0]
+
+    full: Any
+    tiles: Any
 
 
 @gluon.jit
 def _expect(ring, n, desc, remaining):
     """Say that the ``n``-th tile will be copied, if there are rows in it."""
-    full = ring[1].index(n % ring[0].shape[0])
+    full = ring.full.index(n % ring.full.shape[0])
     mbarrier.expect(full, desc.block_type.nbytes, pred=remaining > 0)
 
 
 @gluon.jit
 def _copy(ring, n, desc, last, remaining):
     """Begin to copy the ``n``-th tile, if there are rows in it."""
-    stage = n % ring[0].shape[0]
-    tma.async_copy_global_to_shared(
-        desc,
-        place_of(last, remaining),
-        ring[1].index(stage),
-        ring[0].index(stage),
-        pred=remaining > 0,
-    )
+    stage = n % ring.full.shape[0]
+    full, tile = ring.full.index(stage), ring.tiles.index(stage)
+    copy_in(desc, last, remaining, 0, full, tile, remaining > 0)
 
 
 @gluon.jit
 def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
-    """``(tiles, full)``: room for NUM_STAGES tiles, all but the last on their way, and barriers.
+    """Room for NUM_STAGES tiles; all but the last are on their way to it.
 
     The first one begins ``remaining`` rows before row ``last``, the chunk's end.
     """
@@ -80,7 +76,7 @@ def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=1)
-    ring = (tiles, full)
+    ring = HistoryRing(full, tiles)
     for stage in gl.static_range(NUM_STAGES - 1):
         _expect(ring, stage, desc, remaining - stage * tiles.shape[3])
         _copy(ring, stage, desc, last, remaining - stage * tiles.shape[3])
@@ -90,23 +86,21 @@ def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
 @gluon.jit
 def wait_for_tile(ring, n, desc, remaining):
     """The ``n``-th tile, once it is there; it begins ``remaining`` rows before the chunk's end."""
-    NUM_STAGES: gl.constexpr = ring[0].shape[0]
-    stage = n % NUM_STAGES
-    mbarrier.wait(ring[1].index(stage), (n // NUM_STAGES) & 1)
-    ahead: gl.constexpr = NUM_STAGES - 1
-    _expect(ring, n + ahead, desc, remaining - ahead * ring[0].shape[3])
-    return as_rows(ring[0].index(stage))
+    ahead: gl.constexpr = ring.full.shape[0] - 1
+    tile = read(ring, n)
+    _expect(ring, n + ahead, desc, remaining - ahead * tile.shape[0])
+    return tile
 
 
 @gluon.jit
-def turn_ring(ring, n, desc, last, remaining):
+def copy_next(ring, n, desc, last, remaining):
     """Begin to copy what comes after the tiles on their way, where the one before the ``n``-th was.
 
     All warps have read that one.
     """
     thread_barrier()
-    ahead: gl.constexpr = ring[0].shape[0] - 1
-    _copy(ring, n + ahead, desc, last, remaining - ahead * ring[0].shape[3])
+    ahead: gl.constexpr = ring.full.shape[0] - 1
+    _copy(ring, n + ahead, desc, last, remaining - ahead * ring.tiles.shape[3])
 
 
 @gluon.jit
@@ -135,34 +129,20 @@ def store_transposed(ptr, value, tile, count, D: gl.constexpr):
 
 
 @gluon.jit
-def add_biases(
-    scores,
-    biases,
-    start,
-    end,
-    first,
-    length,
-    count,
-    H: gl.constexpr,
-    P: gl.constexpr,
-    A: gl.constexpr,
-    PRIOR: gl.constexpr,
-):
+def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
     """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases.
 
     A lane has columns eight apart: where heads come again by then, it loads those of one of them.
     """
-    BLOCK_N: gl.constexpr = scores.shape[0]
-    BLOCK_R: gl.constexpr = scores.shape[1]
-    APART: gl.constexpr = 8 if 8 % H == 0 else BLOCK_R
-    apart = gl.reshape(scores, [BLOCK_N, BLOCK_R // APART, APART])
+    APART: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
+    apart = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // APART, APART])
     layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
-    n = start + gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
     r = gl.arange(0, APART, gl.SliceLayout(0, layout))[None, :]
-    of_position, of_age = row_buckets(n, biases, first, length, P, A)
+    of_position, of_age = row_buckets(n, biases, chunk, C)
     bias = load_bias(
-        biases, first, of_position[:, None], of_age[:, None],
-        n[:, None], r, (n < end)[:, None], count, H, P, A, PRIOR,
+        biases, chunk.first, of_position[:, None], of_age[:, None],
+        n[:, None], r, (n < chunk.end)[:, None], count, C,
     )  # fmt: skip
     apart += gl.expand_dims(bias * LOG2E, 1)
-    return gl.convert_layout(gl.reshape(apart, [BLOCK_N, BLOCK_R]), scores.type.layout)
+    return gl.convert_layout(gl.reshape(apart, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout)

@@ -1,0 +1,15 @@
+"""What the launches of target attention do beside calling kernels."""
+
+import pytest
+import torch
+
+from torchrec_jagged_attn.kernels.target.attention import _sum_of_tables
+
+
+@pytest.mark.parametrize("num_tables", [1, 2, 31, 32, 33, 100, 5000])
+def test_every_table_counts_in_the_sum(num_tables, kernel_device):
+    """Whole numbers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    tables = torch.randint(-9, 10, (num_tables, 5, 2, 3), generator=generator).float()
+    tables = tables.to(kernel_device)
+    assert torch.equal(_sum_of_tables(tables, overlap=False), tables.sum((0, 2)))

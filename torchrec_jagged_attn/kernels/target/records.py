@@ -1,0 +1,86 @@
+"""Records that the kernels of target attention take, each thing with its shape once.
+
+``rows`` are the query rows of all samples; a sample has ``count`` of them: targets × heads, in this
+order. ``slot_rows`` is how many of them a slot has room for. Pointers are ``None`` where a kernel
+has no use for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Constants", "Gradients", "Samples", "Sums"]
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for; ``None`` where its path has no use for it."""
+
+    LAYOUT: int  # of queries: DENSE, SHARED or JAGGED
+    H: int  # heads
+    D: int  # width of queries and history rows
+    BLOCK_R: int  # query rows of a block
+    BLOCK_D: int  # columns of a tile
+    CHUNK: int  # history rows of a chunk, at least
+    P: int = 0  # buckets of positions
+    A: int = 0  # buckets of ages
+    PRIOR: bool = False  # whether the bias is prior weights
+    STRIDE: int | None = None  # elements from one history row to the next
+    BLOCK_N: int | None = None  # history rows of a tile
+    NUM_STAGES: int | None = None  # tiles in shared memory
+    SLOT: int | None = None  # history rows for each slot
+    PRECISION: str | None = None  # of products, see ``matmul.product_precision``
+    PARTS: int | None = None  # of bf16 that a number is multiplied in, see ``warp_parts.split``
+    OVERLAP: bool = False  # whether launches overlap
+    SINGLE_PASS: bool = False  # whether samples of one block have all gradients in one pass
+    ONE_TARGET: bool = False  # whether each sample has one target, and its query rows one block
+    BLOCK_H: int | None = None  # heads of a tile of a table's gradients
+    BLOCK_P: int | None = None  # positions of one
+    BLOCK_A: int | None = None  # ages of one
+
+
+class Samples(NamedTuple):
+    """Where the rows of samples lie.
+
+    Attributes:
+        slots: ``[2, slots]`` int32 of ``schedule.list_slots_kernel``.
+        offsets: ``[B + 1]``, of history rows.
+        query_offsets: ``[B + 1]``, of targets, where queries are JAGGED.
+    """
+
+    slots: Any
+    offsets: Any
+    query_offsets: Any
+
+
+class Sums(NamedTuple):
+    """What a chunk leaves in its slot, to be combined with the other chunks of its sample.
+
+    Attributes:
+        acc: ``[slots, slot_rows, D]`` fp32, of outputs that are not divided by their total yet, or
+            of gradients of queries that are not scaled yet.
+        weights: fp32. Forward ``[slots, 2, slot_rows]``, the largest score and the total of
+            weights. Backward ``[slots, slot_rows]``, the total of the gradients of scores; of
+            single warps ``[slots, 1 + P + A, slot_rows]``, that and the weights of each bucket.
+    """
+
+    acc: Any
+    weights: Any
+
+
+class Gradients(NamedTuple):
+    """What backward writes.
+
+    Attributes:
+        query: ``[rows, D]``; fp32 where queries are SHARED: a row for each sample.
+        delta: ``[rows]`` fp32, the mean of the gradients of weights, where a kernel leaves it to
+            the next one.
+        history: ``[N, D]``.
+        bias: ``[N, H]``; or, of logarithms of prior weights, ``[N]`` fp32.
+        tables: ``[programs, P + A, H]`` fp32; of single warps ``[programs, P + A, count]``.
+    """
+
+    query: Any
+    delta: Any = None
+    history: Any = None
+    bias: Any = None
+    tables: Any = None
