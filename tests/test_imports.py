@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 FAMILIES = {"target", "flash", "interaction"}
 BELOW = {  # what the files of a folder may import, beside their own folder and what has none
     "modules": {"ops"},
-    "ops": {"cpu", "kernels"},
+    "ops": {"cpu", "kernels", "replay"},
+    "replay": {"kernels"},
     "cpu": set(),
     "kernels": set(),
     "testing": set(),
