@@ -89,11 +89,41 @@ class Length:
     def __bool__(self) -> bool:
         return self != 0
 
-    def __neg__(self) -> Number:
+    def __add__(self, other: Any) -> Any:
+        return self.recorder.combine(ADD, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self.recorder.combine(ADD, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self.recorder.combine(SUBTRACT, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self.recorder.combine(SUBTRACT, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.recorder.combine(MULTIPLY, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.recorder.combine(MULTIPLY, other, self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self.recorder.combine(FLOOR_DIVIDE, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self.recorder.combine(FLOOR_DIVIDE, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self.recorder.combine(MODULO, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self.recorder.combine(MODULO, other, self)
+
+    def __neg__(self) -> Any:
         return 0 - self
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int | Length):
+        if isinstance(other, Number):
             return self.recorder.decide(EQUAL, self, other)
         return self.__index__() == other
 
@@ -101,12 +131,12 @@ class Length:
         return not self == other
 
     def __lt__(self, other: Any) -> bool:
-        if isinstance(other, int | Length):
+        if isinstance(other, Number):
             return self.recorder.decide(LESS, self, other)
         return self.__index__() < other
 
     def __gt__(self, other: Any) -> bool:
-        if isinstance(other, int | Length):
+        if isinstance(other, Number):
             return self.recorder.decide(LESS, other, self)
         return self.__index__() > other
 
@@ -127,37 +157,17 @@ class Length:
 
 
 Number = int | Length
+_OPERATORS: dict[int, Callable[[Any, Any], Any]] = {
+    ADD: operator.add,
+    SUBTRACT: operator.sub,
+    MULTIPLY: operator.mul,
+    FLOOR_DIVIDE: operator.floordiv,
+    MODULO: operator.mod,
+}
 
 
-def _value(number: Number) -> int:
+def _value(number: Any) -> int:
     return number.value if isinstance(number, Length) else number
-
-
-def _add_operator(operation: int, name: str) -> None:
-    plain = getattr(operator, name)
-
-    def forward(self: Length, other: Any) -> Any:
-        if isinstance(other, int | Length):
-            return self.recorder.combine(operation, plain, self, other)
-        return plain(self.__index__(), other)
-
-    def reflected(self: Length, other: Any) -> Any:
-        if isinstance(other, int | Length):
-            return self.recorder.combine(operation, plain, other, self)
-        return plain(other, self.__index__())
-
-    setattr(Length, f"__{name}__", forward)
-    setattr(Length, f"__r{name}__", reflected)
-
-
-for _operation, _name in (
-    (ADD, "add"),
-    (SUBTRACT, "sub"),
-    (MULTIPLY, "mul"),
-    (FLOOR_DIVIDE, "floordiv"),
-    (MODULO, "mod"),
-):
-    _add_operator(_operation, _name)
 
 
 class Traced(Tensor):
@@ -166,9 +176,9 @@ class Traced(Tensor):
     recorder: _Recorder
     plain: Tensor
     memory: int  # its number among the inputs and what is allocated
-    offset: int  # in elements
-    sizes: tuple[int, ...]
-    steps: tuple[int, ...]  # strides
+    offset: Number  # in elements
+    sizes: tuple[Number, ...]
+    steps: tuple[Number, ...]  # strides
 
     @classmethod
     def __torch_function__(
@@ -202,22 +212,23 @@ class _Recorder:
             self.expressions.append(expression)
         return self.places[expression]
 
-    def place(self, value: int) -> int:
+    def place(self, value: Number) -> int:
         """Where ``value`` is among the expressions."""
         return value.place if isinstance(value, Length) else self.place_of((CONSTANT, value, 0))
 
-    def length(self, expression: tuple[int, int, int], value: int) -> Length:
-        return Length(self, self.place_of(expression), value)
-
-    def combine(self, operation: int, plain: Callable[..., int], a: int, b: int) -> int:
-        value = plain(*(_value(x) for x in (a, b)))
+    def combine(self, operation: int, a: Any, b: Any) -> Any:
+        """``a`` and ``b`` combined; with a float, for their values alone."""
+        plain = _OPERATORS[operation]
+        if not (isinstance(a, Number) and isinstance(b, Number)):
+            return plain(*(x.__index__() if isinstance(x, Length) else x for x in (a, b)))
         if operation == MULTIPLY:
             for one, other in ((a, b), (b, a)):
                 if not isinstance(one, Length) and one == 1:
                     return other
-        return self.length((operation, self.place(a), self.place(b)), value)
+        value = plain(_value(a), _value(b))
+        return Length(self, self.place_of((operation, self.place(a), self.place(b))), value)
 
-    def decide(self, operation: int, a: int, b: int) -> bool:
+    def decide(self, operation: int, a: Number, b: Number) -> bool:
         """Compare, and guard what comes out."""
         plain = [_value(x) for x in (a, b)]
         result = plain[0] == plain[1] if operation == EQUAL else plain[0] < plain[1]
@@ -229,27 +240,30 @@ class _Recorder:
         self,
         real: Tensor,
         memory: int,
-        offset: int,
-        sizes: Sequence[int],
-        steps: Sequence[int],
+        offset: Number,
+        sizes: Sequence[Number],
+        steps: Sequence[Number],
     ) -> Traced:
         traced = real.as_subclass(Traced)
         traced.recorder, traced.plain, traced.memory = self, real, memory
         traced.offset, traced.sizes, traced.steps = offset, tuple(sizes), tuple(steps)
         return traced
 
+    def axis(self, kind: int, place: int, axis: int, numbers: Sequence[int]) -> Length:
+        return Length(self, self.place_of((kind, place, axis)), numbers[axis])
+
     def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
-        sizes: list[int] = list(tensor.shape)
-        steps: list[int] = list(tensor.stride())
+        sizes: list[Any] = list(tensor.shape)
+        steps: list[Any] = list(tensor.stride())
         if axis >= 0:
-            sizes[axis] = self.length((SIZE, place, axis), sizes[axis])
+            sizes[axis] = self.axis(SIZE, place, axis, tensor.shape)
             for before in reversed(range(axis)):
-                steps[before] = self.length((STRIDE, place, before), steps[before])
+                steps[before] = self.axis(STRIDE, place, before, tensor.stride())
                 if steps[before] != sizes[before + 1] * steps[before + 1]:
                     raise UnrecordableError("a tensor that is not contiguous")
         return self.tensor(tensor.detach(), place, 0, sizes, steps)
 
-    def allocate(self, like: Traced, sizes: Sequence[int], dtype: Any, zeros: bool) -> Traced:
+    def allocate(self, like: Traced, sizes: Sequence[Number], dtype: Any, zeros: bool) -> Traced:
         dtype = like.plain.dtype if dtype is None else dtype
         make = like.plain.new_zeros if zeros else like.plain.new_empty
         real = make([_value(size) for size in sizes], dtype=dtype)
@@ -269,7 +283,7 @@ class _Recorder:
         return self._computed("sum", x, plain.dtype, real, x.sizes[1:])
 
     def _computed(
-        self, step: str, x: Traced, dtype: torch.dtype, real: Tensor, sizes: Sequence[int]
+        self, step: str, x: Traced, dtype: torch.dtype, real: Tensor, sizes: Sequence[Number]
     ) -> Traced:
         memory, self.num_memories = self.num_memories, self.num_memories + 1
         self.steps.append((step, (self._view(x), dtype)))
@@ -373,8 +387,8 @@ class _Recorder:
         return ("call", (call, places, flat))
 
     def _view(self, x: Traced) -> tuple[int, int, list[int], list[int]]:
-        places = [[self.place(n) for n in numbers] for numbers in (x.sizes, x.steps)]
-        return (x.memory, self.place(x.offset), *places)
+        sizes, steps = ([self.place(n) for n in numbers] for numbers in (x.sizes, x.steps))
+        return x.memory, self.place(x.offset), sizes, steps
 
     def program(self, outputs: Sequence[Tensor | None], make_program: Callable[..., Any]) -> Any:
         views = [None if x is None else self._view(_traced(x)) for x in outputs]
@@ -421,17 +435,17 @@ def _decide_traits(arguments: tuple, specialized: Iterable[bool]) -> None:
             _decide_traits(argument, itertools.repeat(True))
 
 
-def _contiguous_steps(sizes: Sequence[int]) -> list[int]:
-    steps: list[int] = []
-    step = 1
+def _contiguous_steps(sizes: Sequence[Number]) -> list[Any]:
+    steps: list[Any] = []
+    step: Any = 1
     for size in reversed(sizes):
         steps.append(step)
         step = size * step
     return steps[::-1]
 
 
-def _product(numbers: Sequence[int]) -> int:
-    product = 1
+def _product(numbers: Sequence[Number]) -> Any:
+    product: Any = 1
     for number in numbers:
         product = number * product
     return product
@@ -447,12 +461,10 @@ def _is_contiguous(x: Traced) -> bool:
     return True
 
 
-def _sizes(arguments: tuple) -> list[int]:
+def _sizes(arguments: tuple) -> list[Any]:
     """Of ``f(2, 3)``, ``f([2, 3])`` or ``f(size=…)``."""
     return list(
-        arguments[0]
-        if len(arguments) == 1 and not isinstance(arguments[0], int | Length)
-        else arguments
+        arguments[0] if len(arguments) == 1 and not isinstance(arguments[0], Number) else arguments
     )
 
 
@@ -480,7 +492,7 @@ def _view(x: Traced, *sizes: Any) -> Traced:
     if not _is_contiguous(x):
         raise UnrecordableError("a view of what is not contiguous")
     new = _sizes(sizes)
-    if not all(isinstance(size, int | Length) for size in new):
+    if not all(isinstance(size, Number) for size in new):
         raise UnrecordableError("view")
     unknown = [at for at, size in enumerate(new) if not isinstance(size, Length) and size == -1]
     for at in unknown:
@@ -514,7 +526,7 @@ def _squeeze(x: Traced, dim: int) -> Traced:
     return x.recorder.tensor(x.plain.squeeze(dim), x.memory, x.offset, sizes, steps)
 
 
-def _narrow(x: Traced, begin: int, end: int) -> Traced:
+def _narrow(x: Traced, begin: Any, end: Any) -> Traced:
     """Rows of the first axis, from ``begin`` to ``end``."""
     sizes = (end - begin, *x.sizes[1:])
     real = x.plain[_value(begin) : _value(end)]
@@ -523,7 +535,7 @@ def _narrow(x: Traced, begin: int, end: int) -> Traced:
 
 def _getitem(x: Traced, index: Any) -> Traced:
     size = x.sizes[0]
-    if isinstance(index, int | Length) and index >= 0:
+    if isinstance(index, Number) and index >= 0:
         row = _narrow(x, index, index + 1)
         real = row.plain[0]
         return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.steps[1:])
@@ -576,7 +588,8 @@ def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
 def _data_ptr(x: Traced) -> int:
     """Only its alignment may matter to an op: that of inputs is part of the kind."""
     if isinstance(x.offset, Length):
-        x.recorder.decide(EQUAL, x.offset * x.plain.element_size() % 16, x.plain.data_ptr() % 16)
+        remainder: Any = x.offset * x.plain.element_size() % 16
+        x.recorder.decide(EQUAL, remainder, _value(remainder))
     return x.plain.data_ptr()
 
 
