@@ -175,7 +175,7 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, ker
     timestamps = None
     if tables:
         generator = torch.Generator().manual_seed(1)
-        inputs["position_bias"] = torch.randn(9, num_heads, generator=generator).to(dtype)
+        inputs["position_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
         inputs["age_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
         timestamps = torch.arange(sum(lengths)) ** 2
     with gluon_in_numpy(groups) as launched:
