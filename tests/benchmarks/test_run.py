@@ -516,7 +516,7 @@ launch, chunks = Launcher.__call__, []
 
 
 def launched(launcher, grid, arguments, constants):
-    chunks.append(constants.get("CHUNK"))
+    chunks.append(constants["C"].CHUNK if "C" in constants else None)
     launch(launcher, grid, arguments, constants)
 
 

@@ -26,6 +26,12 @@ LENGTHS = (
 )  # short ones, and some that are cut
 
 
+@pytest.fixture
+def device(kernel_device):
+    """Each device that launches kernels: what has none is not replayed."""
+    return kernel_device
+
+
 @pytest.fixture(autouse=True)
 def programs(device, monkeypatch):
     """All that are recorded, ``None`` for what cannot be. Devices replay what has no values to
