@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import operator
 import struct
 import threading
@@ -23,6 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 __all__ = ["UnrecordableError", "record"]
+
+_logger = logging.getLogger(__name__)
 
 # As in replay.cpp.
 (
@@ -65,7 +68,8 @@ def record(
         return recorder.program(outputs, make_program)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # UnrecordableError, or what the op says again when it is called itself
+    except Exception as error:  # UnrecordableError, or what the op says again when it is called
+        _logger.debug("not replayed: %r", error)
         return None
 
 
