@@ -239,21 +239,21 @@ class _Launch:
             total_rows = self.num_samples * num_targets * num_heads
         history = _unit_stride(history)
         call = Call(
-            history.device,
-            backward,
-            layout,
-            num_targets,
-            num_heads,
-            width,
-            0 if position_bias is None else position_bias.shape[0],
-            0 if age_bias is None else age_bias.shape[0],
-            bias is not None,
-            bias is not None and bias.dim() == 1,
-            history.element_size(),
-            history.stride(0),
-            history.data_ptr() % 16 == 0,
-            history.shape[0] <= END.value,
-            product_precision(history.dtype),
+            device=history.device,
+            backward=backward,
+            layout=layout,
+            num_targets=num_targets,
+            num_heads=num_heads,
+            width=width,
+            num_positions=0 if position_bias is None else position_bias.shape[0],
+            num_ages=0 if age_bias is None else age_bias.shape[0],
+            bias=bias is not None,
+            prior=bias is not None and bias.dim() == 1,
+            element_size=history.element_size(),
+            history_stride=history.stride(0),
+            aligned=history.data_ptr() % 16 == 0,
+            addressable=history.shape[0] <= END.value,
+            precision=product_precision(history.dtype),
         )
         plan = self.plan = plan_of(call)
         self.num_slots = history.shape[0] // plan.slot
