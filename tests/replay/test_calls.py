@@ -46,7 +46,8 @@ def programs(device, monkeypatch):
     plain_record = calls.record
     monkeypatch.setattr(calls, "record", record)
     monkeypatch.setattr(calls, "DEVICES", {torch.device(device).type})
-    for module in (checks, layout):
+    monkeypatch.setattr(calls, "ENABLED", True)
+    for module in (calls, checks, layout):
         monkeypatch.setattr(module, "should_validate", lambda x: False)
     return recorded
 
@@ -90,6 +91,12 @@ def of_flash(lengths, device):
     return jagged_flash_attention, leaves, rest
 
 
+def of_cross_flash(lengths, device):
+    """Of the shapes of ``of_flash``, but other samples."""
+    attend, leaves, rest = of_flash(lengths, device)
+    return attend, leaves, rest | {"kv_offsets": offsets_of([*reversed(lengths)], device)}
+
+
 def of_biased_flash(lengths, device):
     attend, leaves, rest = of_flash(lengths, device)
     leaves["position_bias"] = draw(9, 2, device=device, seed=3)
@@ -125,8 +132,8 @@ def of_jagged_module(lengths, device):
 KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
-        of_target, of_biased_target, of_shared_query, of_flash, of_biased_flash, of_module,
-        of_jagged_module,
+        of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
+        of_module, of_jagged_module,
     )
 }  # fmt: skip
 
@@ -174,6 +181,48 @@ def test_same_bits(kind, device, monkeypatch, programs):
     forward_and_backward = 2
     assert len(programs) <= 4 * forward_and_backward
     assert None not in programs
+
+
+@pytest.mark.parametrize("kind", [of_target, of_flash, of_module], ids=lambda kind: kind.__name__)
+def test_no_sample_after_many(kind, device, monkeypatch):
+    """Where an expression that was a number may divide by zero."""
+    for lengths in ([2] * 300, [0] * 300, []):
+        assert_replayed(kind, lengths, device, monkeypatch)
+
+
+def test_what_two_inputs_share(device, monkeypatch):
+    """Offsets that are one tensor, equal ones, and others: of one kind but for their address."""
+    attend, leaves, rest = of_flash(LENGTHS[1], device)
+    same = rest["q_offsets"]
+    for kv_offsets in (same, same.clone(), offsets_of([*reversed(LENGTHS[1])], device), same):
+        call = attend, leaves, rest | {"kv_offsets": kv_offsets}
+        with must_replay(monkeypatch):
+            found = results_of(*call)
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "ENABLED", False)
+            assert all(map(torch.equal, found, results_of(*call)))
+
+
+def test_rows_that_are_not_aligned(device, monkeypatch):
+    attend, leaves, rest = of_target(LENGTHS[1], device)
+    for shift in (0, 1, 2, 3, 0):
+        flat = torch.zeros(leaves["history"].numel() + 4, device=device)
+        moved = flat[shift : shift + leaves["history"].numel()].view_as(leaves["history"])
+        moved.copy_(leaves["history"].detach())
+        out = attend(leaves["query"], moved, **rest)
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "ENABLED", False)
+            assert torch.equal(out, attend(leaves["query"], moved, **rest))
+
+
+def test_values_are_validated_if_asked_for(device, monkeypatch):
+    monkeypatch.setattr(calls, "should_validate", lambda x: True)
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    called = []
+    monkeypatch.setattr(calls.ReplayedOp, "plainly", lambda self, *_: called.append(self))
+    with pytest.raises(AttributeError):  # there is no output
+        attend(**leaves, **rest).shape  # noqa: B018
+    assert called
 
 
 @pytest.mark.parametrize("needs", [["query"], ["history"]])

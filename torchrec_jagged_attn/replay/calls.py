@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from triton.knobs import runtime
 
 from torchrec_jagged_attn import paths
+from torchrec_jagged_attn.checks import should_validate
 from torchrec_jagged_attn.extension import Extension
 from torchrec_jagged_attn.replay.recording import record
 
@@ -27,10 +29,10 @@ replay_extension = Extension(
     is_module=True,
     without="calls take the host longer, in Python",
 )
-ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY", "1") != "0" and not paths.LOG
+ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY") == "1" and not paths.LOG
 # Devices whose calls are replayed: where kernels are launched, and the host must not be late.
 DEVICES = {"cuda"} if torch.version.cuda is not None else set()
-_recording = threading.Lock()
+_building, _recording = threading.Lock(), threading.Lock()
 
 
 class ReplayedOp:
@@ -68,13 +70,17 @@ class ReplayedOp:
         self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
 
     def __call__(self, *arguments: Any) -> Tensor:
-        if ENABLED and not torch.compiler.is_compiling() and not runtime.launch_enter_hook.calls:
-            first = arguments[0]
-            if first.device.type in DEVICES and (replay := self.replay()) is not None:
-                out = replay(*arguments)
-                if out is not None:
-                    return out
+        if ENABLED and not torch.compiler.is_compiling() and self._may_replay(arguments[0]):
+            with _building:  # else two threads that come first make two
+                replay = self.replay()
+            out = None if replay is None else replay(*arguments)
+            if out is not None:
+                return out
         return self.plainly(*arguments)
+
+    def _may_replay(self, first: Tensor) -> bool:
+        hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+        return first.device.type in DEVICES and not hooks and not should_validate(first)
 
     def plainly(self, *arguments: Any) -> Tensor:
         """The op's first output, by the op."""
@@ -82,10 +88,16 @@ class ReplayedOp:
 
     @functools.cache  # noqa: B019  an op lives as long as the process
     def replay(self) -> Any | None:
-        """``Call`` of ``replay.cpp``, where that can be built."""
+        """``Call`` of ``replay.cpp``, where that can be built, and finds what it needs."""
         library = replay_extension.library()
         if library is None:
             return None
+        if "cuda" in DEVICES:
+            try:
+                library.check_driver()
+            except RuntimeError as error:
+                warnings.warn(f"{replay_extension.without}: {error}", stacklevel=3)
+                return None
         return library.Call(
             self.op._schema.name,
             self.differentiable,

@@ -335,7 +335,7 @@ class _Recorder:
             elif kind.startswith("*") and isinstance(argument, Traced):
                 size = argument.plain.element_size()
                 parameters.append((POINTER, argument.memory, self.place(argument.offset), size))
-            elif kind in ("i1", "i8", "i16", "i32", "i64", "u32", "u64"):
+            elif kind in ("i1", "u1", "i8", "i16", "i32", "i64", "u32", "u64"):
                 parameters.append((EXPRESSION, 0, self.place(argument), 0))
             elif kind in ("fp32", "fp64"):
                 packed = struct.pack("<f4x" if kind == "fp32" else "<d", argument)
@@ -434,7 +434,7 @@ def _decide_traits(arguments: tuple, specialized: Iterable[bool]) -> None:
         if isinstance(argument, Length):
             _ = argument >= 2**31, is_specialized and (argument == 1, argument % 16 == 0)
         elif isinstance(argument, Traced):
-            argument.data_ptr()
+            _ = _Address(argument) % 16
         elif isinstance(argument, tuple):
             _decide_traits(argument, itertools.repeat(True))
 
@@ -539,7 +539,7 @@ def _narrow(x: Traced, begin: Any, end: Any) -> Traced:
 
 def _getitem(x: Traced, index: Any) -> Traced:
     size = x.sizes[0]
-    if isinstance(index, Number) and index >= 0:
+    if isinstance(index, Number) and 0 <= index < size:
         row = _narrow(x, index, index + 1)
         real = row.plain[0]
         return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.steps[1:])
@@ -579,6 +579,10 @@ def _sum(x: Traced, dim: int, keepdim: bool = False, out: Traced | None = None) 
     if dim != 0:
         raise UnrecordableError("sum")
     total = x.recorder.sum_of_rows(x)
+    if out is not None:  # becomes the sum
+        out.plain, out.memory, out.offset = total.plain, total.memory, total.offset
+        out.sizes, out.steps = total.sizes, total.steps
+        return out
     return _unsqueeze(total, 0) if keepdim else total
 
 
@@ -589,12 +593,35 @@ def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
     return tuple(_narrow(x, begin, end) for begin, end in itertools.pairwise([0, *ends]))
 
 
-def _data_ptr(x: Traced) -> int:
-    """Only its alignment may matter to an op: that of inputs is part of the kind."""
-    if isinstance(x.offset, Length):
+class _Address:
+    """Where a tensor begins: an op may ask for its alignment, and whether another begins there."""
+
+    def __init__(self, of: Traced) -> None:
+        self.of = of
+
+    def __mod__(self, number: int) -> int:
+        """Of 16 at most. The kind has that of inputs; what is allocated is at a multiple."""
+        x = self.of
+        if 16 % number:
+            raise UnrecordableError("an address by another number")
         remainder: Any = x.offset * x.plain.element_size() % 16
         x.recorder.decide(EQUAL, remainder, _value(remainder))
-    return x.plain.data_ptr()
+        return x.plain.data_ptr() % number
+
+    def __eq__(self, other: object) -> bool:
+        """The kind has which inputs begin where others do."""
+        if not isinstance(other, _Address):
+            raise UnrecordableError("an address")
+        x, y = self.of, other.of
+        if x.memory == y.memory:
+            return x.recorder.decide(EQUAL, x.offset, y.offset)
+        if not (
+            isinstance(x.offset, int) and isinstance(y.offset, int) and x.offset == y.offset == 0
+        ):
+            raise UnrecordableError("an address within a tensor")
+        return x.plain.data_ptr() == y.plain.data_ptr()
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def _size(x: Traced, dim: int | None = None) -> Any:
@@ -645,10 +672,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.clone: lambda x: x.recorder.copy(x),
     Tensor.split: _split,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.data_ptr: _data_ptr,
+    Tensor.data_ptr: _Address,
     Tensor.detach: lambda x: x,
 }
-for _name in ("dtype", "device", "is_cpu", "is_cuda", "is_meta", "ndim", "requires_grad", "layout"):
+for _name in ("dtype", "device", "is_cpu", "is_cuda", "is_meta", "ndim", "layout"):
     _HANDLERS[getattr(Tensor, _name).__get__] = _same(_name)
 for _name in ("dim", "element_size", "get_device", "is_floating_point"):
     _HANDLERS[getattr(Tensor, _name)] = _same(_name)

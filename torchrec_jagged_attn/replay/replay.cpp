@@ -74,6 +74,14 @@ CUstream current_stream(int32_t device) {
   return static_cast<CUstream>(stream);
 }
 
+// Raises where the driver or PyTorch lacks what replays need.
+void check_driver() {
+  for (const char* name : {"cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorString",
+                           "cuCtxGetCurrent", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"})
+    symbol("libcuda.so.1", name);
+  symbol("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
+}
+
 // --- Programs
 
 enum Operation : int64_t {
@@ -168,10 +176,12 @@ void finish(Program& program, int64_t num_inputs) {
   for (const auto& [of, i] : last) program.last_uses[i].push_back(of);
 }
 
-void evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers& values) {
+// Whether all expressions have a value: none divides by zero.
+bool evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers& values) {
   values.resize(program.expressions.size());
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& [operation, a, b] = program.expressions[i];
+    if ((operation == FLOOR_DIVIDE || operation == MODULO) && values[b] == 0) return false;
     switch (operation) {
       case CONSTANT: values[i] = a; break;
       case SIZE: values[i] = inputs[a].size(b); break;
@@ -185,6 +195,7 @@ void evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers
       case LESS: values[i] = values[a] < values[b]; break;
     }
   }
+  return true;
 }
 
 bool holds(const Program& program, const Numbers& values) {
@@ -230,8 +241,9 @@ void encode(CUtensorMap* map, const Descriptor& of, void* address) {
 
 void launch(const Program& program, const Launch& step, const std::vector<Tensor>& memories,
             const Numbers& values, CUstream stream) {
-  const unsigned x = values[step.grid[0]], y = values[step.grid[1]], z = values[step.grid[2]];
+  const int64_t x = values[step.grid[0]], y = values[step.grid[1]], z = values[step.grid[2]];
   if (x == 0 || y == 0 || z == 0) return;
+  TORCH_CHECK(x <= INT32_MAX && y <= 65535 && z <= 65535, "a grid of ", x, " x ", y, " x ", z);
   uint64_t bits[MOST_PARAMETERS + 2];
   void* pointers[MOST_PARAMETERS + 2];
   alignas(64) CUtensorMap maps[MOST_DESCRIPTORS];
@@ -349,8 +361,8 @@ void describe(const Tensor& tensor, int64_t axis, Numbers& kind) {
     return;
   }
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  kind.push_back((int64_t(tensor.scalar_type()) * 64 + int64_t(sizes.size())) * 2 + aligned);
+  const int64_t remainder = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16;
+  kind.push_back((int64_t(tensor.scalar_type()) * 64 + int64_t(sizes.size())) * 16 + remainder);
   kind.push_back(int64_t(tensor.device().type()) * 256 + tensor.device().index());
   for (int64_t i = 0; i < int64_t(sizes.size()); ++i) {
     if (i != axis) kind.push_back(sizes[i]);
@@ -358,7 +370,8 @@ void describe(const Tensor& tensor, int64_t axis, Numbers& kind) {
   }
 }
 
-constexpr size_t MOST_PROGRAMS = 32;  // of a kind, which differ by their guards
+constexpr size_t MOST_PROGRAMS = 32;  // of a kind, which differ by their guards; more go to the op
+constexpr size_t MOST_KINDS = 4096;  // of an op; then all are forgotten, and recorded anew
 
 class Programs {
  public:
@@ -374,8 +387,7 @@ class Programs {
         is_hopeless = true;
         return nullptr;
       }
-      evaluate(*program, inputs, values);
-      if (holds(*program, values)) return program;
+      if (evaluate(*program, inputs, values) && holds(*program, values)) return program;
     }
     is_hopeless = found->second.size() >= MOST_PROGRAMS;
     return nullptr;
@@ -384,6 +396,7 @@ class Programs {
   // Without a program, calls of this kind are not replayed.
   void add(const Numbers& kind, std::shared_ptr<const Program> program) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (programs_.size() >= MOST_KINDS) programs_.clear();
     programs_[kind].push_back(std::move(program));
   }
 
@@ -436,11 +449,29 @@ struct Constants {
   int64_t number;
 };
 
-constexpr size_t MOST_CONSTANTS = 1024;
+constexpr size_t MOST_CONSTANTS = 1024;  // of an op; calls with others go to the op
 
+// Of products of fp32; -1 where PyTorch refuses to say, being asked in its old way: the op then
+// refuses, too, if it has any.
+int64_t matmul_precision() {
+  try {
+    return int64_t(at::globalContext().float32MatmulPrecision());
+  } catch (const c10::Error&) {
+    return -1;
+  }
+}
+
+// What programs are looked up by. Of each tensor, it also says which one before it has the same
+// address: an op may treat two that are one in another way.
 Numbers kind_of(const Constants& constants, const std::vector<Tensor>& tensors, const int64_t* axes) {
-  Numbers kind = {constants.number, int64_t(at::globalContext().float32MatmulPrecision())};
-  for (size_t i = 0; i < tensors.size(); ++i) describe(tensors[i], axes[i], kind);
+  Numbers kind = {constants.number, matmul_precision()};
+  c10::SmallVector<const void*, 32> addresses;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    describe(tensors[i], axes[i], kind);
+    addresses.push_back(tensors[i].defined() ? tensors[i].const_data_ptr() : nullptr);
+    const auto first = std::find(addresses.begin(), addresses.end(), addresses.back());
+    kind.push_back(tensors[i].defined() ? first - addresses.begin() : -1);
+  }
   return kind;
 }
 
@@ -460,6 +491,7 @@ std::vector<Tensor> replay_forward(Op& op, const std::vector<Tensor>& inputs,
     program = op.forward.find(kind, inputs, values, is_hopeless);
   }
   if (!program) return {};
+  const py::gil_scoped_release no_gil;
   return run(*program, inputs, values);
 }
 
@@ -544,9 +576,10 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
 };
 
 struct Call {
-  std::unique_ptr<Op> op;
+  // Both are never freed: nodes of autograd point to them, and may outlive this.
+  Op* op;
+  std::vector<Constants*> all;
   py::dict known;  // the number of constants, by these
-  std::vector<std::unique_ptr<Constants>> all;
 
   // The op's first output, or None where the call is not replayed.
   py::object operator()(const py::args& arguments) {
@@ -577,18 +610,18 @@ struct Call {
     for (size_t i = 0; i < inputs.size(); ++i)
       if (op->differentiable[i] && inputs[i].defined()) differentiable.push_back(inputs[i]);
     const at::TensorList arguments_of_node = differentiable;
-    return py::cast(ReplayBackward::apply(op.get(), constants, arguments_of_node, Saved{inputs, outputs}));
+    return py::cast(ReplayBackward::apply(op, constants, arguments_of_node, Saved{inputs, outputs}));
   }
 
  private:
   Constants* constants_of(const py::args& arguments) {
     py::tuple objects(arguments.size() - op->num_tensors);
     for (size_t i = 0; i < objects.size(); ++i) objects[i] = arguments[op->num_tensors + i];
-    if (known.contains(objects)) return all[known[objects].cast<size_t>()].get();
+    if (known.contains(objects)) return all[known[objects].cast<size_t>()];
     if (all.size() == MOST_CONSTANTS) return nullptr;
     known[objects] = all.size();
-    all.push_back(std::make_unique<Constants>(Constants{objects, int64_t(all.size())}));
-    return all.back().get();
+    all.push_back(new Constants{objects, int64_t(all.size())});
+    return all.back();
   }
 };
 
@@ -599,6 +632,7 @@ View view_of(const py::tuple& t) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("check_driver", &check_driver);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, int64_t>>& expressions,
                        const std::vector<std::pair<int64_t, int64_t>>& guards) {
@@ -674,7 +708,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const std::string& name, std::vector<bool> differentiable,
                        Numbers axes, py::object record_forward, py::object record_backward,
                        py::object run_backward) {
-        auto op = std::make_unique<Op>();
+        auto* const op = new Op();
         op->name = name;
         op->num_tensors = differentiable.size();
         op->differentiable = std::move(differentiable);
@@ -682,7 +716,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         op->record_forward = std::move(record_forward);
         op->record_backward = std::move(record_backward);
         op->run_backward = std::move(run_backward);
-        return Call{std::move(op), py::dict(), {}};
+        return Call{op, {}, py::dict()};
       }))
       .def("__call__", &Call::operator());
 }

@@ -47,10 +47,11 @@ class Launcher:
             arguments: all but the compile-time constants, in the kernel's order.
             constants: the compile-time constants, and Triton's options such as ``num_warps``.
         """
-        if Launcher.observer is None:
+        observer = Launcher.observer
+        if observer is None:
             self.launch(grid, arguments, constants)
         else:
-            Launcher.observer(self, grid, arguments, constants)
+            observer(self, grid, arguments, constants)
 
     def launch(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
