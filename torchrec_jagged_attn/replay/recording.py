@@ -1,7 +1,7 @@
 """Records what an op does on the host, as a program that ``replay.cpp`` runs again.
 
 The op's own Python runs once, on real tensors that keep a record. Lengths that may differ in later
-calls are integers that know the expression they came from. Where Python branches on one, a guard
+calls are objects that know the expression they came from. Where Python branches on one, a guard
 says for which lengths the program holds. What cannot be recorded ends the recording.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.kernels.common.launch import Launcher
@@ -182,7 +181,7 @@ class Traced(Tensor):
     memory: int  # its number among the inputs and what is allocated
     offset: Number  # in elements
     sizes: tuple[Number, ...]
-    steps: tuple[Number, ...]  # strides
+    strides: tuple[Number, ...]
 
     @classmethod
     def __torch_function__(
@@ -246,11 +245,11 @@ class _Recorder:
         memory: int,
         offset: Number,
         sizes: Sequence[Number],
-        steps: Sequence[Number],
+        strides: Sequence[Number],
     ) -> Traced:
         traced = real.as_subclass(Traced)
         traced.recorder, traced.plain, traced.memory = self, real, memory
-        traced.offset, traced.sizes, traced.steps = offset, tuple(sizes), tuple(steps)
+        traced.offset, traced.sizes, traced.strides = offset, tuple(sizes), tuple(strides)
         return traced
 
     def axis(self, kind: int, place: int, axis: int, numbers: Sequence[int]) -> Length:
@@ -258,14 +257,14 @@ class _Recorder:
 
     def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
         sizes: list[Any] = list(tensor.shape)
-        steps: list[Any] = list(tensor.stride())
+        strides: list[Any] = list(tensor.stride())
         if axis >= 0:
             sizes[axis] = self.axis(SIZE, place, axis, tensor.shape)
             for before in reversed(range(axis)):
-                steps[before] = self.axis(STRIDE, place, before, tensor.stride())
-                if steps[before] != sizes[before + 1] * steps[before + 1]:
+                strides[before] = self.axis(STRIDE, place, before, tensor.stride())
+                if strides[before] != sizes[before + 1] * strides[before + 1]:
                     raise UnrecordableError("a tensor that is not contiguous")
-        return self.tensor(tensor.detach(), place, 0, sizes, steps)
+        return self.tensor(tensor.detach(), place, 0, sizes, strides)
 
     def allocate(self, like: Traced, sizes: Sequence[Number], dtype: Any, zeros: bool) -> Traced:
         dtype = like.plain.dtype if dtype is None else dtype
@@ -273,7 +272,7 @@ class _Recorder:
         real = make([_value(size) for size in sizes], dtype=dtype)
         memory, self.num_memories = self.num_memories, self.num_memories + 1
         self.steps.append(("allocate", (dtype, [self.place(size) for size in sizes], zeros)))
-        return self.tensor(real, memory, 0, sizes, _contiguous_steps(sizes))
+        return self.tensor(real, memory, 0, sizes, _contiguous_strides(sizes))
 
     def copy(self, x: Traced, dtype: torch.dtype | None = None) -> Traced:
         """``x`` contiguous, in memory of its own."""
@@ -291,7 +290,7 @@ class _Recorder:
     ) -> Traced:
         memory, self.num_memories = self.num_memories, self.num_memories + 1
         self.steps.append((step, (self._view(x), dtype)))
-        return self.tensor(real, memory, 0, sizes, _contiguous_steps(sizes))
+        return self.tensor(real, memory, 0, sizes, _contiguous_strides(sizes))
 
     def launch(
         self, launcher: Launcher, grid: tuple[int, ...], arguments: tuple, constants: dict
@@ -347,6 +346,8 @@ class _Recorder:
 
     def _add_descriptor(self, x: TensorDescriptor, meta: dict[str, Any], parameters: list) -> None:
         """Parameters of a descriptor: that itself, its shape and its strides."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
         numbers = [*x.shape, *x.strides]
         if meta["fp4_padded"] or any(isinstance(n, Length) for n in numbers):
             raise UnrecordableError("a descriptor of this kind")
@@ -391,8 +392,8 @@ class _Recorder:
         return ("call", (call, places, flat))
 
     def _view(self, x: Traced) -> tuple[int, int, list[int], list[int]]:
-        sizes, steps = ([self.place(n) for n in numbers] for numbers in (x.sizes, x.steps))
-        return x.memory, self.place(x.offset), sizes, steps
+        sizes, strides = ([self.place(n) for n in numbers] for numbers in (x.sizes, x.strides))
+        return x.memory, self.place(x.offset), sizes, strides
 
     def program(self, outputs: Sequence[Tensor | None], make_program: Callable[..., Any]) -> Any:
         views = [None if x is None else self._view(_traced(x)) for x in outputs]
@@ -439,13 +440,13 @@ def _decide_traits(arguments: tuple, specialized: Iterable[bool]) -> None:
             _decide_traits(argument, itertools.repeat(True))
 
 
-def _contiguous_steps(sizes: Sequence[Number]) -> list[Any]:
-    steps: list[Any] = []
+def _contiguous_strides(sizes: Sequence[Number]) -> list[Any]:
+    strides: list[Any] = []
     step: Any = 1
     for size in reversed(sizes):
-        steps.append(step)
+        strides.append(step)
         step = size * step
-    return steps[::-1]
+    return strides[::-1]
 
 
 def _product(numbers: Sequence[Number]) -> Any:
@@ -457,7 +458,7 @@ def _product(numbers: Sequence[Number]) -> Any:
 
 def _is_contiguous(x: Traced) -> bool:
     """Whatever the lengths are."""
-    for size, step, expected in zip(x.sizes, x.steps, _contiguous_steps(x.sizes), strict=True):
+    for size, step, expected in zip(x.sizes, x.strides, _contiguous_strides(x.sizes), strict=True):
         is_one = not isinstance(size, Length) and size == 1
         same = x.recorder.place(step) == x.recorder.place(expected)
         if not (is_one or same or step == expected):
@@ -503,7 +504,7 @@ def _view(x: Traced, *sizes: Any) -> Traced:
         known = [size for other, size in enumerate(new) if other != at]
         new[at] = _product(x.sizes) // _product(known)
     real = x.plain.reshape([_value(size) for size in new])
-    return x.recorder.tensor(real, x.memory, x.offset, new, _contiguous_steps(new))
+    return x.recorder.tensor(real, x.memory, x.offset, new, _contiguous_strides(new))
 
 
 def _view_as(x: Traced, other: Traced) -> Traced:
@@ -515,26 +516,26 @@ def _reshape_as(x: Traced, other: Traced) -> Traced:
 
 
 def _unsqueeze(x: Traced, dim: int) -> Traced:
-    sizes, steps = list(x.sizes), list(x.steps)
+    sizes, strides = list(x.sizes), list(x.strides)
     dim = dim if dim >= 0 else dim + len(sizes) + 1
-    steps.insert(dim, sizes[dim] * steps[dim] if dim < len(sizes) else 1)
+    strides.insert(dim, sizes[dim] * strides[dim] if dim < len(sizes) else 1)
     sizes.insert(dim, 1)
-    return x.recorder.tensor(x.plain.unsqueeze(dim), x.memory, x.offset, sizes, steps)
+    return x.recorder.tensor(x.plain.unsqueeze(dim), x.memory, x.offset, sizes, strides)
 
 
 def _squeeze(x: Traced, dim: int) -> Traced:
     if isinstance(x.sizes[dim], Length) or x.sizes[dim] != 1:
         raise UnrecordableError("squeeze")
-    sizes, steps = list(x.sizes), list(x.steps)
-    del sizes[dim], steps[dim]
-    return x.recorder.tensor(x.plain.squeeze(dim), x.memory, x.offset, sizes, steps)
+    sizes, strides = list(x.sizes), list(x.strides)
+    del sizes[dim], strides[dim]
+    return x.recorder.tensor(x.plain.squeeze(dim), x.memory, x.offset, sizes, strides)
 
 
 def _narrow(x: Traced, begin: Any, end: Any) -> Traced:
     """Rows of the first axis, from ``begin`` to ``end``."""
     sizes = (end - begin, *x.sizes[1:])
     real = x.plain[_value(begin) : _value(end)]
-    return x.recorder.tensor(real, x.memory, x.offset + begin * x.steps[0], sizes, x.steps)
+    return x.recorder.tensor(real, x.memory, x.offset + begin * x.strides[0], sizes, x.strides)
 
 
 def _getitem(x: Traced, index: Any) -> Traced:
@@ -542,7 +543,7 @@ def _getitem(x: Traced, index: Any) -> Traced:
     if isinstance(index, Number) and 0 <= index < size:
         row = _narrow(x, index, index + 1)
         real = row.plain[0]
-        return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.steps[1:])
+        return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.strides[1:])
     if isinstance(index, slice) and index.step is None:
         begin = 0 if index.start is None else index.start
         end = size if index.stop is None else index.stop
@@ -570,8 +571,8 @@ def _to(x: Traced, *arguments: Any, dtype: Any = None, copy: bool = False) -> Tr
 
 
 def _transpose(x: Traced) -> Traced:
-    sizes, steps = ([*n[:-2], n[-1], n[-2]] for n in (x.sizes, x.steps))
-    return x.recorder.tensor(x.plain.mT, x.memory, x.offset, sizes, steps)
+    sizes, strides = ([*n[:-2], n[-1], n[-2]] for n in (x.sizes, x.strides))
+    return x.recorder.tensor(x.plain.mT, x.memory, x.offset, sizes, strides)
 
 
 def _sum(x: Traced, dim: int, keepdim: bool = False, out: Traced | None = None) -> Traced:
@@ -581,7 +582,7 @@ def _sum(x: Traced, dim: int, keepdim: bool = False, out: Traced | None = None) 
     total = x.recorder.sum_of_rows(x)
     if out is not None:  # becomes the sum
         out.plain, out.memory, out.offset = total.plain, total.memory, total.offset
-        out.sizes, out.steps = total.sizes, total.steps
+        out.sizes, out.strides = total.sizes, total.strides
         return out
     return _unsqueeze(total, 0) if keepdim else total
 
@@ -629,7 +630,7 @@ def _size(x: Traced, dim: int | None = None) -> Any:
 
 
 def _stride(x: Traced, dim: int | None = None) -> Any:
-    return x.steps if dim is None else x.steps[dim]
+    return x.strides if dim is None else x.strides[dim]
 
 
 def _same(name: str) -> Callable[..., Any]:
