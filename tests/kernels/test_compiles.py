@@ -7,6 +7,7 @@ CI sees faults of layouts, registers and shared memory that no interpreter does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import pkgutil
@@ -23,6 +24,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
@@ -40,6 +42,13 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
+from torchrec_jagged_attn.replay.recording import (
+    CONSTANT_BITS,
+    DESCRIPTOR,
+    EXPRESSION,
+    POINTER,
+    Recorder,
+)
 
 pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="kernels are interpreted")
 
@@ -181,6 +190,12 @@ CASES = {
     "layer": Case((80, 90), "projections|head_products", layer),
 }
 RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
+TYPES = {  # of parameters in PTX
+    POINTER: {"u64"},
+    EXPRESSION: {"u32", "u64"},
+    CONSTANT_BITS: {"f32", "b32", "u32", "u64"},
+    DESCRIPTOR: {"b8"},
+}
 FITS = {"one warp", "warpgroup", "hopper flash"}  # registers hold all
 
 
@@ -211,12 +226,41 @@ def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def parameters_of(compiled: Any) -> list[str]:
+    """Types of the parameters of a kernel, as its PTX has them."""
+    (declared,) = re.findall(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    return re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", declared)
+
+
+def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[int]:
+    """Kinds of the parameters that a program of ``replay.cpp`` gives the kernel."""
+    recorder = Recorder()
+
+    def traced(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return recorder.input(0, x, -1)
+        if isinstance(x, TensorDescriptor):
+            return dataclasses.replace(x, base=traced(x.base))
+        return tuple(map(traced, x)) if isinstance(x, tuple) else x
+
+    types = list(compiled.src.signature.values())
+    boxes = list(compiled.metadata.tensordesc_meta or [])
+    packed: list[tuple[int, ...]] = []
+    recorder.add_parameters(types, traced(tuple(arguments)), boxes, packed)
+    return [kind for kind, *_ in packed]
+
+
 @pytest.mark.parametrize(("name", "arch"), RUNS)
 def test_compiles(name: str, arch: int) -> None:
     with ops_on(arch) as launches:
         for kernel, grid, arguments, constants in launches_of(name, launches):
             compiled = kernel.warmup(*arguments, grid=grid, **as_constexprs(constants))
             assert compiled.metadata.shared <= SHARED_MEMORY[arch], label(kernel)
+            *taken, _, _ = parameters_of(compiled)  # but for scratch memories
+            packed = packed_by_replays(compiled, arguments)
+            assert len(packed) == len(taken), label(kernel)
+            for kind, of_type in zip(packed, taken, strict=True):
+                assert of_type in TYPES[kind], label(kernel)
             if name in FITS and "hidden_rows" not in label(kernel):  # which rarely computes
                 assert stack_bytes(compiled) == 0, label(kernel)
 

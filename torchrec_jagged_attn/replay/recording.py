@@ -22,7 +22,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
-__all__ = ["UnrecordableError", "record"]
+__all__ = [
+    "CONSTANT_BITS",
+    "DESCRIPTOR",
+    "EXPRESSION",
+    "POINTER",
+    "Recorder",
+    "UnrecordableError",
+    "record",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +59,7 @@ def record(
         axes: of each, the axis along which its length may differ in other calls, -1 for none.
         make_program: ``Program`` of ``replay.cpp``.
     """
-    recorder = _Recorder()
+    recorder = Recorder()
     try:
         with torch.no_grad():
             traced = [
@@ -78,7 +86,7 @@ class Length:
     It is no ``int``: Python and PyTorch would take its value without asking.
     """
 
-    def __init__(self, recorder: _Recorder, place: int, value: int) -> None:
+    def __init__(self, recorder: Recorder, place: int, value: int) -> None:
         self.recorder, self.place, self.value = recorder, place, value
 
     def __index__(self) -> int:
@@ -176,7 +184,7 @@ def _value(number: Any) -> int:
 class Traced(Tensor):
     """A real tensor, of which the recorder knows what it is a view of."""
 
-    recorder: _Recorder
+    recorder: Recorder
     plain: Tensor
     memory: int  # its number among the inputs and what is allocated
     offset: Number  # in elements
@@ -198,7 +206,7 @@ class Traced(Tensor):
                 raise UnrecordableError(func.__name__) from error
 
 
-class _Recorder:
+class Recorder:
     def __init__(self) -> None:
         self.expressions: list[tuple[int, int, int]] = []
         self.places: dict[tuple[int, int, int], int] = {}
@@ -318,17 +326,25 @@ class _Recorder:
         parameters: list[tuple[int, int, int, int]] = []
         boxes = list(getattr(meta, "tensordesc_meta", None) or [])
         types = list(compiled.src.signature.values())
-        self._add_parameters(types, arguments, boxes, parameters)
+        self.add_parameters(types, arguments, boxes, parameters)
         handle = (compiled.function, meta.num_warps, meta.shared, bool(meta.launch_pdl))
         places += [self.place(1)] * (3 - len(places))
         self.steps.append(("launch", (*handle, places, parameters)))
 
-    def _add_parameters(
+    def add_parameters(
         self, types: Sequence, arguments: Sequence, boxes: list, parameters: list
     ) -> None:
+        """Add a kernel's parameters, as ``replay.cpp`` packs them.
+
+        Args:
+            types: of the kernel's signature, in Triton's words.
+            arguments: of the launch, traced.
+            boxes: what Triton says of each descriptor among them, in their order; is emptied.
+            parameters: kind, memory, and what goes with the kind.
+        """
         for kind, argument in zip(types, arguments, strict=False):
             if isinstance(kind, tuple):
-                self._add_parameters(kind, argument, boxes, parameters)
+                self.add_parameters(kind, argument, boxes, parameters)
             elif kind == "constexpr" or argument is None:
                 continue
             elif kind.startswith("*") and isinstance(argument, Traced):
