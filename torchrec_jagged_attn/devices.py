@@ -9,6 +9,7 @@ from triton.knobs import runtime
 
 __all__ = [
     "gluon_shared_memory",
+    "has_kernels",
     "hopper_multiprocessors",
     "implementation",
     "launches_overlap",
@@ -57,6 +58,11 @@ def implementation(device: torch.device) -> tuple[str, str]:
 def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Floating-point dtypes that the implementation on ``device`` computes with."""
     return _DTYPES[implementation(device)[0]]
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels compute in ``dtype`` on ``device``, compiled or interpreted."""
+    return implementation(device)[0] != "reference" and dtype in supported_dtypes(device)
 
 
 @functools.cache

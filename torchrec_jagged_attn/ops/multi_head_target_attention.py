@@ -56,7 +56,7 @@ from torchrec_jagged_attn.arguments import (
     TargetOutputs,
 )
 from torchrec_jagged_attn.cpu import head_products as cpu_products
-from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.kernels.target import head_products as kernel_products
 from torchrec_jagged_attn.kernels.target.projections import parameter_gradients
 from torchrec_jagged_attn.ops import flash_attention, target_attention
@@ -188,8 +188,8 @@ def _backward(
     grad_bias = None if args.in_bias is None else torch.empty_like(args.in_bias)
     grad_out_bias = None if args.out_bias is None else torch.empty_like(args.out_bias)
     if needs_weights or needs.in_bias or needs.out_weight or needs.out_bias:
-        write = parameter_gradients if _has_kernels(args) else cpu_products.parameter_gradients
-        write(
+        on_kernels = has_kernels(history.device, dtype)
+        (parameter_gradients if on_kernels else cpu_products.parameter_gradients)(
             ProjectionRows(grad_q, rows, grad_out, values, grad_values, filled, *absorbed),
             ProjectionGradients(grad_w_q, grad_out_weight, *of_history, grad_bias, grad_out_bias),
         )
@@ -305,15 +305,10 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
 def _head_products(args: MultiHeadArguments) -> ModuleType:
     """What multiplies on the targets' side: kernels, where the heads are not too wide."""
     head_dim = args.out_weight.shape[0] // args.num_heads
-    if _has_kernels(args) and head_dim <= kernel_products.MAX_HEAD_DIM:
+    # Projections may have another dtype than attention: fp64.
+    if has_kernels(args.history.device, args.dtype) and head_dim <= kernel_products.MAX_HEAD_DIM:
         return kernel_products
     return cpu_products
-
-
-def _has_kernels(args: MultiHeadArguments) -> bool:
-    """Whether kernels compute in ``dtype``. Projections may have another than attention: fp64."""
-    device = args.history.device
-    return implementation(device)[0] != "reference" and args.dtype in supported_dtypes(device)
 
 
 def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import torch
 
 from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn.cpu import head_products as plain_head_products
-from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.kernels.target import head_products as kernel_products
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
@@ -62,9 +62,8 @@ def results_of(products, inputs, dtype, biased=True):
 
 def products_on(device, dtype):
     """Those that a call on ``device`` takes."""
-    has_kernels = implementation(torch.device(device))[0] != "reference"
-    has_kernels = has_kernels and dtype in supported_dtypes(torch.device(device))
-    return kernel_products if has_kernels else plain_head_products
+    on_kernels = has_kernels(torch.device(device), dtype)
+    return kernel_products if on_kernels else plain_head_products
 
 
 def assert_right(inputs, **options):

@@ -6,7 +6,7 @@ import torch
 from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.cpu import head_products
-from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.kernels.target.projections import (
     ROWS,
     parameter_gradients,
@@ -53,8 +53,8 @@ def gradients_of(inputs, absorbed=True, biased=True):
         b_out=new((width,), torch.nan) if biased else None,
     )
     device, dtype = rows.grad_q.device, rows.grad_q.dtype
-    has_kernels = implementation(device)[0] != "reference" and dtype in supported_dtypes(device)
-    (parameter_gradients if has_kernels else head_products.parameter_gradients)(rows, grads)
+    on_kernels = has_kernels(device, dtype)
+    (parameter_gradients if on_kernels else head_products.parameter_gradients)(rows, grads)
     return [grad for grad in grads if grad is not None]
 
 
