@@ -111,6 +111,7 @@ class Extension:
         return module
 
     def _name(self) -> str:
+        """Of the Python module, or of the namespace of the ops: by the folder of the source."""
         return f"torchrec_jagged_attn_{self.source.parent.name}"
 
     def _warn(self, error: Exception) -> None:

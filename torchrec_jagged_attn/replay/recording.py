@@ -207,6 +207,11 @@ class Traced(Tensor):
 
 
 class Recorder:
+    """What a program is made of: expressions, guards, and steps, each of which may make a memory.
+
+    An expression is an operation and its operands; others name it by its place in the list.
+    """
+
     def __init__(self) -> None:
         self.expressions: list[tuple[int, int, int]] = []
         self.places: dict[tuple[int, int, int], int] = {}
@@ -255,15 +260,18 @@ class Recorder:
         sizes: Sequence[Number],
         strides: Sequence[Number],
     ) -> Traced:
+        """``real``, which is this view of a memory."""
         traced = real.as_subclass(Traced)
         traced.recorder, traced.plain, traced.memory = self, real, memory
         traced.offset, traced.sizes, traced.strides = offset, tuple(sizes), tuple(strides)
         return traced
 
     def axis(self, kind: int, place: int, axis: int, numbers: Sequence[int]) -> Length:
+        """The SIZE or the STRIDE of an input along an axis, one of its ``numbers``."""
         return Length(self, self.place_of((kind, place, axis)), numbers[axis])
 
     def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
+        """The argument at ``place``, whose length along ``axis``, if it is not -1, is a Length."""
         sizes: list[Any] = list(tensor.shape)
         strides: list[Any] = list(tensor.stride())
         if axis >= 0:
@@ -289,6 +297,7 @@ class Recorder:
         return self._computed("copy", x, dtype, real, x.sizes)
 
     def sum_of_rows(self, x: Traced) -> Traced:
+        """The sum along the first axis, contiguous."""
         plain = x.plain
         real = torch.sum(plain, 0, out=plain.new_empty(plain.shape[1:]))
         return self._computed("sum", x, plain.dtype, real, x.sizes[1:])
