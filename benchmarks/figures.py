@@ -19,10 +19,16 @@ def make_table(rows: list[dict]) -> Table:
     A ratio over 1 is faster than the best peer; the best peer's own is 1.
     """
     figures = {(r["mode"], r["provider"], r["metric"]): r["median"] for r in rows}
-    heads = {"time": "eager ms", "graph_time": "graph ms", "kernel_time": "kernels ms"}
+    heads = {
+        "time": ("eager ms", "× peer", "of floor"),
+        "graph_time": ("graph ms", "× peer", "of floor"),
+        "kernel_time": ("kernels ms", "× peer", "of floor"),
+        "host_time": ("host µs", "× peer"),  # the floor is the GPU's
+        "host_time_one_thread": ("one thread", "× peer"),
+    }
     metrics = [m for m in heads if any(metric == m for _, _, metric in figures)]
     table = Table("mode", "provider", box=None, pad_edge=False)
-    for column in [c for m in metrics for c in (heads[m], "× peer", "of floor")] + ["MiB"]:
+    for column in [head for m in metrics for head in heads[m]] + ["MiB"]:
         table.add_column(column, justify="right")
     modes = list(dict.fromkeys(r["mode"] for r in rows))
     lines = dict.fromkeys((r["mode"], r["provider"]) for r in rows)
@@ -30,17 +36,18 @@ def make_table(rows: list[dict]) -> Table:
         cells = []
         for metric in metrics:
             peers = [
-                ms
-                for (its_mode, name, its_metric), ms in figures.items()
+                its
+                for (its_mode, name, its_metric), its in figures.items()
                 if (its_mode, its_metric) == (mode, metric)
                 and not name.startswith(("ours", "floor"))
             ]
-            ms = figures.get((mode, provider, metric))
-            if ms is None:
-                cells += ["–", "–", "–"]
-            else:
-                ratio = f"{min(peers) / ms:.2f}" if peers and provider != "floor" else "–"
-                cells += [f"{ms:.4g}", ratio, f"{figures[mode, 'floor', 'time'] / ms:.0%}"]
+            figure = figures.get((mode, provider, metric))
+            own = ["–"] * len(heads[metric])
+            if figure is not None:
+                ratio = f"{min(peers) / figure:.2f}" if peers and provider != "floor" else "–"
+                of_floor = f"{figures[mode, 'floor', 'time'] / figure:.0%}"
+                own = [f"{figure:.4g}", ratio, of_floor][: len(own)]
+            cells += own
         memory = figures.get((mode, provider, "peak_memory"))
         table.add_row(mode, provider, *cells, "–" if memory is None else f"{memory:.0f}")
     return table

@@ -12,7 +12,8 @@ here, gets a line that says why, and no figure. Times are medians; the CSV has t
 quantiles beside them. The floor is the time that the inputs and outputs take at the copy bandwidth
 measured in the same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of
 fp32 are exact unless --tf32 says otherwise, for all providers and for the tolerance. Backward runs
-in a thread of autograd's own, as everywhere, or with --one-thread in the caller's.
+in a thread of autograd's own, as everywhere, or with --one-thread in the caller's. --host times the
+host alone: of many calls without a wait for the GPU, in both threads, and in one.
 """
 
 import argparse
@@ -58,6 +59,8 @@ METRICS = {
     "time": "ms",
     "graph_time": "ms",
     "kernel_time": "ms",
+    "host_time": "µs",
+    "host_time_one_thread": "µs",
     "peak_memory": "MiB",
     "operands": "MiB",
 }
@@ -136,6 +139,19 @@ def kernel_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
     own = [ms for name, ms in durations(lambda: (evict(), call())) if name not in foreign]
     totals = np.reshape(own, (repeats, -1)).sum(1)
     return np.quantile(totals, QUANTILES).tolist()
+
+
+def host_time_us(call: Callable[[], object], quick: bool) -> list[float]:
+    """Median and quantiles of the microseconds after which ``call`` returns; the GPU may go on.
+
+    The calls between two waits are few, so that no queue of launches is ever full.
+    """
+    number, times = 20, []
+    for _ in range(QUICK_REPEATS if quick else 50):
+        torch.cuda.synchronize()
+        times.append(timeit.timeit(call, number=number) / number * 1e6)
+    torch.cuda.synchronize()
+    return np.quantile(times, QUANTILES).tolist()
 
 
 def copy_bandwidth(device: str, quick: bool) -> float:
@@ -322,6 +338,11 @@ def run_case(
                 add(provider, mode, "graph_time", time_ms(graph.replay, "cuda", args.quick))
             for mode, step in steps.items() if args.kernels else ():
                 add(provider, mode, "kernel_time", kernel_time_ms(step, args.quick))
+            for mode, step in steps.items() if args.host else ():
+                add(provider, mode, "host_time", host_time_us(step, args.quick))
+                with torch.autograd.set_multithreading_enabled(False):
+                    one_thread = host_time_us(step, args.quick)
+                add(provider, mode, "host_time_one_thread", one_thread)
         except Exception as error:  # one provider never stops the others
             reasons[provider] = describe(error)
         own = of_out = steps = step = graph = (
@@ -429,6 +450,7 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--device", choices=("cuda", "cpu"), default=default_device, help="default: cuda if there")
     add("--graph", action="store_true", help="time CUDA graphs, too")
     add("--kernels", action="store_true", help="time kernels without the gaps, too")
+    add("--host", action="store_true", help="time the host without the GPU, too")
     add("--csv", type=Path, metavar="FILE", help="write the figures here")
     add("--plot", type=Path, metavar="DIR", help="draw a picture of each suite, and a roofline")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
@@ -453,8 +475,8 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     too_large = args.device == "cpu" and any(cases[name].large for name in args.cases)
     if not args.cases or (too_large and not any_size):
         parser.error("the cases are too large for a CPU: add --quick")
-    if args.device == "cpu" and (args.graph or args.kernels):
-        parser.error("--graph and --kernels need --device cuda")
+    if args.device == "cpu" and (args.graph or args.kernels or args.host):
+        parser.error("--graph, --kernels and --host need --device cuda")
     if not args.list:
         if args.device == "cuda" and not torch.cuda.is_available():
             parser.error("--device must be cpu here, got 'cuda': PyTorch finds no CUDA device")
@@ -521,9 +543,10 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                     first = len(rows)
                     reasons = run_case(suite, name, x, args, bandwidth, rows)
                     console.print(make_table(rows[first:]))
-                    for provider, reason in reasons.items():
-                        console.print(f"{provider}: {reason}", markup=False)
-                        is_ours = provider.startswith("ours")
+                    for reason in dict.fromkeys(reasons.values()):
+                        lacking = [name for name, its in reasons.items() if its == reason]
+                        console.print(f"{', '.join(lacking)}: {reason}", markup=False)
+                        is_ours = any(name.startswith("ours") for name in lacking)
                         ours_failed |= is_ours and not reason.startswith("not run")
                 of_suite = [row for row in rows if row["suite"] == suite.name]
                 if suite.summary and of_suite:

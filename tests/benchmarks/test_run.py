@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import re
 import time
 from dataclasses import replace
 from functools import partial
@@ -44,7 +45,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["giant", "serving", "serving_kernel", "skew", "table1"]
+    others = ["giant", "host", "serving", "serving_kernel", "skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
     self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
     assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *self_attention])
@@ -54,7 +55,7 @@ def test_every_suite_file_is_found():
 def test_list_fits_a_screen(capsys):
     assert run.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) < 24
+    assert len(lines) < 25
     assert max(map(len, lines)) <= 80
     for suite in SUITES.values():
         assert [suite.name, *suite.measures.split(), str(len(suite.cases))] in map(str.split, lines)
@@ -85,8 +86,9 @@ def test_suites_of_self_attention_are_right(all_of_quick):
     of_figure = frame[frame["suite"] == "figure2"]
     dense = {"padded", "padded-flash", "full-flash"}
     assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", *dense}
+    left_out = re.findall(r"(.*): not run here", printed)
     for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll-basic", "nested-tensor"):
-        assert f"{peer}: not run here" in printed
+        assert any(peer in names.split(", ") for names in left_out)
     with_bias = frame[frame["suite"] == "self_attention_recency"]
     assert set(with_bias["provider"]) == {"floor", "ours+recency", "ours-unbiased", "padded"}
     assert "figure2, both, eager" in printed
@@ -177,7 +179,7 @@ def test_quick_run_writes_csv_table_and_pictures(tmp_path, capsys):
     assert ((frame["p20"] <= frame["median"]) & (frame["median"] <= frame["p80"])).all()
     assert not frame.duplicated(["suite", "case", "provider", "mode", "metric"]).any()
     printed = capsys.readouterr().out
-    assert "torch-varlen: not run here: needs CUDA" in printed
+    assert re.search("torch-varlen.*: not run here: needs CUDA", printed)
     for picture in (*TRAINING, "roofline"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -243,7 +245,8 @@ def test_all_of_quick_takes_less_than_two_minutes_of_a_core(all_of_quick):
     assert seconds < 100
     for suite in SUITES.values():
         timed = frame[(frame["suite"] == suite.name) & frame["provider"].str.startswith("ours")]
-        assert {*timed["case"]} == {f"{case}-quick" for case in suite.default or suite.cases}
+        cases = {*(suite.default or suite.cases)} - {"linear-host"}  # has a peer alone
+        assert {*timed["case"]} == {f"{case}-quick" for case in cases}
 
 
 def test_every_provider_has_a_color_of_its_own():

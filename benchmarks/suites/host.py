@@ -1,0 +1,159 @@
+"""What a call costs the host: every module and op on 64 short samples, too few to fill a GPU.
+
+    python benchmarks/run.py host --host --csv benchmarks/results/host.csv
+
+Each case is a function of another suite. ``linear`` is one ``nn.Linear`` on the rows, for scale.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suites import (
+    Cost,
+    Inputs,
+    Relaid,
+    Suite,
+    UnavailableError,
+    self_attention,
+    self_attention_recency,
+    table1,
+    target_attention,
+    target_attention_kernel,
+    target_attention_recency,
+)
+from suites._attention import torch_varlen
+from torchrec_jagged_attn.testing import Case, flash_attention_oracle, flash_attention_plain
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def make_rows(case: Case, device: str) -> Inputs:
+    """Histories ``[N, E]`` and the weights of ``nn.MultiheadAttention``."""
+    x = target_attention.make_inputs(case, device)
+    leaves = {name: leaf for name, leaf in x.leaves.items() if name != "target"}
+    return Inputs(case, leaves, x.offsets, x.offsets, x.max_length, x.max_length)
+
+
+def attend(x: Inputs, attention: Attention) -> Tensor:
+    """Projections of the rows, ``attention(q, k, v)`` of ``[N, H, D]``, and that of its output."""
+    history, in_weight, in_bias, out_weight, out_bias = x.leaves.values()
+    heads = (3, x.case.num_heads, x.case.width // x.case.num_heads)
+    qkv = F.linear(history, in_weight, in_bias).unflatten(-1, heads)
+    return F.linear(attention(*qkv.unbind(1)).flatten(1), out_weight, out_bias)
+
+
+def cost_of_rows(x: Inputs) -> dict[str, Cost]:
+    """Rows read and written once; in backward, read, with a gradient read and another written."""
+    moved = x.leaves["history"].nbytes
+    return {"forward": Cost(2 * moved, 0), "backward": Cost(3 * moved, 0)}
+
+
+def self_attention_module(x: Inputs) -> Callable[[], Tensor]:
+    """``JaggedSelfAttention`` without a bias by distance."""
+    try:
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+    except ImportError as error:
+        raise UnavailableError("torchrec is not installed") from error
+    from torchrec_jagged_attn import JaggedSelfAttention
+
+    attention = JaggedSelfAttention(
+        x.case.width, x.case.num_heads, recency_bias=False, device="meta"
+    )
+    weights = {name: leaf for name, leaf in x.leaves.items() if name != "history"}
+    attention.load_state_dict(weights, assign=True)
+    history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
+    return lambda: attention(history).values()
+
+
+def linear(x: Inputs) -> Tensor:
+    """Of the rows, by the weight of the output's projection."""
+    return F.linear(x.leaves["history"], x.leaves["out_proj.weight"], x.leaves["out_proj.bias"])
+
+
+def make_linear_inputs(case: Case, device: str) -> Inputs:
+    """Histories ``[N, E]``, a weight and a bias."""
+    x = make_rows(case, device)
+    names = ("history", "out_proj.weight", "out_proj.bias")
+    return replace(x, leaves={name: x.leaves[name] for name in names})
+
+
+SELF_ATTENTION_MODULE = Suite(
+    name="self_attention_module",
+    measures="JaggedSelfAttention",
+    cases={},
+    inputs=make_rows,
+    oracle=lambda x: attend(x, lambda *qkv: flash_attention_oracle(*qkv, x.offsets)),
+    plain=lambda x: attend(x, lambda *qkv: flash_attention_plain(*qkv, x.offsets)),
+    cost=cost_of_rows,
+    providers={
+        "ours": self_attention_module,
+        "linear+torch-varlen": lambda x: functools.partial(attend, x, torch_varlen(x)),
+    },
+)
+LINEAR = Suite(
+    name="linear",
+    measures="one nn.Linear",
+    cases={},
+    inputs=make_linear_inputs,
+    oracle=linear,
+    plain=linear,
+    cost=cost_of_rows,
+    providers={"linear": lambda x: functools.partial(linear, x)},
+)
+FUNCTIONS = {
+    suite.name: suite
+    for suite in (
+        target_attention.SUITE,
+        target_attention_recency.SUITE,
+        target_attention_kernel.SUITE,
+        SELF_ATTENTION_MODULE,
+        self_attention.SUITE,
+        self_attention_recency.SUITE,
+        LINEAR,
+    )
+} | dict.fromkeys(table1.OPS, table1.SUITE)
+PEERS = (
+    *("linear", "linear+torch-varlen", "torch-varlen", "torch-varlen-unbiased"),
+    *("flash-attention-3", "flash-attention-3-unbiased", "fbgemm-cuda", "fbgemm-sll"),
+    *("linear+padded-sdpa", "padded-sdpa", "padded"),
+)
+
+
+def case_of(function: str) -> Case:
+    """64 samples of up to 50 rows, 128 numbers wide in all."""
+    of_heads = function in ("self_attention", "self_attention_recency")
+    heads, width = (1, 128) if function in table1.OPS else (4, 32 if of_heads else 128)
+    name = f"{function}-host"  # of the form that table1 reads
+    return Case(name, 64, 50, heads, width, lengths="uniform", dtype=torch.bfloat16, large=True)
+
+
+def function_of(case: Case) -> Suite:
+    """The suite that computes what ``case`` is about."""
+    return FUNCTIONS[case.name.rpartition("-")[0]]
+
+
+def provide(name: str, x: Inputs) -> Callable[[], Tensor] | Relaid:
+    """What the suite of the case calls ``name``; ``ours`` is the first of ours there."""
+    providers = function_of(x.case).providers
+    if name == "ours":
+        name = next((known for known in providers if known.startswith("ours")), name)
+    if name not in providers:
+        raise UnavailableError("computes another function")
+    return providers[name](x)
+
+
+SUITE = Suite(
+    name="host",
+    measures="every module and op where the host is the limit",
+    cases={f"{function}-host": case_of(function) for function in FUNCTIONS},
+    inputs=lambda case, device: function_of(case).inputs(case, device),
+    oracle=lambda x: function_of(x.case).oracle(x),
+    plain=lambda x: function_of(x.case).plain(x),
+    cost=lambda x: function_of(x.case).cost(x),
+    providers={name: functools.partial(provide, name) for name in ("ours", *PEERS)},
+)
