@@ -20,6 +20,7 @@ from torchrec_jagged_attn.kernels.target import head_products
 from torchrec_jagged_attn.kernels.target.projections import (
     parameter_gradients,
 )
+from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
 from torchrec_jagged_attn.testing import offsets_of
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
@@ -64,9 +65,12 @@ def projections(offsets: torch.Tensor, num_rows: int) -> None:
         grads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
         w_k, w_v = (draw(2, 32, 64, dtype=dtype).detach() for _ in range(2))
         w, b, stats = rows[0][:64], rows[1][0], torch.ones(2, num_rows, 2, device="cuda")
-        _, u = head_products.absorb_queries(rows[0], w, b, w_k, dtype, dtype)
+        u, grad_u = torch.empty_like(heads[1]), torch.empty_like(heads[1])
+        slots = torch.empty(2, num_rows // 16, dtype=torch.int32, device="cuda")
+        listing = Listing(SlotList(slots, offsets), LENGTHS.numel(), num_rows // 16, chunk=16)
+        head_products.absorb_queries(rows[0], w, b, w_k, dtype, u, listing)
         head_products.project(u, stats, w_v, b, w, b, dtype)
-        _, grad_u = head_products.gradient_of_pooled(rows[1], w, w_v, dtype, dtype)
+        head_products.gradient_of_pooled(rows[1], w, w_v, dtype, grad_u, None)
         head_products.gradient_of_targets(grad_u, w_k, w, dtype, dtype)
         parameter_gradients(ProjectionRows(*rows, filled, *heads), ProjectionGradients(*grads))
         tell("projections", dtype)

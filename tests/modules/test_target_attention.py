@@ -473,7 +473,9 @@ def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
 
     attend = target_attention.forward
     monkeypatch.setattr(
-        target_attention, "forward", lambda args: seen.append(args.history) or attend(args)
+        target_attention,
+        "forward",
+        lambda args, listing: seen.append(args.history) or attend(args, listing),
     )
     rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -26,12 +26,14 @@ def absorb_queries(
     b_q: Tensor | None,
     w_k: Tensor,
     dtype: torch.dtype,
-    history_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    u: Tensor,
+    listing: None,
+) -> Tensor:
     """Queries, and what history rows are compared with."""
     q = F.linear(target.to(dtype), w_q.to(dtype), None if b_q is None else b_q.to(dtype))
     q = q.view(-1, *w_k.shape[:2])
-    return q, _multiply(q, w_k.to(dtype)).to(history_dtype)
+    _multiply(q, w_k.to(dtype), u)
+    return q
 
 
 def project(
@@ -54,12 +56,18 @@ def project(
 
 
 def gradient_of_pooled(
-    grad_out: Tensor, w_out: Tensor, w_v: Tensor, dtype: torch.dtype, history_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    grad_out: Tensor,
+    w_out: Tensor,
+    w_v: Tensor,
+    dtype: torch.dtype,
+    grad_pooled: Tensor,
+    listing: None,
+) -> Tensor:
     """Gradients of values and of pooled rows."""
     grad_values = grad_out @ w_out.to(dtype)
     by_head = grad_values.view(-1, *w_v.shape[:2])
-    return grad_values, _multiply(by_head, w_v.to(dtype)).to(history_dtype)
+    _multiply(by_head, w_v.to(dtype), grad_pooled)
+    return grad_values
 
 
 def gradient_of_targets(
@@ -92,9 +100,11 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
         grads.b_out.copy_(rows.grad_out.sum(0))
 
 
-def _multiply(x: Tensor, matrices: Tensor) -> Tensor:
+def _multiply(x: Tensor, matrices: Tensor, into: Tensor | None = None) -> Tensor:
     """``[R, H, V]``: each head of ``x`` ``[R, H, W]`` times its own of ``[H, W, V]`` matrices."""
     rows, heads, _ = x.shape
-    out = x.new_empty(rows, heads, matrices.shape[2])
+    out = into if into is not None and into.dtype == x.dtype else None
+    if out is None:
+        out = x.new_empty(rows, heads, matrices.shape[2])
     torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
-    return out
+    return out if into is None or out is into else into.copy_(out)

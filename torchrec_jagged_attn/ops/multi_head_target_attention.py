@@ -58,6 +58,7 @@ from torchrec_jagged_attn.arguments import (
 from torchrec_jagged_attn.cpu import head_products as cpu_products
 from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.kernels.target import head_products as kernel_products
+from torchrec_jagged_attn.kernels.target.attention import listing_of
 from torchrec_jagged_attn.kernels.target.projections import parameter_gradients
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.registration import register_op
@@ -102,8 +103,13 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         u, pooled, residual = _empty_absorbed(args)
     else:
         products = _head_products(args)
-        q, u = products.absorb_queries(rows, w_q, b_q, w_k, dtype, args.history.dtype)
-        pooled, residual, stats = target_attention.forward(_over_rows(args, u))
+        u = _new_absorbed(args)
+        absorbed_args = _over_rows(args, u)
+        listing = None
+        if products is kernel_products:
+            listing = listing_of(absorbed_args, backward=False)
+        q = products.absorb_queries(rows, w_q, b_q, w_k, dtype, u, listing)
+        pooled, residual, stats = target_attention.forward(absorbed_args, listing)
         pooled = pooled.view_as(u)
         b_out = None if args.out_bias is None else args.out_bias.contiguous()
         values, filled, out = products.project(
@@ -169,14 +175,19 @@ def _backward(
         absorbed_args = _over_rows(args, u)
         shape = absorbed_args.query.shape
         products = _head_products(args)
-        grad_values, grad_pooled = products.gradient_of_pooled(
-            grad_out, args.out_weight.contiguous(), w_v, dtype, history.dtype
+        grad_pooled = _new_absorbed(args)
+        listing = None
+        if products is kernel_products:
+            listing = listing_of(absorbed_args, backward=True)
+        grad_values = products.gradient_of_pooled(
+            grad_out, args.out_weight.contiguous(), w_v, dtype, grad_pooled, listing
         )
         of_scores = target_attention.backward(
             grad_pooled.view(shape),
             absorbed_args,
             TargetOutputs(pooled.view(shape), residual, stats),
             _NOTHING._replace(bias=needs.prior_weights),
+            listing,
         )
         grad_history = of_scores.history
         grad_u = of_scores.query.view_as(u)
@@ -228,6 +239,12 @@ def is_explicit(args: MultiHeadArguments) -> bool:
     absorbed = 18 * num_targets * num_heads * history_dim * FLOPS_OF_ABSORBED[kind]
     explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
     return absorbed > explicit
+
+
+def _new_absorbed(args: MultiHeadArguments) -> Tensor:
+    """Room for ``u``, or for the gradient of what is pooled: ``[R, H, D]``."""
+    rows = math.prod(args.target.shape[:-1])
+    return args.history.new_empty(rows, args.num_heads, args.history.shape[1])
 
 
 def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:

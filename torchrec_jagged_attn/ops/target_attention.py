@@ -27,6 +27,7 @@ from torchrec_jagged_attn.checks import (
 from torchrec_jagged_attn.cpu import target_attention as cpu
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.kernels.target import attention as kernels
+from torchrec_jagged_attn.kernels.target.records import Listing
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
@@ -135,13 +136,15 @@ def jagged_target_attention(
     return out.squeeze(1) if per_sample else out
 
 
-def forward(args: TargetArguments) -> TargetOutputs:
-    """Attend; see :class:`TargetArguments`."""
+def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
+    """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
     check_offsets_values(args.offsets, args.history.shape[0], "offsets")
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:
         check_prior_weights_values(args.bias)
+    if listing is not None:
+        return kernels.forward(args, listing)
     return _implementation(args.query).forward(args)
 
 
@@ -157,7 +160,11 @@ def fake(args: TargetArguments) -> TargetOutputs:
 
 
 def backward(
-    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs: TargetArguments
+    grad_out: Tensor,
+    args: TargetArguments,
+    outputs: TargetOutputs,
+    needs: TargetArguments,
+    listing: Listing | None = None,
 ) -> TargetGradients:
     """Gradients of :func:`forward`."""
     if not args.for_backward:
@@ -166,7 +173,10 @@ def backward(
             "this was called, traced or exported with gradients off"
         )
     needs_bias = bool(needs.bias)
-    grads = _implementation(args.query).backward(grad_out, args, outputs, needs_bias)
+    if listing is not None:
+        grads = kernels.backward(grad_out, args, outputs, needs_bias, listing)
+    else:
+        grads = _implementation(args.query).backward(grad_out, args, outputs, needs_bias)
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
 
 

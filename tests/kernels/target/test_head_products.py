@@ -7,7 +7,9 @@ from tests.conftest import skip_unless_supported
 from torchrec_jagged_attn.cpu import head_products as plain_head_products
 from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.kernels.target import head_products as kernel_products
-from torchrec_jagged_attn.testing import Case, assert_close, plain_products
+from torchrec_jagged_attn.kernels.target import schedule
+from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
+from torchrec_jagged_attn.testing import Case, assert_close, offsets_of, plain_products
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 TILE = 32  # rows of one
@@ -42,15 +44,16 @@ def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), t
     return inputs
 
 
-def results_of(products, inputs, dtype, biased=True):
+def results_of(products, inputs, dtype, biased=True, listing=None):
     """What all four give, in ``dtype``, by what they are called."""
     x = inputs if biased else inputs | dict.fromkeys(("b_q", "b_v", "b_out"))
-    q, u = products.absorb_queries(x["target"], x["w_q"], x["b_q"], x["w_k"], dtype, dtype)
+    u, grad_pooled = (torch.full_like(x["pooled"], torch.nan, dtype=dtype) for _ in range(2))
+    q = products.absorb_queries(x["target"], x["w_q"], x["b_q"], x["w_k"], dtype, u, listing)
     values, filled, out = products.project(
         x["pooled"], x["stats"], x["w_v"], x["b_v"], x["w_out"], x["b_out"], dtype
     )
-    grad_values, grad_pooled = products.gradient_of_pooled(
-        x["grad_out"], x["w_out"], x["w_v"], dtype, dtype
+    grad_values = products.gradient_of_pooled(
+        x["grad_out"], x["w_out"], x["w_v"], dtype, grad_pooled, listing
     )
     grad_q, grad_target = products.gradient_of_targets(
         x["grad_u"], x["w_k"], x["w_q"], dtype, dtype
@@ -134,6 +137,28 @@ def test_a_row_does_not_matter_to_another(device):
         inputs[name][-1] = torch.inf
     for name, x in results_of(products_on(device, torch.float32), inputs, torch.float32).items():
         assert torch.equal(x[7:-1], expected[name][7:-1]), name
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_slots_are_listed_beside(num_rows, kernel_device):
+    """As by a kernel of their own; the products have the same bits."""
+    lengths = torch.tensor([5, 300, 2, *[16] * 200, 0, 64])  # of more than one program
+    offsets = offsets_of(lengths, torch.int64, kernel_device)
+    chunk, num_slots = 16, int(lengths.sum()) // 16
+    expected, slots = (
+        torch.full((2, num_slots), 77, dtype=torch.int32, device=kernel_device) for _ in range(2)
+    )
+    schedule.list_slots_kernel[(2,)](
+        SlotList(expected, offsets), len(lengths), num_slots,
+        CHUNK=chunk, BLOCK_B=schedule.SAMPLES_OF_LIST, OVERLAP=False,
+    )  # fmt: skip
+    inputs = inputs_of(num_rows, kernel_device)
+    alone = results_of(kernel_products, inputs, torch.float32)
+    listing = Listing(SlotList(slots, offsets), len(lengths), num_slots, chunk)
+    beside = results_of(kernel_products, inputs, torch.float32, listing=listing)
+    assert torch.equal(slots, expected)
+    for name, x in beside.items():
+        assert torch.equal(x, alone[name]), name
 
 
 def test_no_gradient_of_targets(device):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchrec_jagged_attn.kernels.target.records import SlotList
 from torchrec_jagged_attn.kernels.target.schedule import list_slots_kernel
 from torchrec_jagged_attn.testing import offsets_of
 
@@ -30,7 +31,12 @@ def test_slots_are_listed(lengths, dtype, kernel_device):
     slots = torch.full((2, num_slots + 1), 77, dtype=torch.int32, device=kernel_device)
     listed = slots.flatten()[: 2 * num_slots].view(2, num_slots)
     list_slots_kernel[(-(-len(lengths) // BLOCK_B),)](
-        listed, offsets, len(lengths), num_slots, CHUNK=CHUNK, BLOCK_B=BLOCK_B, OVERLAP=False
+        SlotList(listed, offsets),
+        len(lengths),
+        num_slots,
+        CHUNK=CHUNK,
+        BLOCK_B=BLOCK_B,
+        OVERLAP=False,
     )
     expected = [-1] * num_slots
     begin = 0

@@ -61,7 +61,13 @@ from torchrec_jagged_attn.kernels.target.plan import (
     Plan,
     plan_of,
 )
-from torchrec_jagged_attn.kernels.target.records import Gradients, Samples, Sums
+from torchrec_jagged_attn.kernels.target.records import (
+    Gradients,
+    Listing,
+    Samples,
+    SlotList,
+    Sums,
+)
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import (
     backward_kernel as warpgroup_backward_kernel,
 )
@@ -69,7 +75,7 @@ from torchrec_jagged_attn.kernels.target.warpgroup_forward import (
     forward_kernel as warpgroup_forward_kernel,
 )
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "listing_of"]
 
 _forward = Launcher(forward_kernel)
 _combine_outputs = Launcher(combine_outputs_kernel)
@@ -86,8 +92,25 @@ _warpgroup_forward = Launcher(warpgroup_forward_kernel)
 _warpgroup_backward = Launcher(warpgroup_backward_kernel)
 
 
-def forward(args: TargetArguments) -> TargetOutputs:
-    """Attend."""
+def listing_of(args: TargetArguments, backward: bool) -> Listing | None:
+    """The list of slots that the call of ``args`` needs, for the kernel before it to make.
+
+    ``None`` where there is no list, or this family makes it by itself.
+    """
+    history = args.history
+    if not args.query.numel() or _unit_stride(history) is not history:
+        return None
+    plan = plan_of(_call_of(args, history, backward, slots_given=True))
+    num_slots = history.shape[0] // plan.slot
+    if not plan.listed or not num_slots:
+        return None
+    slots = args.offsets.new_empty(2, num_slots, dtype=torch.int32)
+    slot_list = SlotList(slots, args.offsets.contiguous())
+    return Listing(slot_list, args.offsets.shape[0] - 1, num_slots, plan.chunk)
+
+
+def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
+    """Attend. ``listing``, of :func:`listing_of`, was given to the kernel that made the queries."""
     query = args.query
     shape = list(query.shape)
     if args.query_offsets is None:
@@ -99,7 +122,7 @@ def forward(args: TargetArguments) -> TargetOutputs:
     outputs = TargetOutputs(out, residual, stats)
     if out.numel() == 0:
         return outputs
-    launch = _Launch(args, backward=False)
+    launch = _Launch(args, listing, backward=False)
     plan, num_slots = launch.plan, launch.num_slots
     if paths.LOG:
         paths.log_choice("jagged_target_attention forward", plan.choice)
@@ -130,10 +153,17 @@ def forward(args: TargetArguments) -> TargetOutputs:
 
 
 def backward(
-    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs_bias: bool = True
+    grad_out: Tensor,
+    args: TargetArguments,
+    outputs: TargetOutputs,
+    needs_bias: bool = True,
+    listing: Listing | None = None,
 ) -> TargetGradients:
-    """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms."""
-    launch = _Launch(args, backward=True)
+    """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
+
+    ``listing`` was given to the kernel that made ``grad_out``.
+    """
+    launch = _Launch(args, listing, backward=True)
     plan, num_programs = launch.plan, launch.num_slots + launch.num_samples
     call = plan.call
     bias, position_bias, age_bias, _, _ = args.biases
@@ -225,63 +255,74 @@ class _Launch:
         num_blocks: of all query rows.
     """
 
-    def __init__(self, args: TargetArguments, backward: bool) -> None:
-        query, history, offsets, query_offsets = args[:4]
+    def __init__(self, args: TargetArguments, listing: Listing | None, backward: bool) -> None:
+        query, offsets, query_offsets = args.query, args.offsets, args.query_offsets
         bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
-        self.num_samples = offsets.shape[0] - 1
-        num_heads, width = query.shape[-2:]
-        if query_offsets is not None:
-            layout, num_targets = JAGGED, 0  # differs by sample
-            total_rows = query.shape[0] * num_heads
-        else:
-            layout = DENSE if query.shape[0] == self.num_samples else SHARED
-            num_targets = query.shape[1]
-            total_rows = self.num_samples * num_targets * num_heads
-        history = _unit_stride(history)
-        call = Call(
-            device=history.device,
-            backward=backward,
-            layout=layout,
-            num_targets=num_targets,
-            num_heads=num_heads,
-            width=width,
-            num_positions=0 if position_bias is None else position_bias.shape[0],
-            num_ages=0 if age_bias is None else age_bias.shape[0],
-            bias=bias is not None,
-            prior=bias is not None and bias.dim() == 1,
-            element_size=history.element_size(),
-            history_stride=history.stride(0),
-            aligned=history.data_ptr() % 16 == 0,
-            addressable=history.shape[0] <= END.value,
-            precision=product_precision(history.dtype),
-        )
+        history = _unit_stride(args.history)
+        call = _call_of(args, history, backward, slots_given=listing is not None)
         plan = self.plan = plan_of(call)
+        self.listing = listing
+        self.num_samples = offsets.shape[0] - 1
         self.num_slots = history.shape[0] // plan.slot
-        if layout == JAGGED:
+        if call.layout == JAGGED:
+            total_rows = query.shape[0] * call.num_heads
             self.num_blocks = total_rows // plan.block_r + self.num_samples
         else:
+            total_rows = self.num_samples * call.num_targets * call.num_heads
             self.num_blocks = self.num_samples * plan.num_blocks
         query = query.contiguous()
         self.query = _aligned(query) if plan.path == "warpgroup" else query
         self.history = history
         self.biases = Biases(*map(_contiguous, (bias, position_bias, age_bias, args.timestamps)))
-        self.sizes = (self.num_samples, num_targets, total_rows)
+        self.sizes = (self.num_samples, call.num_targets, total_rows)
         self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
 
     def samples(self) -> Samples:
-        """Where samples lie, for the main kernel. If the path has a list of slots, the kernel that
-        makes it is launched, and may still be at it: no other may come before the main one.
+        """Where samples lie, for the main kernel.
+
+        If the path has a list of slots and none is given, the kernel that makes it is launched, and
+        may still be at it: no other may come before the main one.
         """
         slots = None
-        if self.plan.listed:
+        if self.listing is not None:
+            slots = self.listing.slot_list.slots
+        elif self.plan.listed:
             slots = self.offsets.new_empty(2, self.num_slots, dtype=torch.int32)
             if self.num_slots:
                 _list_slots(
-                    (-(-self.num_samples // 128),),
-                    (slots, self.offsets, self.num_samples, self.num_slots),
+                    (-(-self.num_samples // schedule.SAMPLES_OF_LIST),),
+                    (SlotList(slots, self.offsets), self.num_samples, self.num_slots),
                     self.plan.list_slots,
                 )
         return Samples(slots, self.offsets, self.query_offsets)
+
+
+def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given: bool) -> Call:
+    """What the plan depends on; ``history`` is as kernels read it."""
+    bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
+    if args.query_offsets is not None:
+        layout, num_targets = JAGGED, 0  # differs by sample
+    else:
+        layout = DENSE if args.query.shape[0] == args.offsets.shape[0] - 1 else SHARED
+        num_targets = args.query.shape[1]
+    return Call(
+        device=history.device,
+        backward=backward,
+        layout=layout,
+        num_targets=num_targets,
+        num_heads=args.query.shape[-2],
+        width=args.query.shape[-1],
+        num_positions=0 if position_bias is None else position_bias.shape[0],
+        num_ages=0 if age_bias is None else age_bias.shape[0],
+        bias=bias is not None,
+        prior=bias is not None and bias.dim() == 1,
+        element_size=history.element_size(),
+        history_stride=history.stride(0),
+        aligned=history.data_ptr() % 16 == 0,
+        addressable=history.shape[0] <= END.value,
+        precision=product_precision(history.dtype),
+        slots_given=slots_given,
+    )
 
 
 def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:

@@ -31,6 +31,8 @@ from triton.language.extra import cuda
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import multiply, padded_width
+from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
+from torchrec_jagged_attn.kernels.target.schedule import SAMPLES_OF_LIST, list_slots
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -69,7 +71,7 @@ def _store_rows(ptr, x, r, num_rows, c, C: tl.constexpr, STRIDE: tl.constexpr):
     tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_slots"])
 def _to_heads_kernel(
     x_ptr,  # [R, C]
     first_ptr,  # [H, C, X]
@@ -77,7 +79,10 @@ def _to_heads_kernel(
     second_ptr,  # [H, X, D]
     inner_ptr,  # [R, H, X], out
     out_ptr,  # [R, H, D], out
+    slot_list,  # of the attention that comes next, to be made, too; or of None
     num_rows,
+    num_samples,
+    num_slots,
     C: tl.constexpr,
     H: tl.constexpr,
     X: tl.constexpr,
@@ -90,13 +95,25 @@ def _to_heads_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``inner_h = x · first_h + bias_h`` and ``out_h = inner_h · second_h``: rows of one head."""
+    """``inner_h = x · first_h + bias_h`` and ``out_h = inner_h · second_h``: rows of one head.
+
+    The first programs list the slots, if there is a list.
+    """
     if OVERLAP:
         cuda.gdc_launch_dependents()
-    h = tl.program_id(0) % H
-    r = tl.program_id(0) // H * BLOCK_R + tl.arange(0, BLOCK_R)
+    program = tl.program_id(0)
+    if slot_list.slots is not None:
+        num_listing = tl.cdiv(num_samples, BLOCK_B)
+        if program < num_listing:
+            list_slots(slot_list, program, num_samples, num_slots, CHUNK, BLOCK_B)
+            return
+        program -= num_listing
+    h = program % H
+    r = program // H * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_X)
     inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
     for begin in range(0, C, BLOCK_C):
@@ -183,6 +200,7 @@ def _from_heads_kernel(
         _store_rows(out_ptr, out.to(DTYPE), r, num_rows, e, E, E)
 
 
+_NO_LISTING = Listing(SlotList(None, None), 0, 0, 0)
 _to_heads = Launcher(_to_heads_kernel)
 _from_heads = Launcher(_from_heads_kernel)
 
@@ -193,8 +211,9 @@ def absorb_queries(
     b_q: Tensor | None,
     w_k: Tensor,
     dtype: torch.dtype,
-    history_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    u: Tensor,
+    listing: Listing | None,
+) -> Tensor:
     """Queries, and what history rows are compared with.
 
     Args:
@@ -203,19 +222,19 @@ def absorb_queries(
         b_q: ``[E]``.
         w_k: ``[H, E / H, D]``.
         dtype: of the products.
-        history_dtype: of ``u``.
+        u: ``[R, H, D]``, written.
+        listing: of the slots of the attention of ``u``, which are listed, too.
 
     Returns:
-        ``q`` ``[R, H, E / H]`` in ``dtype``, and ``u`` ``[R, H, D]``.
+        ``q`` ``[R, H, E / H]`` in ``dtype``.
     """
     num_rows, num_inputs = target.shape
-    num_heads, head_dim, width = w_k.shape
+    num_heads, head_dim, _ = w_k.shape
     q = target.new_empty(num_rows, num_heads, head_dim, dtype=dtype)
-    u = target.new_empty(num_rows, num_heads, width, dtype=history_dtype)
     strides = (head_dim * num_inputs, 1, num_inputs)
     constants = _to_heads_constants(num_inputs, *w_k.shape, strides, dtype, target.device)
-    _launch_to_heads(target, w_q, b_q, w_k, q, u, constants)
-    return q, u
+    _launch_to_heads(target, w_q, b_q, w_k, q, u, listing, constants)
+    return q
 
 
 def project(
@@ -258,17 +277,23 @@ def project(
 
 
 def gradient_of_pooled(
-    grad_out: Tensor, w_out: Tensor, w_v: Tensor, dtype: torch.dtype, history_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """``grad_values`` ``[R, E]`` and ``grad_pooled`` ``[R, H, D]``, see :func:`project`."""
+    grad_out: Tensor,
+    w_out: Tensor,
+    w_v: Tensor,
+    dtype: torch.dtype,
+    grad_pooled: Tensor,
+    listing: Listing | None,
+) -> Tensor:
+    """``grad_values`` ``[R, E]``; ``grad_pooled`` ``[R, H, D]`` is written: see :func:`project`.
+
+    For ``listing`` see :func:`absorb_queries`.
+    """
     num_rows, embed_dim = grad_out.shape
-    num_heads, head_dim, width = w_v.shape
     grad_values = grad_out.new_empty(num_rows, embed_dim, dtype=dtype)
-    grad_pooled = grad_out.new_empty(num_rows, num_heads, width, dtype=history_dtype)
-    strides = (head_dim, embed_dim, 1)
+    strides = (w_v.shape[1], embed_dim, 1)
     constants = _to_heads_constants(embed_dim, *w_v.shape, strides, dtype, grad_out.device)
-    _launch_to_heads(grad_out, w_out, None, w_v, grad_values, grad_pooled, constants)
-    return grad_values, grad_pooled
+    _launch_to_heads(grad_out, w_out, None, w_v, grad_values, grad_pooled, listing, constants)
+    return grad_values
 
 
 def gradient_of_targets(
@@ -297,13 +322,20 @@ def _launch_to_heads(
     second: Tensor,
     inner: Tensor,
     out: Tensor,
+    listing: Listing | None,
     constants: dict[str, Any],
 ) -> None:
     num_rows = x.shape[0]
     if num_rows:
         programs = -(-num_rows // constants["BLOCK_R"]) * constants["H"]
-        arguments = (x.contiguous(), first, bias, second, inner, out, num_rows)
-        _to_heads((programs,), arguments, constants)
+        slot_list, num_samples, num_slots, chunk = listing or _NO_LISTING
+        if listing is not None:
+            programs += -(-num_samples // SAMPLES_OF_LIST)
+        arguments = (
+            x.contiguous(), first, bias, second, inner, out, slot_list, num_rows, num_samples,
+            num_slots,
+        )  # fmt: skip
+        _to_heads((programs,), arguments, constants | {"CHUNK": chunk})
 
 
 def _launch_from_heads(
@@ -356,6 +388,7 @@ def _to_heads_constants(
         "BLOCK_C": min(most, padded_width(num_inputs)),
         "BLOCK_X": padded_width(head_dim),
         "BLOCK_D": min(most, padded_width(width)),
+        "BLOCK_B": SAMPLES_OF_LIST,
         "OVERLAP": devices.launches_overlap(device),
     }
 

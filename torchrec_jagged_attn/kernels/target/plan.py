@@ -65,6 +65,7 @@ class Call(NamedTuple):
         addressable: whether it has few enough rows for a descriptor of the tensor memory
             accelerator.
         precision: of products, see ``matmul.product_precision``.
+        slots_given: whether the kernel that makes the queries lists the slots, too.
     """
 
     device: torch.device
@@ -82,6 +83,7 @@ class Call(NamedTuple):
     aligned: bool
     addressable: bool
     precision: str
+    slots_given: bool = False
 
     @property
     def query_rows(self) -> int:
@@ -225,7 +227,11 @@ class Plan:
         self.more_blocks = jagged or not self.one_block
 
         self.kernel = self._kernel(single_pass)
-        self.list_slots = {"CHUNK": self.chunk, "BLOCK_B": 128, "OVERLAP": self.overlap}
+        self.list_slots = {
+            "CHUNK": self.chunk,
+            "BLOCK_B": schedule.SAMPLES_OF_LIST,
+            "OVERLAP": self.overlap,
+        }
         block_r = 1 << (self.slot_rows - 1).bit_length()
         block_d = min(padded_width(x.width), max(16, 1024 // block_r))
         self.column_blocks = -(-x.width // block_d)
@@ -260,7 +266,7 @@ class Plan:
                 "BLOCK_A": padded_width(x.num_ages),
             }
         if self.listed:
-            more |= overlap_options(self.overlap)
+            more |= overlap_options(self.overlap) | {"WAIT": x.slots_given}
         elif self.path == "few_warps":
             more["OVERLAP"] = self.overlap
         return _arguments(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Gradients", "Samples", "Sums"]
+__all__ = ["Constants", "Gradients", "Listing", "Samples", "SlotList", "Sums"]
 
 
 class Constants(NamedTuple):
@@ -31,6 +31,7 @@ class Constants(NamedTuple):
     PRECISION: str | None = None  # of products, see ``matmul.product_precision``
     PARTS: int | None = None  # of bf16 that a number is multiplied in, see ``warp_parts.split``
     OVERLAP: bool = False  # whether launches overlap
+    WAIT: bool = False  # whether all programs wait for the last kernel, not those of slots alone
     SINGLE_PASS: bool = False  # whether samples of one block have all gradients in one pass
     ONE_TARGET: bool = False  # whether each sample has one target, and its query rows one block
     BLOCK_H: int | None = None  # heads of a tile of a table's gradients
@@ -38,11 +39,32 @@ class Constants(NamedTuple):
     BLOCK_A: int | None = None  # ages of one
 
 
+class SlotList(NamedTuple):
+    """What ``schedule.list_slots`` reads and writes.
+
+    Attributes:
+        slots: ``[2, slots]`` int32: a slot's sample, -1 where it has none; zeros.
+        offsets: ``[B + 1]``, of history rows.
+    """
+
+    slots: Any
+    offsets: Any
+
+
+class Listing(NamedTuple):
+    """Arguments of ``schedule.list_slots``, for a kernel that calls it beside other work."""
+
+    slot_list: SlotList
+    num_samples: int
+    num_slots: int
+    chunk: int
+
+
 class Samples(NamedTuple):
     """Where the rows of samples lie.
 
     Attributes:
-        slots: ``[2, slots]`` int32 of ``schedule.list_slots_kernel``.
+        slots: of the :class:`SlotList`.
         offsets: ``[B + 1]``, of history rows.
         query_offsets: ``[B + 1]``, of targets, where queries are JAGGED.
     """

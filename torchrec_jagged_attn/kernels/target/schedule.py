@@ -13,8 +13,10 @@ from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample
 __all__ = [
     "DENSE",
     "JAGGED",
+    "SAMPLES_OF_LIST",
     "SHARED",
     "find_work",
+    "list_slots",
     "list_slots_kernel",
     "load_queries",
     "query_rows",
@@ -26,6 +28,7 @@ __all__ = [
 
 # How queries are laid out: one row block per sample, the same block for all samples, or jagged.
 DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
+SAMPLES_OF_LIST = 128  # whose slots a program lists
 
 
 class Work(NamedTuple):
@@ -145,27 +148,19 @@ def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
     tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_slots"])
-def list_slots_kernel(
-    slots_ptr,  # [2, slots] int32: a slot's sample, -1 where it has none; zeros
-    offsets_ptr,  # [B + 1]
-    num_samples,
-    num_slots,
-    CHUNK: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
+@triton.jit
+def list_slots(
+    slot_list, program, num_samples, num_slots, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """List the slots by which ``warp_parts.find_listed_chunk`` finds a program's chunk.
+    """List the slots of BLOCK_B samples, by which ``warp_parts.find_listed_chunk`` finds chunks.
 
     A sample of CHUNK rows or more is cut into chunks of up to twice as many. Their slots are those
     from ``offsets[b] // CHUNK`` on.
     """
-    if OVERLAP:
-        cuda.gdc_launch_dependents()
-    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    sample = program.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     there = sample < num_samples
-    first = tl.load(offsets_ptr + sample, mask=there, other=0).to(tl.int64)
-    last = tl.load(offsets_ptr + sample + 1, mask=there, other=0).to(tl.int64)
+    first = tl.load(slot_list.offsets + sample, mask=there, other=0).to(tl.int64)
+    last = tl.load(slot_list.offsets + sample + 1, mask=there, other=0).to(tl.int64)
     length = (last - first).to(tl.int32)
     chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
     begin = (first // CHUNK).to(tl.int32)
@@ -175,5 +170,20 @@ def list_slots_kernel(
         slot = begin[:, None] + chunk
         own = slot < end[:, None]
         has_it = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
-        tl.store(slots_ptr + slot, has_it, mask=own)
-        tl.store(slots_ptr + num_slots + slot, 0, mask=own)
+        tl.store(slot_list.slots + slot, has_it, mask=own)
+        tl.store(slot_list.slots + num_slots + slot, 0, mask=own)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+def list_slots_kernel(
+    slot_list,
+    num_samples,
+    num_slots,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """:func:`list_slots` of all samples."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    list_slots(slot_list, tl.program_id(0), num_samples, num_slots, CHUNK, BLOCK_B)

@@ -217,11 +217,11 @@ class Chunk(NamedTuple):
 def find_listed_chunk(
     samples, num_samples, num_slots, C: gl.constexpr, FIRST: gl.constexpr = PROGRAMS
 ):
-    """The :class:`Chunk` of this program, where ``schedule.list_slots_kernel`` lists the slots.
+    """The :class:`Chunk` of this program, where ``schedule.list_slots`` lists the slots.
 
     It takes a slot, or a sample of fewer than CHUNK rows. The FIRST samples come first, as many as
-    programs begin at once, while slots are listed. Slots come next, so that no program that begins
-    late has many rows.
+    programs begin at once, while slots are listed: unless they WAIT, as the kernel that lists slots
+    also makes the queries. Slots come next, so that no program that begins late has many rows.
     """
     program = gl.program_id(0)
     before = gl.minimum(num_samples, FIRST)
@@ -229,7 +229,7 @@ def find_listed_chunk(
     of_slot = (slot >= 0) & (slot < num_slots)
     listed = gl.where(slot < 0, program, program - num_slots)
     if C.OVERLAP:
-        if of_slot | (num_slots == 0):  # without slots, the last kernel is any other
+        if C.WAIT or of_slot | (num_slots == 0):
             wait_for_last_kernel()
     if of_slot:
         listed = gl.load(samples.slots + slot)
