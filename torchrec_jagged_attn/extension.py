@@ -1,7 +1,7 @@
 """Builds a source of C++, once for each version of PyTorch, and loads it.
 
-A library is named by the digest of what it was made from, and by that of its own bytes: one that is
-damaged, by a full disk say, has not the name of its bytes, and is not loaded.
+A library's name holds two digests: that of what it was made from, and that of its own bytes. One
+that is damaged, by a full disk say, no longer has the bytes of its name, and is not loaded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Attention on jagged tensors and without padding: what runs on CPU.
 
-Sums and the softmax are taken in fp32 (fp64 for fp64 inputs), as in the kernels. All attention is
-one of ``H`` heads of queries over ``K`` heads of keys and values; raw history rows are keys and
-values of one head. ``attention.cpp`` computes it on all cores; where that cannot be
-built, :func:`_attend` and :func:`_differentiate` do the same in plain PyTorch.
+``H`` heads of queries attend over ``K`` heads of keys and values. Target attention is the case of
+one head of keys, which are the raw history rows and the values, too. Sums and the softmax are taken
+in fp32 (fp64 for fp64 inputs), as in the kernels. ``attention.cpp`` computes all of it on all
+cores. Where it cannot be built, :func:`_attend` and :func:`_differentiate` do the same in plain
+PyTorch.
 
-In names, ``N`` are rows of keys, ``L`` those of queries of one sample and ``S`` those of keys.
+In names, ``N`` counts rows of keys; of one sample, ``L`` counts queries and ``S`` counts keys.
 """
 
 from __future__ import annotations

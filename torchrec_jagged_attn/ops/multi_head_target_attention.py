@@ -27,10 +27,10 @@ nothing of that size. With ``T`` targets per sample, each history row then takes
     backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
     together    3·D               4·D + 16·E                elements moved
 
-so that from some number of targets on explicit ones pay off. ``"auto"`` adds them up, an element
-moved as FLOPS_PER_ELEMENT and a FLOP of attention over raw rows as FLOPS_OF_ABSORBED, for all
-samples. But attention over keys does not split histories over a GPU: with fewer targets in all than
-fill it, it takes no less time.
+so that explicit keys pay off from some number of targets on. ``"auto"`` compares the two sums over
+all samples. An element moved counts as FLOPS_PER_ELEMENT, and a FLOP of attention over raw rows as
+FLOPS_OF_ABSORBED. Attention over keys does not spread one history over a GPU: with fewer targets in
+all than fill the GPU, it takes as long as with that many.
 """
 
 from __future__ import annotations

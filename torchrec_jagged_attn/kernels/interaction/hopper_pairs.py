@@ -2,17 +2,17 @@
 
     out_b [Lx, Ly] = x_b · y_bᵀ                 2·D·Lx·Ly FLOPs, 2·Lx·Ly bytes written
 
-so that writing is most of the work. A program stays on its multiprocessor and takes one tile of
-BLOCK_M rows of x after the other. One warp does nothing but bring in rows, by the tensor memory
-accelerator. Each of two groups of four warps keeps half of the rows of x in registers, and
-multiplies them with all tiles of y, which both groups read.
+so that writing is most of the work. Programs are persistent: each takes one tile of BLOCK_M rows of
+x after the other. One warp is the producer: it does nothing but load rows, by the tensor memory
+accelerator. Two warpgroups are the consumers: each keeps half of the rows of x in registers, and
+multiplies them with all tiles of y.
 
-Rows of the output begin anywhere. What a group has computed, it shifts by up to seven columns, to
-where 16 bytes of memory begin, and writes by 16 bytes. Tiles of y share eight columns, as what is
-shifted out of one belongs to the first vector of the next. Up to seven elements at either end of a
-row, beside its whole vectors, are written by two bytes: they are products of their own, with the
-sample's first and last eight rows of y, since a thread has only four elements of such a product to
-look at, and four threads beside each other have a row's.
+A row of the output may begin at any element, but vectors of 16 bytes are fastest to write. So a
+warpgroup shifts its result by up to seven columns, to the next multiple of 16 bytes, and writes
+vectors. Tiles of y overlap by eight columns: what is shifted out of one tile belongs to the first
+vector of the next. At either end of a row, up to seven elements fill no vector, and are written one
+by one. They come from products of their own, with the sample's first and last eight rows of y:
+there a thread holds four elements, and four neighbouring threads hold a row.
 
 Every element is a sum over D in one order, whichever product it is taken from.
 """

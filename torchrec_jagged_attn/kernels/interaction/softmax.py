@@ -3,8 +3,8 @@
     columns: out_nt = exp(x_nt) / Σ_m exp(x_mt)      pairs: out_ij = exp(x_ij) / Σ_k exp(x_ik)
     gradient of x: out · (dout - Σ out · dout)
 
-It is bound by memory: with E elements of e bytes each, forward reads and writes 2·E·e bytes in all,
-backward 3·E·e. Elements that do not fit in a tile are read again, from the cache if they fit there.
+It is memory-bound: with E elements of e bytes each, forward moves 2·E·e bytes and backward 3·E·e.
+Elements that do not fit in a tile are read again, from the cache if they fit there.
 
 A line is what one softmax is over: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Kernels
 see ``[i, r]``, lines ``i`` of elements ``r``. The elements of a row are next to each other, and so

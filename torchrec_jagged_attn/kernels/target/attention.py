@@ -8,10 +8,10 @@ order), N history rows of width D and e bytes an element:
                query rows of a sample, in half precision or by the kernels of ``warp_parts.py``;
                else reads x once more for each block: 14·N·R·D FLOPs
 
-Histories are cut into chunks, so that a long one is spread over the GPU; the sums of a sample's
-chunks are brought together in their order: by a kernel of their own or, of few query rows, by the
-program that ends last of them, which a counter tells. Nothing else is done by atomics, and where a
-sample is cut depends on itself alone.
+A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
+combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
+by the program that ends last, which an atomic counter tells. There are no other atomics. Where a
+history is cut depends on its own length alone.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ and backward the same two chains, of the other weights:
     ∂values_h = ∂out · W_O,h                       ∂pooled_h = ∂values_h · W_V,h
     ∂q_h = ∂u_h · W_K,hᵀ                           ∂target = Σ_h ∂q_h · W_Q,h
 
-What is between the two products of a chain is rounded as it is written, as if each were a kernel.
-2·R·E·(C + D) FLOPs a chain. Rows are read and written once, and the weights once for every BLOCK_R
-rows, from the cache: for the few rows of a batch's targets, the time is that of a launch. Operands
-are cast as they are read, so that weights and rows may have other dtypes than the products.
+A chain takes 2·R·E·(C + D) FLOPs. The result of its first product is rounded before the second one,
+as if each product had a kernel. Rows are read and written once, and the weights once for every
+BLOCK_R rows, from the cache. A batch has few targets, so that a chain is launch-bound. Operands are
+cast as they are read: weights and rows may have other dtypes than the products.
 """
 
 from __future__ import annotations
