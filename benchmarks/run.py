@@ -147,7 +147,7 @@ def host_time_us(call: Callable[[], object], quick: bool) -> list[float]:
     The calls between two waits are few, so that no queue of launches is ever full.
     """
     number, times = 20, []
-    for _ in range(QUICK_REPEATS if quick else 50):
+    for _ in range(QUICK_REPEATS if quick else 15):
         torch.cuda.synchronize()
         times.append(timeit.timeit(call, number=number) / number * 1e6)
     torch.cuda.synchronize()
