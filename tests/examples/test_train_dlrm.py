@@ -26,6 +26,7 @@ from checkpoint import (
     load_state,
     newest_checkpoint,
 )
+from cuda_graphs import replay_dense_layers
 from events import (
     DataError,
     Events,
@@ -417,17 +418,20 @@ def command(out: Path, *options: str, ranks: int = 1) -> list[str]:
     return [*launcher, str(SCRIPT), f"--out={out}", *OPTIONS, *options]
 
 
-def environment() -> dict[str, str]:
-    """On the CPU, with the same sums in every run."""
+def environment(device: str = "cpu") -> dict[str, str]:
+    """With the same sums in every run."""
     unset = {"TRITON_INTERPRET", "WORLD_SIZE", "RANK"}
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    return inherited | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(out: Path | None, *options: str, cwd: Path | None = None) -> subprocess.CompletedProcess:
+def run(
+    out: Path | None, *options: str, cwd: Path | None = None, device: str = "cpu"
+) -> subprocess.CompletedProcess:
     outs = [] if out is None else [f"--out={out}"]
-    return run_script(SCRIPT, *outs, *OPTIONS, *options, cwd=cwd, env=environment())
+    return run_script(SCRIPT, *outs, *OPTIONS, *options, cwd=cwd, env=environment(device))
 
 
 def run_command(*args, **kwargs) -> subprocess.CompletedProcess:
@@ -484,6 +488,64 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
         np.testing.assert_allclose(result["losses"], one[pooling]["losses"], rtol=1e-4)
 
 
+@pytest.mark.gpu
+def test_replayed_layers_train_as_launched_ones(tmp_path):
+    outs = [tmp_path / "launched", tmp_path / "replayed"]
+    for out, options in zip(outs, ([], ["--cuda-graph"]), strict=True):
+        process = run(
+            out, "--epochs=2", "--pooling=attention", "--workers=0", *options, device="cuda"
+        )
+        assert process.returncode == 0, process.stderr
+        assert "arning" not in process.stderr
+    launched, replayed = (results(out)["attention"] for out in outs)
+    np.testing.assert_allclose(replayed["losses"], launched["losses"], rtol=1e-4)
+    np.testing.assert_allclose(replayed["auc"], launched["auc"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
+    """On a CPU, with graphs that take what they were captured with, by position, and compute it."""
+
+    def make_graphed_callables(functions, samples):
+        def graph(layer, function, sample):
+            def replay(*inputs):
+                for tensor, like in zip(inputs, sample, strict=True):
+                    assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+                    assert tensor.requires_grad == like.requires_grad
+                replays.append(layer)
+                with monkeypatch.context() as patch:
+                    patch.delattr(layer, "forward")  # as when it was captured
+                    return function(*inputs)
+
+            return replay
+
+        return tuple(map(graph, layers, functions, samples))
+
+    replays = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    log = planted_log(num_users=50)
+    examples = Events(log, max_history=5).training(0, 2 if pooling == "recency" else None)
+    batch = examples[torch.arange(8)]
+    args = parsed(monkeypatch, f"--out={tmp_path}", "--width=8")
+    model = train_dlrm.build_model(pooling, log.cardinalities(), args)
+    layers = [model.model.dense_arch, model.model.inter_arch, model.model.over_arch]
+
+    def trained():
+        model.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        return {"loss": loss} | {name: weight.grad for name, weight in model.named_parameters()}
+
+    expected = trained()
+    replay_dense_layers(model.model, 8, torch.device("cpu"))
+    for name, tensor in trained().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+    assert replays == layers
+    model.eval()
+    model(examples[torch.arange(5)])
+    assert replays == layers
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     with subprocess.Popen(
@@ -515,6 +577,7 @@ def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     [
         (["--data=nowhere"], "nowhere/ratings.dat is missing; "),
         (["--batch-size=1000000"], "--batch-size 1000000 is more than the "),
+        (["--cuda-graph"], "--cuda-graph needs a GPU, got none; leave it out to train on this CPU"),
         (["--resume", "--width=32"], "was made with width 16, not 32; give the same options"),
         ([], "; give another folder, --resume to go on, or --overwrite to delete that run"),
     ],
