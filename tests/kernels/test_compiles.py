@@ -42,13 +42,7 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
-from torchrec_jagged_attn.replay.recording import (
-    CONSTANT_BITS,
-    DESCRIPTOR,
-    EXPRESSION,
-    POINTER,
-    Recorder,
-)
+from torchrec_jagged_attn.replay.recording import Recorder
 
 pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="kernels are interpreted")
 
@@ -191,10 +185,10 @@ CASES = {
 }
 RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
 TYPES = {  # of parameters in PTX
-    POINTER: {"u64"},
-    EXPRESSION: {"u32", "u64"},
-    CONSTANT_BITS: {"f32", "b32", "u32", "u64"},
-    DESCRIPTOR: {"b8"},
+    "pointer": {"u64"},
+    "expression": {"u32", "u64"},
+    "constant_bits": {"f32", "b32"},
+    "descriptor": {"b8"},
 }
 FITS = {"one warp", "warpgroup", "hopper flash"}  # registers hold all
 
@@ -232,7 +226,7 @@ def parameters_of(compiled: Any) -> list[str]:
     return re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", declared)
 
 
-def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[int]:
+def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[str]:
     """Kinds of the parameters that a program of ``replay.cpp`` gives the kernel."""
     recorder = Recorder()
 
@@ -245,7 +239,7 @@ def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[int]:
 
     types = list(compiled.src.signature.values())
     boxes = list(compiled.metadata.tensordesc_meta or [])
-    packed: list[tuple[int, ...]] = []
+    packed: list[tuple[str, int, int, int]] = []
     recorder.add_parameters(types, traced(tuple(arguments)), boxes, packed)
     return [kind for kind, *_ in packed]
 

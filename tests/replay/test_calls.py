@@ -1,6 +1,7 @@
 """Calls that are replayed do what the op does: the same bits, gradients, errors."""
 
 import contextlib
+import functools
 import threading
 
 import pytest
@@ -97,11 +98,24 @@ def of_cross_flash(lengths, device):
     return attend, leaves, rest | {"kv_offsets": offsets_of([*reversed(lengths)], device)}
 
 
-def of_biased_flash(lengths, device):
+def of_relative_flash(lengths, device):
     attend, leaves, rest = of_flash(lengths, device)
-    leaves["position_bias"] = draw(9, 2, device=device, seed=3)
     leaves["relative_bias"] = draw(9, 2, device=device, seed=4)
+    return attend, leaves, rest
+
+
+def of_biased_flash(lengths, device):
+    attend, leaves, rest = of_relative_flash(lengths, device)
+    leaves["position_bias"] = draw(9, 2, device=device, seed=3)
     return attend, leaves, rest | {"causal": False}
+
+
+def of_half_flash(lengths, device, kind=of_flash, **rest):
+    """Which takes the kernels for Hopper, where it may."""
+    attend, leaves, given = kind(lengths, device)
+    leaves = {name: x.detach().half().requires_grad_() for name, x in leaves.items()}
+    widened = {name: x.repeat_interleave(4, 2) for name, x in leaves.items() if x.dim() == 3}
+    return attend, leaves | widened, given | rest
 
 
 def of_module(lengths, device, jagged=False):
@@ -180,6 +194,17 @@ def test_same_bits(kind, device, monkeypatch, programs):
         assert_replayed(kind, lengths, device, monkeypatch)
     forward_and_backward = 2
     assert len(programs) <= 4 * forward_and_backward
+    assert None not in programs
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", [of_flash, of_cross_flash, of_relative_flash])
+def test_kernels_for_hopper(kind, causal, hopper, monkeypatch, programs):
+    device, launched = hopper
+    calls_of = functools.partial(of_half_flash, kind=kind, causal=causal)
+    for lengths in ([130, 5, 0, 64], [3, 20], [1, 0, 200, 70, 16], [140]):
+        assert_replayed(calls_of, lengths, device, monkeypatch)
+    assert launched is None or launched.count("hopper_backward") >= 8
     assert None not in programs
 
 

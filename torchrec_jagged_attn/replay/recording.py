@@ -22,23 +22,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
-__all__ = [
-    "CONSTANT_BITS",
-    "DESCRIPTOR",
-    "EXPRESSION",
-    "POINTER",
-    "Recorder",
-    "UnrecordableError",
-    "record",
-]
+__all__ = ["Recorder", "UnrecordableError", "record"]
 
 _logger = logging.getLogger(__name__)
-
-# As in replay.cpp.
-(
-    CONSTANT, SIZE, STRIDE, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, EQUAL, LESS,
-) = range(10)  # fmt: skip
-POINTER, EXPRESSION, CONSTANT_BITS, DESCRIPTOR = range(4)
 
 
 class UnrecordableError(Exception):
@@ -80,6 +66,9 @@ def record(
         return None
 
 
+Expression = tuple[str, int, int]  # see Recorder; replay.cpp has the names of operations
+
+
 class Length:
     """A length that knows its expression; and a guard wherever it decides something.
 
@@ -91,7 +80,7 @@ class Length:
 
     def __index__(self) -> int:
         """Its value, which becomes the only one that the program is for."""
-        self.recorder.decide(EQUAL, self, self.value)
+        self.recorder.decide("equal", self, self.value)
         return self.value
 
     def __hash__(self) -> int:
@@ -101,41 +90,51 @@ class Length:
         return self != 0
 
     def __add__(self, other: Any) -> Any:
-        return self.recorder.combine(ADD, self, other)
+        return self.recorder.combine("add", self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return self.recorder.combine(ADD, other, self)
+        return self.recorder.combine("add", other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return self.recorder.combine(SUBTRACT, self, other)
+        return self.recorder.combine("subtract", self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return self.recorder.combine(SUBTRACT, other, self)
+        return self.recorder.combine("subtract", other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return self.recorder.combine(MULTIPLY, self, other)
+        return self.recorder.combine("multiply", self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return self.recorder.combine(MULTIPLY, other, self)
+        return self.recorder.combine("multiply", other, self)
 
     def __floordiv__(self, other: Any) -> Any:
-        return self.recorder.combine(FLOOR_DIVIDE, self, other)
+        return self.recorder.combine("floor_divide", self, other)
 
     def __rfloordiv__(self, other: Any) -> Any:
-        return self.recorder.combine(FLOOR_DIVIDE, other, self)
+        return self.recorder.combine("floor_divide", other, self)
 
     def __mod__(self, other: Any) -> Any:
-        return self.recorder.combine(MODULO, self, other)
+        return self.recorder.combine("modulo", self, other)
 
     def __rmod__(self, other: Any) -> Any:
-        return self.recorder.combine(MODULO, other, self)
+        return self.recorder.combine("modulo", other, self)
+
+    def __rshift__(self, other: Any) -> Any:
+        return self.recorder.combine("shift_right", self, other)
+
+    def __rrshift__(self, other: Any) -> Any:
+        return self.recorder.combine("shift_right", other, self)
+
+    def bit_length(self) -> Length:
+        place = self.recorder.place_of(("bit_length", self.place, 0))
+        return Length(self.recorder, place, self.value.bit_length())
 
     def __neg__(self) -> Any:
         return 0 - self
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Number):
-            return self.recorder.decide(EQUAL, self, other)
+            return self.recorder.decide("equal", self, other)
         return self.__index__() == other
 
     def __ne__(self, other: object) -> bool:
@@ -143,12 +142,12 @@ class Length:
 
     def __lt__(self, other: Any) -> bool:
         if isinstance(other, Number):
-            return self.recorder.decide(LESS, self, other)
+            return self.recorder.decide("less", self, other)
         return self.__index__() < other
 
     def __gt__(self, other: Any) -> bool:
         if isinstance(other, Number):
-            return self.recorder.decide(LESS, other, self)
+            return self.recorder.decide("less", other, self)
         return self.__index__() > other
 
     def __le__(self, other: Any) -> bool:
@@ -168,12 +167,13 @@ class Length:
 
 
 Number = int | Length
-_OPERATORS: dict[int, Callable[[Any, Any], Any]] = {
-    ADD: operator.add,
-    SUBTRACT: operator.sub,
-    MULTIPLY: operator.mul,
-    FLOOR_DIVIDE: operator.floordiv,
-    MODULO: operator.mod,
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "floor_divide": operator.floordiv,
+    "modulo": operator.mod,
+    "shift_right": operator.rshift,
 }
 
 
@@ -213,15 +213,15 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.expressions: list[tuple[int, int, int]] = []
-        self.places: dict[tuple[int, int, int], int] = {}
+        self.expressions: list[Expression] = []
+        self.places: dict[Expression, int] = {}
         self.guards: dict[int, int] = {}
         self.steps: list[tuple[str, tuple]] = []
         self.num_inputs = self.num_memories = 0
         self.thread = threading.get_ident()
         self.descriptors: list[tuple] = []
 
-    def place_of(self, expression: tuple[int, int, int]) -> int:
+    def place_of(self, expression: Expression) -> int:
         """Where an expression is, which is added if it is new."""
         if expression not in self.places:
             self.places[expression] = len(self.expressions)
@@ -230,24 +230,24 @@ class Recorder:
 
     def place(self, value: Number) -> int:
         """Where ``value`` is among the expressions."""
-        return value.place if isinstance(value, Length) else self.place_of((CONSTANT, value, 0))
+        return value.place if isinstance(value, Length) else self.place_of(("constant", value, 0))
 
-    def combine(self, operation: int, a: Any, b: Any) -> Any:
+    def combine(self, operation: str, a: Any, b: Any) -> Any:
         """``a`` and ``b`` combined; with a float, for their values alone."""
         plain = _OPERATORS[operation]
         if not (isinstance(a, Number) and isinstance(b, Number)):
             return plain(*(x.__index__() if isinstance(x, Length) else x for x in (a, b)))
-        if operation == MULTIPLY:
+        if operation == "multiply":
             for one, other in ((a, b), (b, a)):
                 if not isinstance(one, Length) and one == 1:
                     return other
         value = plain(_value(a), _value(b))
         return Length(self, self.place_of((operation, self.place(a), self.place(b))), value)
 
-    def decide(self, operation: int, a: Number, b: Number) -> bool:
+    def decide(self, operation: str, a: Number, b: Number) -> bool:
         """Compare, and guard what comes out."""
         plain = [_value(x) for x in (a, b)]
-        result = plain[0] == plain[1] if operation == EQUAL else plain[0] < plain[1]
+        result = plain[0] == plain[1] if operation == "equal" else plain[0] < plain[1]
         if self.place(a) != self.place(b):
             self.guards[self.place_of((operation, self.place(a), self.place(b)))] = int(result)
         return result
@@ -266,8 +266,8 @@ class Recorder:
         traced.offset, traced.sizes, traced.strides = offset, tuple(sizes), tuple(strides)
         return traced
 
-    def axis(self, kind: int, place: int, axis: int, numbers: Sequence[int]) -> Length:
-        """The SIZE or the STRIDE of an input along an axis, one of its ``numbers``."""
+    def axis(self, kind: str, place: int, axis: int, numbers: Sequence[int]) -> Length:
+        """The ``"size"`` or the ``"stride"`` of an input along an axis, one of its ``numbers``."""
         return Length(self, self.place_of((kind, place, axis)), numbers[axis])
 
     def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
@@ -275,9 +275,9 @@ class Recorder:
         sizes: list[Any] = list(tensor.shape)
         strides: list[Any] = list(tensor.stride())
         if axis >= 0:
-            sizes[axis] = self.axis(SIZE, place, axis, tensor.shape)
+            sizes[axis] = self.axis("size", place, axis, tensor.shape)
             for before in reversed(range(axis)):
-                strides[before] = self.axis(STRIDE, place, before, tensor.stride())
+                strides[before] = self.axis("stride", place, before, tensor.stride())
                 if strides[before] != sizes[before + 1] * strides[before + 1]:
                     raise UnrecordableError("a tensor that is not contiguous")
         return self.tensor(tensor.detach(), place, 0, sizes, strides)
@@ -332,7 +332,7 @@ class Recorder:
             or meta.profile_scratch_size
         ):
             raise UnrecordableError("a kernel that needs more than its parameters")
-        parameters: list[tuple[int, int, int, int]] = []
+        parameters: list[tuple[str, int, int, int]] = []
         boxes = list(getattr(meta, "tensordesc_meta", None) or [])
         types = list(compiled.src.signature.values())
         self.add_parameters(types, arguments, boxes, parameters)
@@ -358,12 +358,12 @@ class Recorder:
                 continue
             elif kind.startswith("*") and isinstance(argument, Traced):
                 size = argument.plain.element_size()
-                parameters.append((POINTER, argument.memory, self.place(argument.offset), size))
+                parameters.append(("pointer", argument.memory, self.place(argument.offset), size))
             elif kind in ("i1", "u1", "i8", "i16", "i32", "i64", "u32", "u64"):
-                parameters.append((EXPRESSION, 0, self.place(argument), 0))
+                parameters.append(("expression", 0, self.place(argument), 0))
             elif kind in ("fp32", "fp64"):
                 packed = struct.pack("<f4x" if kind == "fp32" else "<d", argument)
-                parameters.append((CONSTANT_BITS, 0, struct.unpack("<q", packed)[0], 0))
+                parameters.append(("constant_bits", 0, struct.unpack("<q", packed)[0], 0))
             elif kind.startswith("tensordesc") and boxes:
                 self._add_descriptor(argument, boxes.pop(0), parameters)
             else:
@@ -373,20 +373,20 @@ class Recorder:
         """Parameters of a descriptor: that itself, its shape and its strides."""
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-        numbers = [*x.shape, *x.strides]
-        if meta["fp4_padded"] or any(isinstance(n, Length) for n in numbers):
+        if meta["fp4_padded"]:
             raise UnrecordableError("a descriptor of this kind")
         base: Any = x.base
         if not isinstance(base, Traced):
             raise UnrecordableError("a descriptor of what was made of nothing")
+        sizes, strides = ([self.place(n) for n in numbers] for numbers in (x.shape, x.strides))
         box = (
-            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["elem_size"], meta["swizzle"],
-            x.padding == "nan", list(x.shape), list(x.strides), list(meta["block_size"]),
+            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["swizzle"], x.padding == "nan",
+            sizes, strides, list(meta["block_size"]),
         )  # fmt: skip
         self.descriptors.append(box)
         at = self.place(base.offset), len(self.descriptors) - 1
-        parameters.append((DESCRIPTOR, base.memory, *at))
-        parameters += [(CONSTANT_BITS, 0, n, 0) for n in numbers]
+        parameters.append(("descriptor", base.memory, *at))
+        parameters += [("expression", 0, place, 0) for place in (*sizes, *strides)]
 
     def _call_of_interpreter(
         self, launcher: Launcher, places: list[int], arguments: tuple, constants: dict
@@ -398,6 +398,9 @@ class Recorder:
                 fields = [flatten(field) for field in argument]
                 kind = type(argument)
                 return lambda values: kind(*(field(values) for field in fields))
+            if isinstance(argument, TensorDescriptor):
+                made = _rebuild(argument, flatten)
+                return lambda values: _rebuild(made, lambda field: field(values))
             place = len(flat)
             if isinstance(argument, Traced):
                 flat.append((0, self._view(argument)))
@@ -449,9 +452,14 @@ def _plain(argument: Any) -> Any:
         fields = [_plain(field) for field in argument]
         return type(argument)(*fields) if hasattr(argument, "_fields") else tuple(fields)
     if isinstance(argument, TensorDescriptor):
-        base: Any = argument.base
-        return dataclasses.replace(argument, base=base.plain)
+        return _rebuild(argument, _plain)
     return argument
+
+
+def _rebuild(x: TensorDescriptor, make: Callable[[Any], Any]) -> TensorDescriptor:
+    """``x`` with another base, shape and strides."""
+    shape, strides = ([make(n) for n in numbers] for numbers in (x.shape, x.strides))
+    return dataclasses.replace(x, base=make(x.base), shape=shape, strides=strides)
 
 
 def _decide_traits(arguments: tuple, specialized: Iterable[bool]) -> None:
@@ -631,7 +639,7 @@ class _Address:
         if 16 % number:
             raise UnrecordableError("an address by another number")
         remainder: Any = x.offset * x.plain.element_size() % 16
-        x.recorder.decide(EQUAL, remainder, _value(remainder))
+        x.recorder.decide("equal", remainder, _value(remainder))
         return x.plain.data_ptr() % number
 
     def __eq__(self, other: object) -> bool:
@@ -640,7 +648,7 @@ class _Address:
             raise UnrecordableError("an address")
         x, y = self.of, other.of
         if x.memory == y.memory:
-            return x.recorder.decide(EQUAL, x.offset, y.offset)
+            return x.recorder.decide("equal", x.offset, y.offset)
         if not (
             isinstance(x.offset, int) and isinstance(y.offset, int) and x.offset == y.offset == 0
         ):

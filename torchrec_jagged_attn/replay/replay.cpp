@@ -84,13 +84,28 @@ void check_driver() {
 
 // --- Programs
 
-enum Operation : int64_t {
-  CONSTANT, SIZE, STRIDE, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, EQUAL, LESS
+// recording.py has these names; another one is refused.
+template <typename T>
+using Names = std::unordered_map<std::string, T>;
+
+enum Operation {
+  CONSTANT, SIZE, STRIDE, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, SHIFT_RIGHT, BIT_LENGTH,
+  EQUAL, LESS
+};
+
+const Names<Operation> OPERATIONS = {
+    {"constant", CONSTANT}, {"size", SIZE}, {"stride", STRIDE}, {"add", ADD},
+    {"subtract", SUBTRACT}, {"multiply", MULTIPLY}, {"floor_divide", FLOOR_DIVIDE},
+    {"modulo", MODULO}, {"shift_right", SHIFT_RIGHT}, {"bit_length", BIT_LENGTH}, {"equal", EQUAL},
+    {"less", LESS},
 };
 
 struct Expression {
-  int64_t operation, a, b;  // a constant, an input and its axis, or places of operands
+  Operation operation;
+  int64_t a, b;  // a constant, an input and its axis, or places of operands
 };
+
+int64_t bit_length(int64_t a) { return a ? 64 - __builtin_clzll(a < 0 ? -uint64_t(a) : a) : 0; }
 
 int64_t floor_divide(int64_t a, int64_t b) {
   const int64_t quotient = a / b;
@@ -117,7 +132,7 @@ struct Compute {  // a contiguous copy in a dtype, or the sum of rows
 struct Descriptor {  // of the tensor memory accelerator, innermost axes first
   int type, swizzle;
   bool nan;
-  std::vector<uint64_t> sizes, strides;  // strides in bytes, from the second axis on
+  Numbers sizes, strides;  // places of expressions; strides from the second axis on
   std::vector<uint32_t> box;
 };
 
@@ -126,6 +141,13 @@ struct Descriptor {  // of the tensor memory accelerator, innermost axes first
 struct Parameter {
   enum Kind { POINTER, EXPRESSION, CONSTANT_BITS, DESCRIPTOR } kind;
   int64_t memory, value, extra;  // extra: bytes of an element, or the number of the descriptor
+};
+
+const Names<Parameter::Kind> PARAMETERS = {
+    {"pointer", Parameter::POINTER},
+    {"expression", Parameter::EXPRESSION},
+    {"constant_bits", Parameter::CONSTANT_BITS},
+    {"descriptor", Parameter::DESCRIPTOR},
 };
 
 constexpr size_t MOST_PARAMETERS = 126, MOST_DESCRIPTORS = 8;  // of a kernel
@@ -176,12 +198,13 @@ void finish(Program& program, int64_t num_inputs) {
   for (const auto& [of, i] : last) program.last_uses[i].push_back(of);
 }
 
-// Whether all expressions have a value: none divides by zero.
+// Whether all expressions have a value: none divides by zero, or shifts by less than nothing.
 bool evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers& values) {
   values.resize(program.expressions.size());
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& [operation, a, b] = program.expressions[i];
     if ((operation == FLOOR_DIVIDE || operation == MODULO) && values[b] == 0) return false;
+    if (operation == SHIFT_RIGHT && values[b] < 0) return false;
     switch (operation) {
       case CONSTANT: values[i] = a; break;
       case SIZE: values[i] = inputs[a].size(b); break;
@@ -191,6 +214,8 @@ bool evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers
       case MULTIPLY: values[i] = values[a] * values[b]; break;
       case FLOOR_DIVIDE: values[i] = floor_divide(values[a], values[b]); break;
       case MODULO: values[i] = values[a] - floor_divide(values[a], values[b]) * values[b]; break;
+      case SHIFT_RIGHT: values[i] = values[a] >> std::min<int64_t>(values[b], 63); break;
+      case BIT_LENGTH: values[i] = bit_length(values[a]); break;
       case EQUAL: values[i] = values[a] == values[b]; break;
       case LESS: values[i] = values[a] < values[b]; break;
     }
@@ -221,7 +246,8 @@ Tensor view(const View& of, const std::vector<Tensor>& memories, const Numbers& 
   return memory.as_strided(sizes, strides, memory.storage_offset() + offset);
 }
 
-void encode(CUtensorMap* map, const Descriptor& of, void* address) {
+void encode(CUtensorMap* map, const Descriptor& of, const Tensor& memory, int64_t offset,
+            const Numbers& values) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
                               const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -229,10 +255,13 @@ void encode(CUtensorMap* map, const Descriptor& of, void* address) {
   static const auto encode_tiled =
       reinterpret_cast<Encode>(symbol("libcuda.so.1", "cuTensorMapEncodeTiled"));
   static const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
-  static_assert(sizeof(cuuint64_t) == sizeof(uint64_t));
-  check(encode_tiled(map, CUtensorMapDataType(of.type), of.box.size(), address,
-                     reinterpret_cast<const cuuint64_t*>(of.sizes.data()),
-                     reinterpret_cast<const cuuint64_t*>(of.strides.data()), of.box.data(), ones,
+  const int64_t element_size = memory.element_size();
+  char* const address = static_cast<char*>(memory.data_ptr()) + offset * element_size;
+  cuuint64_t sizes[5], strides[5];
+  for (size_t i = 0; i < of.sizes.size(); ++i) sizes[i] = values[of.sizes[i]];
+  for (size_t i = 0; i < of.strides.size(); ++i) strides[i] = values[of.strides[i]] * element_size;
+  check(encode_tiled(map, CUtensorMapDataType(of.type), of.box.size(), address, sizes, strides,
+                     of.box.data(), ones,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CUtensorMapSwizzle(of.swizzle),
                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                      of.nan ? CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
@@ -257,10 +286,8 @@ void launch(const Program& program, const Launch& step, const std::vector<Tensor
       case Parameter::EXPRESSION: bits[n] = values[parameter.value]; break;
       case Parameter::CONSTANT_BITS: bits[n] = parameter.value; break;
       case Parameter::DESCRIPTOR: {
-        const Tensor& memory = memories[parameter.memory];
-        char* const address = static_cast<char*>(memory.data_ptr()) +
-                              values[parameter.value] * int64_t(memory.element_size());
-        encode(&maps[num_maps], program.descriptors[parameter.extra], address);
+        encode(&maps[num_maps], program.descriptors[parameter.extra], memories[parameter.memory],
+               values[parameter.value], values);
         pointers[n++] = &maps[num_maps++];
         continue;
       }
@@ -634,11 +661,11 @@ View view_of(const py::tuple& t) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_driver", &check_driver);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, int64_t>>& expressions,
+      .def(py::init([](const std::vector<std::tuple<std::string, int64_t, int64_t>>& expressions,
                        const std::vector<std::pair<int64_t, int64_t>>& guards) {
         auto program = std::make_shared<Program>();
         for (const auto& [operation, a, b] : expressions)
-          program->expressions.push_back({operation, a, b});
+          program->expressions.push_back({OPERATIONS.at(operation), a, b});
         program->guards = guards;
         return program;
       }))
@@ -658,27 +685,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              self.steps.emplace_back(Compute{view_of(of), type, true});
            })
       .def("descriptor",
-           [](Program& self, int type, int element_size, int swizzle, bool nan,
-              std::vector<uint64_t> sizes, std::vector<uint64_t> strides,
+           [](Program& self, int type, int swizzle, bool nan, Numbers sizes, Numbers strides,
               std::vector<uint32_t> box) {
+             TORCH_CHECK(box.size() <= 5, "a descriptor of ", box.size(), " axes");
              std::reverse(sizes.begin(), sizes.end());
              std::reverse(strides.begin(), strides.end());
              std::reverse(box.begin(), box.end());
              strides.erase(strides.begin());
-             for (uint64_t& stride : strides) stride *= element_size;
              self.descriptors.push_back({type, swizzle, nan, sizes, strides, box});
            })
       .def("launch",
            [](Program& self, uintptr_t function, unsigned warps, unsigned shared_memory,
               bool overlaps, const std::array<int64_t, 3>& grid,
-              const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& parameters) {
+              const std::vector<std::tuple<std::string, int64_t, int64_t, int64_t>>& parameters) {
              TORCH_CHECK(parameters.size() <= MOST_PARAMETERS, "too many parameters");
              Launch step{reinterpret_cast<CUfunction>(function), 32 * warps, shared_memory, overlaps,
                          grid, {}};
              size_t num_maps = 0;
              for (const auto& [kind, memory, value, extra] : parameters) {
-               step.parameters.push_back({Parameter::Kind(kind), memory, value, extra});
-               num_maps += kind == Parameter::DESCRIPTOR;
+               step.parameters.push_back({PARAMETERS.at(kind), memory, value, extra});
+               num_maps += step.parameters.back().kind == Parameter::DESCRIPTOR;
              }
              TORCH_CHECK(num_maps <= MOST_DESCRIPTORS, "too many descriptors");
              self.steps.emplace_back(std::move(step));

@@ -560,7 +560,7 @@ def _lanes(num_rows: int, num_samples: int, tile: int, lanes: int) -> tuple[int,
     About as many as the tiles of twice the mean sample: others take turns.
     """
     tiles = num_rows // max(1, num_samples * tile)
-    shift = sum(tiles >= 1 << i for i in range(lanes.bit_length() - 1))
+    shift = min(tiles.bit_length(), lanes.bit_length() - 1)
     return shift, triton.cdiv(num_samples, lanes >> shift)
 
 

@@ -458,7 +458,7 @@ def backward(
     HK = k.shape[1]
     # Only samples of several tiles of keys have sums of several.
     of_sums = num_queries // BLOCK_M + min(kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
-    sums = torch.empty(of_sums * H, BLOCK_M * width, dtype=torch.float32, device=q.device)
+    sums = q.new_empty(of_sums * H, BLOCK_M * width, dtype=torch.float32)
     group = GROUP_ROWS.value
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
