@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import operator
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,11 +13,20 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
+    array_jagged_bmm_jagged_out,
     checks,
+    jagged2_softmax,
+    jagged_dense_add,
+    jagged_dense_bmm,
+    jagged_dense_mul,
     jagged_flash_attention,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_softmax,
     jagged_target_attention,
     layout,
 )
+from torchrec_jagged_attn.ops import interaction_gradients
 from torchrec_jagged_attn.replay import calls
 
 LENGTHS = (
@@ -48,7 +59,7 @@ def programs(device, monkeypatch):
     monkeypatch.setattr(calls, "record", record)
     monkeypatch.setattr(calls, "DEVICES", {torch.device(device).type})
     monkeypatch.setattr(calls, "ENABLED", True)
-    for module in (calls, checks, layout):
+    for module in (calls, checks, layout, interaction_gradients):
         monkeypatch.setattr(module, "should_validate", lambda x: False)
     return recorded
 
@@ -143,11 +154,68 @@ def of_jagged_module(lengths, device):
     return of_module(lengths, device, jagged=True)
 
 
+def of_dense(lengths, device):
+    """Products of rows by their sample's matrix, and of rows by rows, and softmax of columns."""
+    leaves = {
+        "x": draw(sum(lengths), 8, device=device),
+        "y": draw(len(lengths), 8, 3, device=device, seed=1),
+    }
+
+    def attend(x, y, offsets):
+        weights = jagged_softmax(jagged_dense_bmm(x, y, offsets), offsets)
+        return jagged_jagged_bmm(weights, x, offsets)
+
+    return attend, leaves, {"offsets": offsets_of(lengths, device)}
+
+
+def of_transposed(lengths, device):
+    """As a batch of targets is multiplied: by a view."""
+    leaves = {
+        "x": draw(sum(lengths), 8, device=device),
+        "y": draw(len(lengths), 3, 8, device=device, seed=1),
+    }
+
+    def multiply(x, y, offsets):
+        return jagged_dense_bmm(x, y.mT, offsets)
+
+    return multiply, leaves, {"offsets": offsets_of(lengths, device)}
+
+
+def of_pairs(lengths, device):
+    others = [*reversed(lengths)]
+    leaves = {
+        "x": draw(sum(lengths), 8, device=device),
+        "y": draw(sum(others), 8, device=device, seed=1),
+    }
+    total = sum(map(operator.mul, lengths, others))
+
+    def attend(x, y, x_offsets, y_offsets):
+        p = jagged_jagged_bmm_jagged_out(x, y, x_offsets, y_offsets, total=total)
+        p = jagged2_softmax(p, x_offsets, y_offsets)
+        return array_jagged_bmm_jagged_out(p, y, x_offsets, y_offsets, num_rows=len(x))
+
+    offsets = {"x_offsets": offsets_of(lengths, device), "y_offsets": offsets_of(others, device)}
+    return attend, leaves, offsets
+
+
+def of_rows(lengths, device):
+    leaves = {
+        "x": draw(sum(lengths), 8, device=device),
+        "y": draw(len(lengths), 8, device=device, seed=1),
+    }
+
+    def add_and_multiply(x, y, offsets):
+        return jagged_dense_mul(jagged_dense_add(x, y, offsets), y, offsets)
+
+    return add_and_multiply, leaves, {"offsets": offsets_of(lengths, device)}
+
+
+INTERACTIONS = (of_dense, of_transposed, of_pairs, of_rows)
 KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
-        of_module, of_jagged_module,
+        of_module, of_jagged_module, *INTERACTIONS,
     )
 }  # fmt: skip
 
@@ -192,8 +260,9 @@ def test_same_bits(kind, device, monkeypatch, programs):
     """With one program for many lengths."""
     for lengths in (*LENGTHS, LENGTHS[0]):
         assert_replayed(kind, lengths, device, monkeypatch)
+    num_ops = {of_dense: 3, of_pairs: 4, of_rows: 2}.get(kind, 1)
     forward_and_backward = 2
-    assert len(programs) <= 4 * forward_and_backward
+    assert len(programs) <= 4 * num_ops * forward_and_backward
     assert None not in programs
 
 
@@ -270,6 +339,40 @@ def test_second_derivatives_are_refused(device):
     out = attend(**leaves, **rest).sum()
     with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
         torch.autograd.grad(out, leaves["history"], create_graph=True)
+
+
+@pytest.mark.parametrize("kind", INTERACTIONS)
+@pytest.mark.parametrize("needs", [["x"], ["y"]])
+def test_not_all_of_an_interaction_need_a_gradient(kind, needs, device, monkeypatch, programs):
+    for lengths in LENGTHS[:3]:
+        assert_replayed(kind, lengths, device, monkeypatch, needs=needs)
+    assert None not in programs
+
+
+@pytest.mark.parametrize("kind", [of_transposed, of_rows])
+def test_second_derivatives_of_interactions(kind, device, monkeypatch):
+    """Which the op's own gradient has, of what a program computed."""
+
+    def second_derivatives():
+        attend, leaves, rest = kind(LENGTHS[0], device)
+        out = attend(**leaves, **rest).square().sum()
+        grads = torch.autograd.grad(out, [*leaves.values()], create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in grads), [*leaves.values()])
+
+    with must_replay(monkeypatch):
+        found = second_derivatives()
+    monkeypatch.setattr(calls, "ENABLED", False)
+    assert all(map(torch.equal, found, second_derivatives()))
+
+
+def test_what_is_kept_for_backward(device):
+    """No more than the op keeps: a sum needs neither of what it adds."""
+    x, y = draw(8, 4, device=device) * 1, draw(3, 4, device=device, seed=1)
+    kept = weakref.ref(x)
+    out = jagged_dense_add(x, y, offsets_of(LENGTHS[0], device))
+    del x
+    assert kept() is None
+    assert torch.autograd.grad(out.sum(), y)[0].shape == y.shape
 
 
 def test_graphs_are_kept_if_asked_for(device):

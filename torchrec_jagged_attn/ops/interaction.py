@@ -63,7 +63,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     _check_rows(x, "x", "[N, D]", offsets, "offsets")
     check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
     check_same(x, "x", dtype=True, y=y)
-    return registered.jagged_dense_bmm(x, y, offsets)
+    return registered.call_jagged_dense_bmm(x, y, offsets)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     _check_rows(x, "x", "[N, D]", offsets, "offsets")
     check_shape(y, "y", "[N, T]", (x.shape[0], None))
     check_same(x, "x", dtype=True, y=y)
-    return registered.jagged_jagged_bmm(x, y, offsets)
+    return registered.call_jagged_jagged_bmm(x, y, offsets)
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
     _check_rows(x, "x", "[N, T]", offsets, "offsets")
-    return registered.softmax(x, offsets, None)
+    return registered.call_softmax(x, offsets, None)
 
 
 def jagged_jagged_bmm_jagged_out(
@@ -172,7 +172,7 @@ def jagged_jagged_bmm_jagged_out(
     pair_offsets = _pair_offsets(x, "x", x_offsets, y_offsets)
     if total is None:
         total = _last(pair_offsets)
-    return registered.pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
+    return registered.call_pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
 def array_jagged_bmm_jagged_out(
@@ -222,7 +222,9 @@ def array_jagged_bmm_jagged_out(
     _check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
     check_same(p, "p", dtype=True, y=y)
     pair_offsets = _pair_offsets(p, "p", x_offsets, y_offsets)
-    return registered.array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, False)
+    return registered.call_array_jagged_bmm(
+        p, y, x_offsets, y_offsets, pair_offsets, num_rows, False
+    )
 
 
 def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
@@ -259,7 +261,7 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     if should_validate(p):
         check_offsets_values(x_offsets, int(x_offsets[-1]), "x_offsets")
         check_offsets_values(y_offsets, int(y_offsets[-1]), "y_offsets")
-    return registered.softmax(p, pair_offsets, y_offsets)
+    return registered.call_softmax(p, pair_offsets, y_offsets)
 
 
 def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -285,7 +287,7 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
                 [23.]])
     """
     _check_elementwise(x, y, offsets)
-    return registered.jagged_dense_add(x, y, offsets)
+    return registered.call_jagged_dense_add(x, y, offsets)
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -311,7 +313,7 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
                 [60.]])
     """
     _check_elementwise(x, y, offsets)
-    return registered.jagged_dense_mul(x, y, offsets)
+    return registered.call_jagged_dense_mul(x, y, offsets)
 
 
 def _check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:
@@ -342,4 +344,4 @@ def _pair_offsets(x: Tensor, name: str, x_offsets: Tensor, y_offsets: Tensor) ->
     """``[B + 1]`` int64: where each sample's pairs begin."""
     check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
     check_same(x, name, dtype=False, x_offsets=x_offsets, y_offsets=y_offsets)
-    return registered.pair_offsets(x_offsets, y_offsets)
+    return registered.call_pair_offsets(x_offsets, y_offsets)

@@ -14,6 +14,7 @@ of dense, and both of jagged, are made in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -29,13 +30,21 @@ from torchrec_jagged_attn.kernels.interaction import rows as row_kernels
 from torchrec_jagged_attn.kernels.interaction import softmax as softmax_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
-    call_in_backward,
+    Caller,
     register_op_of_ops,
     register_op_without_grad,
 )
 
 __all__ = [
     "array_jagged_bmm",
+    "call_array_jagged_bmm",
+    "call_jagged_dense_add",
+    "call_jagged_dense_bmm",
+    "call_jagged_dense_mul",
+    "call_jagged_jagged_bmm",
+    "call_pair_bmm",
+    "call_pair_offsets",
+    "call_softmax",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",
@@ -48,19 +57,14 @@ __all__ = [
 ]
 
 Grads = tuple[Tensor | None, ...]
+Needs = Sequence[bool]
+
+PAIR_OFFSETS = ("x_offsets", "y_offsets", "pair_offsets")
 
 
 def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
     return reference if implementation(x.device)[0] == "reference" else of_triton
-
-
-def _save_tensors(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
-    ctx.save_for_backward(*(x for x in inputs if x is None or isinstance(x, Tensor)))
-
-
-def _save_offsets(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
-    ctx.save_for_backward(inputs[-1])
 
 
 def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -69,21 +73,22 @@ def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
 
 
-def _dense_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, *_ = ctx.needs_input_grad
+def _dense_backward(
+    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
+) -> Grads:
+    needs_x, needs_y, _ = needs
     if needs_x and needs_y and not torch.is_grad_enabled():
-        return *call_in_backward(ctx, jagged_dense_bmm_backward, grad_out, x, y, offsets), None
-    grad_x = jagged_dense_bmm(grad_out, y.mT, offsets) if needs_x else None
-    grad_y = jagged_jagged_bmm(x, grad_out, offsets) if needs_y else None
+        return *call(jagged_dense_bmm_backward, grad_out, x, y, offsets), None
+    grad_x = call(jagged_dense_bmm, grad_out, y.mT, offsets) if needs_x else None
+    grad_y = call(jagged_jagged_bmm, x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
 
 
-jagged_dense_bmm = register_op_of_ops(
+jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
     "jagged_dense_bmm",
     forward=_dense_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
-    save=_save_tensors,
+    saves=("x", "y", "offsets"),
     backward=_dense_backward,
 )
 
@@ -94,21 +99,22 @@ def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
 
 
-def _jagged_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, *_ = ctx.needs_input_grad
+def _jagged_backward(
+    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
+) -> Grads:
+    needs_x, needs_y, _ = needs
     if needs_x and needs_y and not torch.is_grad_enabled():
-        return *call_in_backward(ctx, jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
-    grad_x = jagged_dense_bmm(y, grad_out.mT, offsets) if needs_x else None
-    grad_y = jagged_dense_bmm(x, grad_out, offsets) if needs_y else None
+        return *call(jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
+    grad_x = call(jagged_dense_bmm, y, grad_out.mT, offsets) if needs_x else None
+    grad_y = call(jagged_dense_bmm, x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
 
 
-jagged_jagged_bmm = register_op_of_ops(
+jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
     "jagged_jagged_bmm",
     forward=_jagged_forward,
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
-    save=_save_tensors,
+    saves=("x", "y", "offsets"),
     backward=_jagged_backward,
 )
 
@@ -148,12 +154,12 @@ def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
 
 
-pair_offsets = register_op_of_ops(
+pair_offsets, call_pair_offsets = register_op_of_ops(
     "jagged_pair_offsets",
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
-    save=lambda ctx, inputs, out: None,
-    backward=lambda ctx, grad_out: (None, None),
+    saves=(),
+    backward=lambda *_: (None, None),
 )
 
 
@@ -181,19 +187,25 @@ def _pair_forward(
     return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
-def _pair_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    x, y, *offsets = ctx.saved_tensors
-    needs_x, needs_y, *_ = ctx.needs_input_grad
-    grad_x = array_jagged_bmm(grad_out, y, *offsets, x.shape[0], False) if needs_x else None
-    grad_y = array_jagged_bmm(grad_out, x, *offsets, y.shape[0], True) if needs_y else None
+def _pair_backward(
+    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, *rest: Any
+) -> Grads:
+    *offsets, _total, _out = rest
+    needs_x, needs_y, *_ = needs
+    grad_x = grad_y = None
+    if needs_x:
+        grad_x = call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False)
+    if needs_y:
+        grad_y = call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True)
     return grad_x, grad_y, None, None, None, None
 
 
-pair_bmm = register_op_of_ops(
+pair_bmm, call_pair_bmm = register_op_of_ops(
     "jagged_jagged_bmm_jagged_out",
     forward=_pair_forward,
     fake=lambda x, y, x_offsets, y_offsets, pair_offsets, total: x.new_empty(total),
-    save=_save_tensors,
+    saves=("x", "y", *PAIR_OFFSETS),
+    lengths=("total",),
     backward=_pair_backward,
 )
 
@@ -214,30 +226,28 @@ def _array_forward(
     return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
 
 
-def _array_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
-    _save_tensors(ctx, inputs, out)
-    ctx.transposed = inputs[-1]
-
-
-def _array_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    p, y, *offsets = ctx.saved_tensors
-    needs_p, needs_y, *_ = ctx.needs_input_grad
+def _array_backward(
+    call: Caller, grad_out: Tensor, needs: Needs, p: Tensor, y: Tensor, *rest: Any
+) -> Grads:
+    *offsets, _num_rows, transposed, _out = rest
+    needs_p, needs_y, *_ = needs
     grad_p = grad_y = None
     if needs_p:
-        of_x, of_y = (y, grad_out) if ctx.transposed else (grad_out, y)
-        grad_p = pair_bmm(of_x, of_y, *offsets, p.shape[0])
+        of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
+        grad_p = call(pair_bmm, of_x, of_y, *offsets, p.shape[0])
     if needs_y:
-        grad_y = array_jagged_bmm(p, grad_out, *offsets, y.shape[0], not ctx.transposed)
+        grad_y = call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed)
     return grad_p, grad_y, None, None, None, None, None
 
 
-array_jagged_bmm = register_op_of_ops(
+array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
     "array_jagged_bmm_jagged_out",
     forward=_array_forward,
     fake=lambda p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed: y.new_empty(
         num_rows, y.shape[1]
     ),
-    save=_array_save,
+    saves=("p", "y", *PAIR_OFFSETS),
+    lengths=("num_rows",),
     backward=_array_backward,
 )
 
@@ -251,19 +261,23 @@ def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Te
     return _implementation(x, softmax_kernels).softmax(x, offsets, y_offsets)
 
 
-def _softmax_save(ctx: Any, inputs: tuple[Any, ...], out: Tensor) -> None:
-    ctx.save_for_backward(out, *inputs[1:])
+def _softmax_grad(
+    call: Caller,
+    grad_out: Tensor,
+    needs: Needs,
+    _: None,
+    offsets: Tensor,
+    y_offsets: Tensor | None,
+    out: Tensor,
+) -> Grads:
+    return call(softmax_backward, grad_out, out, offsets, y_offsets), None, None
 
 
-def _softmax_grad(ctx: Any, grad_out: Tensor) -> Grads:
-    return call_in_backward(ctx, softmax_backward, grad_out, *ctx.saved_tensors), None, None
-
-
-softmax = register_op_of_ops(
+softmax, call_softmax = register_op_of_ops(
     "jagged_softmax",
     forward=_softmax_forward,
     fake=lambda x, offsets, y_offsets: x.new_empty(x.shape),
-    save=_softmax_save,
+    saves=("offsets", "y_offsets", "out"),
     backward=_softmax_grad,
 )
 
@@ -275,15 +289,15 @@ def _softmax_backward(
     return _implementation(out, softmax_kernels).softmax_backward(grad_out, out, offsets, y_offsets)
 
 
-def _refuse(ctx: Any, grad_out: Tensor) -> Grads:
+def _refuse(*_: Any) -> Grads:
     raise NotImplementedError("jagged_softmax and jagged2_softmax have no second derivative")
 
 
-softmax_backward = register_op_of_ops(
+softmax_backward, _ = register_op_of_ops(
     "jagged_softmax_backward",
     forward=_softmax_backward,
     fake=lambda grad_out, out, offsets, y_offsets: out.new_empty(out.shape),
-    save=_save_offsets,
+    saves=(),
     backward=_refuse,
 )
 
@@ -294,18 +308,19 @@ def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=False)
 
 
-def _add_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    (offsets,) = ctx.saved_tensors
-    needs_x, needs_y, *_ = ctx.needs_input_grad
-    grad_y = jagged_sum(grad_out, None, offsets) if needs_y else None
+def _add_backward(
+    call: Caller, grad_out: Tensor, needs: Needs, _x: None, _y: None, offsets: Tensor, _: None
+) -> Grads:
+    needs_x, needs_y, _ = needs
+    grad_y = call(jagged_sum, grad_out, None, offsets) if needs_y else None
     return grad_out if needs_x else None, grad_y, None
 
 
-jagged_dense_add = register_op_of_ops(
+jagged_dense_add, call_jagged_dense_add = register_op_of_ops(
     "jagged_dense_add",
     forward=_add_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
-    save=_save_offsets,
+    saves=("offsets",),
     backward=_add_backward,
 )
 
@@ -316,19 +331,20 @@ def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=True)
 
 
-def _mul_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, *_ = ctx.needs_input_grad
-    grad_x = jagged_dense_mul(grad_out, y, offsets) if needs_x else None
-    grad_y = jagged_sum(grad_out, x, offsets) if needs_y else None
+def _mul_backward(
+    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
+) -> Grads:
+    needs_x, needs_y, _ = needs
+    grad_x = call(jagged_dense_mul, grad_out, y, offsets) if needs_x else None
+    grad_y = call(jagged_sum, grad_out, x, offsets) if needs_y else None
     return grad_x, grad_y, None
 
 
-jagged_dense_mul = register_op_of_ops(
+jagged_dense_mul, call_jagged_dense_mul = register_op_of_ops(
     "jagged_dense_mul",
     forward=_mul_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
-    save=_save_tensors,
+    saves=("x", "y", "offsets"),
     backward=_mul_backward,
 )
 
@@ -338,19 +354,26 @@ def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).sum_rows(x, y, offsets)
 
 
-def _sum_backward(ctx: Any, grad_out: Tensor) -> Grads:
-    x, y, offsets = ctx.saved_tensors
-    needs_x, needs_y, *_ = ctx.needs_input_grad
+def _sum_backward(
+    call: Caller,
+    grad_out: Tensor,
+    needs: Needs,
+    x: Tensor,
+    y: Tensor | None,
+    offsets: Tensor,
+    _: None,
+) -> Grads:
+    needs_x, needs_y, _ = needs
     factor = torch.ones_like(x) if y is None else y
-    grad_x = jagged_dense_mul(factor, grad_out, offsets) if needs_x else None
-    grad_y = jagged_dense_mul(x, grad_out, offsets) if needs_y else None
+    grad_x = call(jagged_dense_mul, factor, grad_out, offsets) if needs_x else None
+    grad_y = call(jagged_dense_mul, x, grad_out, offsets) if needs_y else None
     return grad_x, grad_y, None
 
 
-jagged_sum = register_op_of_ops(
+jagged_sum, _ = register_op_of_ops(
     "jagged_sum",
     forward=_sum_forward,
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]),
-    save=_save_tensors,
+    saves=("x", "y", "offsets"),
     backward=_sum_backward,
 )

@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -22,9 +23,12 @@ from torch.autograd.function import _SingleLevelFunction
 
 from torchrec_jagged_attn.replay.calls import ReplayedOp
 
-__all__ = ["call_in_backward", "register_op", "register_op_of_ops", "register_op_without_grad"]
+__all__ = ["Caller", "register_op", "register_op_of_ops", "register_op_without_grad"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# Calls an op, given that and its arguments.
+Caller = Callable[..., Any]
 
 Arguments = TypeVar("Arguments", bound=Any)
 Outputs = TypeVar("Outputs", bound=Any)
@@ -115,7 +119,7 @@ def register_op(
     backward_op, run_backward, backward_library = _define(
         f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
     )
-    num_tensors = sum("Tensor" in str(argument.type) for argument in op._schema.arguments)
+    num_tensors = len(_tensors(op))
 
     def node_forward(ctx: Any, *inputs_and_call: Any) -> tuple[Tensor, ...]:
         *inputs, call = inputs_and_call
@@ -172,10 +176,18 @@ def register_op(
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
-    tensors = arguments._fields[:num_tensors]
+    tensors = _tensors(op)
     floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
-    all_axes = [0, *(axes.get(x, -1) for x in (*tensors, *outputs._fields))]
-    return op, ReplayedOp(op, num_tensors, floats, all_axes, run, run_backward, call_backward)
+    all_axes = [axes.get(x, -1) for x in (*tensors, *outputs._fields)]
+    return op, ReplayedOp(
+        op,
+        differentiable=floats,
+        axes=[0, *all_axes],
+        saved=[True] * len(all_axes),
+        run=run,
+        run_backward=run_backward,
+        call_backward=call_backward,
+    )
 
 
 def register_op_of_ops(
@@ -183,9 +195,10 @@ def register_op_of_ops(
     *,
     forward: Callable[..., Tensor],
     fake: Callable[..., Tensor],
-    save: Callable[..., None],
+    saves: tuple[str, ...],
     backward: Callable[..., tuple[Tensor | None, ...]],
-) -> torch._ops.OpOverload:
+    lengths: tuple[str, ...] = (),
+) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, with a gradient made of other ops.
 
     It has as many derivatives as those. The schema is that of the annotated ``forward``, which runs
@@ -193,28 +206,57 @@ def register_op_of_ops(
 
     Args:
         name: of the op.
-        forward: ``(*inputs) -> out``.
+        forward: ``(*inputs) -> out``. Tensors come before all others; along its first axis, the
+            length of each differs from call to call.
         fake: ``forward`` on tensors without data.
-        save: ``(ctx, inputs, out)``, as ``setup_context`` of ``torch.library.register_autograd``.
-        backward: ``(ctx, grad_out)`` to a gradient or ``None`` for each input, likewise.
+        saves: names of the tensors that ``backward`` takes, of which ``"out"`` may be one.
+        backward: ``(call, grad_out, needs_grad, *inputs, out)`` to a gradient or ``None`` for each
+            input. ``call`` calls an op; ``needs_grad`` has a bool for each input; tensors that are
+            not saved are ``None``.
+        lengths: names of the integers that differ from call to call, which follow the tensors.
 
     Returns:
-        The op, a function of ``forward``'s inputs.
+        The op, a function of ``forward``'s inputs; and what calls it at little cost to the host.
     """
     op, run, library = _define(name, forward, fake)
+    tensors = _tensors(op)
+    num_tensors = len(tensors)
+    saved = [x in saves for x in (*tensors, "out")]
 
     def node_forward(ctx: Any, *inputs_and_call: Any) -> Tensor:
         *inputs, call = inputs_and_call
         out = _call_below_autograd(call, inputs)
-        save(ctx, inputs, out)
+        kept = zip((*inputs[:num_tensors], out), saved, strict=True)
+        ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
+        ctx.others = inputs[num_tensors:]
         ctx.is_direct = call is run and _saves_as_they_are()
         return out
 
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(ctx, grad_out), None
+        *inputs, out = ctx.saved_tensors
+        call = _call_in_backward(grad_out, ctx.is_direct)
+        needs_grad = ctx.needs_input_grad[:-1]
+        return *backward(call, grad_out, needs_grad, *inputs, *ctx.others, out), None
+
+    def gradients(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
+        grads = backward(call, grad_out, needs_grad, *rest)
+        return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
+
+    def call_backward(grad_out: Tensor, *rest: Any) -> list:
+        return gradients(_call_in_backward(grad_out, is_direct=True), grad_out, *rest)
 
     _differentiate(op, run, library, node_forward, node_backward)
-    return op
+    return op, ReplayedOp(
+        op,
+        differentiable=[not x.endswith("offsets") for x in tensors],
+        num_lengths=len(lengths),
+        axes=[0] * (num_tensors + 2),
+        saved=saved,
+        run=lambda *inputs: [run(*inputs)],
+        run_backward=functools.partial(gradients, _run),
+        call_backward=call_backward,
+        has_second_derivatives=True,
+    )
 
 
 def register_op_without_grad(
@@ -229,16 +271,29 @@ def register_op_without_grad(
     return _define(name, forward, fake)[0]
 
 
-def call_in_backward(ctx: Any, op: torch._ops.OpOverload, *arguments: Any) -> Any:
-    """``op(*arguments)``, in the backward of an op made of ops whose node is ``ctx``; spared the
-    dispatcher as that op's forward was.
+def _call_in_backward(grad_out: Tensor, is_direct: bool) -> Caller:
+    """What calls ops in the backward of an op made of ops: spared the dispatcher if that op's
+    forward was, and if no gradient is taken.
     """
-    if ctx.is_direct and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        keys = torch._C._dispatch_keys(arguments[0]) | torch._C._dispatch_tls_local_include_set()
+    if is_direct and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        keys = torch._C._dispatch_keys(grad_out) | torch._C._dispatch_tls_local_include_set()
         if _is_direct(keys):
-            with _below_autograd():
-                return _runs[op](*arguments)
+            return _run
+    return _call
+
+
+def _call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
     return op(*arguments)
+
+
+def _run(op: torch._ops.OpOverload, *arguments: Any) -> Any:
+    with _below_autograd():
+        return _runs[op](*arguments)
+
+
+def _tensors(op: torch._ops.OpOverload) -> list[str]:
+    """Names of the tensors among its arguments."""
+    return [x.name for x in op._schema.arguments if "Tensor" in str(x.type)]
 
 
 def _differentiate(

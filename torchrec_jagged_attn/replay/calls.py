@@ -43,31 +43,38 @@ class ReplayedOp:
     called itself, with the same bits.
 
     Args:
-        op: from the arguments to all outputs. Only the first has a gradient.
-        num_tensors: how many of the arguments are tensors, which come first; the very first is no
-            ``None``.
-        differentiable: whether each of these may have a gradient.
+        op: from the arguments to all outputs, or to the only one. Only the first has a gradient.
+        differentiable: of each tensor among the arguments, whether it may have a gradient. Tensors
+            come first; the very first is no ``None``.
+        num_lengths: how many of the arguments after these are lengths, which differ from call to
+            call.
         axes: of the output's gradient, of each of these tensors, and of each output: along which
             its length differs from call to call, -1 for none.
-        run: as the op, but below autograd and on a device.
+        saved: of each of these tensors, and of each output: whether backward takes it, or ``None``.
+        run: from the arguments to a sequence of outputs, below autograd and on a device.
         run_backward: ``(grad_out, needs_grad, *arguments, *outputs)`` to the gradients asked for,
             likewise.
         call_backward: the same, for any tensors, under any mode.
+        has_second_derivatives: whether what ``call_backward`` does may be differentiated.
     """
 
     def __init__(
         self,
         op: torch._ops.OpOverload,
-        num_tensors: int,
+        *,
         differentiable: Sequence[bool],
+        num_lengths: int = 0,
         axes: Sequence[int],
+        saved: Sequence[bool],
         run: Callable[..., Sequence[Tensor]],
         run_backward: Callable[..., Sequence[Tensor]],
         call_backward: Callable[..., Sequence[Tensor]],
+        has_second_derivatives: bool = False,
     ) -> None:
-        self.op, self.num_tensors = op, num_tensors
-        self.differentiable, self.axes = list(differentiable), list(axes)
+        self.op, self.num_tensors, self.num_lengths = op, len(differentiable), num_lengths
+        self.differentiable, self.axes, self.saved = list(differentiable), list(axes), list(saved)
         self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
+        self.has_second_derivatives = has_second_derivatives
 
     def __call__(self, *arguments: Any) -> Tensor:
         if ENABLED and not torch.compiler.is_compiling() and self._may_replay(arguments[0]):
@@ -84,7 +91,8 @@ class ReplayedOp:
 
     def plainly(self, *arguments: Any) -> Tensor:
         """The op's first output, by the op."""
-        return self.op(*arguments)[0]
+        outputs = self.op(*arguments)
+        return outputs if isinstance(outputs, Tensor) else outputs[0]
 
     @functools.cache  # noqa: B019  an op lives as long as the process
     def replay(self) -> Any | None:
@@ -100,42 +108,53 @@ class ReplayedOp:
                 return None
         return library.Call(
             self.op._schema.name,
+            self.num_lengths,
             self.differentiable,
+            self.saved,
             self.axes,
+            self.has_second_derivatives,
             self._record,
             self._record_backward,
             functools.partial(self._gradients, self.call_backward),
         )
 
-    def _record(self, tensors: tuple, constants: tuple) -> Any | None:
+    def _record(self, tensors: tuple, lengths: list, constants: tuple) -> Any | None:
         axes = self.axes[1 : 1 + self.num_tensors]
-        return _record(lambda *traced: self.run(*traced, *constants), tensors, axes)
+        return _record(lambda *traced: self.run(*traced, *constants), tensors, axes, lengths)
 
-    def _record_backward(self, tensors: tuple, needs: tuple, constants: tuple) -> Any | None:
-        def gradients(*traced: Tensor) -> list[Tensor | None]:
-            return self._gradients(self.run_backward, traced, needs, constants)
+    def _record_backward(
+        self, tensors: tuple, needs: tuple, lengths: list, constants: tuple
+    ) -> Any | None:
+        def gradients(*traced: Any) -> list[Tensor | None]:
+            of_tensors, of_lengths = traced[: len(tensors)], traced[len(tensors) :]
+            return self._gradients(self.run_backward, of_tensors, needs, of_lengths, constants)
 
-        return _record(gradients, tensors, self.axes)
+        return _record(gradients, tensors, self.axes, lengths)
 
     def _gradients(
         self,
         backward: Callable[..., Sequence[Tensor]],
         tensors: tuple,
         needs: tuple[bool, ...],
+        lengths: Sequence[int],
         constants: tuple,
     ) -> list[Tensor | None]:
         """One for each tensor that needs one, of the output's gradient, the tensors and outputs."""
-        grad_out, *rest = tensors
-        inputs, outputs = rest[: self.num_tensors], rest[self.num_tensors :]
-        needs_grad = [*needs, *(False for _ in constants)]
-        found = iter(backward(grad_out, needs_grad, *inputs, *constants, *outputs))
+        grad_out, *kept = tensors
+        inputs, outputs = kept[: self.num_tensors], kept[self.num_tensors :]
+        others = (*lengths, *constants)
+        needs_grad = [*needs, *(False for _ in others)]
+        found = iter(backward(grad_out, needs_grad, *inputs, *others, *outputs))
         return [next(found) if need else None for need in needs]
 
 
 def _record(
-    function: Callable[..., Sequence[Tensor | None]], tensors: tuple, axes: Sequence[int]
+    function: Callable[..., Sequence[Tensor | None]],
+    tensors: tuple,
+    axes: Sequence[int],
+    lengths: Sequence[int],
 ) -> Any | None:
     library = replay_extension.library()
     assert library is not None
     with _recording:
-        return record(function, tensors, axes, library.Program)
+        return record(function, tensors, axes, lengths, library.Program)

@@ -35,14 +35,17 @@ def record(
     function: Callable[..., Sequence[Tensor | None]],
     tensors: Sequence[Tensor | None],
     axes: Sequence[int],
+    lengths: Sequence[int],
     make_program: Callable[..., Any],
 ) -> Any | None:
-    """The program of ``function(*tensors)``, which is run; or None where it cannot be recorded.
+    """The program of ``function(*tensors, *lengths)``, which is run; or None where it cannot be
+    recorded.
 
     Args:
-        function: from tensors to tensors.
-        tensors: its arguments, the first of them no ``None``.
+        function: from tensors and numbers to tensors.
+        tensors: its first arguments, the very first of them no ``None``.
         axes: of each, the axis along which its length may differ in other calls, -1 for none.
+        lengths: its other arguments, which may differ in other calls.
         make_program: ``Program`` of ``replay.cpp``.
     """
     recorder = Recorder()
@@ -53,9 +56,10 @@ def record(
                 for place, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
             ]
             recorder.num_inputs = recorder.num_memories = len(traced)
+            numbers = [recorder.length(at, length) for at, length in enumerate(lengths)]
             Launcher.observer = recorder.launch
             try:
-                outputs = function(*traced)
+                outputs = function(*traced, *numbers)
             finally:
                 Launcher.observer = None
         return recorder.program(outputs, make_program)
@@ -121,6 +125,9 @@ class Length:
 
     def __rshift__(self, other: Any) -> Any:
         return self.recorder.combine("shift_right", self, other)
+
+    def __rlshift__(self, other: int) -> int:
+        return other << self.__index__()
 
     def __rrshift__(self, other: Any) -> Any:
         return self.recorder.combine("shift_right", other, self)
@@ -269,6 +276,10 @@ class Recorder:
     def axis(self, kind: str, place: int, axis: int, numbers: Sequence[int]) -> Length:
         """The ``"size"`` or the ``"stride"`` of an input along an axis, one of its ``numbers``."""
         return Length(self, self.place_of((kind, place, axis)), numbers[axis])
+
+    def length(self, number: int, value: int) -> Length:
+        """One that is an argument itself."""
+        return Length(self, self.place_of(("length", number, 0)), value)
 
     def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
         """The argument at ``place``, whose length along ``axis``, if it is not -1, is a Length."""

@@ -89,12 +89,12 @@ template <typename T>
 using Names = std::unordered_map<std::string, T>;
 
 enum Operation {
-  CONSTANT, SIZE, STRIDE, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, SHIFT_RIGHT, BIT_LENGTH,
-  EQUAL, LESS
+  CONSTANT, SIZE, STRIDE, LENGTH, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, SHIFT_RIGHT,
+  BIT_LENGTH, EQUAL, LESS
 };
 
 const Names<Operation> OPERATIONS = {
-    {"constant", CONSTANT}, {"size", SIZE}, {"stride", STRIDE}, {"add", ADD},
+    {"constant", CONSTANT}, {"size", SIZE}, {"stride", STRIDE}, {"length", LENGTH}, {"add", ADD},
     {"subtract", SUBTRACT}, {"multiply", MULTIPLY}, {"floor_divide", FLOOR_DIVIDE},
     {"modulo", MODULO}, {"shift_right", SHIFT_RIGHT}, {"bit_length", BIT_LENGTH}, {"equal", EQUAL},
     {"less", LESS},
@@ -102,7 +102,7 @@ const Names<Operation> OPERATIONS = {
 
 struct Expression {
   Operation operation;
-  int64_t a, b;  // a constant, an input and its axis, or places of operands
+  int64_t a, b;  // a constant, an input and its axis, the number of a length, or places of operands
 };
 
 int64_t bit_length(int64_t a) { return a ? 64 - __builtin_clzll(a < 0 ? -uint64_t(a) : a) : 0; }
@@ -166,6 +166,11 @@ struct CallPython {  // a kernel in Triton's interpreter
   std::vector<std::variant<View, int64_t, py::object>> arguments;
 };
 
+struct Inputs {
+  std::vector<Tensor> tensors;
+  Numbers lengths;  // which the caller gives
+};
+
 struct Program {
   std::vector<Expression> expressions;
   std::vector<std::pair<int64_t, int64_t>> guards;  // place, value
@@ -199,7 +204,7 @@ void finish(Program& program, int64_t num_inputs) {
 }
 
 // Whether all expressions have a value: none divides by zero, or shifts by less than nothing.
-bool evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers& values) {
+bool evaluate(const Program& program, const Inputs& inputs, Numbers& values) {
   values.resize(program.expressions.size());
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& [operation, a, b] = program.expressions[i];
@@ -207,8 +212,9 @@ bool evaluate(const Program& program, const std::vector<Tensor>& inputs, Numbers
     if (operation == SHIFT_RIGHT && values[b] < 0) return false;
     switch (operation) {
       case CONSTANT: values[i] = a; break;
-      case SIZE: values[i] = inputs[a].size(b); break;
-      case STRIDE: values[i] = inputs[a].stride(b); break;
+      case SIZE: values[i] = inputs.tensors[a].size(b); break;
+      case STRIDE: values[i] = inputs.tensors[a].stride(b); break;
+      case LENGTH: values[i] = inputs.lengths[a]; break;
       case ADD: values[i] = values[a] + values[b]; break;
       case SUBTRACT: values[i] = values[a] - values[b]; break;
       case MULTIPLY: values[i] = values[a] * values[b]; break;
@@ -403,8 +409,8 @@ constexpr size_t MOST_KINDS = 4096;  // of an op; then all are forgotten, and re
 class Programs {
  public:
   // The program of a kind that holds for these inputs, and what its expressions are; or none.
-  std::shared_ptr<const Program> find(const Numbers& kind, const std::vector<Tensor>& inputs,
-                                      Numbers& values, bool& is_hopeless) {
+  std::shared_ptr<const Program> find(const Numbers& kind, const Inputs& inputs, Numbers& values,
+                                      bool& is_hopeless) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = programs_.find(kind);
     is_hopeless = false;
@@ -455,9 +461,11 @@ bool is_plain_thread() {
 
 struct Op {
   std::string name;
-  size_t num_tensors;
+  size_t num_tensors, num_lengths;
   std::vector<bool> differentiable;  // of the tensors
+  std::vector<bool> saved;  // for backward, of the tensors and the outputs
   Numbers axes;  // of the output's gradient, the tensors, and the outputs: where lengths differ
+  bool has_second_derivatives;
   // Recorders return a program or None; the last one runs backward without a program.
   py::object record_forward, record_backward, run_backward;
   Programs forward, backward;
@@ -507,25 +515,28 @@ std::shared_ptr<const Program> recorded(const py::object& program) {
 }
 
 // All outputs; none where the call is not replayed.
-std::vector<Tensor> replay_forward(Op& op, const std::vector<Tensor>& inputs,
-                                   const Constants& constants) {
-  Numbers kind = kind_of(constants, inputs, op.axes.data() + 1), values;
+std::vector<Tensor> replay_forward(Op& op, const Inputs& inputs, const Constants& constants) {
+  Numbers kind = kind_of(constants, inputs.tensors, op.axes.data() + 1), values;
   bool is_hopeless = false;
   auto program = op.forward.find(kind, inputs, values, is_hopeless);
   if (!program && !is_hopeless) {
     py::gil_scoped_acquire gil;
-    op.forward.add(kind, recorded(op.record_forward(as_tuple(inputs), constants.objects)));
+    const py::object found =
+        op.record_forward(as_tuple(inputs.tensors), inputs.lengths, constants.objects);
+    op.forward.add(kind, recorded(found));
     program = op.forward.find(kind, inputs, values, is_hopeless);
   }
   if (!program) return {};
   const py::gil_scoped_release no_gil;
-  return run(*program, inputs, values);
+  return run(*program, inputs.tensors, values);
 }
 
 // Gradients of the tensors that need one, undefined for the others.
-std::vector<Tensor> replay_backward(Op& op, const std::vector<Tensor>& tensors,
-                                    const std::vector<bool>& needs, const Constants& constants) {
-  const bool plain = is_plain_thread() && std::all_of(tensors.begin(), tensors.end(), is_plain);
+std::vector<Tensor> replay_backward(Op& op, const Inputs& inputs, const std::vector<bool>& needs,
+                                    const Constants& constants) {
+  const auto& tensors = inputs.tensors;
+  const bool plain = !at::GradMode::is_enabled() && is_plain_thread() &&
+                     std::all_of(tensors.begin(), tensors.end(), is_plain);
   std::shared_ptr<const Program> program;
   bool is_hopeless = !plain;
   Numbers kind, values;
@@ -534,29 +545,34 @@ std::vector<Tensor> replay_backward(Op& op, const std::vector<Tensor>& tensors,
     int64_t mask = 0;
     for (size_t i = 0; i < needs.size(); ++i) mask |= int64_t(needs[i]) << i;
     kind.push_back(mask);
-    program = op.backward.find(kind, tensors, values, is_hopeless);
+    program = op.backward.find(kind, inputs, values, is_hopeless);
     if (program) return run(*program, tensors, values);
   }
   py::gil_scoped_acquire gil;
   py::tuple asked(needs.size());
   for (size_t i = 0; i < needs.size(); ++i) asked[i] = py::bool_(needs[i]);
   if (!is_hopeless) {
-    const py::object found = op.record_backward(as_tuple(tensors), asked, constants.objects);
+    const py::object found =
+        op.record_backward(as_tuple(tensors), asked, inputs.lengths, constants.objects);
     op.backward.add(kind, recorded(found));
-    program = op.backward.find(kind, tensors, values, is_hopeless);
+    program = op.backward.find(kind, inputs, values, is_hopeless);
   }
   if (program) {
     py::gil_scoped_release no_gil;
     return run(*program, tensors, values);
   }
   std::vector<Tensor> grads;
-  for (const py::handle& grad : op.run_backward(as_tuple(tensors), asked, constants.objects))
+  const py::object found =
+      op.run_backward(as_tuple(tensors), asked, inputs.lengths, constants.objects);
+  for (const py::handle& grad : found)
     grads.push_back(grad.is_none() ? Tensor() : grad.cast<Tensor>());
   return grads;
 }
 
-struct Saved {  // hidden from autograd, which would take its tensors for inputs of the node
-  const std::vector<Tensor>& inputs;
+struct Done {  // hidden from autograd, which would take its tensors for inputs of the node
+  Op& op;
+  const Constants& constants;
+  const Inputs& inputs;
   const std::vector<Tensor>& outputs;
 };
 
@@ -565,39 +581,47 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
   static constexpr bool is_traceable = true;  // by compiled autograd: the op is called then
 
   // `differentiable` are those of the inputs that are, as many as are given.
-  static Tensor forward(torch::autograd::AutogradContext* context, Op* op, Constants* constants,
-                        const at::TensorList& differentiable, const Saved& saved) {
-    auto tensors = saved.inputs;
-    tensors.insert(tensors.end(), saved.outputs.begin(), saved.outputs.end());
+  static Tensor forward(torch::autograd::AutogradContext* context,
+                        const at::TensorList& differentiable, const Done& done) {
+    auto tensors = done.inputs.tensors;
+    int64_t edges = 0;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      edges |= int64_t(done.op.differentiable[i] && tensors[i].defined()) << i;
+    tensors.insert(tensors.end(), done.outputs.begin(), done.outputs.end());
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (!done.op.saved[i]) tensors[i].reset();
     context->save_for_backward(std::move(tensors));
     context->set_materialize_grads(false);
-    context->saved_data["op"] = int64_t(reinterpret_cast<intptr_t>(op));
-    context->saved_data["constants"] = int64_t(reinterpret_cast<intptr_t>(constants));
-    return saved.outputs[0];
+    // In a list, since compiled autograd takes a number alone for one that may change.
+    Numbers numbers = {int64_t(reinterpret_cast<intptr_t>(&done.op)),
+                       int64_t(reinterpret_cast<intptr_t>(&done.constants)), edges};
+    const auto& lengths = done.inputs.lengths;
+    numbers.insert(numbers.end(), lengths.begin(), lengths.end());
+    context->saved_data["call"] = std::move(numbers);
+    return done.outputs[0];
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads) {
-    Op& op = *reinterpret_cast<Op*>(intptr_t(context->saved_data["op"].toInt()));
-    const auto& constants =
-        *reinterpret_cast<Constants*>(intptr_t(context->saved_data["constants"].toInt()));
-    TORCH_CHECK_NOT_IMPLEMENTED(!grads[0].defined() || !at::GradMode::is_enabled(), op.name,
-                                " has no second derivative, got create_graph=True");
-    auto tensors = context->get_saved_variables();
-    tensors.insert(tensors.begin(), grads[0]);
+    const Numbers numbers = context->saved_data["call"].toIntVector();
+    Op& op = *reinterpret_cast<Op*>(intptr_t(numbers[0]));
+    const auto& constants = *reinterpret_cast<const Constants*>(intptr_t(numbers[1]));
+    const auto is_edge = [&](size_t i) { return (numbers[2] >> i & 1) != 0; };
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !grads[0].defined() || !at::GradMode::is_enabled() || op.has_second_derivatives, op.name,
+        " has no second derivative, got create_graph=True");
     std::vector<bool> needs;
     size_t edge = 0;
-    for (size_t i = 0; i < op.num_tensors; ++i) {
-      const bool is_input = op.differentiable[i] && tensors[i + 1].defined();
-      needs.push_back(is_input && context->needs_input_grad(edge));
-      edge += is_input;
-    }
-    torch::autograd::variable_list result(edge + 3);  // all arguments of forward
+    for (size_t i = 0; i < op.num_tensors; ++i)
+      needs.push_back(is_edge(i) && context->needs_input_grad(edge++));
+    torch::autograd::variable_list result(edge + 1);  // all arguments of forward
     if (!grads[0].defined()) return result;
-    auto found = replay_backward(op, tensors, needs, constants);
+    Inputs inputs{context->get_saved_variables(), {numbers.begin() + 3, numbers.end()}};
+    inputs.tensors.insert(inputs.tensors.begin(), grads[0]);
+    auto found = replay_backward(op, inputs, needs, constants);
     edge = 0;
     for (size_t i = 0; i < op.num_tensors; ++i)
-      if (op.differentiable[i] && tensors[i + 1].defined()) result[2 + edge++] = std::move(found[i]);
+      if (is_edge(i)) result[edge++] = std::move(found[i]);
     return result;
   }
 };
@@ -611,19 +635,26 @@ struct Call {
   // The op's first output, or None where the call is not replayed.
   py::object operator()(const py::args& arguments) {
     if (!is_plain_thread()) return py::none();
-    std::vector<Tensor> inputs;
-    inputs.reserve(op->num_tensors + 8);
+    Inputs inputs;
+    auto& tensors = inputs.tensors;
+    tensors.reserve(op->num_tensors + 8);
     bool needs_grad = false;
     for (size_t i = 0; i < op->num_tensors; ++i) {
       PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), i);
       if (object == Py_None) {
-        inputs.emplace_back();
+        tensors.emplace_back();
         continue;
       }
       if (!THPVariable_CheckExact(object)) return py::none();  // a subclass has its own ways
-      inputs.push_back(THPVariable_Unpack(object));
-      if (!is_plain(inputs.back())) return py::none();
-      needs_grad |= op->differentiable[i] && inputs.back().requires_grad();
+      tensors.push_back(THPVariable_Unpack(object));
+      if (!is_plain(tensors.back())) return py::none();
+      needs_grad |= op->differentiable[i] && tensors.back().requires_grad();
+    }
+    for (size_t i = 0; i < op->num_lengths; ++i) {
+      PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), op->num_tensors + i);
+      if (!PyLong_CheckExact(object)) return py::none();
+      inputs.lengths.push_back(PyLong_AsLongLong(object));
+      if (PyErr_Occurred()) throw py::error_already_set();
     }
     needs_grad &= at::GradMode::is_enabled();
     if (needs_grad && at::SavedTensorDefaultHooks::get_hooks()) return py::none();
@@ -634,16 +665,18 @@ struct Call {
     if (outputs.empty()) return py::none();
     if (!needs_grad) return py::cast(outputs[0]);
     std::vector<Tensor> differentiable;
-    for (size_t i = 0; i < inputs.size(); ++i)
-      if (op->differentiable[i] && inputs[i].defined()) differentiable.push_back(inputs[i]);
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (op->differentiable[i] && tensors[i].defined()) differentiable.push_back(tensors[i]);
     const at::TensorList arguments_of_node = differentiable;
-    return py::cast(ReplayBackward::apply(op, constants, arguments_of_node, Saved{inputs, outputs}));
+    return py::cast(
+        ReplayBackward::apply(arguments_of_node, Done{*op, *constants, inputs, outputs}));
   }
 
  private:
   Constants* constants_of(const py::args& arguments) {
-    py::tuple objects(arguments.size() - op->num_tensors);
-    for (size_t i = 0; i < objects.size(); ++i) objects[i] = arguments[op->num_tensors + i];
+    const size_t first = op->num_tensors + op->num_lengths;
+    py::tuple objects(arguments.size() - first);
+    for (size_t i = 0; i < objects.size(); ++i) objects[i] = arguments[first + i];
     if (known.contains(objects)) return all[known[objects].cast<size_t>()];
     if (all.size() == MOST_CONSTANTS) return nullptr;
     known[objects] = all.size();
@@ -731,14 +764,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           self.outputs.emplace_back(view_of(output.cast<py::tuple>()));
       });
   py::class_<Call>(m, "Call")
-      .def(py::init([](const std::string& name, std::vector<bool> differentiable,
-                       Numbers axes, py::object record_forward, py::object record_backward,
-                       py::object run_backward) {
+      .def(py::init([](const std::string& name, size_t num_lengths,
+                       std::vector<bool> differentiable, std::vector<bool> saved, Numbers axes,
+                       bool has_second_derivatives, py::object record_forward,
+                       py::object record_backward, py::object run_backward) {
         auto* const op = new Op();
         op->name = name;
         op->num_tensors = differentiable.size();
+        op->num_lengths = num_lengths;
         op->differentiable = std::move(differentiable);
+        op->saved = std::move(saved);
         op->axes = std::move(axes);
+        op->has_second_derivatives = has_second_derivatives;
         op->record_forward = std::move(record_forward);
         op->record_backward = std::move(record_backward);
         op->run_backward = std::move(run_backward);

@@ -214,7 +214,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """``[B + 1]`` int64: where each sample's pairs begin."""
-    out = torch.empty_like(x_offsets, dtype=torch.int64, memory_format=torch.contiguous_format)
+    out = x_offsets.new_empty(x_offsets.shape, dtype=torch.int64)
     num_samples = out.numel() - 1
     _pair_offsets(
         (1,),
@@ -283,9 +283,9 @@ def _launch_rows(
     num_samples = m_offsets.numel() - 1
     num_rows = (a if n_offsets is not None else out).shape[0]
     # Of no sample does a tile span more elements than this.
-    span = 64 * max(a.shape[0], b.shape[0], num_rows)
+    narrow = all(64 * n < 2**31 for n in (a.shape[0], b.shape[0], num_rows))
     constants = _rows_constants(
-        a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, span < 2**31
+        a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, narrow
     )
     num_tiles = num_rows // constants["C"].BLOCK_M + num_samples
     all_offsets = (m_offsets, n_offsets, k_offsets, pair_offsets)
