@@ -129,29 +129,62 @@ def of_half_flash(lengths, device, kind=of_flash, **rest):
     return attend, leaves | widened, given | rest
 
 
-def of_module(lengths, device, jagged=False):
-    module = JaggedTargetAttention(32, 2, device="meta")
+def of_module(lengths, device, jagged=False, history_dim=32, **options):
+    module = JaggedTargetAttention(32, 2, history_dim=history_dim, device="meta", **options)
     num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)
     leaves = {
         "target": draw(sum(num_targets), 32, device=device),
-        "rows": draw(sum(lengths), 32, device=device, seed=1),
+        "rows": draw(sum(lengths), history_dim, device=device, seed=1),
         **{
             name: draw(*x.shape, device=device, seed=seed)
             for seed, (name, x) in enumerate(module.named_parameters())
         },
     }
 
-    def attend(target, rows, **parameters):
+    def attend(target, rows, prior_weights=None, **parameters):
         if jagged:
             target = JaggedTensor(target, offsets=offsets_of(num_targets, device))
         history = JaggedTensor(rows, offsets=offsets_of(lengths, device))
-        return torch.func.functional_call(module, parameters, (target, history))
+        inputs = {"target": target, "history": history, "prior_weights": prior_weights}
+        return torch.func.functional_call(module, parameters, (), inputs)
 
     return attend, leaves, {}
 
 
 def of_jagged_module(lengths, device):
     return of_module(lengths, device, jagged=True)
+
+
+def of_explicit_module(lengths, device):
+    return of_module(lengths, device, keys_and_values="explicit")
+
+
+def of_explicit_jagged_module(lengths, device):
+    """Which has a weight for each projection."""
+    return of_module(lengths, device, jagged=True, history_dim=16, keys_and_values="explicit")
+
+
+def with_prior_weights(kind, lengths, device):
+    """Some of which are zero."""
+    attend, leaves, rest = kind(lengths, device)
+    weights = draw(sum(lengths), device=device, seed=9).detach().clamp_(min=0).requires_grad_()
+    return attend, leaves | {"prior_weights": weights}, rest
+
+
+def of_weighted_target(lengths, device):
+    return with_prior_weights(of_target, lengths, device)
+
+
+def of_weighted_flash(lengths, device):
+    return with_prior_weights(of_flash, lengths, device)
+
+
+def of_weighted_module(lengths, device):
+    return with_prior_weights(of_module, lengths, device)
+
+
+def of_weighted_explicit_module(lengths, device):
+    return with_prior_weights(of_explicit_module, lengths, device)
 
 
 def of_dense(lengths, device):
@@ -215,7 +248,9 @@ KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
-        of_module, of_jagged_module, *INTERACTIONS,
+        of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
+        of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
+        *INTERACTIONS,
     )
 }  # fmt: skip
 

@@ -168,7 +168,7 @@ def _backward(
         if needs.history:
             grad_history = grad_kv @ w_kv
         if needs_weights:
-            grad_w_kv = (grad_kv.T @ history).view(2, *w_k.shape)
+            grad_w_kv = (grad_kv.mT @ history).view(2, *w_k.shape)
             grad_w_k.copy_(grad_w_kv[0])
             grad_w_v.copy_(grad_w_kv[1])
     else:
@@ -236,7 +236,7 @@ def is_explicit(args: MultiHeadArguments) -> bool:
     kind = device_type, min(history.element_size(), 4)
     elements = history_dim + 16 * embed_dim
     more_per_sample = 16 * history_dim * embed_dim + elements * FLOPS_PER_ELEMENT[kind]
-    absorbed = 18 * num_targets * num_heads * history_dim * FLOPS_OF_ABSORBED[kind]
+    absorbed = int(18 * FLOPS_OF_ABSORBED[kind]) * num_targets * num_heads * history_dim
     explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
     return absorbed > explicit
 
@@ -296,12 +296,16 @@ def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     All in the dtype of the history. Keys have no bias: softmax would drop it, but not its rounding.
     """
     history, weights = args.history, args.in_weights
-    w_kv = torch.cat(weights[1:]) if len(weights) == 3 else weights[0][history.shape[1] :]
-    b_kv = None
+    embed_dim, b_kv = args.out_weight.shape[0], None
+    if len(weights) == 3:
+        w_kv = history.new_empty(2 * embed_dim, history.shape[1])
+        for half, weight in zip(w_kv.chunk(2), weights[1:], strict=True):
+            half.copy_(weight)
+    else:
+        w_kv = weights[0][embed_dim:].to(history.dtype)
     if args.in_bias is not None:
-        b_kv = args.in_bias[-w_kv.shape[0] :].to(history.dtype, copy=True)
-        b_kv[: w_kv.shape[0] // 2] = 0
-    w_kv = w_kv.to(history.dtype)
+        b_kv = history.new_zeros(2 * embed_dim)
+        b_kv[embed_dim:].copy_(args.in_bias[2 * embed_dim :])
     return *_by_head(F.linear(history, w_kv, b_kv), args.num_heads), w_kv
 
 
@@ -316,7 +320,8 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
     if args.query_offsets is not None:
         return args.query_offsets
     num_targets = 1 if args.target.dim() == 2 else args.target.shape[1]
-    return torch.arange(args.offsets.numel(), device=args.offsets.device) * num_targets
+    steps = args.offsets.new_full([args.offsets.numel()], num_targets, dtype=torch.int64)
+    return steps.cumsum(0) - num_targets
 
 
 def _head_products(args: MultiHeadArguments) -> ModuleType:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -293,32 +294,36 @@ class Recorder:
                     raise UnrecordableError("a tensor that is not contiguous")
         return self.tensor(tensor.detach(), place, 0, sizes, strides)
 
-    def allocate(self, like: Traced, sizes: Sequence[Number], dtype: Any, zeros: bool) -> Traced:
+    def allocate(self, like: Traced, sizes: Sequence[Number], dtype: Any = None) -> Traced:
         dtype = like.plain.dtype if dtype is None else dtype
-        make = like.plain.new_zeros if zeros else like.plain.new_empty
-        real = make([_value(size) for size in sizes], dtype=dtype)
+        real = like.plain.new_empty([_value(size) for size in sizes], dtype=dtype)
+        self.steps.append(("allocate", (dtype, [self.place(size) for size in sizes])))
+        return self._made(real, sizes)
+
+    def operator(
+        self, op: torch._ops.OpOverload, arguments: Sequence[Any], sizes: Sequence[Number]
+    ) -> Traced:
+        """``op(*arguments)``, of PyTorch, which returns a contiguous tensor of these ``sizes``."""
+        named = [*zip(op._schema.arguments, map(_plain, arguments), strict=False)]
+        real = op(
+            *(value for of_schema, value in named if not of_schema.kwarg_only),
+            **{of_schema.name: value for of_schema, value in named if of_schema.kwarg_only},
+        )
+        if not real.is_contiguous() or [*real.shape] != [_value(size) for size in sizes]:
+            raise UnrecordableError(f"{op} of such a shape")
+        places = [self._view(_traced(x)) if isinstance(x, Tensor) else x for x in arguments]
+        self.steps.append(("operator", (op._schema.name, op._schema.overload_name, places)))
+        return self._made(real, sizes)
+
+    def _made(self, real: Tensor, sizes: Sequence[Number]) -> Traced:
         memory, self.num_memories = self.num_memories, self.num_memories + 1
-        self.steps.append(("allocate", (dtype, [self.place(size) for size in sizes], zeros)))
         return self.tensor(real, memory, 0, sizes, _contiguous_strides(sizes))
 
     def copy(self, x: Traced, dtype: torch.dtype | None = None) -> Traced:
         """``x`` contiguous, in memory of its own."""
         dtype = x.plain.dtype if dtype is None else dtype
-        real = x.plain.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return self._computed("copy", x, dtype, real, x.sizes)
-
-    def sum_of_rows(self, x: Traced) -> Traced:
-        """The sum along the first axis, contiguous."""
-        plain = x.plain
-        real = torch.sum(plain, 0, out=plain.new_empty(plain.shape[1:]))
-        return self._computed("sum", x, plain.dtype, real, x.sizes[1:])
-
-    def _computed(
-        self, step: str, x: Traced, dtype: torch.dtype, real: Tensor, sizes: Sequence[Number]
-    ) -> Traced:
-        memory, self.num_memories = self.num_memories, self.num_memories + 1
-        self.steps.append((step, (self._view(x), dtype)))
-        return self.tensor(real, memory, 0, sizes, _contiguous_strides(sizes))
+        arguments = (x, dtype, False, True, torch.contiguous_format)
+        return self.operator(torch.ops.aten.to.dtype, arguments, x.sizes)
 
     def launch(
         self, launcher: Launcher, grid: tuple[int, ...], arguments: tuple, constants: dict
@@ -449,7 +454,7 @@ class Recorder:
 
 def _traced(x: Tensor) -> Traced:
     if not isinstance(x, Traced):
-        raise UnrecordableError("an output that was made of nothing")
+        raise UnrecordableError("a tensor that was made of nothing")
     return x
 
 
@@ -518,15 +523,20 @@ def _sizes(arguments: tuple) -> list[Any]:
 
 
 def _new_empty(x: Traced, *sizes: Any, dtype: Any = None) -> Traced:
-    return x.recorder.allocate(x, _sizes(sizes), dtype, zeros=False)
+    return x.recorder.allocate(x, _sizes(sizes), dtype)
+
+
+def _new_full(x: Traced, sizes: Any, value: Any, dtype: Any = None) -> Traced:
+    out = x.recorder.allocate(x, sizes, dtype)
+    return x.recorder.operator(torch.ops.aten.fill_.Scalar, (out, value), sizes)
 
 
 def _new_zeros(x: Traced, *sizes: Any, dtype: Any = None) -> Traced:
-    return x.recorder.allocate(x, _sizes(sizes), dtype, zeros=True)
+    return _new_full(x, _sizes(sizes), 0, dtype)
 
 
 def _empty_like(x: Traced, dtype: Any = None) -> Traced:
-    return x.recorder.allocate(_contiguous(x), x.sizes, dtype, zeros=False)
+    return x.recorder.allocate(_contiguous(x), x.sizes, dtype)
 
 
 def _contiguous(x: Traced) -> Traced:
@@ -585,9 +595,7 @@ def _narrow(x: Traced, begin: Any, end: Any) -> Traced:
 def _getitem(x: Traced, index: Any) -> Traced:
     size = x.sizes[0]
     if isinstance(index, Number) and 0 <= index < size:
-        row = _narrow(x, index, index + 1)
-        real = row.plain[0]
-        return x.recorder.tensor(real, x.memory, row.offset, x.sizes[1:], x.strides[1:])
+        return _select(x, 0, index)
     if isinstance(index, slice) and index.step is None:
         begin = 0 if index.start is None else index.start
         end = size if index.stop is None else index.stop
@@ -596,8 +604,15 @@ def _getitem(x: Traced, index: Any) -> Traced:
     raise UnrecordableError(f"[{index}]")
 
 
-def _unpack(x: Traced) -> Any:
-    return iter([_getitem(x, at) for at in range(x.sizes[0])])
+def _select(x: Traced, dim: int, index: Number) -> Traced:
+    sizes, strides = list(x.sizes), list(x.strides)
+    offset = x.offset + index * strides[dim]
+    del sizes[dim], strides[dim]
+    return x.recorder.tensor(x.plain.select(dim, _value(index)), x.memory, offset, sizes, strides)
+
+
+def _unbind(x: Traced, dim: int = 0) -> tuple[Traced, ...]:
+    return tuple(_select(x, dim, at) for at in range(x.sizes[dim]))
 
 
 def _chunk(x: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
@@ -621,14 +636,48 @@ def _transpose(x: Traced) -> Traced:
 
 def _sum(x: Traced, dim: int, keepdim: bool = False, out: Traced | None = None) -> Traced:
     """Contiguous, as ``out`` is."""
-    if dim != 0:
-        raise UnrecordableError("sum")
-    total = x.recorder.sum_of_rows(x)
-    if out is not None:  # becomes the sum
-        out.plain, out.memory, out.offset = total.plain, total.memory, total.offset
-        out.sizes, out.strides = total.sizes, total.strides
-        return out
-    return _unsqueeze(total, 0) if keepdim else total
+    sizes = _reduced(x, dim, keepdim)
+    out = x.recorder.allocate(x, sizes) if out is None else out
+    arguments = (x, [dim], keepdim, None, out)
+    return x.recorder.operator(torch.ops.aten.sum.IntList_out, arguments, sizes)
+
+
+def _any(x: Traced, dim: int, keepdim: bool = False) -> Traced:
+    sizes = _reduced(_same_sizes(x), dim, keepdim)
+    return x.recorder.operator(torch.ops.aten.any.dim, (x, dim, keepdim), sizes)
+
+
+def _reduced(x: Traced, dim: int, keepdim: bool) -> list[Number]:
+    sizes = list(x.sizes)
+    sizes[dim : dim + 1] = [1] if keepdim else []
+    return sizes
+
+
+def _same_sizes(x: Traced, *others: Any) -> Traced:
+    """``x``, which like all tensors among the ``others`` is contiguous, and of the same sizes."""
+    for tensor in (x, *(other for other in others if isinstance(other, Traced))):
+        if not _is_contiguous(tensor) or tensor.sizes != x.sizes:
+            raise UnrecordableError("tensors that are not contiguous, or not of one size")
+    return x
+
+
+def _elementwise(op: torch._ops.OpOverload) -> Callable[..., Traced]:
+    return lambda x, *others: x.recorder.operator(op, (_same_sizes(x, *others), *others), x.sizes)
+
+
+def _matmul(x: Traced, y: Traced) -> Traced:
+    sizes = (*x.sizes[:1], *y.sizes[1:])
+    return x.recorder.operator(torch.ops.aten.mm.default, (x, y), sizes)
+
+
+def _linear(x: Traced, weight: Traced, bias: Traced | None = None) -> Traced:
+    sizes = (*x.sizes[:-1], weight.sizes[0])
+    return x.recorder.operator(torch.ops.aten.linear.default, (x, weight, bias), sizes)
+
+
+def _copy_into(x: Traced, source: Traced) -> Traced:
+    x.recorder.operator(torch.ops.aten.copy_.default, (x, source), x.sizes)
+    return x
 
 
 def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
@@ -691,6 +740,7 @@ def _same(name: str) -> Callable[..., Any]:
 for _name, _method in (
     ("new_empty", _new_empty),
     ("new_zeros", _new_zeros),
+    ("new_full", _new_full),
     ("view", _view),
     ("reshape", _reshape),
 ):
@@ -710,10 +760,21 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.squeeze: _squeeze,
     Tensor.chunk: _chunk,
     Tensor.__getitem__: _getitem,
-    Tensor.__iter__: _unpack,
+    Tensor.__iter__: lambda x: iter(_unbind(x)),
+    Tensor.unbind: _unbind,
     Tensor.to: _to,
     Tensor.sum: _sum,
     torch.sum: _sum,
+    Tensor.any: _any,
+    Tensor.div: _elementwise(torch.ops.aten.div.Tensor),
+    Tensor.sub: _elementwise(torch.ops.aten.sub.Scalar),
+    Tensor.ne: _elementwise(torch.ops.aten.ne.Scalar),
+    Tensor.__eq__: _elementwise(torch.ops.aten.eq.Scalar),
+    Tensor.masked_fill: _elementwise(torch.ops.aten.masked_fill.Scalar),
+    Tensor.cumsum: _elementwise(torch.ops.aten.cumsum.default),
+    Tensor.matmul: _matmul,
+    F.linear: _linear,
+    Tensor.copy_: _copy_into,
     Tensor.clone: lambda x: x.recorder.copy(x),
     Tensor.split: _split,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]

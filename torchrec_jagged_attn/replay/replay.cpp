@@ -1,4 +1,4 @@
-// Replays what an op does on the host: allocations and launches of compiled kernels.
+// Replays what an op does on the host: allocations, launches of compiled kernels, PyTorch's own ops.
 //
 // An op's Python decides once for each kind of call what to allocate and to launch, and
 // recording.py writes that down as a Program. Calls of the same kind then run the program here, and
@@ -12,11 +12,13 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <array>
 #include <mutex>
@@ -120,13 +122,11 @@ struct View {  // of a tensor's memory; all else are places of expressions, in e
 struct Allocate {
   at::ScalarType dtype;
   Numbers sizes;
-  bool zeros;
 };
 
-struct Compute {  // a contiguous copy in a dtype, or the sum of rows
-  View of;
-  at::ScalarType dtype;
-  bool sum;
+struct CallOperator {  // of PyTorch, which returns one contiguous tensor
+  c10::OperatorHandle op;
+  std::vector<std::variant<View, c10::IValue>> arguments;
 };
 
 struct Descriptor {  // of the tensor memory accelerator, innermost axes first
@@ -174,7 +174,7 @@ struct Inputs {
 struct Program {
   std::vector<Expression> expressions;
   std::vector<std::pair<int64_t, int64_t>> guards;  // place, value
-  std::vector<std::variant<Allocate, Compute, Launch, CallPython>> steps;
+  std::vector<std::variant<Allocate, CallOperator, Launch, CallPython>> steps;
   std::vector<std::optional<View>> outputs;
   std::vector<Descriptor> descriptors;
   std::vector<Numbers> last_uses;  // of each step, memories that none after it reads
@@ -184,18 +184,20 @@ struct Program {
 void finish(Program& program, int64_t num_inputs) {
   std::unordered_map<int64_t, size_t> last;
   int64_t memory = num_inputs;
+  const auto use = [&](const auto& arguments, size_t i) {
+    for (const auto& argument : arguments)
+      if (const auto* of = std::get_if<View>(&argument)) last[of->memory] = i;
+  };
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const auto& step = program.steps[i];
-    if (const auto* compute = std::get_if<Compute>(&step)) last[compute->of.memory] = i;
-    if (std::holds_alternative<Allocate>(step) || std::holds_alternative<Compute>(step))
+    if (const auto* call = std::get_if<CallOperator>(&step)) use(call->arguments, i);
+    if (const auto* call = std::get_if<CallPython>(&step)) use(call->arguments, i);
+    if (std::holds_alternative<Allocate>(step) || std::holds_alternative<CallOperator>(step))
       last[memory++] = i;
     if (const auto* kernel = std::get_if<Launch>(&step))
       for (const auto& parameter : kernel->parameters)
         if (parameter.kind == Parameter::POINTER || parameter.kind == Parameter::DESCRIPTOR)
           last[parameter.memory] = i;
-    if (const auto* call = std::get_if<CallPython>(&step))
-      for (const auto& argument : call->arguments)
-        if (const auto* of = std::get_if<View>(&argument)) last[of->memory] = i;
   }
   for (const auto& output : program.outputs)
     if (output) last.erase(output->memory);
@@ -323,6 +325,21 @@ void launch(const Program& program, const Launch& step, const std::vector<Tensor
   check(launch_kernel(&config, step.function, pointers, nullptr));
 }
 
+Tensor call_operator(const CallOperator& step, const std::vector<Tensor>& memories,
+                     const Numbers& values) {
+  torch::jit::Stack stack;
+  for (const auto& argument : step.arguments) {
+    if (const auto* of = std::get_if<View>(&argument))
+      stack.emplace_back(view(*of, memories, values));
+    else
+      stack.push_back(std::get<c10::IValue>(argument));
+  }
+  step.op.callBoxed(stack);
+  Tensor out = std::move(stack[0]).toTensor();
+  TORCH_CHECK(out.is_contiguous(), step.op.operator_name(), " gave what is not contiguous");
+  return out;
+}
+
 void call_python(const CallPython& step, const std::vector<Tensor>& memories, const Numbers& values) {
   py::gil_scoped_acquire gil;
   py::list arguments;
@@ -353,17 +370,9 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
     const auto& step = program.steps[i];
     if (const auto* allocate = std::get_if<Allocate>(&step)) {
       const auto sizes = select(allocate->sizes, values);
-      const auto options = first.options().dtype(allocate->dtype);
-      memories.push_back(allocate->zeros ? at::zeros(sizes, options) : at::empty(sizes, options));
-    } else if (const auto* compute = std::get_if<Compute>(&step)) {
-      const Tensor of = view(compute->of, memories, values);
-      if (compute->sum) {
-        Tensor out = at::empty(of.sizes().slice(1), of.options());
-        memories.push_back(at::sum_out(out, of, 0));
-      } else {
-        const auto options = of.options().dtype(compute->dtype);
-        memories.push_back(of.to(options, false, true, at::MemoryFormat::Contiguous));
-      }
+      memories.push_back(at::empty(sizes, first.options().dtype(allocate->dtype)));
+    } else if (const auto* call = std::get_if<CallOperator>(&step)) {
+      memories.push_back(call_operator(*call, memories, values));
     } else if (const auto* kernel = std::get_if<Launch>(&step)) {
       launch(program, *kernel, memories, values, stream);
     } else {
@@ -703,19 +712,29 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return program;
       }))
       .def("allocate",
-           [](Program& self, const py::object& dtype, const Numbers& sizes, bool zeros) {
+           [](Program& self, const py::object& dtype, const Numbers& sizes) {
              const auto type = torch::python::detail::py_object_to_dtype(dtype);
-             self.steps.emplace_back(Allocate{type, sizes, zeros});
+             self.steps.emplace_back(Allocate{type, sizes});
            })
-      .def("copy",
-           [](Program& self, const py::tuple& of, const py::object& dtype) {
-             const auto type = torch::python::detail::py_object_to_dtype(dtype);
-             self.steps.emplace_back(Compute{view_of(of), type, false});
-           })
-      .def("sum",
-           [](Program& self, const py::tuple& of, const py::object& dtype) {
-             const auto type = torch::python::detail::py_object_to_dtype(dtype);
-             self.steps.emplace_back(Compute{view_of(of), type, true});
+      .def("operator",
+           [](Program& self, const std::string& name, const std::string& overload,
+              const py::list& arguments) {
+             const auto op =
+                 c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+             CallOperator step{op, {}};
+             for (const auto& parameter : op.schema().arguments()) {
+               const size_t i = step.arguments.size();
+               if (i >= arguments.size()) {
+                 TORCH_CHECK(parameter.default_value(), name, " takes ", parameter.name());
+                 step.arguments.emplace_back(*parameter.default_value());
+               } else if (py::isinstance<py::tuple>(arguments[i])) {
+                 step.arguments.emplace_back(view_of(arguments[i].cast<py::tuple>()));
+               } else {
+                 const auto value = torch::jit::toIValue(arguments[i], parameter.real_type());
+                 step.arguments.emplace_back(value);
+               }
+             }
+             self.steps.emplace_back(std::move(step));
            })
       .def("descriptor",
            [](Program& self, int type, int swizzle, bool nan, Numbers sizes, Numbers strides,
