@@ -21,7 +21,7 @@ from torchrec_jagged_attn.kernels.flash import plan as flash_plan
 from torchrec_jagged_attn.kernels.interaction import plan as interaction_plan
 from torchrec_jagged_attn.kernels.target import plan as target_plan
 from torchrec_jagged_attn.paths import table
-from torchrec_jagged_attn.replay.calls import replay_extension
+from torchrec_jagged_attn.replay.calls import DEVICES, ENABLED, replay_extension
 
 
 def versions() -> list[tuple[str, str]]:
@@ -106,12 +106,10 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def build() -> int:
-    """Build the C++ for the devices here, and print the path of each library. Returns the exit
-    code.
-    """
+    """Build the C++ that calls would, and print the path of each library. Returns the exit code."""
     try:
         print(extension.build())
-        if torch.cuda.is_available():
+        if ENABLED and DEVICES:
             print(replay_extension.build())
     except Exception as error:
         print(*filter(None, (error, error.__cause__)), sep="\n", file=sys.stderr)
@@ -133,8 +131,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--build",
         action="store_true",
-        help="only build the C++ for the devices here, and print the path of each library; "
-        "where that fails, print the compiler's output and exit with 1",
+        help="only build the C++ that ops call, under TORCHREC_JAGGED_ATTN_REPLAY=1 that of "
+        "replays, too, and print the path of each library; where that fails, print the compiler's "
+        "output and exit with 1",
     )
     return parser.parse_args(argv)
 

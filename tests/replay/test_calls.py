@@ -344,6 +344,51 @@ def test_rows_that_are_not_aligned(device, monkeypatch):
             assert torch.equal(out, attend(leaves["query"], moved, **rest))
 
 
+@pytest.fixture
+def forgets():
+    """What is kept of calls is forgotten after the test."""
+    yield
+    calls.ReplayedOp.replay.cache_clear()
+
+
+@pytest.mark.usefixtures("forgets")
+def test_a_scale_that_changes(device, monkeypatch, programs):
+    """It makes no program for each of its values, and leaves room for others."""
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    attend = functools.partial(attend, **leaves, **rest)
+    for step in range(100):
+        attend(scale=0.1 + step)
+    assert 0 < len(programs) < 80
+    expected = attend(scale=0.7)
+    with must_replay(monkeypatch):
+        assert torch.equal(attend(scale=0.7), expected)
+
+
+@pytest.mark.parametrize("scales", [[1.0, 1, True, 1.0], [0.0, -0.0, 0.0]], ids=str)
+def test_numbers_that_are_equal_but_not_the_same(scales, device, monkeypatch):
+    attend, leaves, rest = of_flash(LENGTHS[0], device)
+    for scale in scales:
+        call = attend, leaves, rest | {"scale": scale}
+        is_converted = not isinstance(scale, float)
+        with contextlib.nullcontext() if is_converted else must_replay(monkeypatch):
+            found = results_of(*call)
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "ENABLED", False)
+            expected = results_of(*call)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x.view(torch.int32), y.view(torch.int32))  # zeros have signs
+
+
+def test_a_scale_whose_value_may_change(device, programs):
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    scale = torch.tensor(0.5)
+    out = attend(**leaves, **rest, scale=scale)
+    scale.fill_(2)
+    assert torch.equal(attend(**leaves, **rest, scale=scale), attend(**leaves, **rest, scale=2.0))
+    assert not torch.equal(attend(**leaves, **rest, scale=scale), out)
+    assert len(programs) <= 1
+
+
 def test_values_are_validated_if_asked_for(device, monkeypatch):
     monkeypatch.setattr(calls, "should_validate", lambda x: True)
     attend, leaves, rest = of_target(LENGTHS[0], device)

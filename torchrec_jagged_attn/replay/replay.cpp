@@ -21,9 +21,11 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <array>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <variant>
 #include <vector>
 
@@ -471,6 +473,7 @@ bool is_plain_thread() {
 struct Op {
   std::string name;
   size_t num_tensors, num_lengths;
+  std::vector<c10::TypeKind> types;  // of the arguments
   std::vector<bool> differentiable;  // of the tensors
   std::vector<bool> saved;  // for backward, of the tensors and the outputs
   Numbers axes;  // of the output's gradient, the tensors, and the outputs: where lengths differ
@@ -487,13 +490,38 @@ py::tuple as_tuple(const std::vector<Tensor>& tensors) {
   return objects;
 }
 
-// What was called, but for its tensors: equal ones are one object, which is kept.
+// What was called, but for its tensors and lengths: equal ones are one object, which is kept.
 struct Constants {
   py::tuple objects;
   int64_t number;
 };
 
-constexpr size_t MOST_CONSTANTS = 1024;  // of an op; calls with others go to the op
+// Of an op. Where a float changes from call to call, its sets never come again: after the first
+// ones, a set is kept that comes a second time; and calls go to the op with what is not kept.
+constexpr size_t MOST_CONSTANTS = 1024, CONSTANTS_KEPT_AT_ONCE = 64;
+
+// Add the value of a constant to a key: of floats their bits, which tell zeros apart. False unless
+// it is of the schema's type: PyTorch converts others, of which a tensor may change its value.
+bool add_constant(PyObject* object, c10::TypeKind kind, Numbers& key) {
+  int64_t value = reinterpret_cast<intptr_t>(object);
+  if (kind == c10::TypeKind::FloatType && PyFloat_CheckExact(object)) {
+    const double number = PyFloat_AS_DOUBLE(object);
+    std::memcpy(&value, &number, sizeof value);
+  } else if (kind == c10::TypeKind::SymIntType && PyLong_CheckExact(object)) {
+    int overflow;
+    value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow) return false;
+  } else if (kind == c10::TypeKind::StringType && PyUnicode_CheckExact(object)) {
+    auto text = py::reinterpret_borrow<py::object>(object);
+    PyUnicode_InternInPlace(&text.ptr());  // equal ones are one object then
+    value = reinterpret_cast<intptr_t>(text.ptr());
+  } else if (!(kind == c10::TypeKind::BoolType && PyBool_Check(object)) &&
+             !(kind == c10::TypeKind::ScalarTypeType && THPDtype_Check(object))) {
+    return false;
+  }
+  key.push_back(value);
+  return true;
+}
 
 // Of products of fp32; -1 where PyTorch refuses to say, being asked in its old way: the op then
 // refuses, too, if it has any.
@@ -638,8 +666,8 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
 struct Call {
   // Both are never freed: nodes of autograd point to them, and may outlive this.
   Op* op;
-  std::vector<Constants*> all;
-  py::dict known;  // the number of constants, by these
+  std::unordered_map<Numbers, Constants*, HashNumbers> kept;
+  std::unordered_set<Numbers, HashNumbers> once;  // sets that came, and are not kept
 
   // The op's first output, or None where the call is not replayed.
   py::object operator()(const py::args& arguments) {
@@ -684,13 +712,23 @@ struct Call {
  private:
   Constants* constants_of(const py::args& arguments) {
     const size_t first = op->num_tensors + op->num_lengths;
+    Numbers key;
+    for (size_t i = first; i < arguments.size(); ++i)
+      if (!add_constant(PyTuple_GET_ITEM(arguments.ptr(), i), op->types[i], key)) return nullptr;
+    if (const auto found = kept.find(key); found != kept.end()) return found->second;
+    if (kept.size() == MOST_CONSTANTS) return nullptr;
+    if (kept.size() >= CONSTANTS_KEPT_AT_ONCE && once.erase(key) == 0) {
+      if (once.size() == MOST_CONSTANTS) once.clear();
+      once.insert(std::move(key));
+      return nullptr;
+    }
     py::tuple objects(arguments.size() - first);
-    for (size_t i = 0; i < objects.size(); ++i) objects[i] = arguments[first + i];
-    if (known.contains(objects)) return all[known[objects].cast<size_t>()];
-    if (all.size() == MOST_CONSTANTS) return nullptr;
-    known[objects] = all.size();
-    all.push_back(new Constants{objects, int64_t(all.size())});
-    return all.back();
+    for (size_t i = 0; i < objects.size(); ++i) {
+      py::object object = arguments[first + i];
+      if (PyUnicode_CheckExact(object.ptr())) PyUnicode_InternInPlace(&object.ptr());
+      objects[i] = object;
+    }
+    return kept[key] = new Constants{objects, int64_t(kept.size())};
   }
 };
 
@@ -791,6 +829,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         op->name = name;
         op->num_tensors = differentiable.size();
         op->num_lengths = num_lengths;
+        const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+        for (const auto& argument : handle.schema().arguments())
+          op->types.push_back(argument.real_type()->kind());
         op->differentiable = std::move(differentiable);
         op->saved = std::move(saved);
         op->axes = std::move(axes);
@@ -798,7 +839,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         op->record_forward = std::move(record_forward);
         op->record_backward = std::move(record_backward);
         op->run_backward = std::move(run_backward);
-        return Call{op, {}, py::dict()};
+        return Call{op, {}, {}};
       }))
       .def("__call__", &Call::operator());
 }
