@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
@@ -911,6 +913,65 @@ def test_names_of_features_are_made_once_for_each_collection(monkeypatch: pytest
     )
     make_collection(SCENARIOS["different-widths"])
     assert len(counted) == 5  # all tables, those of three widths, and those of bags
+
+
+def looked_up(
+    collection: TargetAttentionEmbeddingBagCollection, features: KeyedJaggedTensor
+) -> tuple[KeyedJaggedTensor, list[dict[str, JaggedTensor]], KeyedTensor | None]:
+    """What the pooling of ``collection`` takes."""
+    sequences = [lookup(features) for lookup in collection.embedding_collections.values()]
+    bags = collection.embedding_bag_collection
+    return features, sequences, None if bags is None else bags(features)
+
+
+def test_bags_may_come_in_another_order():
+    """As those that are sharded in several ways do."""
+    scenario = Scenario(
+        [table(f"t_{i}", f"user_{i}", width=4 * i) for i in (1, 2, 3)] + [ITEM],
+        [TargetAttentionConfig("item", "hist")],
+    )
+    collection = make_collection(scenario)
+    features, sequences, bags = looked_up(collection, to_features(make_batch(scenario, [2, 0, 3])))
+    columns = bags.to_dict()
+    names = ["user_3", "user_1", "user_2"]
+    shuffled = KeyedTensor(
+        names, [columns[name].shape[1] for name in names], torch.cat([columns[n] for n in names], 1)
+    )
+    expected = collection.pooling(features, sequences, bags)
+    actual = collection.pooling(features, sequences, shuffled)
+    assert actual.keys() == expected.keys()
+    assert torch.equal(actual.values(), expected.values())
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the ops that run."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("table_of", [lambda name: f"t_{name}", lambda _: "t_shared"])
+def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], str]):
+    """Neither those of the EmbeddingBagCollection, nor those that share a table with the target."""
+
+    def num_ops(num_features: int) -> int:
+        tables: dict[str, list[str]] = {table_of("item"): ["item", "hist"]}
+        for name in (f"user_{i}" for i in range(num_features)):
+            tables.setdefault(table_of(name), []).append(name)
+        scenario = Scenario(
+            [table(name, *features) for name, features in tables.items()],
+            [TargetAttentionConfig("item", "hist")],
+        )
+        collection = make_collection(scenario)
+        inputs = looked_up(collection, to_features(make_batch(scenario, [2, 0, 3])))
+        with CountOps() as ops:
+            collection.pooling(*inputs)
+        return ops.number
+
+    assert num_ops(20) == num_ops(2)
 
 
 def test_histories_of_several_batch_sizes_are_compared_before_they_are_cut():

@@ -1,6 +1,7 @@
 """Everything after the lookups of a ``TargetAttentionEmbeddingBagCollection``."""
 
 # torch.jit.script reads annotations, so they are no strings here.
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,12 @@ class TargetAttentionPooling(nn.Module):
         keys = _names(tables)
         self._keys = list(keys.values())
         sources = _sources(sequence_tables, keys)
-        self._widths = [table.embedding_dim for table in tables for _ in table.feature_names]
+        widths = {
+            keys[table.name, name]: table.embedding_dim
+            for table in tables
+            for name in table.feature_names
+        }
+        self._widths = list(widths.values())
         self._is_weighted = is_weighted
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         targets = {
@@ -60,12 +66,21 @@ class TargetAttentionPooling(nn.Module):
         histories = {source.key for attention in self._attentions for source in attention.histories}
         self._targets = list(targets.values())
         modes = {table.name: pooling_type_to_str(table.pooling) for table in tables}
-        self._pooled = [
-            (source, modes[table])
-            for (table, _), source in sources.items()
-            if source.key not in targets and source.key not in histories
+        pooled: dict[tuple[int, str], list[_Source]] = {}
+        for (table, _), source in sources.items():
+            if source.key not in targets and source.key not in histories:
+                pooled.setdefault((source.lookup, modes[table]), []).append(source)
+        self._pooled = [(part, mode) for (_, mode), part in pooled.items()]
+        bags = {name: keys[feature] for feature, name in _names(bag_tables).items()}
+        self._bags = list(bags)
+        # The keys of the tensors that forward makes, in its order.
+        blocks = [
+            *([source.key] for source in self._targets),
+            *([source.key for source in part] for part, _ in self._pooled),
+            *([source.key for source in attention.histories] for attention in self._attentions),
+            list(bags.values()),
         ]
-        self._bags = [(name, keys[feature]) for feature, name in _names(bag_tables).items()]
+        self._slices = _slices(widths, blocks)
 
         self.encoders = nn.ModuleList(
             nn.Sequential(
@@ -108,13 +123,14 @@ class TargetAttentionPooling(nn.Module):
             bags: of the EmbeddingBagCollection, if there is one.
         """
         targets = {x.key: _single_rows(x.rows(sequences), x.feature) for x in self._targets}
-        columns = dict(targets)
+        blocks = list(targets.values())
         if self._is_weighted:
-            for x in self._targets:
-                columns[x.key] = targets[x.key] * _weights(features, x.feature).unsqueeze(1)
-        for x, mode in self._pooled:
-            weights = _weights(features, x.feature) if self._is_weighted else None
-            columns[x.key] = _segment_reduce(x.rows(sequences), weights, mode)
+            blocks = [
+                targets[x.key] * _weights(features, x.feature).unsqueeze(1) for x in self._targets
+            ]
+        for part, mode in self._pooled:
+            weights = [_weights(features, x.feature) for x in part] if self._is_weighted else None
+            blocks.append(_segment_reduce([x.rows(sequences) for x in part], weights, mode))
         for attention, layers, attend in zip(
             self._attentions, self.encoders, self.attentions, strict=True
         ):
@@ -127,20 +143,15 @@ class TargetAttentionPooling(nn.Module):
                 weights = _prior_weights(features, keys[0])
             for layer in layers.children():
                 history = layer(history, weights)
-            target = torch.cat([targets[x.key] for x in attention.targets], dim=1)
-            attended = attend(target, history, timestamps, weights)
-            begin = 0
-            for x in attention.histories:
-                columns[x.key] = attended.narrow(1, begin, x.width)
-                begin += x.width
+            target = _join([targets[x.key] for x in attention.targets])
+            blocks.append(attend(target, history, timestamps, weights))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
-            bag_columns = bags.to_dict()
-            columns |= {key: bag_columns[name] for name, key in self._bags}
+            blocks.append(_in_order(bags, self._bags))
         return KeyedTensor(
             keys=self._keys,
             length_per_key=self._widths,
-            values=torch.cat([columns[key] for key in self._keys], dim=1),
+            values=_join([x.of(blocks[x.block]) for x in self._slices]),
         )
 
 
@@ -217,6 +228,43 @@ def _width(sources: list[_Source]) -> int:
     return sum(source.width for source in sources)
 
 
+class _Slice(NamedTuple):
+    """Columns of one of several tensors."""
+
+    block: int
+    begin: int
+    width: int
+    is_whole: bool
+
+    def of(self, block: Tensor) -> Tensor:
+        return block if self.is_whole else block.narrow(1, self.begin, self.width)
+
+
+def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
+    """Where columns of the output lie, from left to right, and as few slices as there can be.
+
+    Args:
+        widths: of all keys, in the order of the output.
+        blocks: the keys of each tensor, in its own order.
+    """
+    places = {}
+    for block, keys in enumerate(blocks):
+        ends = itertools.accumulate(widths[key] for key in keys)
+        places |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
+    of_blocks = [sum(widths[key] for key in keys) for keys in blocks]
+    slices: list[_Slice] = []
+    for key, width in widths.items():
+        block, begin = places[key]
+        if slices and slices[-1].block == block and sum(slices[-1][1:3]) == begin:
+            begin, width = slices[-1].begin, slices.pop().width + width
+        slices.append(_Slice(block, begin, width, width == of_blocks[block]))
+    return slices
+
+
+def _join(columns: list[Tensor]) -> Tensor:
+    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+
+
 # What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
 
 
@@ -229,15 +277,28 @@ def _single_rows(sequence: JaggedTensor, name: str) -> Tensor:
 
 
 @torch.fx.wrap
-def _segment_reduce(sequence: JaggedTensor, weights: Tensor | None, mode: str) -> Tensor:
-    """``[B, D]`` fp32 sum or mean of each sample's rows, zero where there are none.
+def _segment_reduce(
+    sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
+) -> Tensor:
+    """``[B, F D]`` fp32 sum or mean of each sample's rows in ``F`` sequences, zero for none.
 
     As FBGEMM takes it, the mean of weighted rows is divided by their number.
     """
-    rows = sequence.values().float()
+    rows = torch.cat([sequence.values() for sequence in sequences]).float()
     if weights is not None:
-        rows = rows * weights.unsqueeze(1)
-    return torch.segment_reduce(rows, mode, lengths=sequence.lengths(), initial=0, unsafe=True)
+        rows = rows * torch.cat(weights).unsqueeze(1)
+    lengths = torch.cat([sequence.lengths() for sequence in sequences])
+    reduced = torch.segment_reduce(rows, mode, lengths=lengths, initial=0, unsafe=True)
+    return reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1).flatten(1)
+
+
+@torch.fx.wrap
+def _in_order(bags: KeyedTensor, names: list[str]) -> Tensor:
+    """``[B, sum of widths]`` of all bags; sharded in several ways, they come in another order."""
+    if bags.keys() == names:
+        return bags.values()
+    columns = bags.to_dict()
+    return torch.cat([columns[name] for name in names], dim=1)
 
 
 @torch.fx.wrap
