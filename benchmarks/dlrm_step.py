@@ -18,15 +18,18 @@ Of each, output and gradients of the attention are first held against fp64. A st
 median of rounds. GPU busy is the part of a step in which anything runs on the GPU. Peak memory has
 the tables in it.
 """
-# ruff: noqa: E402
 
 import argparse
 import collections
 import contextlib
+import datetime
 import gc
+import importlib.metadata
 import itertools
 import json
 import logging
+import os
+import platform
 import re
 import statistics
 import sys
@@ -38,8 +41,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-logging.disable(logging.WARNING)  # TorchRec and FBGEMM have much to say about themselves
-warnings.simplefilter("ignore", FutureWarning)
+if __name__ == "__main__":  # before the imports: TorchRec and FBGEMM say much about themselves
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
 
 import pandas as pd
 import torch
@@ -68,6 +72,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
 
+import torchrec_jagged_attn
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
     TargetAttentionConfig,
@@ -428,6 +433,20 @@ def measure(
     return figures, host_parts(step, args.steps) if args.host else None
 
 
+def stamp(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
+    """What figures were measured with."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+        "torch": torch.__version__,
+        "torchrec": importlib.metadata.version("torchrec"),
+        "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
+        "replays": os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY", "0"),
+        "backward_in": "the caller's thread" if args.one_thread else "autograd's thread",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
 def print_figures(frame: pd.DataFrame, console: Console) -> None:
     """A table for each size; the last column is a step's time in those of the sum."""
     for (mean, batch), part in frame.groupby(["mean", "batch"], sort=False):
@@ -450,7 +469,7 @@ def print_figures(frame: pd.DataFrame, console: Console) -> None:
         console.print(table)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -467,41 +486,46 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--host", action="store_true", help="the host's time by part, profiled")
     parser.add_argument("--csv", type=Path, help="file to write the figures to")
     # fmt: on
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
     return args
 
 
-def main() -> None:
-    args = parse_args()
+def measure_all(args: argparse.Namespace, device: torch.device, console: Console) -> pd.DataFrame:
+    """Figures of all sizes and poolings, printed as they come."""
+    figures = []
+    for sizes in QUICK if args.quick or device.type == "cpu" else SIZES:
+        if args.means and sizes.mean not in args.means:
+            continue
+        failed = check_attentions(sizes, device, args.poolings)
+        for pooling in args.poolings:
+            if pooling in failed:
+                console.print(f"{pooling}: not measured, {failed[pooling]}", markup=False)
+                continue
+            result, parts = measure(pooling, sizes, device, args)
+            figures.append(result)
+            gc.collect()  # sharded models lie in reference cycles
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            console.print(f"{pooling}: {result.step_ms:.2f} ms", markup=False)
+            if parts is not None:
+                print(parts.to_string(float_format="%.1f"))
+    return pd.DataFrame(figures).assign(**stamp(device, args))
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
-    torch.autograd.set_multithreading_enabled(not args.one_thread)
-    figures = []
     try:
-        for sizes in QUICK if args.quick or device.type == "cpu" else SIZES:
-            if args.means and sizes.mean not in args.means:
-                continue
-            failed = check_attentions(sizes, device, args.poolings)
-            for pooling in args.poolings:
-                if pooling in failed:
-                    console.print(f"{pooling}: not measured, {failed[pooling]}", markup=False)
-                    continue
-                result, parts = measure(pooling, sizes, device, args)
-                figures.append(result)
-                gc.collect()  # sharded models lie in reference cycles
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                console.print(f"{pooling}: {result.step_ms:.2f} ms", markup=False)
-                if parts is not None:
-                    print(parts.to_string(float_format="%.1f"))
-        frame = pd.DataFrame(figures)
-        print_figures(frame, console)
+        with torch.autograd.set_multithreading_enabled(not args.one_thread):
+            figures = measure_all(args, device, console)
+        print_figures(figures, console)
         if args.csv:
-            frame.to_csv(args.csv, index=False, float_format="%.5g")
+            figures.to_csv(args.csv, index=False, float_format="%.5g")
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -1,0 +1,45 @@
+"""The benchmark of whole steps: what it writes, and that it times nothing that is wrong."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+import dlrm_step
+
+FEW_STEPS = ("--quick", "--steps", "1", "--rounds", "2", "--warmup", "1")
+
+
+def test_each_pooling_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture):
+    csv = tmp_path / "steps.csv"
+    dlrm_step.main([*FEW_STEPS, "--host", "--csv", str(csv)])
+    figures = pd.read_csv(csv)
+    cannot = [] if torch.cuda.is_available() else ["linear+torch-varlen"]
+    assert [*figures["pooling"]] == [name for name in dlrm_step.POOLINGS if name not in cannot]
+    assert (figures["step_ms"] > 0).all()
+    printed = capsys.readouterr().out
+    for name in cannot:
+        assert f"{name}: not measured, " in printed
+    assert "backward" in printed
+
+
+def test_a_wrong_attention_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    right = dlrm_step.PEERS["linear+padded-sdpa"]
+    monkeypatch.setitem(dlrm_step.PEERS, "linear+padded-sdpa", lambda *args: 1.1 * right(*args))
+    dlrm_step.main([*FEW_STEPS, "--poolings", "sum", "linear+padded-sdpa"])
+    printed = capsys.readouterr().out
+    assert "linear+padded-sdpa: not measured, AssertionError: out: error" in printed
+    assert "sum: " in printed
+
+
+def test_histories_are_as_long_as_asked_for():
+    sizes = dlrm_step.Sizes(mean=200, batch=4096)
+    lengths = dlrm_step.make_lengths(sizes, torch.Generator().manual_seed(0))
+    assert lengths.min() >= 1
+    assert lengths.max() == dlrm_step.CLIP * sizes.mean
+    assert 160 < lengths.double().mean() < 200
