@@ -10,6 +10,7 @@ mean. Poolings:
 
     sum                  EmbeddingBagCollection, no attention
     attention            TargetAttentionEmbeddingBagCollection
+    single-lookup        the same with single_lookup=True
     attention-unbiased   the same without the bias by recency, which peers cannot have
     linear+torch-varlen  the same with FlashAttention-2 in its place
     linear+padded-sdpa   the same with scaled_dot_product_attention of padded histories
@@ -170,7 +171,7 @@ class Explicit(nn.Module):
 
 
 PEERS = {"linear+torch-varlen": varlen, "linear+padded-sdpa": padded}
-POOLINGS = ("sum", "attention", "attention-unbiased", *PEERS)
+POOLINGS = ("sum", "attention", "single-lookup", "attention-unbiased", *PEERS)
 
 
 def make_lengths(sizes: Sizes, generator: torch.Generator) -> Tensor:
@@ -229,9 +230,14 @@ def make_model(pooling: str, sizes: Sizes) -> DLRMTrain:
         collection = EmbeddingBagCollection(tables, device=meta)
     else:
         attention = TargetAttentionConfig(
-            "item", "history", num_heads=sizes.heads, recency_bias=pooling == "attention"
+            target="item",
+            history="history",
+            num_heads=sizes.heads,
+            recency_bias=pooling in ("attention", "single-lookup"),
         )
-        collection = TargetAttentionEmbeddingBagCollection(tables, attention, device=meta)
+        collection = TargetAttentionEmbeddingBagCollection(
+            tables, attention, device=meta, single_lookup=pooling == "single-lookup"
+        )
         if pooling in PEERS:
             attentions = collection.pooling.attentions
             attentions[0] = Explicit(attentions[0], PEERS[pooling], CLIP * sizes.mean)

@@ -40,7 +40,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     Tables that hold a target or a history live in ``embedding_collections``, one
     EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
-    where there is no other), so that TorchRec's planner and sharders find the modules they know. A
+    where there is none), so that TorchRec's planner and sharders find the modules they know. A
     feature pooled by sum or mean costs the communication of its single rows when it shares a table
     with a target or a history.
 
@@ -59,6 +59,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             history are the prior weights of its rows in :class:`JaggedTargetAttention`; of several
             histories attended together, those of the first one named. In the output a target's row
             is multiplied by its weight, but not as a query.
+        single_lookup: whether tables as wide as one with a target or a history are looked up with
+            it, and their rows pooled afterwards. One sharded module instead of two takes the host
+            less time per step. Rows cross ranks before they are pooled, not after, so this is for
+            features of about one id per sample, or for a single rank. State dicts then have these
+            tables in ``embedding_collections``.
 
     Raises:
         TypeError: an entry of ``attentions`` is no TargetAttentionConfig.
@@ -92,6 +97,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         attentions: TargetAttentionConfig | list[TargetAttentionConfig],
         device: torch.device | None = None,
         is_weighted: bool = False,
+        *,
+        single_lookup: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(attentions, TargetAttentionConfig):
@@ -101,19 +108,23 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for table in tables
         ]
         check_configs(tables, attentions)
-        self._attended = {
-            find_feature(argument, name, tables)[0].name
+        attended = {
+            table.name: table.embedding_dim
             for config in attentions
             for argument, names in (("target", config.targets), ("history", config.histories))
-            for name in names
+            for table, _ in (find_feature(argument, name, tables) for name in names)
         }
         by_width: dict[int, list[EmbeddingBagConfig]] = {}
+        bag_tables: list[EmbeddingBagConfig] = []
         for table in tables:
-            if table.name in self._attended:
+            joins = single_lookup and table.embedding_dim in attended.values()
+            if joins or table.name in attended:
                 by_width.setdefault(table.embedding_dim, []).append(table)
-        bag_tables = [table for table in tables if table.name not in self._attended]
+            else:
+                bag_tables.append(table)
 
         self._tables = tables
+        self._bag_tables = {table.name for table in bag_tables}
         self._is_weighted = is_weighted
         # Bags of fp32 take weights of fp32 alone; sharded ones convert them.
         self._weights_fp32 = [
@@ -157,6 +168,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         cls,
         embedding_bag_collection: EmbeddingBagCollection,
         attentions: TargetAttentionConfig | list[TargetAttentionConfig],
+        *,
+        single_lookup: bool = False,
     ) -> "TargetAttentionEmbeddingBagCollection":
         """A collection that goes on with the tables of a trained EmbeddingBagCollection.
 
@@ -166,6 +179,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         Args:
             embedding_bag_collection: not sharded.
             attentions: as for the class.
+            single_lookup: as for the class.
 
         Raises:
             TypeError: ``embedding_bag_collection`` is no EmbeddingBagCollection.
@@ -178,7 +192,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             )
         device = next(source.parameters()).device  # it may have moved from where it was made
         tables = source.embedding_bag_configs()
-        collection = cls(tables, attentions, device, source.is_weighted())
+        collection = cls(
+            tables, attentions, device, source.is_weighted(), single_lookup=single_lookup
+        )
         for name, key in collection.table_keys().items():
             table = collection.get_submodule(key.removesuffix(".weight"))
             table.weight = source.embedding_bags[name].weight
@@ -235,7 +251,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         keys = {}
         for table in self._tables:
             lookup = f"embedding_collections.{table.embedding_dim}.embeddings"
-            if table.name not in self._attended:
+            if table.name in self._bag_tables:
                 lookup = "embedding_bag_collection.embedding_bags"
             keys[table.name] = f"{lookup}.{table.name}.weight"
         return keys
