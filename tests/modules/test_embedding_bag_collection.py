@@ -49,6 +49,7 @@ class Scenario:
     tables: list[EmbeddingBagConfig]
     attentions: list[TargetAttentionConfig]
     is_weighted: bool = False
+    single_lookup: bool = False
 
     def find(self, name: str) -> tuple[EmbeddingBagConfig, str]:
         """Table and feature of ``feature`` or ``feature@table``."""
@@ -169,6 +170,10 @@ SCENARIOS = {
         ],
     ),
 }
+SCENARIOS |= {
+    f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)
+    for name in ("shared-table", "different-widths", "features-in-two-tables", "weighted")
+}
 LENGTHS = {
     "mixed": [3, 0, 1, 7, 0, 0, 20],
     "empty-ends": [0, 2, 5, 0],
@@ -234,7 +239,10 @@ def make_collection(
     """A collection with every parameter random, biases included."""
     torch.manual_seed(seed)
     collection = TargetAttentionEmbeddingBagCollection(
-        scenario.tables, scenario.attentions, is_weighted=scenario.is_weighted
+        scenario.tables,
+        scenario.attentions,
+        is_weighted=scenario.is_weighted,
+        single_lookup=scenario.single_lookup,
     )
     for parameter in collection.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -427,6 +435,9 @@ def test_composition(name: str):
         for config in scenario.attentions
         for name in config.targets + config.histories
     }
+    if scenario.single_lookup:
+        widths = {t.embedding_dim for t in scenario.tables if t.name in in_sequences}
+        in_sequences = {t.name for t in scenario.tables if t.embedding_dim in widths}
     configs = []
     for width, lookup in collection.embedding_collections.items():
         assert type(lookup) is EmbeddingCollection
@@ -943,6 +954,24 @@ def test_bags_may_come_in_another_order():
     assert torch.equal(actual.values(), expected.values())
 
 
+def test_a_single_lookup_is_of_all_tables_as_wide_as_an_attended_one():
+    tables = [
+        *(table("t_user", "user"), table("t_item", "item", "hist")),
+        *(table("t_wide", "wide", width=12), table("t_tag", "tags")),
+    ]
+    bags = EmbeddingBagCollection(tables)
+    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
+        bags, TargetAttentionConfig("item", "hist"), single_lookup=True
+    )
+    assert list(collection.embedding_collections) == ["8"]
+    keys = collection.table_keys()
+    assert [*collection.embedding_collections["8"].embeddings] == ["t_user", "t_item", "t_tag"]
+    assert [*collection.embedding_bag_collection.embedding_bags] == ["t_wide"]
+    assert {name: collection.state_dict()[key].data_ptr() for name, key in keys.items()} == {
+        name: bag.weight.data_ptr() for name, bag in bags.embedding_bags.items()
+    }
+
+
 class CountOps(TorchDispatchMode):
     """Counts the ops that run."""
 
@@ -953,9 +982,12 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("single_lookup", [False, True])
 @pytest.mark.parametrize("table_of", [lambda name: f"t_{name}", lambda _: "t_shared"])
-def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], str]):
-    """Neither those of the EmbeddingBagCollection, nor those that share a table with the target."""
+def test_more_features_are_no_more_work_for_the_host(
+    table_of: Callable[[str], str], single_lookup: bool
+):
+    """Neither those of the EmbeddingBagCollection, nor those looked up with the target."""
 
     def num_ops(num_features: int) -> int:
         tables: dict[str, list[str]] = {table_of("item"): ["item", "hist"]}
@@ -964,6 +996,7 @@ def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], s
         scenario = Scenario(
             [table(name, *features) for name, features in tables.items()],
             [TargetAttentionConfig("item", "hist")],
+            single_lookup=single_lookup,
         )
         collection = make_collection(scenario)
         inputs = looked_up(collection, to_features(make_batch(scenario, [2, 0, 3])))

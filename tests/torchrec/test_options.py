@@ -21,7 +21,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -40,6 +40,7 @@ from tests.torchrec.two_ranks import (
     train_unsharded,
     world_size,
 )
+from torchrec_jagged_attn import embedding_bag_keys, rename_keys
 
 Losses = list[Tensor]
 
@@ -88,6 +89,19 @@ def changed(change: Callable[[nn.Module], None]) -> Callable[[torch.device], Los
         return losses_of(model, device)
 
     return run
+
+
+def looked_up_together(device: torch.device) -> Losses:
+    separate, model = make_model(), make_model(single_lookup=True)
+    keys = {bag: key for key, bag in embedding_bag_keys(model).items()}
+    names = {key: keys[bag] for key, bag in embedding_bag_keys(separate).items()}
+    optimize_tables(model)
+    model = shard(model, device, ShardingType.TABLE_WISE)
+    assert [type(m).__name__ for m in model.modules() if isinstance(m, ShardedModule)] == [
+        "ShardedEmbeddingCollection"
+    ]
+    load(model, rename_keys(separate.state_dict(), names))
+    return losses_of(model, device)
 
 
 def recompute(collection: nn.Module) -> None:
@@ -187,6 +201,7 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "torch.compile of the attention": changed(compile_attention),
     "index dedup": deduplicated,
     "plan without constraints": planned_freely,
+    "single lookup": looked_up_together,
     "variable batch sizes, evaluated": lambda device: evaluated(
         make_sharded_model(device), device, once=True
     ),
@@ -276,6 +291,7 @@ AS_PLAIN = [
     "torch.compile of the attention",
     "index dedup",
     "plan without constraints",
+    "single lookup",
     "variable batch sizes",
 ]
 

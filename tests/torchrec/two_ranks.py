@@ -158,6 +158,7 @@ def make_model(
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
     is_weighted: bool = False,
+    single_lookup: bool = False,
     **options: Any,
 ) -> DLRMTrain:
     """With ``options`` of the attention."""
@@ -181,7 +182,9 @@ def make_model(
         timestamps="times",
         **options,
     )
-    collection = TargetAttentionEmbeddingBagCollection(tables, attention, device, is_weighted)
+    collection = TargetAttentionEmbeddingBagCollection(
+        tables, attention, device, is_weighted, single_lookup=single_lookup
+    )
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
 
 
