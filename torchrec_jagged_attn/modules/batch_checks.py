@@ -83,12 +83,16 @@ def check_features(
 
 
 def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> None:
-    bounds = features.offset_per_key()
-    for index, key in enumerate(features.keys()):
-        ids = features.values()[bounds[index] : bounds[index + 1]]
-        if key not in num_embeddings or ids.numel() == 0:
-            continue
-        least, most = (int(x) for x in ids.aminmax())
+    of_keys = features.values().split(features.length_per_key())
+    checked = [
+        (key, ids)
+        for key, ids in zip(features.keys(), of_keys, strict=True)
+        if key in num_embeddings and ids.numel() > 0
+    ]
+    if not checked:
+        return
+    extremes = torch.stack([extreme for _, ids in checked for extreme in ids.aminmax()]).tolist()
+    for (key, _), least, most in zip(checked, extremes[::2], extremes[1::2], strict=True):
         if least < 0 or most >= num_embeddings[key]:
             raise ValueError(
                 f"ids of {key!r} must lie in 0…{num_embeddings[key] - 1}, "
