@@ -16,8 +16,8 @@ mean. Poolings:
     linear+padded-sdpa   the same with scaled_dot_product_attention of padded histories
 
 Of each, output and gradients of the attention are first held against fp64. A step's time is the
-median of rounds. GPU busy is the part of a step in which anything runs on the GPU. Peak memory has
-the tables in it.
+median of rounds, in which the poolings take turns. GPU busy is the part of a step in which anything
+runs on the GPU. Peak memory has the tables in it.
 """
 
 import argparse
@@ -393,50 +393,73 @@ class Figures:
     peak_mib: float = float("nan")
 
 
-def measure(
-    pooling: str, sizes: Sizes, device: torch.device, args: argparse.Namespace
-) -> tuple[Figures, pd.DataFrame | None]:
-    """Figures of a pooling, and with --host the host's time by part."""
-    batches = make_batches(sizes, device)
-    pipeline = make_pipeline(pooling, sizes, device)
-    stream: Iterator[Batch] = itertools.cycle(batches)
-    on_gpu = device.type == "cuda"
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
+class Training:
+    """The training of a model with one pooling, past its first steps.
 
-    def step() -> None:
-        with autocast:
-            pipeline.progress(stream)
+    Attributes:
+        times: milliseconds of a step, of each round.
+    """
 
-    for _ in range(args.warmup):
-        step()
-    synchronize()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(args.rounds):
+    def __init__(
+        self, pooling: str, sizes: Sizes, device: torch.device, args: argparse.Namespace
+    ) -> None:
+        self.pooling, self.sizes, self.args, self.device = pooling, sizes, args, device
+        self.on_gpu = device.type == "cuda"
+        before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        batches = make_batches(sizes, device)
+        lengths = [batch.sparse_features.lengths()[-sizes.batch :] for batch in batches]
+        self.rows_per_sample = int(torch.cat(lengths).sum()) / len(batches) / sizes.batch
+        self.pipeline = make_pipeline(pooling, sizes, device)
+        self.batches: Iterator[Batch] = itertools.cycle(batches)
+        self.times: list[float] = []
+        for _ in range(args.warmup):
+            self.step()
+        self.synchronize()
+        self.own_bytes = torch.cuda.memory_allocated() - before if self.on_gpu else 0
+
+    def step(self) -> None:
+        with torch.autocast("cuda", torch.bfloat16) if self.on_gpu else contextlib.nullcontext():
+            self.pipeline.progress(self.batches)
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def time_round(self) -> None:
+        self.step()  # what the one before left in the caches is none of its time
+        self.synchronize()
         start = time.perf_counter()
-        for _ in range(args.steps):
-            step()
-        synchronize()
-        times.append((time.perf_counter() - start) / args.steps * 1e3)
-    p20, _, _, p80 = statistics.quantiles(times, n=5)
-    median = statistics.median(times)
-    rows = sum(int(batch.sparse_features.lengths()[-sizes.batch :].sum()) for batch in batches)
-    figures = Figures(
-        sizes.mean,
-        sizes.batch,
-        pooling,
-        rows / len(batches) / sizes.batch,
-        median,
-        p20,
-        p80,
-        sizes.batch / median * 1e3,
-    )
-    if on_gpu:
-        figures.peak_mib = torch.cuda.max_memory_allocated() / 2**20
-        figures.gpu_busy_ms = gpu_busy_ms(step, min(args.steps, 20))
-    return figures, host_parts(step, args.steps) if args.host else None
+        for _ in range(self.args.steps):
+            self.step()
+        self.synchronize()
+        self.times.append((time.perf_counter() - start) / self.args.steps * 1e3)
+
+    def peak_mib(self) -> float:
+        """Without what the other trainings hold."""
+        others = torch.cuda.memory_allocated() - self.own_bytes
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(NUM_BATCHES):
+            self.step()
+        self.synchronize()
+        return (torch.cuda.max_memory_allocated() - others) / 2**20
+
+    def figures(self) -> Figures:
+        p20, _, _, p80 = statistics.quantiles(self.times, n=5)
+        median = statistics.median(self.times)
+        figures = Figures(
+            self.sizes.mean,
+            self.sizes.batch,
+            self.pooling,
+            self.rows_per_sample,
+            median,
+            p20,
+            p80,
+            self.sizes.batch / median * 1e3,
+        )
+        if self.on_gpu:
+            figures.peak_mib = self.peak_mib()
+            figures.gpu_busy_ms = gpu_busy_ms(self.step, min(self.args.steps, 20))
+        return figures
 
 
 def stamp(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
@@ -498,25 +521,40 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure_all(args: argparse.Namespace, device: torch.device, console: Console) -> pd.DataFrame:
-    """Figures of all sizes and poolings, printed as they come."""
+def measure(sizes: Sizes, args: argparse.Namespace, device: torch.device) -> list[Figures]:
+    """Figures of all poolings, whose rounds take turns: a machine is not as fast all the time.
+
+    Profiles come last: what they have hooked into CUDA stays there, and slows down what follows.
+    """
+    failed = check_attentions(sizes, device, args.poolings)
+    for pooling, reason in failed.items():
+        print(f"{pooling}: not measured, {reason}")
+    trainings = [
+        Training(pooling, sizes, device, args) for pooling in args.poolings if pooling not in failed
+    ]
+    gc.collect()
+    gc.freeze()  # the models of the others are no garbage, and take long to look through
+    for _ in range(args.rounds):
+        for training in trainings:
+            training.time_round()
+    figures = [training.figures() for training in trainings]
+    for training in trainings if args.host else ():
+        print(f"{training.pooling}:")
+        print(host_parts(training.step, args.steps).to_string(float_format="%.1f"))
+    gc.unfreeze()
+    return figures
+
+
+def measure_all(args: argparse.Namespace, device: torch.device) -> pd.DataFrame:
+    """Figures of all sizes and poolings."""
     figures = []
     for sizes in QUICK if args.quick or device.type == "cpu" else SIZES:
         if args.means and sizes.mean not in args.means:
             continue
-        failed = check_attentions(sizes, device, args.poolings)
-        for pooling in args.poolings:
-            if pooling in failed:
-                console.print(f"{pooling}: not measured, {failed[pooling]}", markup=False)
-                continue
-            result, parts = measure(pooling, sizes, device, args)
-            figures.append(result)
-            gc.collect()  # sharded models lie in reference cycles
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-            console.print(f"{pooling}: {result.step_ms:.2f} ms", markup=False)
-            if parts is not None:
-                print(parts.to_string(float_format="%.1f"))
+        figures += measure(sizes, args, device)
+        gc.collect()  # sharded models lie in reference cycles
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return pd.DataFrame(figures).assign(**stamp(device, args))
 
 
@@ -528,7 +566,7 @@ def main(argv: list[str] | None = None) -> None:
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     try:
         with torch.autograd.set_multithreading_enabled(not args.one_thread):
-            figures = measure_all(args, device, console)
+            figures = measure_all(args, device)
         print_figures(figures, console)
         if args.csv:
             figures.to_csv(args.csv, index=False, float_format="%.5g")

@@ -76,7 +76,7 @@ def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _dense_backward(
     call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, _ = needs
+    needs_x, needs_y, *_others = needs
     if needs_x and needs_y and not torch.is_grad_enabled():
         return *call(jagged_dense_bmm_backward, grad_out, x, y, offsets), None
     grad_x = call(jagged_dense_bmm, grad_out, y.mT, offsets) if needs_x else None
@@ -102,7 +102,7 @@ def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _jagged_backward(
     call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, _ = needs
+    needs_x, needs_y, *_others = needs
     if needs_x and needs_y and not torch.is_grad_enabled():
         return *call(jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
     grad_x = call(jagged_dense_bmm, y, grad_out.mT, offsets) if needs_x else None
@@ -311,7 +311,7 @@ def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _add_backward(
     call: Caller, grad_out: Tensor, needs: Needs, _x: None, _y: None, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, _ = needs
+    needs_x, needs_y, *_others = needs
     grad_y = call(jagged_sum, grad_out, None, offsets) if needs_y else None
     return grad_out if needs_x else None, grad_y, None
 
@@ -334,7 +334,7 @@ def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def _mul_backward(
     call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, _ = needs
+    needs_x, needs_y, *_others = needs
     grad_x = call(jagged_dense_mul, grad_out, y, offsets) if needs_x else None
     grad_y = call(jagged_sum, grad_out, x, offsets) if needs_y else None
     return grad_x, grad_y, None
@@ -363,7 +363,7 @@ def _sum_backward(
     offsets: Tensor,
     _: None,
 ) -> Grads:
-    needs_x, needs_y, _ = needs
+    needs_x, needs_y, *_others = needs
     factor = torch.ones_like(x) if y is None else y
     grad_x = call(jagged_dense_mul, factor, grad_out, offsets) if needs_x else None
     grad_y = call(jagged_dense_mul, x, grad_out, offsets) if needs_y else None
