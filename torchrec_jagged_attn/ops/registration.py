@@ -1,9 +1,7 @@
-"""How an op is registered: its implementation, fake and gradient, at little host time for a call.
+"""How an op is registered: its implementation, fake and gradient.
 
-``torch.library.custom_op`` promises the same. Of an empty op with three gradients, a CPU core calls
-forward in 23 µs and backward in 50 there, and in 15 and 36 here, of which an empty
-``torch.autograd.Function`` takes 7 and 22: on small batches it is the host that the device waits
-for.
+As by ``torch.library.custom_op``, but that transforms of ``torch.func`` take gradients, too, and
+that what has no derivative says so. Where the host must not be late, ``replay/`` calls an op.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -35,18 +32,6 @@ Outputs = TypeVar("Outputs", bound=Any)
 
 NAMESPACE = "torchrec_jagged_attn"
 DEVICES = ("CPU", "CUDA")
-
-
-def _bits(key: str) -> int:
-    """A set of one of the dispatcher's keys, as bits: operators of sets are slow."""
-    return torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)).raw_repr()
-
-
-# The dispatcher's keys below autograd, but for those of the devices and of ops that have no tensor
-# to tell a device by; and that of gradients taken for a batch of vectors.
-OTHERS_THAN_A_DEVICE = torch._C._after_ADInplaceOrView_keyset.raw_repr() | _bits("Batched")
-for _key in (*DEVICES, "BackendSelect"):
-    OTHERS_THAN_A_DEVICE &= ~_bits(_key)
 
 # Kept alive as long as their op; dropped where a reload registers the op again.
 _libraries: dict[str, torch.library.Library] = {}
@@ -121,26 +106,22 @@ def register_op(
     )
     num_tensors = len(_tensors(op))
 
-    def node_forward(ctx: Any, *inputs_and_call: Any) -> tuple[Tensor, ...]:
-        *inputs, call = inputs_and_call
-        outputs = _call_below_autograd(call, inputs)
+    def node_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs = _call_below_autograd(op, inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(*inputs[:num_tensors], *outputs)
         ctx.constants = inputs[num_tensors:]
-        ctx.is_direct = call is run and _saves_as_they_are()
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
         return outputs
 
-    def call_backward(*arguments: Any, is_direct: bool = True) -> list[Tensor]:
-        keys = torch._C._dispatch_keys(arguments[0]) | torch._C._dispatch_tls_local_include_set()
-        call = run_backward if is_direct and _is_direct(keys) else backward_op
+    def call_backward(*arguments: Any) -> list[Tensor]:
         with _below_autograd():
-            return call(*arguments)
+            return backward_op(*arguments)
 
     def node_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        *needs_grad, _ = ctx.needs_input_grad
-        grads: list[Tensor | None] = [None] * (len(needs_grad) + 1)
+        needs_grad = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * len(needs_grad)
         if grad_out is None:
             return tuple(grads)
         # Transforms always ask for a graph: there the op of backward refuses its own gradient.
@@ -152,15 +133,14 @@ def register_op(
         if torch.compiler.is_compiling() or ctx.is_transformed:
             needed = backward_op(*arguments)
         else:
-            needed = call_backward(*arguments, is_direct=ctx.is_direct)
+            needed = call_backward(*arguments)
         places = (at for at, need in enumerate(needs_grad) if need)
         for at, grad in zip(places, needed, strict=True):
             grads[at] = grad
         return tuple(grads)
 
-    def once_forward(ctx: Any, *inputs_and_call: Any) -> tuple[Tensor, ...]:
-        *inputs, call = inputs_and_call
-        return tuple(_call_below_autograd(call, inputs))
+    def once_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(_call_below_autograd(backward_op, inputs))
 
     def refuse(ctx: Any, *_: Any) -> None:
         raise NotImplementedError(f"{name} has no second derivative")
@@ -171,8 +151,8 @@ def register_op(
             "is_grads_batched=True: join its samples by offsets, or take one after the other"
         )
 
-    _differentiate(op, run, library, node_forward, node_backward, non_differentiable)
-    _differentiate(backward_op, run_backward, backward_library, once_forward, refuse)
+    _differentiate(op, library, node_forward, node_backward, non_differentiable)
+    _differentiate(backward_op, backward_library, once_forward, refuse)
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
@@ -223,29 +203,22 @@ def register_op_of_ops(
     num_tensors = len(tensors)
     saved = [x in saves for x in (*tensors, "out")]
 
-    def node_forward(ctx: Any, *inputs_and_call: Any) -> Tensor:
-        *inputs, call = inputs_and_call
-        out = _call_below_autograd(call, inputs)
+    def node_forward(ctx: Any, *inputs: Any) -> Tensor:
+        out = _call_below_autograd(op, inputs)
         kept = zip((*inputs[:num_tensors], out), saved, strict=True)
         ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
         ctx.others = inputs[num_tensors:]
-        ctx.is_direct = call is run and _saves_as_they_are()
         return out
 
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out = ctx.saved_tensors
-        call = _call_in_backward(grad_out, ctx.is_direct)
-        needs_grad = ctx.needs_input_grad[:-1]
-        return *backward(call, grad_out, needs_grad, *inputs, *ctx.others, out), None
+        return backward(_call, grad_out, ctx.needs_input_grad, *inputs, *ctx.others, out)
 
     def gradients(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
         grads = backward(call, grad_out, needs_grad, *rest)
         return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
 
-    def call_backward(grad_out: Tensor, *rest: Any) -> list:
-        return gradients(_call_in_backward(grad_out, is_direct=True), grad_out, *rest)
-
-    _differentiate(op, run, library, node_forward, node_backward)
+    _differentiate(op, library, node_forward, node_backward)
     return op, ReplayedOp(
         op,
         differentiable=[not x.endswith("offsets") for x in tensors],
@@ -254,7 +227,7 @@ def register_op_of_ops(
         saved=saved,
         run=lambda *inputs: [run(*inputs)],
         run_backward=functools.partial(gradients, _run),
-        call_backward=call_backward,
+        call_backward=functools.partial(gradients, _call),
         has_second_derivatives=True,
     )
 
@@ -269,17 +242,6 @@ def register_op_without_grad(
     tensors that share no memory with any other.
     """
     return _define(name, forward, fake)[0]
-
-
-def _call_in_backward(grad_out: Tensor, is_direct: bool) -> Caller:
-    """What calls ops in the backward of an op made of ops: spared the dispatcher if that op's
-    forward was, and if no gradient is taken.
-    """
-    if is_direct and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        keys = torch._C._dispatch_keys(grad_out) | torch._C._dispatch_tls_local_include_set()
-        if _is_direct(keys):
-            return _run
-    return _call
 
 
 def _call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
@@ -298,17 +260,13 @@ def _tensors(op: torch._ops.OpOverload) -> list[str]:
 
 def _differentiate(
     op: torch._ops.OpOverload,
-    run: Callable[..., Any],
     library: torch.library.Library,
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     non_differentiable: tuple[str, ...] = (),
 ) -> None:
     """Where an input of ``op`` needs a gradient, other than one that is ``non_differentiable``, it
-    runs as the node of ``forward``.
-
-    That has one more input: what to call below autograd, ``op`` again or, if all it would do is
-    call ``run``, that.
+    runs as the node of ``forward``, which calls ``op`` again, below autograd.
     """
     name = op._schema.name.split("::")[1]
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -316,10 +274,9 @@ def _differentiate(
     node_of_level = type(name, (_SingleLevelFunction,), functions)
     places = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
 
-    def autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+    def autograd(*inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, inputs)
-        call = run if _is_direct(keys) else op
         needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
         if needs_grad:
             for at in places:
@@ -328,24 +285,24 @@ def _differentiate(
                     needs_grad = torch._C._any_requires_grad(*inputs)
         if not needs_grad:
             with _below_autograd():
-                return call(*inputs)
+                return op(*inputs)
         if not torch._C._are_functorch_transforms_active():
-            return node.apply(*inputs, call)
+            return node.apply(*inputs)
         with enable_single_level_autograd_function():  # the dispatcher calls this at each level
-            return node_of_level.apply(*inputs, call)  # pyright: ignore[reportAttributeAccessIssue]
+            return node_of_level.apply(*inputs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    library.impl(name, autograd, "Autograd", with_keyset=True)
+    library.impl(name, autograd, "Autograd")
 
 
-def _call_below_autograd(call: Callable[..., Any], inputs: list[Any]) -> Any:
-    """``call(*inputs)``, in the forward of a node, which runs with gradients off: those that are
+def _call_below_autograd(op: torch._ops.OpOverload, inputs: tuple[Any, ...]) -> Any:
+    """``op(*inputs)``, in the forward of a node, which runs with gradients off: those that are
     taken outside of a transform's level are not.
     """
     if torch._C._are_functorch_transforms_active():
         with torch.enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
-            return call(*inputs)
+            return op(*inputs)
     with _below_autograd():
-        return call(*inputs)
+        return op(*inputs)
 
 
 def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
@@ -353,22 +310,6 @@ def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")
-
-
-def _is_direct(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether below autograd a call with ``keys`` goes straight to a device.
-
-    So it does where no mode or transform is active, and no tensor is a subclass's, a fake, or yet
-    to be negated. It may then be spared the dispatcher, which takes 20 µs where an op has many
-    inputs and outputs. (And calls nothing but our implementation; profilers see backward as the
-    node of autograd alone.)
-    """
-    return not keys.raw_repr() & OTHERS_THAN_A_DEVICE
-
-
-def _saves_as_they_are() -> bool:
-    """Whether no hook gives backward other tensors than forward has saved, say of a subclass."""
-    return _top_saved_tensors_default_hooks(True) is None
 
 
 def _schema(arguments: dict[str, Any], returns: Any) -> str:
