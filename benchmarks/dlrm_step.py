@@ -470,7 +470,7 @@ def stamp(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
         "torch": torch.__version__,
         "torchrec": importlib.metadata.version("torchrec"),
         "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
-        "replays": os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY", "0"),
+        "replays": os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY", "1"),
         "backward_in": "the caller's thread" if args.one_thread else "autograd's thread",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

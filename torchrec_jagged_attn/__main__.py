@@ -131,8 +131,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--build",
         action="store_true",
-        help="only build the C++ that ops call, under TORCHREC_JAGGED_ATTN_REPLAY=1 that of "
-        "replays, too, and print the path of each library; where that fails, print the compiler's "
+        help="only build the C++ that ops call, for a CUDA build of PyTorch that of replays, too, "
+        "and print the path of each library; where that fails, print the compiler's "
         "output and exit with 1",
     )
     return parser.parse_args(argv)

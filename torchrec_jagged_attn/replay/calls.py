@@ -29,7 +29,7 @@ replay_extension = Extension(
     is_module=True,
     without="calls take the host longer, in Python",
 )
-ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY") == "1" and not paths.LOG
+ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY") != "0" and not paths.LOG
 # Devices whose calls are replayed: where kernels are launched, and the host must not be late.
 DEVICES = {"cuda"} if torch.version.cuda is not None else set()
 _building, _recording = threading.Lock(), threading.Lock()
