@@ -17,11 +17,12 @@ Scores may have biases, each for a head: by key row, by the bucket of the key's 
 by the bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper``
 knows. Gradients of tables are summed by tile, then over the tiles.
 
-Causal attention ends with a kernel that takes out what should not matter (``hidden_rows.py``).
+Causal attention ends with a kernel that takes out what should not matter (``hidden_forward.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.common.tma import is_addressable
 from torchrec_jagged_attn.kernels.flash import (
-    hidden_rows,
     hopper_backward,
     hopper_forward,
     hopper_prepare,
@@ -52,7 +52,10 @@ from torchrec_jagged_attn.kernels.flash.general_short import (
     backward_short_kernel,
     forward_short_kernel,
 )
+from torchrec_jagged_attn.kernels.flash.hidden_backward import mend_gradients
+from torchrec_jagged_attn.kernels.flash.hidden_forward import mend_outputs
 from torchrec_jagged_attn.kernels.flash.plan import Call, Plan, plan_of
+from torchrec_jagged_attn.kernels.flash.records import Biases, Gradients, Inputs, Samples
 
 __all__ = ["backward", "forward"]
 
@@ -70,38 +73,40 @@ def forward(args: FlashArguments) -> FlashOutputs:
     call = _Call(args)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     stats = q.new_empty([2, *q.shape[:2]], dtype=torch.float32)
+    outputs = FlashOutputs(out, stats)
     if out.numel() == 0:
-        return FlashOutputs(out, stats)
+        return outputs
     plan = call.plan
     if paths.LOG:
         _log_choices("forward", plan)
-    sizes = (stats[0].numel(), call.reach, call.factor)
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
-    tiles = call.list_tiles(block, of_keys=False)
+    samples = call.list_tiles(block, of_keys=False)
     if plan.short_on_hopper:
-        hopper_short.forward(*call.inputs, out, stats, *call.offsets, call.factor, args.causal)
+        hopper_short.forward(*call.inputs, out, stats, *samples[:2], call.factor, args.causal)
     elif plan.most_short:
         _forward_short(
             (call.num_samples * q.shape[1],),
-            (*call.inputs, out, stats, *call.offsets, stats[0].numel(), call.factor),
-            call.shape | call.short_tile(),
+            (call.inputs, outputs, samples, stats[0].numel(), call.factor),
+            call.for_short(),
         )
     if plan.on_hopper:
         hopper_forward.forward(
-            *call.inputs, out, stats, call.by_distance, tiles, call.factor, args.causal, plan.width
-        )
+            *call.inputs, out, stats, call.biases.by_distance, samples.tiles, call.factor,
+            args.causal, plan.width,
+        )  # fmt: skip
     else:
+        sizes = (stats[0].numel(), call.reach, call.factor)
         _forward(
-            ((tiles.shape[0] - 1) * q.shape[1],),
-            (*call.inputs, *call.biases, out, stats, call.offsets[1], tiles, *sizes),
-            call.shape | plan.tables | plan.forward,
+            (_most(samples) * q.shape[1],),
+            (call.inputs, call.biases, outputs, samples, *sizes),
+            call.constants.of_launch(**plan.forward),
         )
     if args.causal and v.shape[0]:
-        hidden_rows.mend_outputs(
-            call.inputs, call.biases, out, stats, call.offsets, call.reach, call.factor, block,
-            call.shape | plan.tables,
+        mend_outputs(
+            call.inputs, call.biases, outputs, samples, call.reach, call.factor, block,
+            call.constants,
         )  # fmt: skip
-    return FlashOutputs(out, stats)
+    return outputs
 
 
 def backward(
@@ -117,109 +122,123 @@ def backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart.
     """
     q, k = args.q, args.k
-    bias, position_bias, age_bias, _, relative_bias = args.biases
-    causal, scale = args.causal, args.scale
-    out, stats = outputs
     grad_out = grad_out.contiguous()
-    grads_of_rows = (grad_out, grad_k, grad_v)
-    call = _Call(args, grads_of_rows)
+    call = _Call(args, (grad_out, grad_k, grad_v))
     plan = call.plan
     if paths.LOG:
         _log_choices("backward", plan)
-    grad_q, delta = q.new_empty(q.shape), torch.empty_like(stats[0])
-    grad_bias = None
-    if bias is not None and needs_bias:
-        grad_bias = bias.new_empty(
-            k.shape[0],
-            q.shape[1],
-            dtype=torch.float32 if plan.call.has_prior_weights else bias.dtype,
-        )
-    grad_tables = grad_relative = None
-    strides = {"GRAD_K_STRIDE": grad_k.stride(0), "GRAD_V_STRIDE": grad_v.stride(0)}
-    sizes = (delta.numel(), call.reach, call.factor, scale)
-    prepared = ()
+    delta = torch.empty_like(outputs.stats[0])
+    grads = Gradients(grad_out, delta, q.new_empty(q.shape), grad_k, grad_v)
+    if args.bias is not None and needs_bias:
+        dtype = torch.float32 if plan.call.has_prior_weights else args.bias.dtype
+        grads = grads._replace(bias=args.bias.new_empty(*k.shape[:1], q.shape[1], dtype=dtype))
     if plan.on_hopper:
-        tiles = call.list_tiles(hopper_backward.BLOCK_N, of_keys=True, together=plan.together)
-        prepared = hopper_prepare.prepare(
-            grad_out, out, stats, grad_q, None if relative_bias is None else delta, *call.offsets,
-            tiles, causal, plan.width, plan.most_short, call.is_self,
-        )  # fmt: skip
+        _backward_on_hopper(call, outputs, grads)
+        blocks = hopper_prepare.BLOCK_M, hopper_backward.BLOCK_N
     else:
-        tiles = call.list_tiles(plan.grad_q["BLOCK_M"], of_keys=False)
-    if plan.short_on_hopper:
-        hopper_short.backward(
-            grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, call.factor, scale,
-            causal,
+        grads = _backward_in_general(call, outputs, grads)
+        blocks = plan.grad_q["BLOCK_M"], plan.grad_kv["BLOCK_N"]
+    if args.relative_bias is not None:
+        grads = _backward_by_distance(call, outputs, grads)
+    if args.causal and q.shape[0] and k.shape[0]:
+        needs_delta = plan.call.biased and not plan.on_hopper
+        mend_gradients(
+            call.inputs, call.biases, outputs, grads if needs_delta else grads._replace(delta=None),
+            call.list_tiles(blocks[1], of_keys=True), call.reach, call.factor, args.scale, blocks,
+            call.constants,
         )  # fmt: skip
-    elif plan.most_short:
-        _backward_short(
-            (call.num_samples * k.shape[1],),
-            (grad_out, *call.inputs, grad_q, grad_k, grad_v, *call.offsets, call.factor, scale),
-            call.shape | strides | call.short_tile(),
-        )
-    if plan.on_hopper:
-        hopper_backward.backward(
-            *call.inputs, grad_q, *grads_of_rows, *prepared, call.by_distance, call.offsets[1],
-            tiles, call.factor, scale, causal, plan.width,
-        )  # fmt: skip
-    elif q.shape[0]:
+    return FlashGradients(grads.q, grads.k, grads.v, grads.bias, *_grads_of_tables(args, grads))
+
+
+def _backward_on_hopper(call: _Call, outputs: FlashOutputs, grads: Gradients) -> None:
+    plan, causal = call.plan, call.args.causal
+    samples = call.list_tiles(hopper_backward.BLOCK_N, of_keys=True, together=plan.together)
+    by_distance = call.biases.by_distance
+    prepared = hopper_prepare.prepare(
+        grads.out, *outputs, grads.q, None if by_distance is None else grads.delta, *samples,
+        causal, plan.width, plan.most_short, call.is_self,
+    )  # fmt: skip
+    _backward_of_short(call, grads, samples)
+    hopper_backward.backward(
+        *call.inputs, grads.q, grads.out, grads.k, grads.v, *prepared, by_distance,
+        samples.kv_offsets, samples.tiles, call.factor, call.args.scale, causal, plan.width,
+    )  # fmt: skip
+
+
+def _backward_in_general(call: _Call, outputs: FlashOutputs, grads: Gradients) -> Gradients:
+    """``grads`` with those of tables by position and age."""
+    plan, q, k = call.plan, call.args.q, call.args.k
+    sizes = (grads.delta.numel(), call.reach, call.factor, call.args.scale)
+    samples = call.list_tiles(plan.grad_q["BLOCK_M"], of_keys=False)
+    _backward_of_short(call, grads, samples)
+    if q.shape[0]:
         _grad_q(
-            ((tiles.shape[0] - 1) * q.shape[1],),
-            (
-                grad_out, *call.inputs, *call.biases, out, stats, grad_q, delta, call.offsets[1],
-                tiles, *sizes,
-            ),
-            call.shape | plan.tables | plan.grad_q,
-        )  # fmt: skip
-    if relative_bias is not None:
-        tiles = call.list_tiles(plan.grad_relative["BLOCK"], of_keys=False)
-        num_programs = (tiles.shape[0] - 1) * q.shape[1]
-        grad_relative = delta.new_zeros(num_programs, relative_bias.shape[0])
-        if num_programs:
-            _grad_relative(
-                (num_programs,),
-                (
-                    grad_out, *call.inputs, *call.biases, stats, delta, grad_relative,
-                    *call.offsets, tiles, *sizes[:-1],
-                ),
-                call.shape | plan.tables | plan.grad_relative,
-            )  # fmt: skip
-    if k.shape[0] and not plan.on_hopper:
-        tiles = call.list_tiles(plan.grad_kv["BLOCK_N"], of_keys=True)
-        num_tiles = tiles.shape[0] - 1
-        num_buckets = plan.call.position_buckets, plan.call.age_buckets
-        if any(num_buckets):
-            grad_tables = delta.new_zeros(num_tiles, sum(num_buckets), q.shape[1])
+            (_most(samples) * q.shape[1],),
+            (call.inputs, call.biases, outputs, grads, samples, *sizes),
+            call.constants.of_launch(**plan.grad_q),
+        )
+    if k.shape[0]:
+        samples = call.list_tiles(plan.grad_kv["BLOCK_N"], of_keys=True)
+        num_tiles = _most(samples)
+        num_buckets = plan.call.position_buckets + plan.call.age_buckets
+        if num_buckets:
+            tables = grads.delta.new_zeros(num_tiles, num_buckets, q.shape[1])
+            grads = grads._replace(tables=tables)
         _grad_kv(
             (num_tiles * k.shape[1],),
-            (
-                grad_out, *call.inputs, *call.biases, stats, delta, grad_k, grad_v,
-                grad_bias, grad_tables, call.offsets[1], tiles, *sizes,
-            ),
-            call.shape | plan.tables | strides | plan.grad_kv,
-        )  # fmt: skip
-    if causal and q.shape[0] and k.shape[0]:
-        blocks = (
-            (hopper_prepare.BLOCK_M, hopper_backward.BLOCK_N)
-            if plan.on_hopper
-            else (plan.grad_q["BLOCK_M"], plan.grad_kv["BLOCK_N"])
+            (call.inputs, call.biases, outputs, grads, samples, *sizes),
+            call.constants.of_launch(**plan.grad_kv),
         )
-        of_tables = (None, None) if grad_tables is None else (grad_tables, tiles)
-        hidden_rows.mend_gradients(
-            grad_out, call.inputs, call.biases, out, stats,
-            delta if plan.call.biased and not plan.on_hopper else None, (grad_q, grad_k, grad_v),
-            (grad_bias, *of_tables), call.offsets, call.reach, call.factor, scale, blocks,
-            call.shape | plan.tables | strides,
+    return grads
+
+
+def _backward_of_short(call: _Call, grads: Gradients, samples: Samples) -> None:
+    factor, scale = call.factor, call.args.scale
+    if call.plan.short_on_hopper:
+        hopper_short.backward(
+            grads.out, *call.inputs, grads.q, grads.k, grads.v, *samples[:2], factor, scale,
+            call.args.causal,
         )  # fmt: skip
-    grads = [None, None, None]
-    if grad_tables is not None:
-        of_position, of_age = grad_tables.sum(0).split(num_buckets)
-        grads[:2] = of_position, of_age.clone()  # which share no memory
-    if grad_relative is not None:
-        by_tile = grad_relative.view(-1, q.shape[1], grad_relative.shape[1]).mT
-        grads[2] = torch.sum(by_tile, 0, out=delta.new_empty(by_tile.shape[1:]))  # contiguous
+    elif call.plan.most_short:
+        _backward_short(
+            (call.num_samples * call.args.k.shape[1],),
+            (call.inputs, grads, samples, factor, scale),
+            call.for_short(),
+        )
+
+
+def _backward_by_distance(call: _Call, outputs: FlashOutputs, grads: Gradients) -> Gradients:
+    """``grads`` with that of the table by distance."""
+    constants = call.plan.grad_relative
+    samples = call.list_tiles(constants["BLOCK_M"], of_keys=False)
+    num_programs = _most(samples) * call.args.q.shape[1]
+    grads = grads._replace(relative=grads.delta.new_zeros(num_programs, call.constants.R))
+    if num_programs:
+        _grad_relative(
+            (num_programs,),
+            (
+                call.inputs, call.biases, outputs, grads, samples, grads.delta.numel(), call.reach,
+                call.factor, call.args.scale,
+            ),
+            call.constants.of_launch(**constants),
+        )  # fmt: skip
+    return grads
+
+
+def _grads_of_tables(args: FlashArguments, grads: Gradients) -> Iterator[Tensor | None]:
+    """Of each table the sum over tiles; zeros without tiles, ``None`` without a table."""
+    _, position_bias, age_bias, _, relative_bias = args.biases
+    of_position = of_age = of_relative = None
+    if grads.tables is not None:
+        num_positions = 0 if position_bias is None else position_bias.shape[0]
+        sums = grads.tables.sum(0)
+        of_position, of_age = sums[:num_positions], sums[num_positions:].clone()  # no memory shared
+    if grads.relative is not None:
+        by_tile = grads.relative.view(-1, args.q.shape[1], grads.relative.shape[1]).mT
+        sums = grads.delta.new_empty(by_tile.shape[1:])
+        of_relative = torch.sum(by_tile, 0, out=sums)  # contiguous
     tables = (position_bias, age_bias, relative_bias)
-    return FlashGradients(grad_q, grad_k, grad_v, grad_bias, *map(_as_table, grads, tables))
+    return map(_as_table, (of_position, of_age, of_relative), tables)
 
 
 class _Call:
@@ -227,21 +246,20 @@ class _Call:
 
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
-        bias, position_bias, age_bias, timestamps, relative_bias = args.biases
-        causal, scale = args.causal, args.scale
+        *biases, relative_bias = args.biases
+        bias, position_bias, age_bias, _ = biases
+        self.args = args
         self.num_samples = q_offsets.numel() - 1
-        self.inputs = (_rows(q), _rows(k), _rows(v))
-        self.offsets = (q_offsets.contiguous(), kv_offsets.contiguous())
+        self.inputs = Inputs(_rows(q), _rows(k), _rows(v))
+        self.samples = Samples(q_offsets.contiguous(), kv_offsets.contiguous())
         self.is_self = _is_same(q_offsets, kv_offsets)
-        self.lists: dict[tuple[int, int], Tensor] = {}
-        self.by_distance, self.reach = None, 0
+        self.lists: dict[tuple[int, int], Samples] = {}
+        by_distance, self.reach = None, 0
         if relative_bias is not None:
-            self.by_distance = list_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
-            self.reach = self.by_distance.shape[1] // 2
-        biases = (bias, position_bias, age_bias, timestamps)
-        self.biases = tuple(None if x is None else x.contiguous() for x in biases)
-        self.biases += (self.by_distance,)
-        self.factor = abs(scale) * LOG2E.value
+            by_distance = list_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
+            self.reach = by_distance.shape[1] // 2
+        self.biases = Biases(*(None if x is None else x.contiguous() for x in biases), by_distance)
+        self.factor = abs(args.scale) * LOG2E.value
         device, num_heads = q.device, q.shape[1]
         alike = Call(
             device=device,
@@ -258,36 +276,47 @@ class _Call:
             position_buckets=0 if position_bias is None else position_bias.shape[0],
             age_buckets=0 if age_bias is None else age_bias.shape[0],
             distance_buckets=0 if relative_bias is None else relative_bias.shape[0],
-            causal=causal,
-            negative_scale=scale < 0,
+            causal=args.causal,
+            negative_scale=args.scale < 0,
             counted=self.num_samples * num_heads < 2**31 - hopper_short.MOST_ROWS,
         )
         self.plan = plan_of(alike)
         if self.plan.on_hopper and not _in_boxes(*self.inputs, *grads):
             self.plan = plan_of(alike._replace(in_boxes=False))
-        q_stride, k_stride, v_stride = (x.stride(0) for x in self.inputs)
-        self.shape = self.plan.shape | {
-            "Q_STRIDE": q_stride,
-            "K_STRIDE": k_stride,
-            "V_STRIDE": v_stride,
-        }
+        self.constants = self.plan.constants._replace(
+            Q_STRIDE=self.inputs.q.stride(0),
+            K_STRIDE=self.inputs.k.stride(0),
+            V_STRIDE=self.inputs.v.stride(0),
+        )
+        if grads:
+            _, grad_k, grad_v = grads
+            self.constants = self.constants._replace(
+                GRAD_K_STRIDE=grad_k.stride(0), GRAD_V_STRIDE=grad_v.stride(0)
+            )
 
-    def short_tile(self) -> dict[str, Any]:
-        """Tile of samples taken whole, by the kernel after the one that makes a list of tiles."""
-        return self.plan.short | overlap_options(devices.launches_overlap(self.inputs[0].device))
+    def for_short(self) -> dict[str, Any]:
+        """Constants for samples taken whole, by the kernel after the one that makes a list."""
+        overlap = overlap_options(devices.launches_overlap(self.inputs.q.device))
+        return self.constants.of_launch(**self.plan.short, **overlap)
 
-    def list_tiles(self, block: int, of_keys: bool, together: int = 0) -> Tensor:
-        """The tiles of queries, or of keys; each list is made once."""
+    def list_tiles(self, block: int, of_keys: bool, together: int = 0) -> Samples:
+        """Samples with the tiles of queries, or of keys; each list is made once."""
         own, other = (1, 0) if of_keys and not self.is_self else (0, 1)
         if (block, own) not in self.lists:
             short = self.plan.most_short
             num_own, num_other = self.inputs[own].shape[0], self.inputs[other].shape[0]
             num_other = 0 if self.is_self else num_other
             capacity = most_tiles(num_own, num_other, self.num_samples, short, block)
-            self.lists[block, own] = list_tiles(
-                self.offsets[own], self.offsets[other], capacity, short, block, together
+            tiles = list_tiles(
+                self.samples[own], self.samples[other], capacity, short, block, together
             )
+            self.lists[block, own] = self.samples._replace(tiles=tiles)
         return self.lists[block, own]
+
+
+def _most(samples: Samples) -> int:
+    """Most tiles that are in the list."""
+    return samples.tiles.shape[0] - 1
 
 
 def _log_choices(direction: str, plan: Plan) -> None:

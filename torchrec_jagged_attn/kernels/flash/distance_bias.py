@@ -69,11 +69,9 @@ def list_by_distance(table: Tensor, num_rows: int) -> Tensor:
 
 
 @triton.jit
-def scores_by_distance(zero_ptr, first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """``[BLOCK_M, BLOCK_N]`` scores, times log2(e), of queries and keys ``first + i - j`` apart.
-
-    ``zero_ptr`` is where the list has the distance 0.
-    """
+def scores_by_distance(list_ptr, reach, head, first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``[BLOCK_M, BLOCK_N]`` scores, times log2(e), of queries and keys ``first + i - j`` apart."""
+    zero_ptr = list_ptr + (head.to(tl.int64) * (2 * reach) + reach)
     apart = tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :]
     return tl.load(zero_ptr + first + apart)
 

@@ -25,151 +25,106 @@ MOST_ROWS = 32  # on both sides, of the samples that are taken
 
 
 @triton.jit
-def _locate_sample(
-    sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
-):
+def _locate_sample(sample, samples, C: tl.constexpr):
     """``(q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
 
-    First row and length of its queries and of its keys, and the mask ``[BLOCK, BLOCK]`` of visible
-    pairs, queries by keys.
+    First row and length of its queries and of its keys, and the mask ``[BLOCK_M, BLOCK_N]`` of
+    visible pairs, queries by keys.
     """
-    q_row = tl.load(q_offsets_ptr + sample).to(tl.int64)
-    kv_row = tl.load(kv_offsets_ptr + sample).to(tl.int64)
-    num_rows = (tl.load(q_offsets_ptr + sample + 1).to(tl.int64) - q_row).to(tl.int32)
-    num_keys = (tl.load(kv_offsets_ptr + sample + 1).to(tl.int64) - kv_row).to(tl.int32)
-    i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    q_row = tl.load(samples.q_offsets + sample).to(tl.int64)
+    kv_row = tl.load(samples.kv_offsets + sample).to(tl.int64)
+    num_rows = (tl.load(samples.q_offsets + sample + 1).to(tl.int64) - q_row).to(tl.int32)
+    num_keys = (tl.load(samples.kv_offsets + sample + 1).to(tl.int64) - kv_row).to(tl.int32)
+    i, j = tl.arange(0, C.BLOCK_M)[:, None], tl.arange(0, C.BLOCK_N)[None, :]
     visible = (i < num_rows) & (j < num_keys)
-    if CAUSAL:
+    if C.CAUSAL:
         visible = visible & (j <= i + num_keys - num_rows)
     return q_row, num_rows, kv_row, num_keys, visible
 
 
+@triton.jit
+def _softmax(q, k, visible, factor, C: tl.constexpr):
+    """``(p, maximum, total)`` of all scores of a sample; the weights are not yet divided."""
+    products = tl.dot(-q if C.NEGATIVE else q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
+    nothing = tl.full([C.BLOCK_M], -float("inf"), tl.float32)
+    zero = tl.zeros([C.BLOCK_M], tl.float32)
+    p, _, maximum, total = online_softmax(
+        products, factor, 0.0, visible, nothing, zero, False, True
+    )
+    return p, maximum, total
+
+
 @triton.jit(do_not_specialize=["num_stats"])
 def forward_short_kernel(
-    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
-    k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
-    v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    out_ptr,  # [ΣLq, H, Dv]
-    stats_ptr,  # [2, ΣLq, H] fp32
-    q_offsets_ptr,  # [B + 1]
-    kv_offsets_ptr,  # [B + 1]
+    inputs,  # Inputs
+    outputs,  # arguments.FlashOutputs
+    samples,  # Samples
     num_stats,
-    factor,  # |scale| · log2(e), rounded once
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    factor,
+    C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """One head of one sample, if that has at most ``BLOCK`` rows on both sides."""
-    if OVERLAP:
+    """One head of one sample, if that has at most BLOCK_M rows on both sides."""
+    if C.OVERLAP:
         cuda.gdc_launch_dependents()
-    sample, head = tl.program_id(0) // H, tl.program_id(0) % H
-    kv_head = head // (H // HK)
-    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(
-        sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL, BLOCK
-    )
-    if (num_rows <= BLOCK) & (num_keys <= BLOCK) & (num_rows > 0):
-        q = load_rows(q_ptr, q_row, num_rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
-        k = load_rows(k_ptr, kv_row, num_keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
-        v = load_rows(v_ptr, kv_row, num_keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
-        products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
-        nothing = tl.full([BLOCK], -float("inf"), tl.float32)
-        p, _, maximum, total = online_softmax(
-            products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
-        )
+    sample, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
+    kv_head = head // (C.H // C.HK)
+    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, C)
+    if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows > 0):
+        q = load_rows(inputs.q, q_row, num_rows, head, C.Q_STRIDE, C.D, C.BLOCK_M, C.BLOCK_D)
+        k = load_rows(inputs.k, kv_row, num_keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
+        v = load_rows(inputs.v, kv_row, num_keys, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
+        p, maximum, total = _softmax(q, k, visible, factor, C)
         out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
-        store_rows(out_ptr, out, q_row, num_rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV)
-        i = tl.arange(0, BLOCK)
-        stat = (q_row + i) * H + head
-        store_softmax_stats(stats_ptr, num_stats, stat, i < num_rows, maximum, total, False)
-    if OVERLAP:
+        store_rows(outputs.out, out, q_row, num_rows, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
+        i = tl.arange(0, C.BLOCK_M)
+        stat = (q_row + i) * C.H + head
+        store_softmax_stats(outputs.stats, num_stats, stat, i < num_rows, maximum, total, False)
+    if C.OVERLAP:
         cuda.gdc_wait()
 
 
 @triton.jit
 def backward_short_kernel(
-    grad_out_ptr,  # [ΣLq, H, Dv]
-    q_ptr,  # [ΣLq, H, D], rows Q_STRIDE apart
-    k_ptr,  # [ΣLk, Hk, D], rows K_STRIDE apart
-    v_ptr,  # [ΣLk, Hk, Dv], rows V_STRIDE apart
-    grad_q_ptr,  # [ΣLq, H, D]
-    grad_k_ptr,  # [ΣLk, Hk, D], rows GRAD_K_STRIDE apart
-    grad_v_ptr,  # [ΣLk, Hk, Dv], rows GRAD_V_STRIDE apart
-    q_offsets_ptr,  # [B + 1]
-    kv_offsets_ptr,  # [B + 1]
-    factor,  # |scale| · log2(e), rounded once
+    inputs,  # Inputs
+    grads,  # Gradients
+    samples,  # Samples
+    factor,
     scale,
-    H: tl.constexpr,
-    HK: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    GRAD_K_STRIDE: tl.constexpr,
-    GRAD_V_STRIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """One key head of one sample, if that has at most ``BLOCK`` rows on both sides."""
-    if OVERLAP:
+    """One key head of one sample, if that has at most BLOCK_M rows on both sides."""
+    if C.OVERLAP:
         cuda.gdc_launch_dependents()
-    sample, kv_head = tl.program_id(0) // HK, tl.program_id(0) % HK
-    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(
-        sample, q_offsets_ptr, kv_offsets_ptr, CAUSAL, BLOCK
-    )
-    if (num_rows <= BLOCK) & (num_keys <= BLOCK) & (num_rows + num_keys > 0):
+    sample, kv_head = tl.program_id(0) // C.HK, tl.program_id(0) % C.HK
+    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, C)
+    if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows + num_keys > 0):
         # None of a side without the other: what is infinite there has a gradient of zero, too.
         rows, keys = tl.where(num_keys > 0, num_rows, 0), tl.where(num_rows > 0, num_keys, 0)
-        k = load_rows(k_ptr, kv_row, keys, K_STRIDE, kv_head * D, D, BLOCK, BLOCK_D, True)
-        v = load_rows(v_ptr, kv_row, keys, V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV, True)
-        acc_k = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        acc_v = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
-        for member in range(H // HK):
-            head = kv_head * (H // HK) + member
-            q = load_rows(q_ptr, q_row, rows, Q_STRIDE, head * D, D, BLOCK, BLOCK_D, True)
+        k = load_rows(inputs.k, kv_row, keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
+        v = load_rows(inputs.v, kv_row, keys, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
+        acc_k = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
+        acc_v = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
+        for member in range(C.H // C.HK):
+            head = kv_head * (C.H // C.HK) + member
+            q = load_rows(inputs.q, q_row, rows, head, C.Q_STRIDE, C.D, C.BLOCK_M, C.BLOCK_D)
             grad_out = load_rows(
-                grad_out_ptr, q_row, rows, H * DV, head * DV, DV, BLOCK, BLOCK_DV, True
+                grads.out, q_row, rows, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D
             )
-            products = tl.dot(-q if NEGATIVE else q, tl.trans(k))  # [BLOCK, BLOCK]
-            nothing = tl.full([BLOCK], -float("inf"), tl.float32)
-            p, _, _, total = online_softmax(
-                products, factor, 0.0, visible, nothing, tl.zeros([BLOCK], tl.float32), False, True
-            )
+            p, _, total = _softmax(q, k, visible, factor, C)
             p /= tl.where(total != 0, total, 1.0)[:, None]
             acc_v = tl.dot(tl.trans(p.to(grad_out.dtype)), grad_out, acc_v)
             dp = tl.dot(grad_out, tl.trans(v))
-            delta = mean_grad(p, dp, visible, tl.zeros([BLOCK], tl.float32), True, 1)
+            delta = mean_grad(p, dp, visible, tl.zeros([C.BLOCK_M], tl.float32), True, 1)
             ds = (p * (dp - delta[:, None])).to(k.dtype)
             acc_k = tl.dot(tl.trans(ds), q, acc_k)
             grad_q = tl.dot(ds, k) * scale
-            store_rows(grad_q_ptr, grad_q, q_row, num_rows, H * D, head * D, D, BLOCK, BLOCK_D)
+            store_rows(grads.q, grad_q, q_row, num_rows, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
         store_rows(
-            grad_k_ptr,
-            acc_k * scale,
-            kv_row,
-            num_keys,
-            GRAD_K_STRIDE,
-            kv_head * D,
-            D,
-            BLOCK,
-            BLOCK_D,
-        )
+            grads.k, acc_k * scale, kv_row, num_keys, kv_head, C.GRAD_K_STRIDE, C.D, C.BLOCK_N,
+            C.BLOCK_D,
+        )  # fmt: skip
         store_rows(
-            grad_v_ptr, acc_v, kv_row, num_keys, GRAD_V_STRIDE, kv_head * DV, DV, BLOCK, BLOCK_DV
+            grads.v, acc_v, kv_row, num_keys, kv_head, C.GRAD_V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D
         )
-    if OVERLAP:
+    if C.OVERLAP:
         cuda.gdc_wait()

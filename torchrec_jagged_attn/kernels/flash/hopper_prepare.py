@@ -65,10 +65,8 @@ def prepare_kernel(
         num_keys = tl.load(kv_offsets_ptr + sample + 1) - tl.load(kv_offsets_ptr + sample)
         row, count = begin + start, end - begin - start
         if (count > 0) & ((end - begin > SHORT) | (num_keys > SHORT)):
-            grad_out = load_rows(
-                grad_out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True
-            )
-            out = load_rows(out_ptr, row, count, H * DV, head * DV, DV, BLOCK_M, BLOCK_D, True)
+            grad_out = load_rows(grad_out_ptr, row, count, head, H * DV, DV, BLOCK_M, BLOCK_D)
+            out = load_rows(out_ptr, row, count, head, H * DV, DV, BLOCK_M, BLOCK_D)
             i = tl.arange(0, BLOCK_M)
             # Rows beyond the sample get weights of zero.
             lse = tl.load(stats_ptr + (row + i) * H + head, mask=i < count, other=float("inf"))
@@ -84,7 +82,7 @@ def prepare_kernel(
                 seen = tl.minimum(seen, num_keys - count + tl.minimum(count, BLOCK_M))
             if seen <= 0:
                 zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                store_rows(grad_q_ptr, zeros, row, count, H * D, head * D, D, BLOCK_M, BLOCK_D)
+                store_rows(grad_q_ptr, zeros, row, count, head, H * D, D, BLOCK_M, BLOCK_D)
         work += tl.num_programs(0)
 
 

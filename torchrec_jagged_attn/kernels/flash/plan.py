@@ -20,6 +20,7 @@ import torch
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.matmul import padded_width, tile_rows
 from torchrec_jagged_attn.kernels.flash import general_short, hopper_short
+from torchrec_jagged_attn.kernels.flash.records import Constants
 from torchrec_jagged_attn.paths import Choice, Condition, Path, choose
 
 __all__ = ["PATHS", "Call", "Plan", "plan_of"]
@@ -160,8 +161,7 @@ class Plan:
         width: columns of a tile.
         together: as how many rows of the other side samples have whose tiles of keys take turns in
             the list, see ``list_tiles``.
-        shape: constants of every general kernel, but for strides.
-        tables: those of kernels that know biases.
+        constants: of every general kernel, but for strides and tiles.
     """
 
     call: Call
@@ -170,8 +170,7 @@ class Plan:
     most_short: int
     width: int
     together: int
-    shape: dict[str, Any] = field(repr=False)
-    tables: dict[str, Any] = field(repr=False)
+    constants: Constants = field(repr=False)
 
     @property
     def on_hopper(self) -> bool:
@@ -186,7 +185,8 @@ class Plan:
     @functools.cached_property
     def short(self) -> dict[str, Any]:
         """Tile of samples taken whole by the general kernels."""
-        return {"BLOCK": self.most_short, "num_warps": 1 if self.call.row_bytes <= 128 else 2}
+        block, warps = self.most_short, 1 if self.call.row_bytes <= 128 else 2
+        return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps}
 
     @functools.cached_property
     def forward(self) -> dict[str, Any]:
@@ -217,10 +217,10 @@ class Plan:
     @functools.cached_property
     def grad_relative(self) -> dict[str, Any]:
         """Tile of the gradient of scores by distance."""
-        tile = {"BLOCK": 64, "num_warps": 4, "num_stages": 2 if self.call.row_bytes <= 128 else 1}
+        stages = 2 if self.call.row_bytes <= 128 else 1
+        tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
         if self._is_small:
-            small = self._small
-            tile = {"BLOCK": small["BLOCK_M"], "num_warps": small["num_warps"], "num_stages": 1}
+            tile = self._small | {"num_stages": 1}
         return tile | {"GROUPS": padded_width(self.call.distance_buckets) // 16}
 
     @property
@@ -258,22 +258,20 @@ def plan_of(call: Call) -> Plan:
         most_short=_MOST_ROWS.get(short.path, 0),
         width=call.padded_width,
         together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
-        shape={
-            "H": call.num_heads,
-            "HK": call.num_key_heads,
-            "D": call.width,
-            "DV": call.value_width,
-            "CAUSAL": call.causal,
-            "NEGATIVE": call.negative_scale,
-            "BLOCK_D": call.padded_width,
-            "BLOCK_DV": call.padded_width,
-        },
-        tables={
-            "P": call.position_buckets,
-            "A": call.age_buckets,
-            "R": call.distance_buckets,
-            "BIASED": call.biased,
-            "PRIOR": call.has_prior_weights,
-            "PRECISION": call.precision,
-        },
+        constants=Constants(
+            H=call.num_heads,
+            HK=call.num_key_heads,
+            D=call.width,
+            DV=call.value_width,
+            BLOCK_D=call.padded_width,
+            CAUSAL=call.causal,
+            NEGATIVE=call.negative_scale,
+            EXACT=call.dtype == torch.float32,
+            PRECISION=call.precision,
+            P=call.position_buckets,
+            A=call.age_buckets,
+            R=call.distance_buckets,
+            PRIOR=call.has_prior_weights,
+            BIASED=call.biased,
+        ),
     )

@@ -1,4 +1,4 @@
-"""What the general kernels of jagged flash attention share: records, rows, biases, softmax."""
+"""What the general kernels of jagged flash attention share: rows, biases, softmax."""
 
 from __future__ import annotations
 
@@ -9,68 +9,34 @@ import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
+from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
 from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
 
 __all__ = [
-    "Biases",
-    "Constants",
     "Place",
     "is_finite",
     "key_bias",
+    "key_weights",
+    "load_keys",
+    "load_queries",
     "load_rows",
     "load_softmax_stats",
+    "load_values",
+    "locate_queries",
     "online_softmax",
+    "seen_keys",
     "softmax_of_stats",
     "store_rows",
     "store_softmax_stats",
 ]
 
 
-class Constants(NamedTuple):
-    """Compile-time constants of the general kernels."""
-
-    H: Any  # heads of queries
-    HK: Any  # heads of keys and values
-    D: Any  # width of queries and keys
-    DV: Any  # width of values
-    P: Any  # buckets of positions, 0 without
-    A: Any  # buckets of ages, 0 without
-    PRIOR: Any  # whether the bias is prior weights
-    R: Any  # buckets of distances, 0 without
-    BIASED: Any  # whether there is any bias
-    Q_STRIDE: Any  # elements from row to row
-    K_STRIDE: Any
-    V_STRIDE: Any
-    CAUSAL: Any
-    NEGATIVE: Any  # whether the scale is
-    PRECISION: Any  # of products
-    BLOCK_D: Any  # columns of a tile of queries or keys
-    BLOCK_DV: Any  # columns of a tile of values
-    BLOCK_M: Any  # queries of a tile
-    BLOCK_N: Any  # keys of a tile
-    EXACT: Any  # whether statistics are those of fp32, see store_softmax_stats
-
-
-class Biases(NamedTuple):
-    """Pointers that biases are read from, as ``load_bias`` does; ``None`` where there is none.
-
-    Attributes:
-        by_distance: where the list of one head has the distance 0, see ``distance_bias.py``.
-        kv_offsets: ``[B + 1]``.
-    """
-
-    bias: Any
-    position_bias: Any
-    age_bias: Any
-    timestamps: Any
-    by_distance: Any
-    kv_offsets: Any
-
-
 class Place(NamedTuple):
-    """Where a tile of queries and the keys of its sample are, see ``locate_tile``.
+    """Where a tile of queries of a head and the keys of its sample are, see ``locate_tile``.
 
     Attributes:
+        row: first query of the tile.
+        count: queries that the sample has from there on.
         base: first key of the sample.
         high: end of the keys that each query sees, a scalar or ``[BLOCK_M, 1]``.
         diagonal: the key that is as far from the last key as the tile's first query is from the
@@ -78,6 +44,8 @@ class Place(NamedTuple):
     """
 
     sample: Any
+    row: Any
+    count: Any
     base: Any
     num_keys: Any
     high: Any
@@ -87,24 +55,47 @@ class Place(NamedTuple):
 
 
 @triton.jit
+def locate_queries(args, C: tl.constexpr):
+    """Whether the program has a tile of queries, and its :class:`Place`."""
+    tile, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
+    listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
+        args.samples.tiles, tile, C.CAUSAL, False, C.BLOCK_M
+    )
+    if C.CAUSAL:
+        high = high[:, None]
+    kv_head = head // (C.H // C.HK)
+    return listed, Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head)
+
+
+@triton.jit
+def seen_keys(place, C: tl.constexpr):
+    """How many keys all queries of a tile see, and how many any of them does."""
+    by_all, by_any = place.num_keys, place.num_keys
+    if C.CAUSAL:
+        by_all = tl.maximum(tl.minimum(by_all, by_all - place.count + 1), 0)
+        by_any = tl.minimum(by_any, by_any - place.count + C.BLOCK_M)
+    return by_all, by_any
+
+
+@triton.jit
 def load_rows(
     ptr,
     row,
     count,
+    head,
     STRIDE: tl.constexpr,
-    column,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr = True,
 ):
-    """``[BLOCK, BLOCK_D]``: rows from ``row`` on, ``D`` wide from ``column`` on, else zeros.
+    """``[BLOCK, BLOCK_D]``: a head's rows from ``row`` on, ``D`` wide, else zeros.
 
     Where ``MASKED``, there are ``count`` rows; else as many as the tile has.
     """
     r = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = ptr + (row * STRIDE + column) + (r.to(tl.int64) * STRIDE + d)
+    ptrs = ptr + (row * STRIDE + head * D) + (r.to(tl.int64) * STRIDE + d)
     if MASKED and D < BLOCK_D:
         x = tl.load(ptrs, mask=(r < count) & (d < D), other=0.0)
     elif MASKED:
@@ -122,8 +113,8 @@ def store_rows(
     value,
     row,
     count,
+    head,
     STRIDE: tl.constexpr,
-    column,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -131,8 +122,33 @@ def store_rows(
     """Store ``value`` where :func:`load_rows` would load it."""
     r = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    ptrs = ptr + (row * STRIDE + column) + (r.to(tl.int64) * STRIDE + d)
+    ptrs = ptr + (row * STRIDE + head * D) + (r.to(tl.int64) * STRIDE + d)
     tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=(r < count) & (d < D))
+
+
+@triton.jit
+def load_queries(q_ptr, row, count, head, C: tl.constexpr):
+    """Queries ``[BLOCK_M, BLOCK_D]``, negated where the scale is negative."""
+    q = load_rows(q_ptr, row, count, head, C.Q_STRIDE, C.D, C.BLOCK_M, C.BLOCK_D)
+    return -q if C.NEGATIVE else q
+
+
+@triton.jit
+def load_keys(k_ptr, place, start, C: tl.constexpr, MASKED: tl.constexpr = True):
+    """Keys ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
+    row, count = place.base + start, place.num_keys - start
+    return load_rows(
+        k_ptr, row, count, place.kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D, MASKED
+    )
+
+
+@triton.jit
+def load_values(v_ptr, place, start, C: tl.constexpr, MASKED: tl.constexpr = True):
+    """Values ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
+    row, count = place.base + start, place.num_keys - start
+    return load_rows(
+        v_ptr, row, count, place.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D, MASKED
+    )
 
 
 @triton.jit
@@ -142,7 +158,7 @@ def is_finite(x):
 
 
 @triton.jit
-def key_bias(biases, place, start, C: tl.constexpr):
+def key_bias(args, place, start, C: tl.constexpr):
     """Biases of the keys from ``start`` on for a tile of queries, and which keys these see.
 
     The biases are times log2(e), as the scores are. A bias of ``-inf`` hides its key.
@@ -152,14 +168,15 @@ def key_bias(biases, place, start, C: tl.constexpr):
     bias = 0.0
     if C.BIASED:
         bias = load_bias(
-            biases, biases.kv_offsets, place.sample, place.base + j,
+            args.biases, args.samples.kv_offsets, place.sample, place.base + j,
             j < place.num_keys, place.head, C.H, C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
         bias *= LOG2E
         if C.R > 0:
             bias += scores_by_distance(
-                biases.by_distance, place.diagonal - start, C.BLOCK_M, C.BLOCK_N
-            )
+                args.biases.by_distance, args.reach, place.head, place.diagonal - start,
+                C.BLOCK_M, C.BLOCK_N,
+            )  # fmt: skip
         visible = visible & (bias != -float("inf"))
     return bias, visible
 
@@ -214,20 +231,21 @@ def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT:
 
 
 @triton.jit
-def load_softmax_stats(stats_ptr, num_stats, rows, mask, MASKED: tl.constexpr, EXACT: tl.constexpr):
+def load_softmax_stats(args, rows, mask, C: tl.constexpr, MASKED: tl.constexpr = True):
     """What :func:`softmax_of_stats` needs of ``rows``: ``(maximum, inverse)``.
 
-    Their weights do not overflow where masked, and the second is read only if ``EXACT``.
+    Their weights do not overflow where masked, and the second is read only if EXACT.
     """
+    stats_ptr = args.outputs.stats
     if MASKED:
         maximum = tl.load(stats_ptr + rows, mask=mask, other=float("inf"))
     else:
         maximum = tl.load(stats_ptr + rows)
     inverse = maximum
-    if EXACT and MASKED:
-        inverse = tl.load(stats_ptr + num_stats + rows, mask=mask, other=0.0)
-    elif EXACT:
-        inverse = tl.load(stats_ptr + num_stats + rows)
+    if C.EXACT and MASKED:
+        inverse = tl.load(stats_ptr + args.num_stats + rows, mask=mask, other=0.0)
+    elif C.EXACT:
+        inverse = tl.load(stats_ptr + args.num_stats + rows)
     return maximum, inverse
 
 
@@ -239,20 +257,32 @@ def softmax_of_stats(
     visible,
     maximum,
     inverse,
-    BIASED: tl.constexpr,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
+    C: tl.constexpr,
+    MASKED: tl.constexpr = True,
 ):
     """Weights of the softmax of the same scores, from their statistics, shaped to go with them.
 
-    Unless ``EXACT``, ``inverse`` is not read, since it is one where anything is visible.
+    Unless EXACT, ``inverse`` is not read, since it is one where anything is visible.
     """
-    if BIASED:
+    if C.BIASED:
         weights = tl.exp2(products * factor + (bias - maximum))
     else:
         weights = tl.exp2(products * factor - maximum)
-    if EXACT:
+    if C.EXACT:
         weights *= inverse
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
     return weights
+
+
+@triton.jit
+def key_weights(
+    q, k, maximum, inverse, args, place, start, C: tl.constexpr, MASKED: tl.constexpr = True
+):
+    """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on, and which are visible."""
+    bias, visible = key_bias(args, place, start, C)
+    products = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
+    p = softmax_of_stats(
+        products, args.factor, bias, visible, maximum[:, None], inverse[:, None], C, MASKED
+    )
+    return p, visible

@@ -1,0 +1,211 @@
+"""Takes out of the gradients what causality hides, as ``hidden_forward.py`` out of outputs."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.arguments import FlashOutputs
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.common.matmul import multiply
+from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
+from torchrec_jagged_attn.kernels.flash.general_backward import (
+    Keys,
+    key_biases,
+    query_weights,
+    store_bias_gradients,
+)
+from torchrec_jagged_attn.kernels.flash.hidden_forward import (
+    BLOCK,
+    lanes_of,
+    load_block,
+    mend_tiles,
+    options_of,
+    without_bad,
+)
+from torchrec_jagged_attn.kernels.flash.records import (
+    Arguments,
+    Biases,
+    Constants,
+    Gradients,
+    Inputs,
+    Samples,
+)
+from torchrec_jagged_attn.kernels.flash.tiles import (
+    is_finite,
+    key_weights,
+    load_keys,
+    load_rows,
+    load_values,
+    store_rows,
+)
+
+__all__ = ["mend_gradients"]
+
+
+@triton.jit
+def _mend_query_gradients(args, sample, row, end, head, C: tl.constexpr):
+    """Gradients of a block of queries."""
+    count, grad_q_ptr = end - row, args.grads.q
+    grad_q = load_rows(grad_q_ptr, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
+    if tl.max(tl.where(is_finite(grad_q), 0, 1)) > 0:
+        place, q, maximum, inverse = load_block(args, sample, row, end, head, C)
+        grad_out = load_rows(
+            args.grads.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D
+        )
+        out = load_rows(args.outputs.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
+        delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+        acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+        first = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
+        for start in range(0, tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M), C.BLOCK_N):
+            j = start + tl.arange(0, C.BLOCK_N)
+            k = load_keys(args.inputs.k, place, start, C)
+            v = load_values(args.inputs.v, place, start, C)
+            p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
+            dp = tl.dot(grad_out, tl.trans(v), input_precision=C.PRECISION)
+            ds = tl.where(j[None, :] < place.high, p * (dp - delta[:, None]), 0.0)
+            k, first = without_bad(k, j, first)
+            acc = multiply(ds.to(k.dtype), k, acc, C.PRECISION)
+        hidden = ~is_finite(grad_q) & (first[None, :] >= place.high)
+        grad_q = tl.where(hidden, (acc * args.scale).to(grad_q.dtype), grad_q)
+        store_rows(grad_q_ptr, grad_q, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
+
+
+@triton.jit
+def _find_in_list(tiles_ptr, row):
+    """Number of the tile in the list whose first row is ``row``."""
+    num_tiles = tl.load(tiles_ptr).to(tl.int32)
+    found = num_tiles * 0
+    for start in range(0, num_tiles, 1024):
+        n = start + tl.arange(0, 1024)
+        first = tl.load(tiles_ptr + (1 + n) * FIELDS + 1, mask=n < num_tiles, other=-1)
+        found = tl.maximum(found, tl.max(tl.where(first == row, n, 0)))
+    return found
+
+
+@triton.jit
+def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
+    """Gradients of a block of keys and values, and of biases, whose block is a tile."""
+    inputs, grads = args.inputs, args.grads
+    i, j = tl.arange(0, C.BLOCK_M), tl.arange(0, C.BLOCK_N)
+    count = (end - row).to(tl.int32)
+    grad_k = load_rows(grads.k, row, count, kv_head, C.GRAD_K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
+    grad_v = load_rows(grads.v, row, count, kv_head, C.GRAD_V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
+    bad = tl.max(tl.where(is_finite(grad_k), 0, 1)) + tl.max(tl.where(is_finite(grad_v), 0, 1))
+    if bad > 0:
+        base = tl.load(args.samples.q_offsets + sample).to(tl.int64)
+        num_rows = (tl.load(args.samples.q_offsets + sample + 1).to(tl.int64) - base).to(tl.int32)
+        diagonal = num_rows - count
+        low = tl.maximum(diagonal + j, 0)  # the first query that sees a key
+        k = load_rows(inputs.k, row, count, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
+        v = load_rows(inputs.v, row, count, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
+        keys = Keys(k, v, sample, row, j < count, base, num_rows, low, diagonal)
+        acc_k = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
+        acc_v = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
+        # Counted from the sample's last query on, so that the first is the last that is bad.
+        last_q = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
+        last_grad_out = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
+        tile = row
+        if C.P > 0 or C.A > 0:
+            tile = _find_in_list(args.samples.tiles, row)
+        for member in range(C.H // C.HK):
+            head = kv_head * (C.H // C.HK) + member
+            bias = key_biases(args, keys, head, C)
+            grad_bias = tl.zeros([C.BLOCK_N], tl.float32)
+            for start in range(
+                tl.maximum(diagonal, 0) // C.BLOCK_M * C.BLOCK_M, num_rows, C.BLOCK_M
+            ):
+                p, seen, q, grad_out, delta = query_weights(
+                    keys, bias, args, head, start, C, MASKED=True
+                )
+                dp = tl.dot(v, tl.trans(grad_out), input_precision=C.PRECISION)
+                ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
+                grad_bias += tl.sum(ds, 1)
+                from_last = num_rows - 1 - start - i
+                q, last_q = without_bad(q, from_last, last_q)
+                grad_out, last_grad_out = without_bad(grad_out, from_last, last_grad_out)
+                acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
+                acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
+            store_bias_gradients(args, grad_bias, keys, tile, head, C)
+        high = (num_rows - low)[:, None]
+        hidden = ~is_finite(grad_k) & (last_q[None, :] >= high)
+        grad_k = tl.where(hidden, (acc_k * args.scale).to(grad_k.dtype), grad_k)
+        hidden = ~is_finite(grad_v) & (last_grad_out[None, :] >= high)
+        grad_v = tl.where(hidden, acc_v.to(grad_v.dtype), grad_v)
+        store_rows(grads.k, grad_k, row, count, kv_head, C.GRAD_K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
+        store_rows(
+            grads.v, grad_v, row, count, kv_head, C.GRAD_V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D
+        )
+
+
+@triton.jit(
+    do_not_specialize=["num_samples", "num_q_programs", "q_shift", "kv_shift", "num_stats", "reach"]
+)
+def mend_gradients_kernel(
+    inputs,  # Inputs
+    biases,  # Biases
+    outputs,  # arguments.FlashOutputs
+    grads,  # Gradients; ``delta`` is None where kernels have no biases
+    samples,  # Samples, whose tiles are of keys
+    num_samples,
+    num_q_programs,  # the first ones, which look at queries
+    q_shift,  # a sample has 2 ** q_shift lanes, of queries
+    kv_shift,  # and of keys
+    num_stats,
+    reach,
+    factor,
+    scale,
+    C: tl.constexpr,  # Constants
+):
+    """One head of the tiles of Q_TILE queries of some samples, or of those of KV_TILE keys."""
+    args = Arguments(inputs, biases, outputs, grads, samples, num_stats, reach, factor, scale)
+    program = tl.program_id(0)
+    if program < num_q_programs:
+        mend_tiles(
+            grads.q, args, samples.q_offsets, num_samples, program // C.H, program % C.H, q_shift,
+            C.H * C.D, C.D, C.Q_TILE, C.BLOCK_M, False, _mend_query_gradients, C,
+        )  # fmt: skip
+    else:
+        program -= num_q_programs
+        mend_tiles(
+            grads.k, args, samples.kv_offsets, num_samples, program // C.HK, program % C.HK,
+            kv_shift, C.GRAD_K_STRIDE, C.D, C.KV_TILE, C.BLOCK_N, True, _mend_key_gradients, C,
+        )  # fmt: skip
+
+
+_launch = Launcher(mend_gradients_kernel)
+
+
+def mend_gradients(
+    inputs: Inputs,
+    biases: Biases,
+    outputs: FlashOutputs,
+    grads: Gradients,
+    samples: Samples,
+    reach: int,
+    factor: float,
+    scale: float,
+    tiles: tuple[int, int],
+    constants: Constants,
+) -> None:
+    """Compute again what should not have come into ``grads``.
+
+    See :func:`mend_outputs`; ``tiles`` are of queries and of keys.
+    """
+    out, stats = outputs
+    options = options_of(constants, out)
+    num_samples, lanes = samples.q_offsets.numel() - 1, options["LANES"]
+    q_shift, q_groups = lanes_of(out.shape[0], num_samples, tiles[0], lanes)
+    kv_shift, kv_groups = lanes_of(grads.k.shape[0], num_samples, tiles[1], lanes)
+    num_q_programs = q_groups * constants.H
+    by_keys = grads.bias is not None or grads.tables is not None
+    _launch(
+        (num_q_programs + kv_groups * constants.HK,),
+        (
+            inputs, biases, outputs, grads, samples, num_samples, num_q_programs, q_shift, kv_shift,
+            stats[0].numel(), reach, factor, scale,
+        ),
+        constants.of_launch(
+            Q_TILE=tiles[0], KV_TILE=tiles[1], BLOCK_N=tiles[1] if by_keys else BLOCK, **options
+        ),
+    )  # fmt: skip

@@ -1,0 +1,236 @@
+"""Takes out of jagged flash attention what causality hides, where it is infinite or NaN.
+
+A product of matrices adds up 0 · x for each pair that causality hides: NaN, where x is infinite or
+NaN. To keep x out would slow the kernels down, so they let it in. After them, one kernel for each
+direction looks for it, and computes the elements that it has come into once more, without it.
+
+It looks at one row of each tile: at the first of a tile of queries, and at the last of a tile of
+keys. What the tile adds up but hides from any of its rows is hidden from that one, too, and has
+come into it. So it reads a row for each tile, and no more where these are finite.
+
+Elements that a visible row has made infinite or NaN keep what they are, and so does all that is
+finite. The gradient of the table of distances needs none of this: see ``grad_relative_kernel``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import FlashOutputs
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
+from torchrec_jagged_attn.kernels.common.matmul import multiply
+from torchrec_jagged_attn.kernels.flash.records import (
+    Arguments,
+    Biases,
+    Constants,
+    Inputs,
+    Samples,
+)
+from torchrec_jagged_attn.kernels.flash.tiles import (
+    Place,
+    is_finite,
+    key_weights,
+    load_keys,
+    load_queries,
+    load_rows,
+    load_softmax_stats,
+    load_values,
+    store_rows,
+)
+
+__all__ = [
+    "BLOCK",
+    "lanes_of",
+    "load_block",
+    "mend_outputs",
+    "mend_tiles",
+    "options_of",
+    "without_bad",
+]
+
+BLOCK = 16  # rows, of queries and of keys, that are computed at a time
+LOOKED_AT = 8192  # elements that a program looks at, at a time
+
+
+@triton.jit
+def _pick(chosen, x):
+    """The only element of ``x``, which is not negative, that is ``chosen``."""
+    return tl.max(tl.where(chosen, x, 0))
+
+
+@triton.jit
+def mend_tiles(
+    ptr,
+    args,
+    offsets_ptr,
+    num_samples,
+    group,
+    head,
+    shift,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    OF_LAST: tl.constexpr,
+    MEND: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Look at one row of each of some samples' tiles, and ``MEND`` the tiles whose row is bad.
+
+    That is the first row, or ``OF_LAST`` the last one; it is bad if it has an infinity or a NaN.
+    The tiles of a sample are spread over ``2 ** shift`` lanes.
+
+    Args:
+        ptr: of the rows, ``D`` wide and ``STRIDE`` apart.
+        offsets_ptr: ``[B + 1]``, of these rows.
+        group: number of the group of samples whose lanes these are.
+        MEND: computes STEP rows; it takes ``(args, sample, row, end, head, C)``.
+    """
+    lanes = tl.arange(0, C.LANES)
+    sample = group * (C.LANES >> shift) + (lanes >> shift)
+    number = lanes & ((1 << shift) - 1)
+    begin = tl.load(offsets_ptr + sample, mask=sample < num_samples, other=0).to(tl.int64)
+    end = tl.load(offsets_ptr + sample + 1, mask=sample < num_samples, other=0).to(tl.int64)
+    if C.OVERLAP:
+        cuda.gdc_wait()
+    for start in range(0, tl.max((end - begin).to(tl.int32)), TILE << shift):
+        row = begin + start + number * TILE
+        looked_at = tl.minimum(row + TILE, end) - 1 if OF_LAST else row
+        d = tl.arange(0, C.BLOCK_D)[None, :]
+        ptrs = ptr + (looked_at * STRIDE + head * D)[:, None] + d
+        x = tl.load(ptrs, mask=(row < end)[:, None] & (d < D), other=0.0)
+        bad = tl.max(tl.where(is_finite(x), 0, 1), 1)
+        if tl.max(bad) > 0:
+            for lane in range(C.LANES):
+                chosen = (bad > 0) & (lanes == lane)
+                last = tl.minimum(_pick(chosen, row) + TILE, _pick(chosen, end))
+                for first in range(_pick(chosen, row), last, STEP):
+                    MEND(args, _pick(chosen, sample), first, _pick(chosen, end), head, C)
+
+
+@triton.jit
+def load_block(args, sample, row, end, head, C: tl.constexpr):
+    """``(place, q, maximum, inverse)``: a block of queries, and what :func:`key_weights` needs."""
+    offsets_ptr = args.samples.kv_offsets
+    base = tl.load(offsets_ptr + sample).to(tl.int64)
+    num_keys = (tl.load(offsets_ptr + sample + 1).to(tl.int64) - base).to(tl.int32)
+    i, count = tl.arange(0, C.BLOCK_M), end - row
+    diagonal = num_keys - count.to(tl.int32)
+    high = tl.minimum(num_keys, diagonal + i + 1)[:, None]
+    kv_head = head // (C.H // C.HK)
+    place = Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head)
+    q = load_queries(args.inputs.q, row, count, head, C)
+    maximum, inverse = load_softmax_stats(args, (row + i) * C.H + head, i < count, C)
+    return place, q, maximum, inverse
+
+
+@triton.jit
+def without_bad(x, index, first):
+    """``x`` with zeros where it is not finite; and the ``first`` row, by column, that is not."""
+    finite = is_finite(x)
+    bad = tl.min(tl.where(finite, 2**31 - 1, index[:, None]), 0)
+    return tl.where(finite, x, 0.0).to(x.dtype), tl.minimum(first, bad)
+
+
+@triton.jit
+def _mend_outputs(args, sample, row, end, head, C: tl.constexpr):
+    """Outputs of a block of queries."""
+    count, out_ptr = end - row, args.outputs.out
+    out = load_rows(out_ptr, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
+    if tl.max(tl.where(is_finite(out), 0, 1)) > 0:
+        place, q, maximum, inverse = load_block(args, sample, row, end, head, C)
+        acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+        first = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
+        for start in range(0, tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M), C.BLOCK_N):
+            k = load_keys(args.inputs.k, place, start, C)
+            v = load_values(args.inputs.v, place, start, C)
+            p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
+            v, first = without_bad(v, start + tl.arange(0, C.BLOCK_N), first)
+            acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
+        hidden = ~is_finite(out) & (first[None, :] >= place.high)
+        out = tl.where(hidden, acc.to(out.dtype), out)
+        store_rows(out_ptr, out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_samples", "shift", "num_stats", "reach"])
+def mend_outputs_kernel(
+    inputs,  # Inputs
+    biases,  # Biases
+    outputs,  # arguments.FlashOutputs
+    samples,  # Samples
+    num_samples,
+    shift,  # a sample has 2 ** shift lanes
+    num_stats,
+    reach,
+    factor,
+    C: tl.constexpr,  # Constants
+):
+    """One head of the tiles of Q_TILE queries of some samples."""
+    args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, factor, None)
+    group, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
+    mend_tiles(
+        outputs.out, args, samples.q_offsets, num_samples, group, head, shift, C.H * C.DV, C.DV,
+        C.Q_TILE, C.BLOCK_M, False, _mend_outputs, C,
+    )  # fmt: skip
+
+
+_launch = Launcher(mend_outputs_kernel)
+
+
+def lanes_of(num_rows: int, num_samples: int, tile: int, lanes: int) -> tuple[int, int]:
+    """How many lanes the tiles of a sample get, as a power of two, and how many groups that makes.
+
+    About as many as the tiles of twice the mean sample: others take turns.
+    """
+    tiles = num_rows // max(1, num_samples * tile)
+    shift = min(tiles.bit_length(), lanes.bit_length() - 1)
+    return shift, triton.cdiv(num_samples, lanes >> shift)
+
+
+def options_of(constants: Constants, x: Tensor) -> dict[str, Any]:
+    """Constants and options of kernels that look at rows of the dtype of ``x``."""
+    return {
+        "LANES": min(128, LOOKED_AT // constants.BLOCK_D),
+        "BLOCK_M": BLOCK,
+        "num_warps": 4 if constants.BLOCK_D * x.element_size() < 512 else 8,
+        "num_stages": 1,
+        "maxnreg": 128,
+        **overlap_options(devices.launches_overlap(x.device)),
+    }
+
+
+def mend_outputs(
+    inputs: Inputs,
+    biases: Biases,
+    outputs: FlashOutputs,
+    samples: Samples,
+    reach: int,
+    factor: float,
+    tile: int,
+    constants: Constants,
+) -> None:
+    """Compute again what should not have come into ``outputs`` of causal attention.
+
+    Args:
+        inputs, biases, samples, reach, factor: as the general kernels take them.
+        tile: queries that all see what any of them has multiplied; or a whole sample, if it is of
+            fewer.
+        constants: of the general kernels.
+    """
+    out, stats = outputs
+    options = options_of(constants, out)
+    num_samples = samples.q_offsets.numel() - 1
+    shift, groups = lanes_of(out.shape[0], num_samples, tile, options["LANES"])
+    _launch(
+        (groups * constants.H,),
+        (
+            inputs, biases, outputs, samples, num_samples, shift, stats[0].numel(), reach, factor,
+        ),
+        constants.of_launch(Q_TILE=tile, BLOCK_N=BLOCK, **options),
+    )  # fmt: skip
