@@ -82,7 +82,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
     samples = call.list_tiles(block, of_keys=False)
     if plan.short_on_hopper:
-        hopper_short.forward(*call.inputs, out, stats, *samples[:2], call.factor, args.causal)
+        hopper_short.forward(call.inputs, outputs, samples, call.factor, plan.constants)
     elif plan.most_short:
         _forward_short(
             (call.num_samples * q.shape[1],),
@@ -91,8 +91,8 @@ def forward(args: FlashArguments) -> FlashOutputs:
         )
     if plan.on_hopper:
         hopper_forward.forward(
-            *call.inputs, out, stats, call.biases.by_distance, samples.tiles, call.factor,
-            args.causal, plan.width,
+            call.inputs, call.biases.by_distance, outputs, samples.tiles, call.factor,
+            plan.constants,
         )  # fmt: skip
     else:
         sizes = (stats[0].numel(), call.reach, call.factor)
@@ -151,17 +151,13 @@ def backward(
 
 
 def _backward_on_hopper(call: _Call, outputs: FlashOutputs, grads: Gradients) -> None:
-    plan, causal = call.plan, call.args.causal
+    plan = call.plan
     samples = call.list_tiles(hopper_backward.BLOCK_N, of_keys=True, together=plan.together)
-    by_distance = call.biases.by_distance
-    prepared = hopper_prepare.prepare(
-        grads.out, *outputs, grads.q, None if by_distance is None else grads.delta, *samples,
-        causal, plan.width, plan.most_short, call.is_self,
-    )  # fmt: skip
+    prepared = hopper_prepare.prepare(outputs, grads, samples, call.is_self, plan)
     _backward_of_short(call, grads, samples)
     hopper_backward.backward(
-        *call.inputs, grads.q, grads.out, grads.k, grads.v, *prepared, by_distance,
-        samples.kv_offsets, samples.tiles, call.factor, call.args.scale, causal, plan.width,
+        call.inputs, call.biases.by_distance, grads, prepared, samples, call.factor,
+        call.args.scale, plan.constants,
     )  # fmt: skip
 
 
@@ -195,10 +191,7 @@ def _backward_in_general(call: _Call, outputs: FlashOutputs, grads: Gradients) -
 def _backward_of_short(call: _Call, grads: Gradients, samples: Samples) -> None:
     factor, scale = call.factor, call.args.scale
     if call.plan.short_on_hopper:
-        hopper_short.backward(
-            grads.out, *call.inputs, grads.q, grads.k, grads.v, *samples[:2], factor, scale,
-            call.args.causal,
-        )  # fmt: skip
+        hopper_short.backward(call.inputs, grads, samples, factor, scale, call.plan.constants)
     elif call.plan.most_short:
         _backward_short(
             (call.num_samples * call.args.k.shape[1],),

@@ -59,7 +59,6 @@ from torchrec_jagged_attn.kernels.flash.hopper_prepare import BLOCK_M
 from torchrec_jagged_attn.kernels.flash.hopper_turns import (
     TILES,
     Board,
-    Constants,
     KeyTile,
     Sums,
     add_part,
@@ -67,6 +66,13 @@ from torchrec_jagged_attn.kernels.flash.hopper_turns import (
     next_tile,
     pass_turns,
     query_tiles,
+)
+from torchrec_jagged_attn.kernels.flash.records import (
+    Constants,
+    Gradients,
+    Inputs,
+    Prepared,
+    Samples,
 )
 
 __all__ = ["BLOCK_N", "backward"]
@@ -76,8 +82,8 @@ WEIGHT_STAGES = gl.constexpr(2)  # gradients of scores in shared memory
 TURN_STAGES = gl.constexpr(4)  # tiles of queries whose turn is known ahead
 
 
-class Inputs(NamedTuple):
-    """Descriptors of what is read; ``stats`` are ``row_stats`` of ``hopper_prepare.py``."""
+class Descriptors(NamedTuple):
+    """Of what is read; ``stats`` are ``row_stats`` of ``hopper_prepare.py``."""
 
     q: Any
     k: Any
@@ -97,9 +103,9 @@ class Rings(NamedTuple):
 
 
 @gluon.jit
-def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, C: gl.constexpr, OVERLAP: gl.constexpr):
+def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, C: gl.constexpr):
     """What one warp does: take tiles from the list, and bring in their rows."""
-    if OVERLAP:
+    if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.HK
     # Which program takes a tile depends on time, and nothing on which program it is. All that are
@@ -361,51 +367,40 @@ def backward_kernel(
     reach,
     factor,  # scale · log2(e), rounded once
     scale,
-    H: gl.constexpr,
-    HK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    BY_DISTANCE: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # HopperConstants
 ):
     """Tiles of keys of one head, with all queries of their sample, until the list is done."""
-    OWN_GROUP: gl.constexpr = BLOCK_D == 64
-    PARTS: gl.constexpr = BLOCK_D // 64
-    C: gl.constexpr = Constants(H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE, OWN_GROUP)
-    queries = make_ring(q_desc, STAGES)
-    grads = make_ring(grad_out_desc, STAGES)
-    keys = make_ring(k_desc, KV_STAGES, 3 if OWN_GROUP else 2)
-    values = make_ring(v_desc, KV_STAGES)
-    stats = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * BLOCK_M], stats_desc.layout)
-    known, forgotten = make_barriers(TILES, 1, 6 if OWN_GROUP else 5)
+    PARTS: gl.constexpr = C.BLOCK_D // 64
+    queries = make_ring(q_desc, C.STAGES)
+    grads = make_ring(grad_out_desc, C.STAGES)
+    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_GROUP else 2)
+    values = make_ring(v_desc, C.KV_STAGES)
+    stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
+    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_GROUP else 5)
     places = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, PARTS)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, BLOCK_N, BLOCK_M], swizzled)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
     granted = make_barriers(TURN_STAGES, 1, PARTS)
     added = make_barriers(TURN_STAGES, PARTS, 1)
     grad_shape: gl.constexpr = [PARTS] + grad_q_desc.block_type.shape  # noqa: RUF005
     grad_tile = gl.allocate_shared_memory(grad_q_desc.dtype, grad_shape, grad_q_desc.layout)
     shape: gl.constexpr = [2] + grad_k_desc.block_type.shape  # noqa: RUF005
     outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)
-    inputs = Inputs(q_desc, k_desc, v_desc, grad_out_desc, stats_desc)
+    inputs = Descriptors(q_desc, k_desc, v_desc, grad_out_desc, stats_desc)
     rings = Rings(queries, stats, keys, values, grads)
     board = Board(known, forgotten, places)
     weights = Ring(ds_full, ds_empty, ds)
     sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc)
     of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)
     scalars = (by_distance_ptr, reach, factor, scale)
-    if OWN_GROUP:
+    if C.OWN_GROUP:
         gl.warp_specialize(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
                 (_grad_of_keys, (of_keys, scalars, C, 1)),
                 (_grad_of_queries, (sums, keys, weights, board, scale, C)),
-                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, C, OVERLAP)),
+                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, C)),
                 (await_turns, (turns_ptr, granted, board, C)),
                 (pass_turns, (turns_ptr, added, board, C, 0)),
                 (pass_turns, (turns_ptr, added, board, C, 1)),
@@ -418,7 +413,7 @@ def backward_kernel(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
                 (_grad_of_keys, (of_keys, scalars, C, 1)),
-                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, C, OVERLAP)),
+                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, C)),
                 (await_turns, (turns_ptr, granted, board, C)),
                 (pass_turns, (turns_ptr, added, board, C, 0)),
                 (pass_turns, (turns_ptr, added, board, C, 1)),
@@ -433,60 +428,52 @@ _FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_q: Tensor,
-    grad_out: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    row_stats: Tensor,
-    turns: Tensor,
+    inputs: Inputs,
     by_distance: Tensor | None,
-    kv_offsets: Tensor,
-    tiles: Tensor,
+    grads: Gradients,
+    prepared: Prepared,
+    samples: Samples,
     factor: float,
     scale: float,
-    causal: bool,
-    width: int,
+    constants: Constants,
 ) -> None:
-    """Write the gradients of the samples in the list of ``tiles``.
+    """Write the gradients of the samples in the list of tiles, of keys.
 
-    ``row_stats`` and ``turns`` come from :func:`hopper_prepare.prepare`.
+    ``prepared`` comes from :func:`hopper_prepare.prepare`.
     """
-    num_queries, H, _ = q.shape
-    HK = k.shape[1]
+    (q, k, v), (row_stats, turns), tiles = inputs, prepared, samples.tiles
+    H, HK, width = constants.H, constants.HK, constants.BLOCK_D
     # Only samples of several tiles of keys have sums of several.
-    of_sums = num_queries // BLOCK_M + min(kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
+    of_sums = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
     sums = q.new_empty(of_sums * H, BLOCK_M * width, dtype=torch.float32)
     group = GROUP_ROWS.value
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
         jagged_rows(v, BLOCK_N, width),
-        jagged_rows(grad_out, BLOCK_M, width),
+        jagged_rows(grads.out, BLOCK_M, width),
         Descriptor(row_stats, list(row_stats.shape), [2 * BLOCK_M, 1], [1, 2 * BLOCK_M], _FLAT),
-        jagged_rows(grad_q, BLOCK_M, 64),
-        jagged_rows(grad_k, group, width),
-        jagged_rows(grad_v, group, width),
+        jagged_rows(grads.q, BLOCK_M, 64),
+        jagged_rows(grads.k, group, width),
+        jagged_rows(grads.v, group, width),
     )
     reach = 0 if by_distance is None else by_distance.shape[1] // 2
     list_or_other = sums if by_distance is None else by_distance
     num_work = (tiles.shape[0] - 1) * HK
+    is_narrow = width == 64
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
-        (sums, turns, *descriptors, list_or_other, kv_offsets, tiles, reach, factor, scale),
-        {
-            "H": H,
-            "HK": HK,
-            "CAUSAL": causal,
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_N": BLOCK_N,
-            "BLOCK_D": width,
-            "KV_STAGES": 2 if width == 64 else 1,
-            "STAGES": 4 if width == 64 else 2,
-            "BY_DISTANCE": by_distance is not None,
-            "num_warps": 4,
+        (
+            sums, turns, *descriptors, list_or_other, samples.kv_offsets, tiles, reach, factor,
+            scale,
+        ),
+        constants.on_hopper(
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            KV_STAGES=2 if is_narrow else 1,
+            STAGES=4 if is_narrow else 2,
+            OWN_GROUP=is_narrow,
+            num_warps=4,
             **overlap_options(devices.launches_overlap(q.device)),
-        },
-    )
+        ),
+    )  # fmt: skip

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import FlashOutputs
 from torchrec_jagged_attn.kernels.common.gluon import (
     GROUP_ROWS,
     as_operand,
@@ -50,6 +51,7 @@ from torchrec_jagged_attn.kernels.common.tma import (
     wait_full,
 )
 from torchrec_jagged_attn.kernels.flash import tiles
+from torchrec_jagged_attn.kernels.flash.records import Constants, Inputs
 
 __all__ = ["BLOCK_M", "forward", "scores_by_distance"]
 
@@ -59,18 +61,6 @@ STAGES = 2  # tiles of queries, of keys and of values in shared memory
 
 online_softmax = gluon.jit(tiles.online_softmax.fn)
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
-
-
-class Constants(NamedTuple):
-    """Compile-time constants of the kernel."""
-
-    H: Any
-    HK: Any
-    CAUSAL: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    BLOCK_D: Any
-    BY_DISTANCE: Any
 
 
 class Rings(NamedTuple):
@@ -108,10 +98,9 @@ def _last_keys(count, num_keys, C: gl.constexpr):
 
 
 @gluon.jit
-def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr, OVERLAP: gl.constexpr):
+def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr):
     """What one warp does: take tiles from the list, and bring in their rows."""
-    STAGES: gl.constexpr = rings.q.full.shape[0]
-    if OVERLAP:
+    if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
     work = gl.program_id(0)
@@ -127,7 +116,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr, OVERLAP: gl
         # Which program takes a tile depends on time, and nothing on which program it is.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
         wait_empty(rings.q, turn)
-        tell(rings.places, turn, (row, count, num_keys, head), STAGES)
+        tell(rings.places, turn, (row, count, num_keys, head), C.STAGES)
         fill(rings.q, turn, q_desc, row + count, count, head)
         turn += 1
         kv_head = head // (C.H // C.HK)
@@ -140,7 +129,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr, OVERLAP: gl
             fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
     wait_empty(rings.q, turn)
-    tell(rings.places, turn, (work, work, work, -1), STAGES)
+    tell(rings.places, turn, (work, work, work, -1), C.STAGES)
     give(rings.q, turn)
 
 
@@ -305,23 +294,14 @@ def forward_kernel(
     num_stats,
     reach,
     factor,  # scale · log2(e), rounded once
-    H: gl.constexpr,
-    HK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
-    BY_DISTANCE: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # HopperConstants
 ):
     """Tiles of queries of one head, over all keys of their sample, until the list is done."""
-    C: gl.constexpr = Constants(H, HK, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D, BY_DISTANCE)
-    queries = make_ring(q_desc, STAGES)
-    keys = make_ring(k_desc, STAGES)
-    values = make_ring(v_desc, STAGES)
+    queries = make_ring(q_desc, C.STAGES)
+    keys = make_ring(k_desc, C.STAGES)
+    values = make_ring(v_desc, C.STAGES)
     places = gl.allocate_shared_memory(
-        gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [4 * C.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     rings = Rings(queries, keys, values, places)
     shape: gl.constexpr = [2] + out_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
@@ -334,7 +314,7 @@ def forward_kernel(
             (_attend, (
                 stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, factor, C, 1,
             )),
-            (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, C, OVERLAP)),
+            (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, C)),
         ],
         [4, 1],
         [240, 24],
@@ -345,40 +325,33 @@ _launch = Launcher(forward_kernel)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
+    inputs: Inputs,
     by_distance: Tensor | None,
+    outputs: FlashOutputs,
     tiles: Tensor,
     factor: float,
-    causal: bool,
-    width: int,
+    constants: Constants,
 ) -> None:
-    """Write the rows of ``out`` and ``stats`` that are in the list of ``tiles``."""
+    """Write the rows of ``outputs`` that are in the list of ``tiles``."""
+    (q, k, v), (out, stats) = inputs, outputs
     reach = 0 if by_distance is None else by_distance.shape[1] // 2
     list_or_other = stats if by_distance is None else by_distance
+    width = constants.BLOCK_D
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
         jagged_rows(v, BLOCK_N, width),
         jagged_rows(out, GROUP_ROWS.value, width),
     )
-    num_work = (tiles.shape[0] - 1) * q.shape[1]
+    num_work = (tiles.shape[0] - 1) * constants.H
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, factor),
-        {
-            "H": q.shape[1],
-            "HK": k.shape[1],
-            "CAUSAL": causal,
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_N": BLOCK_N,
-            "BLOCK_D": width,
-            "STAGES": STAGES,
-            "BY_DISTANCE": by_distance is not None,
-            "num_warps": 4,
+        constants.on_hopper(
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            STAGES=STAGES,
+            num_warps=4,
             **overlap_options(devices.launches_overlap(q.device)),
-        },
+        ),
     )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import FlashOutputs
 from torchrec_jagged_attn.kernels.common.jagged import find_tile
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
+from torchrec_jagged_attn.kernels.flash.plan import Plan
+from torchrec_jagged_attn.kernels.flash.records import Gradients, Prepared, Samples
 from torchrec_jagged_attn.kernels.flash.tiles import load_rows, store_rows
 
 __all__ = ["BLOCK_M", "prepare"]
@@ -26,63 +28,53 @@ PROGRAMS = 16  # to a multiprocessor
 
 @triton.jit(do_not_specialize=["num_samples", "num_slots"])
 def prepare_kernel(
-    grad_out_ptr,  # [ΣLq, H, Dv]
-    out_ptr,  # [ΣLq, H, Dv]
-    stats_ptr,  # [2, ΣLq, H] fp32
-    grad_q_ptr,  # [ΣLq, H, D]
-    row_stats_ptr,  # [tiles of queries, H, 2, BLOCK_M] fp32: log-sum-exp, Σ_d grad_out · out
-    turns_ptr,  # [tiles of queries, H] int32
-    delta_ptr,  # [ΣLq, H] fp32: the second of row_stats, if it is not None
-    q_offsets_ptr,  # [B + 1]
-    kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
+    outputs,  # arguments.FlashOutputs
+    grads,  # Gradients; zeros are written to ``q``, and ``delta`` if it is not None
+    prepared,  # Prepared
+    samples,  # Samples, whose tiles are of keys
     num_samples,
     num_slots,  # most tiles of queries
-    H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SHORT: tl.constexpr,
-    IS_SELF: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
-    """``row_stats`` and turns of tiles of queries of one head; ``grad_q`` of those that see no key.
+    """``prepared`` of tiles of queries of one head; ``grads.q`` of those that see no key.
 
     If IS_SELF, nothing is done where no tile of keys is listed: no sample is without keys then.
     """
-    if OVERLAP:
+    if C.OVERLAP:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    num_work = num_slots * H
-    if IS_SELF:
-        num_work = tl.where(tl.load(tiles_ptr) > 0, num_work, 0)
+    num_work = num_slots * C.H
+    if C.IS_SELF:
+        num_work = tl.where(tl.load(samples.tiles) > 0, num_work, 0)
     work = tl.program_id(0)
     while work < num_work:
-        slot, head = work // H, work % H
-        sample, begin, end, start = find_tile(q_offsets_ptr, num_samples, slot, 1, BLOCK_M)
-        num_keys = tl.load(kv_offsets_ptr + sample + 1) - tl.load(kv_offsets_ptr + sample)
+        slot, head = work // C.H, work % C.H
+        sample, begin, end, start = find_tile(samples.q_offsets, num_samples, slot, 1, C.BLOCK_M)
+        kv_offsets_ptr = samples.kv_offsets + sample
+        num_keys = tl.load(kv_offsets_ptr + 1) - tl.load(kv_offsets_ptr)
         row, count = begin + start, end - begin - start
-        if (count > 0) & ((end - begin > SHORT) | (num_keys > SHORT)):
-            grad_out = load_rows(grad_out_ptr, row, count, head, H * DV, DV, BLOCK_M, BLOCK_D)
-            out = load_rows(out_ptr, row, count, head, H * DV, DV, BLOCK_M, BLOCK_D)
-            i = tl.arange(0, BLOCK_M)
+        if (count > 0) & ((end - begin > C.SHORT) | (num_keys > C.SHORT)):
+            grad_out = load_rows(
+                grads.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D
+            )
+            out = load_rows(outputs.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
+            i = tl.arange(0, C.BLOCK_M)
+            stat = (row + i) * C.H + head
             # Rows beyond the sample get weights of zero.
-            lse = tl.load(stats_ptr + (row + i) * H + head, mask=i < count, other=float("inf"))
+            lse = tl.load(outputs.stats + stat, mask=i < count, other=float("inf"))
             delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-            ptrs = row_stats_ptr + work.to(tl.int64) * (2 * BLOCK_M) + i
+            ptrs = prepared.row_stats + work.to(tl.int64) * (2 * C.BLOCK_M) + i
             tl.store(ptrs, lse)
-            tl.store(ptrs + BLOCK_M, delta)
-            if delta_ptr is not None:
-                tl.store(delta_ptr + (row + i) * H + head, delta, mask=i < count)
-            tl.store(turns_ptr + work, 0)
+            tl.store(ptrs + C.BLOCK_M, delta)
+            if grads.delta is not None:
+                tl.store(grads.delta + stat, delta, mask=i < count)
+            tl.store(prepared.turns + work, 0)
             seen = num_keys
-            if CAUSAL:
-                seen = tl.minimum(seen, num_keys - count + tl.minimum(count, BLOCK_M))
+            if C.CAUSAL:
+                seen = tl.minimum(seen, num_keys - count + tl.minimum(count, C.BLOCK_M))
             if seen <= 0:
-                zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                store_rows(grad_q_ptr, zeros, row, count, head, H * D, D, BLOCK_M, BLOCK_D)
+                zeros = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+                store_rows(grads.q, zeros, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
         work += tl.num_programs(0)
 
 
@@ -90,50 +82,35 @@ _prepare = Launcher(prepare_kernel)
 
 
 def prepare(
-    grad_out: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    grad_q: Tensor,
-    delta: Tensor | None,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    tiles: Tensor,
-    causal: bool,
-    width: int,
-    short: int,
-    is_self: bool,
-) -> tuple[Tensor, Tensor]:
-    """``row_stats`` and ``turns`` for :func:`hopper_backward.backward`.
+    outputs: FlashOutputs, grads: Gradients, samples: Samples, is_self: bool, plan: Plan
+) -> Prepared:
+    """What :func:`hopper_backward.backward` needs.
 
-    It also writes zeros into ``grad_q`` where a tile sees no key, and, unless it is ``None``,
-    Σ_d grad_out · out into ``delta`` ``[ΣLq, H]``.
+    It also writes zeros into ``grads.q`` where a tile sees no key and, where there is a bias by
+    distance, ``grads.delta``.
 
-    Samples of at most ``short`` rows on both sides are left out. If ``is_self``, all samples have
-    as many queries as keys. The kernel waits for the one before it, which must be that of the list
-    of ``tiles``.
+    Samples that the plan calls short are left out. If ``is_self``, all samples have as many queries
+    as keys. The kernel waits for the one before it, which must be that of the list of tiles.
     """
-    num_queries, H, D = grad_q.shape
-    num_samples = q_offsets.numel() - 1
+    num_queries, H, _ = grads.q.shape
+    num_samples = samples.q_offsets.numel() - 1
     num_slots = num_queries // BLOCK_M + num_samples
-    row_stats = out.new_empty(num_slots * H, 2 * BLOCK_M, dtype=torch.float32)
-    turns = out.new_empty(num_slots * H, dtype=torch.int32)
+    row_stats = outputs.stats.new_empty(num_slots * H, 2 * BLOCK_M)
+    turns = row_stats.new_empty(num_slots * H, dtype=torch.int32)
+    prepared = Prepared(row_stats, turns)
+    device = turns.device
     _prepare(
-        (min(num_slots * H, PROGRAMS * devices.hopper_multiprocessors(out.device)),),
+        (min(num_slots * H, PROGRAMS * devices.hopper_multiprocessors(device)),),
         (
-            grad_out, out, stats, grad_q, row_stats, turns, delta, q_offsets, kv_offsets, tiles,
+            outputs, grads if plan.constants.R else grads._replace(delta=None), prepared, samples,
             num_samples, num_slots,
         ),
-        {
-            "H": H,
-            "D": D,
-            "DV": out.shape[2],
-            "CAUSAL": causal,
-            "SHORT": short,
-            "IS_SELF": is_self,
-            "BLOCK_M": BLOCK_M,
-            "BLOCK_D": width,
-            "num_warps": 4,
-            **overlap_options(devices.launches_overlap(out.device)),
-        },
+        plan.constants.of_launch(
+            SHORT=plan.most_short,
+            IS_SELF=is_self,
+            BLOCK_M=BLOCK_M,
+            num_warps=4,
+            **overlap_options(devices.launches_overlap(device)),
+        ),
     )  # fmt: skip
-    return row_stats, turns
+    return prepared

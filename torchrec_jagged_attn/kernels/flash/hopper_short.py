@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -30,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.arguments import FlashOutputs
 from torchrec_jagged_attn.kernels.common.gluon import (
     as_operand,
     as_rows,
@@ -42,6 +42,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.tma import copy_in, copy_out, jagged_rows
 from torchrec_jagged_attn.kernels.flash import tiles
+from torchrec_jagged_attn.kernels.flash.records import Constants, Gradients, Inputs, Samples
 
 __all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
 
@@ -69,32 +70,23 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def _locate(
-    item,
-    end,
-    q_offsets_ptr,
-    kv_offsets_ptr,
-    H: gl.constexpr,
-    BLOCK: gl.constexpr,
-    HALVES: gl.constexpr,
-    OF_KEYS: gl.constexpr,
-):
+def _locate(item, end, samples, C: gl.constexpr, OF_KEYS: gl.constexpr):
     """An item before ``end``.
 
     Those of the kernel are samples of its size that have rows: of queries, or of either if OF_KEYS.
     """
     at = gl.minimum(item, end - 1)
-    sample = at // H
-    head = at - sample * H
-    q_row = gl.load(q_offsets_ptr + sample).to(gl.int32)
-    q_end = gl.load(q_offsets_ptr + (sample + 1)).to(gl.int32)
-    kv_row = gl.load(kv_offsets_ptr + sample).to(gl.int32)
-    kv_end = gl.load(kv_offsets_ptr + (sample + 1)).to(gl.int32)
+    sample = at // C.H
+    head = at - sample * C.H
+    q_row = gl.load(samples.q_offsets + sample).to(gl.int32)
+    q_end = gl.load(samples.q_offsets + (sample + 1)).to(gl.int32)
+    kv_row = gl.load(samples.kv_offsets + sample).to(gl.int32)
+    kv_end = gl.load(samples.kv_offsets + (sample + 1)).to(gl.int32)
     num_rows, num_keys = q_end - q_row, kv_end - kv_row
     longest = gl.maximum(num_rows, num_keys)
-    taken = (item < end) & (longest <= BLOCK)
-    if not HALVES:
-        taken = taken & (longest > BLOCK // 2)
+    taken = (item < end) & (longest <= C.BLOCK_M)
+    if not C.HALVES:
+        taken = taken & (longest > C.BLOCK_M // 2)
     taken = taken & ((longest if OF_KEYS else num_rows) > 0)
     return Item(q_end, num_rows, kv_end, num_keys, head, taken)
 
@@ -175,39 +167,28 @@ def _visible(products, num_rows, num_keys, CAUSAL: gl.constexpr, OF_KEYS: gl.con
 
 
 @gluon.jit
-def _read_queries_and_keys(
-    q_desc, k_desc, tiles, barriers, place, H: gl.constexpr, HK: gl.constexpr
-):
+def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C: gl.constexpr):
     """Begin to copy what an item is to be attended by, if it is taken."""
     q_end, num_rows, kv_end, num_keys, head, taken = place
     if taken:
         barrier = barriers.index(0)
         mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
         copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(0))
-        copy_in(k_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(1))
+        copy_in(k_desc, kv_end, num_keys, head // (C.H // C.HK), barrier, tiles.index(1))
 
 
 @gluon.jit
-def _read_values(v_desc, tiles, barriers, place, H: gl.constexpr, HK: gl.constexpr):
+def _read_values(v_desc, tiles, barriers, place, C: gl.constexpr):
     """Begin to copy an item's values, if it is taken."""
     _, _, kv_end, num_keys, head, taken = place
     if taken:
         barrier = barriers.index(1)
         mbarrier.expect(barrier, v_desc.block_type.nbytes)
-        copy_in(v_desc, kv_end, num_keys, head // (H // HK), barrier, tiles.index(2))
+        copy_in(v_desc, kv_end, num_keys, head // (C.H // C.HK), barrier, tiles.index(2))
 
 
 @gluon.jit
-def _attend(
-    operands,
-    place,
-    following,
-    turn,
-    H: gl.constexpr,
-    HK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    ROWS: gl.constexpr,
-):
+def _attend(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexpr):
     """Attend for an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
 
     Those of the ``following`` one are copied as soon as there is room.
@@ -218,14 +199,14 @@ def _attend(
     q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
     products = _multiply(q, k.permute((1, 0)))
     thread_barrier()
-    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, H, HK)
-    visible = _visible(products, num_rows, num_keys, CAUSAL, False)
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
+    visible = _visible(products, num_rows, num_keys, C.CAUSAL, False)
     p, maximum, total = _softmax(products, factor, visible)
     mbarrier.wait(barriers.index(1), turn & 1)
     acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
     tma.store_wait(0)
     thread_barrier()
-    _read_values(v_desc, tiles, barriers, following, H, HK)
+    _read_values(v_desc, tiles, barriers, following, C)
     inverse = 1.0 / gl.where(total > 0, total, 1.0)
     inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
     _rows(out, ROWS).store((acc * inverse[:, None]).to(out.dtype))
@@ -234,7 +215,7 @@ def _attend(
     by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # each row once
     maximum, total = gl.convert_layout(maximum, by_lane), gl.convert_layout(total, by_lane)
     r = gl.arange(0, ROWS, by_lane)
-    stat = ((q_end - num_rows).to(gl.int64) + r) * H + head
+    stat = ((q_end - num_rows).to(gl.int64) + r) * C.H + head
     store_softmax_stats(stats_ptr, num_stats, stat, r < num_rows, maximum, total, False)
 
 
@@ -245,21 +226,14 @@ def forward_kernel(
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
     out_desc,  # of [ΣLq, H, Dv]
-    q_offsets_ptr,  # [B + 1]
-    kv_offsets_ptr,  # [B + 1]
+    samples,  # Samples
     num_stats,
     num_items,  # B · H
     factor,  # scale · log2(e), rounded once
-    H: gl.constexpr,
-    HK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
-    HALVES: gl.constexpr,
-    ITEMS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
-    """Each head of samples of up to BLOCK rows; of more than half of that unless HALVES."""
-    if OVERLAP:
+    """Each head of samples of up to BLOCK_M rows; of more than half of that unless HALVES."""
+    if C.OVERLAP:
         launch_dependents()
     shape: gl.constexpr = [3] + q_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
     tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
@@ -271,47 +245,48 @@ def forward_kernel(
     operands = (
         q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, num_stats, factor,
     )  # fmt: skip
-    n = gl.program_id(0) * ITEMS
-    end = gl.minimum(n + ITEMS, num_items)
+    n = gl.program_id(0) * C.ITEMS
+    end = gl.minimum(n + C.ITEMS, num_items)
     turn = n * 0
-    place = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, False)
+    place = _locate(n, end, samples, C, False)
     fence_async_shared()
     thread_barrier()
-    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, H, HK)
-    _read_values(v_desc, tiles, barriers, place, H, HK)
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C)
+    _read_values(v_desc, tiles, barriers, place, C)
     while n < end:
         n += 1
-        following = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, False)
+        following = _locate(n, end, samples, C, False)
         if place.taken:
-            if HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
-                _attend(operands, place, following, turn, H, HK, CAUSAL, BLOCK // 2)
+            if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= C.BLOCK_M // 2:
+                _attend(operands, place, following, turn, C, C.BLOCK_M // 2)
             else:
-                _attend(operands, place, following, turn, H, HK, CAUSAL, BLOCK)
+                _attend(operands, place, following, turn, C, C.BLOCK_M)
             turn += 1
         else:
-            _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, H, HK)
-            _read_values(v_desc, tiles, barriers, following, H, HK)
+            _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
+            _read_values(v_desc, tiles, barriers, following, C)
         place = following
     tma.store_wait(0)
-    if OVERLAP:
+    if C.OVERLAP:
         wait_for_last_kernel()
 
 
 @gluon.jit
-def _read_all(inputs, tiles, barriers, stage, place, MEMBERS: gl.constexpr):
+def _read_all(inputs, tiles, barriers, stage, place, C: gl.constexpr):
     """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
 
     None of a side to which there is no other: what is infinite there has a gradient of zero, too.
     """
     q_desc, k_desc, v_desc, grad_out_desc = inputs
+    kv_head = place.head // (C.H // C.HK)
     q_end, num_rows, kv_end, num_keys, head, taken = place
     num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
     if taken:
         barrier = barriers.index(stage)
         mbarrier.expect(barrier, 4 * q_desc.block_type.nbytes)
         copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4))
-        copy_in(k_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 1))
-        copy_in(v_desc, kv_end, num_keys, head // MEMBERS, barrier, tiles.index(stage * 4 + 2))
+        copy_in(k_desc, kv_end, num_keys, kv_head, barrier, tiles.index(stage * 4 + 1))
+        copy_in(v_desc, kv_end, num_keys, kv_head, barrier, tiles.index(stage * 4 + 2))
         copy_in(grad_out_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4 + 3))
 
 
@@ -327,42 +302,28 @@ def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(
-    inputs,
-    grads,
-    tiles,
-    weights,
-    sums,
-    barriers,
-    place,
-    following,
-    turn,
-    factor,
-    scale,
-    MEMBERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexpr):
     """Gradients of an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
 
     They leave from where the rows were, as soon as these are not needed.
     """
+    inputs, grads, tiles, weights, sums, barriers, factor, scale = operands
     grad_q_desc, grad_k_desc, grad_v_desc = grads
     q_end, num_rows, kv_end, num_keys, head, _ = place
-    stage = turn % STAGES
-    mbarrier.wait(barriers.index(stage), (turn // STAGES) & 1)
+    MEMBERS: gl.constexpr = C.H // C.HK
+    stage = turn % C.STAGES
+    mbarrier.wait(barriers.index(stage), (turn // C.STAGES) & 1)
     q_tile, k_tile = tiles.index(stage * 4), tiles.index(stage * 4 + 1)
     v_tile, grad_out_tile = tiles.index(stage * 4 + 2), tiles.index(stage * 4 + 3)
     q, k = _rows(q_tile, ROWS), _rows(k_tile, ROWS)
     v, grad_out = _rows(v_tile, ROWS), _rows(grad_out_tile, ROWS)
     products = _multiply(q, k.permute((1, 0)))
     dp = _multiply(grad_out, v.permute((1, 0)))
-    if STAGES == 2:
+    if C.STAGES == 2:
         tma.store_wait(0)
         thread_barrier()
-        _read_all(inputs, tiles, barriers, (turn + 1) % STAGES, following, MEMBERS)
-    visible = _visible(products, num_rows, num_keys, CAUSAL, True)
+        _read_all(inputs, tiles, barriers, (turn + 1) % C.STAGES, following, C)
+    visible = _visible(products, num_rows, num_keys, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
     # From the largest on, as common.mean_grad: exact where a single key is visible.
@@ -393,15 +354,15 @@ def _differentiate(
     if member == MEMBERS - 1:
         copy_out(grad_v_desc, kv_end, num_keys, head // MEMBERS, v_tile)
         copy_out(grad_k_desc, kv_end, num_keys, head // MEMBERS, k_tile)
-    if STAGES == 1:
+    if C.STAGES == 1:
         tma.store_wait(0)
         thread_barrier()
-        _read_all(inputs, tiles, barriers, 0, following, MEMBERS)
+        _read_all(inputs, tiles, barriers, 0, following, C)
 
 
 @gluon.jit(do_not_specialize=["num_items"])
 def backward_kernel(
-    q_offsets_ptr,  # [B + 1]
+    samples,  # Samples
     q_desc,  # of [ΣLq, H, D], see jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
@@ -409,68 +370,54 @@ def backward_kernel(
     grad_q_desc,  # of [ΣLq, H, D]
     grad_k_desc,  # of [ΣLk, Hk, D]
     grad_v_desc,  # of [ΣLk, Hk, Dv]
-    kv_offsets_ptr,  # [B + 1]
     num_items,  # B · H
     factor,  # scale · log2(e), rounded once
     scale,
-    H: gl.constexpr,
-    HK: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    HALVES: gl.constexpr,
-    ITEMS: gl.constexpr,
-    STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
-    """Each head of samples of up to BLOCK rows; of more than half of that unless HALVES.
+    """Each head of samples of up to BLOCK_M rows; of more than half of that unless HALVES.
 
-    Heads that share their keys, MEMBERS of them, are taken one after the other by one program.
+    Heads that share their keys are taken one after the other by one program.
     """
-    if OVERLAP:
+    if C.OVERLAP:
         launch_dependents()
-    MEMBERS: gl.constexpr = H // HK
-    shape: gl.constexpr = [4 * STAGES] + q_desc.block_type.shape  # noqa: RUF005
+    BLOCK: gl.constexpr = C.BLOCK_M
+    shape: gl.constexpr = [4 * C.STAGES] + q_desc.block_type.shape  # noqa: RUF005
     tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
     square: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2)
     weights = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK, BLOCK], square)
     sums = weights  # which go to nobody else
-    if MEMBERS > 1:
+    if C.H > C.HK:
         swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK, BLOCK_D], swizzled)
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK, C.BLOCK_D], swizzled)
+    barriers = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(C.STAGES):
         mbarrier.init(barriers.index(stage), count=1)
     inputs = (q_desc, k_desc, v_desc, grad_out_desc)
     grads = (grad_q_desc, grad_k_desc, grad_v_desc)
     factor = gl.maximum(factor, 1e-30)  # see _softmax
-    n = gl.program_id(0) * ITEMS
-    end = gl.minimum(n + ITEMS, num_items)
+    operands = (inputs, grads, tiles, weights, sums, barriers, factor, scale)
+    n = gl.program_id(0) * C.ITEMS
+    end = gl.minimum(n + C.ITEMS, num_items)
     turn = n * 0
-    place = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, True)
+    place = _locate(n, end, samples, C, True)
     fence_async_shared()
     thread_barrier()
-    _read_all(inputs, tiles, barriers, turn, place, MEMBERS)
+    _read_all(inputs, tiles, barriers, turn, place, C)
     while n < end:
         n += 1
-        following = _locate(n, end, q_offsets_ptr, kv_offsets_ptr, H, BLOCK, HALVES, True)
+        following = _locate(n, end, samples, C, True)
         if place.taken:
-            if HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
-                _differentiate(
-                    inputs, grads, tiles, weights, sums, barriers, place, following, turn,
-                    factor, scale, MEMBERS, CAUSAL, BLOCK // 2, STAGES,
-                )  # fmt: skip
+            if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
+                _differentiate(operands, place, following, turn, C, BLOCK // 2)
             else:
-                _differentiate(
-                    inputs, grads, tiles, weights, sums, barriers, place, following, turn,
-                    factor, scale, MEMBERS, CAUSAL, BLOCK, STAGES,
-                )  # fmt: skip
+                _differentiate(operands, place, following, turn, C, BLOCK)
             turn += 1
         else:  # where nothing has been read, and what is to be written has left
-            _read_all(inputs, tiles, barriers, turn % STAGES, following, MEMBERS)
+            _read_all(inputs, tiles, barriers, turn % C.STAGES, following, C)
         place = following
     tma.store_wait(0)
-    if OVERLAP:
+    if C.OVERLAP:
         wait_for_last_kernel()
 
 
@@ -500,71 +447,45 @@ def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    factor: float,
-    causal: bool,
+    inputs: Inputs, outputs: FlashOutputs, samples: Samples, factor: float, constants: Constants
 ) -> None:
-    """Write the rows of ``out`` and ``stats`` of samples of at most ``MOST_ROWS`` rows."""
-    num_samples = q_offsets.numel() - 1
-    num_items = num_samples * q.shape[1]
+    """Write the rows of ``outputs`` of samples of at most ``MOST_ROWS`` rows."""
+    (q, k, _), (out, stats) = inputs, outputs
+    num_samples = samples.q_offsets.numel() - 1
+    num_items = num_samples * constants.H
+    overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
         _launch_forward(
             (triton.cdiv(num_items, options["ITEMS"]),),
             (
-                stats, *(jagged_rows(x, block, WIDTH) for x in (q, k, v, out)), q_offsets,
-                kv_offsets, stats[0].numel(), num_items, factor,
+                stats, *(jagged_rows(x, block, WIDTH) for x in (*inputs, out)), samples,
+                stats[0].numel(), num_items, factor,
             ),
-            {
-                "H": q.shape[1],
-                "HK": k.shape[1],
-                "CAUSAL": causal,
-                "BLOCK": block,
-                **options,
-                **overlap_options(devices.launches_overlap(q.device)),
-            },
+            constants.on_hopper(BLOCK_M=block, BLOCK_N=block, **options, **overlap),
         )  # fmt: skip
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    inputs: Inputs,
+    grads: Gradients,
+    samples: Samples,
     factor: float,
     scale: float,
-    causal: bool,
+    constants: Constants,
 ) -> None:
     """Write the gradients of samples of at most ``MOST_ROWS`` rows."""
-    H, HK = q.shape[1], k.shape[1]
-    num_samples = q_offsets.numel() - 1
-    num_items = num_samples * H
+    q, k, _ = inputs
+    num_samples = samples.q_offsets.numel() - 1
+    num_items = num_samples * constants.H
+    members = constants.H // constants.HK  # heads that share keys, which stay together
+    overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_BACKWARD, max(q.shape[0], k.shape[0]), num_samples):
-        items = triton.cdiv(options["ITEMS"], H // HK) * (H // HK)  # heads that share keys together
-        descriptors = [
-            jagged_rows(x, block, WIDTH) for x in (q, k, v, grad_out, grad_q, grad_k, grad_v)
-        ]
+        items = triton.cdiv(options["ITEMS"], members) * members
+        rows = (*inputs, grads.out, grads.q, grads.k, grads.v)
         _launch_backward(
             (triton.cdiv(num_items, items),),
-            (q_offsets, *descriptors, kv_offsets, num_items, factor, scale),
-            {
-                "H": H,
-                "HK": HK,
-                "CAUSAL": causal,
-                "BLOCK": block,
-                "BLOCK_D": WIDTH,
-                **options,
-                "ITEMS": items,
-                **overlap_options(devices.launches_overlap(q.device)),
-            },
+            (samples, *(jagged_rows(x, block, WIDTH) for x in rows), num_items, factor, scale),
+            constants.on_hopper(
+                BLOCK_M=block, BLOCK_N=block, **options | {"ITEMS": items}, **overlap
+            ),
         )

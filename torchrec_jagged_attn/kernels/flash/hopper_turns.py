@@ -27,7 +27,6 @@ __all__ = [
     "PASSERS",
     "TILES",
     "Board",
-    "Constants",
     "KeyTile",
     "Sums",
     "add_part",
@@ -39,19 +38,6 @@ __all__ = [
 
 TILES = gl.constexpr(2)  # tiles of keys that a program knows of
 PASSERS = gl.constexpr(2)  # warps that pass turns on
-
-
-class Constants(NamedTuple):
-    """Compile-time constants of the kernel."""
-
-    H: Any
-    HK: Any
-    CAUSAL: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    BLOCK_D: Any
-    BY_DISTANCE: Any
-    OWN_GROUP: Any  # whether the gradient of queries has a group of warps of its own
 
 
 class KeyTile(NamedTuple):

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Arguments", "Biases", "Constants", "Gradients", "Inputs", "Samples"]
+__all__ = [
+    "Arguments",
+    "Biases",
+    "Constants",
+    "Gradients",
+    "HopperConstants",
+    "Inputs",
+    "Prepared",
+    "Samples",
+]
 
 
 class Constants(NamedTuple):
@@ -40,13 +49,42 @@ class Constants(NamedTuple):
     Q_TILE: int | None = None  # queries of which one is looked at, see ``hidden_rows.py``
     KV_TILE: int | None = None  # keys of which one is
     LANES: int | None = None  # rows that are looked at together
+    SHORT: int = 0  # most rows of samples that others take
+    IS_SELF: bool = False  # whether samples have as many queries as keys
     OVERLAP: bool = False  # whether launches overlap
 
     def of_launch(self, **values: Any) -> dict[str, Any]:
         """As a launch takes them: ``values`` in capitals are constants, others its options."""
-        options = {name: value for name, value in values.items() if name.islower()}
-        constants = {name: value for name, value in values.items() if name.isupper()}
-        return {"C": self._replace(**constants), **options}
+        return _of_launch(self, values)
+
+    def on_hopper(self, **values: Any) -> dict[str, Any]:
+        """As a launch of a kernel in Gluon takes them, see :meth:`of_launch`."""
+        constants = HopperConstants(self.H, self.HK, self.CAUSAL, self.BLOCK_D, self.R > 0)
+        return _of_launch(constants, values)
+
+
+class HopperConstants(NamedTuple):
+    """What a kernel in Gluon is compiled for; descriptors have the widths and strides of rows."""
+
+    H: int  # heads of queries
+    HK: int  # heads of keys and values
+    CAUSAL: bool
+    BLOCK_D: int  # columns of a tile
+    BY_DISTANCE: bool  # whether scores have a bias by distance
+    BLOCK_M: int | None = None  # queries of a tile
+    BLOCK_N: int | None = None  # keys of a tile
+    STAGES: int | None = None  # tiles in shared memory; in backward, of queries
+    KV_STAGES: int | None = None  # of keys, in backward
+    OWN_GROUP: bool = False  # whether the gradient of queries has a group of warps of its own
+    HALVES: bool = False  # whether samples of up to half a tile are computed as such
+    ITEMS: int | None = None  # heads of samples that a program computes
+    OVERLAP: bool = False  # whether launches overlap
+
+
+def _of_launch(constants: Any, values: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in values.items() if name.islower()}
+    of_kernel = {name: value for name, value in values.items() if name.isupper()}
+    return {"C": constants._replace(**of_kernel), **options}
 
 
 class Inputs(NamedTuple):
@@ -113,6 +151,18 @@ class Gradients(NamedTuple):
     bias: Any = None
     tables: Any = None
     relative: Any = None
+
+
+class Prepared(NamedTuple):
+    """What backward on Hopper needs of each tile of queries and head, see ``hopper_prepare.py``.
+
+    Attributes:
+        row_stats: ``[tiles of queries · H, 2 · BLOCK_M]`` fp32: log-sum-exp, Σ_d grad_out · out.
+        turns: ``[tiles of queries · H]`` int32, zeros.
+    """
+
+    row_stats: Any
+    turns: Any
 
 
 class Arguments(NamedTuple):
