@@ -131,7 +131,7 @@ def backward(
     grads = Gradients(grad_out, delta, q.new_empty(q.shape), grad_k, grad_v)
     if args.bias is not None and needs_bias:
         dtype = torch.float32 if plan.call.has_prior_weights else args.bias.dtype
-        grads = grads._replace(bias=args.bias.new_empty(*k.shape[:1], q.shape[1], dtype=dtype))
+        grads = grads._replace(bias=args.bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
     if plan.on_hopper:
         _backward_on_hopper(call, outputs, grads)
         blocks = hopper_prepare.BLOCK_M, hopper_backward.BLOCK_N

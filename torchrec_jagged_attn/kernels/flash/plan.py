@@ -158,7 +158,6 @@ class Plan:
             whole.
         long_samples: the path of all others.
         most_short: the most rows of a sample that is short; 0 where none is.
-        width: columns of a tile.
         together: as how many rows of the other side samples have whose tiles of keys take turns in
             the list, see ``list_tiles``.
         constants: of every general kernel, but for strides and tiles.
@@ -168,7 +167,6 @@ class Plan:
     short_samples: Choice
     long_samples: Choice
     most_short: int
-    width: int
     together: int
     constants: Constants = field(repr=False)
 
@@ -256,7 +254,6 @@ def plan_of(call: Call) -> Plan:
         short_samples=short,
         long_samples=choose(_OF_LONG_SAMPLES, call.device, call),
         most_short=_MOST_ROWS.get(short.path, 0),
-        width=call.padded_width,
         together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
         constants=Constants(
             H=call.num_heads,
