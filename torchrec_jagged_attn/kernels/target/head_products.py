@@ -19,7 +19,7 @@ cast as they are read: weights and rows may have other dtypes than the products.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from triton.knobs import runtime
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import multiply, padded_width
 from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
 from torchrec_jagged_attn.kernels.target.schedule import SAMPLES_OF_LIST, list_slots
@@ -47,6 +47,49 @@ MAX_HEAD_DIM = 128  # what is between the two products is held in registers
 # Of fp32, also where TF32 would do: these products are few.
 _EXACT = "ieee" if runtime.interpret else "bf16x6"
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Chain(NamedTuple):
+    """Operands and results of the two products of all heads.
+
+    Rows are ``[R, C]`` for all heads together and ``[R, H, D]`` for each: ``x`` are of one kind,
+    ``out`` of the other. Weights lie as far apart as strides of :class:`Constants` say.
+
+    Attributes:
+        first: ``[H, C, X]`` or ``[H, D, X]``.
+        first_bias: ``[H · X]``, or ``None``.
+        second: ``[H, X, D]`` or ``[H, X, C]``.
+        second_bias: ``[C]``, or ``None``.
+        inner: ``[R, H, X]``, results of the first product.
+        out: results of the second one, or ``None`` where nobody asks.
+    """
+
+    x: Any
+    first: Any
+    first_bias: Any
+    second: Any
+    second_bias: Any
+    inner: Any
+    out: Any
+
+
+class Constants(NamedTuple):
+    """What the kernels are compiled for."""
+
+    C: int  # columns of rows of all heads
+    H: int  # heads
+    X: int  # columns of a head between the two products
+    D: int  # columns of a head's rows
+    FIRST_STRIDES: tuple[int, int, int]  # of weights: by head, row and column
+    SECOND_STRIDES: tuple[int, int, int]
+    DTYPE: Any  # of products
+    PRECISION: str  # of products, see ``matmul.multiply``
+    BLOCK_R: int  # rows of a program
+    BLOCK_C: int
+    BLOCK_X: int
+    BLOCK_D: int
+    NUM_STAGES: int  # heads whose operands are on their way
+    OVERLAP: bool  # whether launches overlap
 
 
 @triton.jit
@@ -73,37 +116,20 @@ def _store_rows(ptr, x, r, num_rows, c, C: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_slots"])
 def _to_heads_kernel(
-    x_ptr,  # [R, C]
-    first_ptr,  # [H, C, X]
-    bias_ptr,  # [H · X], or None
-    second_ptr,  # [H, X, D]
-    inner_ptr,  # [R, H, X], out
-    out_ptr,  # [R, H, D], out
+    chain,  # Chain
     slot_list,  # of the attention that comes next, to be made, too; or of None
     num_rows,
     num_samples,
     num_slots,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    X: tl.constexpr,
-    D: tl.constexpr,
-    FIRST_STRIDES: tl.constexpr,
-    SECOND_STRIDES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
+    C: tl.constexpr,  # Constants
+    CHUNK: tl.constexpr,  # of the list of slots
     BLOCK_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """``inner_h = x · first_h + bias_h`` and ``out_h = inner_h · second_h``: rows of one head.
 
     The first programs list the slots, if there is a list.
     """
-    if OVERLAP:
+    if C.OVERLAP:
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     if slot_list.slots is not None:
@@ -112,92 +138,73 @@ def _to_heads_kernel(
             list_slots(slot_list, program, num_samples, num_slots, CHUNK, BLOCK_B)
             return
         program -= num_listing
-    h = program % H
-    r = program // H * BLOCK_R + tl.arange(0, BLOCK_R)
-    column = tl.arange(0, BLOCK_X)
-    inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
-    for begin in range(0, C, BLOCK_C):
-        c = begin + tl.arange(0, BLOCK_C)
-        x = _load_rows(x_ptr, r, num_rows, c, C, C).to(DTYPE)
-        weight = _load(first_ptr, h, c, column, C, X, FIRST_STRIDES)
-        inner = multiply(x, weight.to(DTYPE), inner, PRECISION)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + h * X + column, mask=column < X, other=0.0)
-        inner += bias.to(DTYPE).to(tl.float32)[None, :]
-    inner = inner.to(DTYPE)
-    _store_rows(inner_ptr + h * X, inner, r, num_rows, column, X, H * X)
-    for begin in range(0, D, BLOCK_D):
-        d = begin + tl.arange(0, BLOCK_D)
-        weight = _load(second_ptr, h, column, d, X, D, SECOND_STRIDES)
-        out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        out = multiply(inner, weight.to(DTYPE), out, PRECISION).to(DTYPE)
-        _store_rows(out_ptr + h * D, out, r, num_rows, d, D, H * D)
+    h = program % C.H
+    r = program // C.H * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    column = tl.arange(0, C.BLOCK_X)
+    inner = tl.zeros([C.BLOCK_R, C.BLOCK_X], tl.float32)
+    for begin in range(0, C.C, C.BLOCK_C):
+        c = begin + tl.arange(0, C.BLOCK_C)
+        x = _load_rows(chain.x, r, num_rows, c, C.C, C.C).to(C.DTYPE)
+        weight = _load(chain.first, h, c, column, C.C, C.X, C.FIRST_STRIDES)
+        inner = multiply(x, weight.to(C.DTYPE), inner, C.PRECISION)
+    if chain.first_bias is not None:
+        bias = tl.load(chain.first_bias + h * C.X + column, mask=column < C.X, other=0.0)
+        inner += bias.to(C.DTYPE).to(tl.float32)[None, :]
+    inner = inner.to(C.DTYPE)
+    _store_rows(chain.inner + h * C.X, inner, r, num_rows, column, C.X, C.H * C.X)
+    for begin in range(0, C.D, C.BLOCK_D):
+        d = begin + tl.arange(0, C.BLOCK_D)
+        weight = _load(chain.second, h, column, d, C.X, C.D, C.SECOND_STRIDES)
+        out = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
+        out = multiply(inner, weight.to(C.DTYPE), out, C.PRECISION).to(C.DTYPE)
+        _store_rows(chain.out + h * C.D, out, r, num_rows, d, C.D, C.H * C.D)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _from_heads_kernel(
-    x_ptr,  # [R, H, D]
-    first_ptr,  # [H, D, X]
-    first_bias_ptr,  # [H · X], added where an inverse is not 0; or None
+    chain,  # Chain; ``first_bias`` is added where an inverse is not 0
     inverses_ptr,  # [R, H], or None
-    second_ptr,  # [H, X, E]
-    second_bias_ptr,  # [E], or None
-    inner_ptr,  # [R, H, X], out
     filled_ptr,  # [R] whether an inverse is not 0, out; or None
-    out_ptr,  # [R, E], out; or None
     num_rows,
-    E: tl.constexpr,
-    H: tl.constexpr,
-    X: tl.constexpr,
-    D: tl.constexpr,
-    FIRST_STRIDES: tl.constexpr,
-    SECOND_STRIDES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # Constants
 ):
     """``inner_h = x_h · first_h + bias_h`` and some columns of ``out = Σ_h inner_h · second_h``."""
-    if OVERLAP:
+    if C.OVERLAP:
         cuda.gdc_wait()
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    column = tl.arange(0, BLOCK_X)
+    r = tl.program_id(0) * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    c = tl.program_id(1) * C.BLOCK_C + tl.arange(0, C.BLOCK_C)
+    column = tl.arange(0, C.BLOCK_X)
     if filled_ptr is not None:
-        filled = tl.zeros([BLOCK_R], tl.float32)
-        for h in range(H):
-            at = inverses_ptr + r.to(tl.int64) * H + h
+        filled = tl.zeros([C.BLOCK_R], tl.float32)
+        for h in range(C.H):
+            at = inverses_ptr + r.to(tl.int64) * C.H + h
             filled = tl.where(tl.load(at, mask=r < num_rows, other=0.0) != 0, 1.0, filled)
         if tl.program_id(1) == 0:
             tl.store(filled_ptr + r, filled, mask=r < num_rows)
-    out = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
-    for h in tl.range(0, H, num_stages=NUM_STAGES):
-        inner = tl.zeros([BLOCK_R, BLOCK_X], tl.float32)
-        for begin in tl.static_range(0, D, BLOCK_D):  # no loop, so that the other is pipelined
-            d = begin + tl.arange(0, BLOCK_D)
-            x = _load_rows(x_ptr + h * D, r, num_rows, d, D, H * D).to(DTYPE)
-            weight = _load(first_ptr, h, d, column, D, X, FIRST_STRIDES)
-            inner = multiply(x, weight.to(DTYPE), inner, PRECISION)
-        if first_bias_ptr is not None:
-            bias = tl.load(first_bias_ptr + h * X + column, mask=column < X, other=0.0)
-            inner = inner.to(DTYPE).to(tl.float32)
-            inner += filled[:, None] * bias.to(DTYPE).to(tl.float32)[None, :]
-        inner = inner.to(DTYPE)
+    out = tl.zeros([C.BLOCK_R, C.BLOCK_C], tl.float32)
+    for h in tl.range(0, C.H, num_stages=C.NUM_STAGES):
+        inner = tl.zeros([C.BLOCK_R, C.BLOCK_X], tl.float32)
+        for begin in tl.static_range(0, C.D, C.BLOCK_D):  # no loop, so that the other is pipelined
+            d = begin + tl.arange(0, C.BLOCK_D)
+            x = _load_rows(chain.x + h * C.D, r, num_rows, d, C.D, C.H * C.D).to(C.DTYPE)
+            weight = _load(chain.first, h, d, column, C.D, C.X, C.FIRST_STRIDES)
+            inner = multiply(x, weight.to(C.DTYPE), inner, C.PRECISION)
+        if chain.first_bias is not None:
+            bias = tl.load(chain.first_bias + h * C.X + column, mask=column < C.X, other=0.0)
+            inner = inner.to(C.DTYPE).to(tl.float32)
+            inner += filled[:, None] * bias.to(C.DTYPE).to(tl.float32)[None, :]
+        inner = inner.to(C.DTYPE)
         mask = (r < num_rows) & (tl.program_id(1) == 0)
-        at = r.to(tl.int64)[:, None] * (H * X) + (h * X + column)[None, :]
-        tl.store(inner_ptr + at, inner, mask=mask[:, None] & (column < X)[None, :])
-        if out_ptr is not None:
-            weight = _load(second_ptr, h, column, e, X, E, SECOND_STRIDES)
-            out = multiply(inner, weight.to(DTYPE), out, PRECISION)
-    if out_ptr is not None:
-        if second_bias_ptr is not None:
-            bias = tl.load(second_bias_ptr + e, mask=e < E, other=0.0)
-            out += bias.to(DTYPE).to(tl.float32)[None, :]
-        _store_rows(out_ptr, out.to(DTYPE), r, num_rows, e, E, E)
+        at = r.to(tl.int64)[:, None] * (C.H * C.X) + (h * C.X + column)[None, :]
+        tl.store(chain.inner + at, inner, mask=mask[:, None] & (column < C.X)[None, :])
+        if chain.out is not None:
+            weight = _load(chain.second, h, column, c, C.X, C.C, C.SECOND_STRIDES)
+            out = multiply(inner, weight.to(C.DTYPE), out, C.PRECISION)
+    if chain.out is not None:
+        if chain.second_bias is not None:
+            bias = tl.load(chain.second_bias + c, mask=c < C.C, other=0.0)
+            out += bias.to(C.DTYPE).to(tl.float32)[None, :]
+        _store_rows(chain.out, out.to(C.DTYPE), r, num_rows, c, C.C, C.C)
 
 
 _NO_LISTING = Listing(SlotList(None, None), 0, 0, 0)
@@ -231,9 +238,10 @@ def absorb_queries(
     num_rows, num_inputs = target.shape
     num_heads, head_dim, _ = w_k.shape
     q = target.new_empty(num_rows, num_heads, head_dim, dtype=dtype)
+    chain = Chain(target.contiguous(), w_q, b_q, w_k, None, q, u)
     strides = (head_dim * num_inputs, 1, num_inputs)
-    constants = _to_heads_constants(num_inputs, *w_k.shape, strides, dtype, target.device)
-    _launch_to_heads(target, w_q, b_q, w_k, q, u, listing, constants)
+    constants = _constants(num_inputs, *w_k.shape, strides, True, dtype, target.device)
+    _launch_to_heads(chain, listing, constants)
     return q
 
 
@@ -261,18 +269,16 @@ def project(
         ``values`` ``[R, E]``; ``filled`` ``[R]``, see :class:`MultiHeadOutputs`; and ``out``
         ``[R, E]``.
     """
-    num_rows, num_heads, width = pooled.shape
+    num_rows, num_heads, _ = pooled.shape
     head_dim, embed_dim = w_v.shape[1], w_out.shape[0]
     values = pooled.new_empty(num_rows, embed_dim, dtype=dtype)
     filled = values.new_empty(0 if b_v is None else num_rows)
     out = values.new_empty(num_rows, embed_dim)
-    strides = ((head_dim * width, 1, width), (head_dim, 1, embed_dim))
-    constants = _from_heads_constants(embed_dim, *w_v.shape, *strides, dtype, pooled.device)
+    chain = Chain(pooled.contiguous(), w_v, b_v, w_out, b_out, values, out)
+    strides = (head_dim, embed_dim, 1)
+    constants = _constants(embed_dim, *w_v.shape, strides, False, dtype, pooled.device)
     inverses = None if b_v is None else stats.view(2, num_rows, num_heads)[1]
-    _launch_from_heads(
-        pooled, w_v, b_v, inverses, w_out, b_out, values, None if b_v is None else filled, out,
-        constants,
-    )  # fmt: skip
+    _launch_from_heads(chain, inverses, None if b_v is None else filled, constants)
     return values, filled, out
 
 
@@ -290,9 +296,10 @@ def gradient_of_pooled(
     """
     num_rows, embed_dim = grad_out.shape
     grad_values = grad_out.new_empty(num_rows, embed_dim, dtype=dtype)
+    chain = Chain(grad_out.contiguous(), w_out, None, w_v, None, grad_values, grad_pooled)
     strides = (w_v.shape[1], embed_dim, 1)
-    constants = _to_heads_constants(embed_dim, *w_v.shape, strides, dtype, grad_out.device)
-    _launch_to_heads(grad_out, w_out, None, w_v, grad_values, grad_pooled, listing, constants)
+    constants = _constants(embed_dim, *w_v.shape, strides, True, dtype, grad_out.device)
+    _launch_to_heads(chain, listing, constants)
     return grad_values
 
 
@@ -302,128 +309,83 @@ def gradient_of_targets(
     """``grad_q`` ``[R, E]`` and, in ``target_dtype`` if it is asked for, ``grad_target``
     ``[R, C]``, see :func:`absorb_queries`.
     """
-    num_rows = grad_u.shape[0]
-    _, head_dim, width = w_k.shape
+    num_rows, head_dim = grad_u.shape[0], w_k.shape[1]
     embed_dim, num_inputs = w_q.shape
     grad_q = grad_u.new_empty(num_rows, embed_dim, dtype=dtype)
     grad_target = None
     if target_dtype is not None:
         grad_target = grad_u.new_empty(num_rows, num_inputs, dtype=target_dtype)
-    strides = ((head_dim * width, 1, width), (head_dim * num_inputs, num_inputs, 1))
-    constants = _from_heads_constants(num_inputs, *w_k.shape, *strides, dtype, grad_u.device)
-    _launch_from_heads(grad_u, w_k, None, None, w_q, None, grad_q, None, grad_target, constants)
+    chain = Chain(grad_u.contiguous(), w_k, None, w_q, None, grad_q, grad_target)
+    strides = (head_dim * num_inputs, 1, num_inputs)
+    constants = _constants(num_inputs, *w_k.shape, strides, False, dtype, grad_u.device)
+    _launch_from_heads(chain, None, None, constants)
     return grad_q, grad_target
 
 
-def _launch_to_heads(
-    x: Tensor,
-    first: Tensor,
-    bias: Tensor | None,
-    second: Tensor,
-    inner: Tensor,
-    out: Tensor,
-    listing: Listing | None,
-    constants: dict[str, Any],
-) -> None:
-    num_rows = x.shape[0]
+def _launch_to_heads(chain: Chain, listing: Listing | None, constants: Constants) -> None:
+    num_rows = chain.x.shape[0]
     if num_rows:
-        programs = -(-num_rows // constants["BLOCK_R"]) * constants["H"]
+        programs = -(-num_rows // constants.BLOCK_R) * constants.H
         slot_list, num_samples, num_slots, chunk = listing or _NO_LISTING
         if listing is not None:
             programs += -(-num_samples // SAMPLES_OF_LIST)
-        arguments = (
-            x.contiguous(), first, bias, second, inner, out, slot_list, num_rows, num_samples,
-            num_slots,
-        )  # fmt: skip
-        _to_heads((programs,), arguments, constants | {"CHUNK": chunk})
+        _to_heads(
+            (programs,),
+            (chain, slot_list, num_rows, num_samples, num_slots),
+            {"C": constants, "CHUNK": chunk, "BLOCK_B": SAMPLES_OF_LIST},
+        )
 
 
 def _launch_from_heads(
-    x: Tensor,
-    first: Tensor,
-    first_bias: Tensor | None,
-    inverses: Tensor | None,
-    second: Tensor,
-    second_bias: Tensor | None,
-    inner: Tensor,
-    filled: Tensor | None,
-    out: Tensor | None,
-    constants: dict[str, Any],
+    chain: Chain, inverses: Tensor | None, filled: Tensor | None, constants: Constants
 ) -> None:
-    num_rows = x.shape[0]
+    num_rows = chain.x.shape[0]
     if num_rows:
-        blocks = 1 if out is None else -(-constants["E"] // constants["BLOCK_E"])
+        blocks = 1 if chain.out is None else -(-constants.C // constants.BLOCK_C)
+        options = {"launch_pdl": True} if constants.OVERLAP else {}
         _from_heads(
-            (-(-num_rows // constants["BLOCK_R"]), blocks),
-            (
-                x.contiguous(), first, first_bias, inverses, second, second_bias, inner, filled,
-                out, num_rows,
-            ),
-            constants,
-        )  # fmt: skip
+            (-(-num_rows // constants.BLOCK_R), blocks),
+            (chain, inverses, filled, num_rows),
+            {"C": constants, **options},
+        )
 
 
 @functools.cache
-def _to_heads_constants(
-    num_inputs: int,
+def _constants(
+    num_columns: int,
     num_heads: int,
     head_dim: int,
     width: int,
-    first_strides: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    to_heads: bool,
     dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, Any]:
-    """Compile-time arguments of ``_to_heads_kernel``."""
-    most = 128 if dtype.itemsize == 2 else 64
-    return {
-        "C": num_inputs,
-        "H": num_heads,
-        "X": head_dim,
-        "D": width,
-        "FIRST_STRIDES": first_strides,
-        "SECOND_STRIDES": (head_dim * width, width, 1),
-        "DTYPE": _DTYPES[dtype],
-        "PRECISION": _EXACT,
-        "BLOCK_R": BLOCK_R,
-        "BLOCK_C": min(most, padded_width(num_inputs)),
-        "BLOCK_X": padded_width(head_dim),
-        "BLOCK_D": min(most, padded_width(width)),
-        "BLOCK_B": SAMPLES_OF_LIST,
-        "OVERLAP": devices.launches_overlap(device),
-    }
+) -> Constants:
+    """Of the kernel that goes ``to_heads``, or of the other one.
 
-
-@functools.cache
-def _from_heads_constants(
-    num_outputs: int,
-    num_heads: int,
-    head_dim: int,
-    width: int,
-    first_strides: tuple[int, int, int],
-    second_strides: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Compile-time arguments of ``_from_heads_kernel``, and how it is launched."""
+    ``strides`` are those of the weights ``[H, C, X]``, in this order; the others, ``[H, X, D]``,
+    are contiguous.
+    """
     most = 128 if dtype.itemsize == 2 else 64
-    block_x, block_d = padded_width(head_dim), min(most, padded_width(width))
-    block_e = min(most, padded_width(num_outputs))
-    elements_of_head = padded_width(width) * (BLOCK_R + block_x) + block_e * block_x
+    block_x, block_c = padded_width(head_dim), min(most, padded_width(num_columns))
+    elements_of_head = padded_width(width) * (BLOCK_R + block_x) + block_c * block_x
     bytes_of_head = elements_of_head * dtype.itemsize
     budget = devices.shared_memory(device) * 2 // 3  # for operands of heads that are awaited
-    return {
-        "E": num_outputs,
-        "H": num_heads,
-        "X": head_dim,
-        "D": width,
-        "FIRST_STRIDES": first_strides,
-        "SECOND_STRIDES": second_strides,
-        "DTYPE": _DTYPES[dtype],
-        "PRECISION": _EXACT,
-        "BLOCK_R": BLOCK_R,
-        "BLOCK_E": block_e,
-        "BLOCK_X": block_x,
-        "BLOCK_D": block_d,
-        "NUM_STAGES": 1 + min(2, num_heads - 1, budget // bytes_of_head),
-        **overlap_options(devices.launches_overlap(device)),
-    }
+    by_head, by_c, by_x = strides
+    of_head = head_dim * width
+    return Constants(
+        C=num_columns,
+        H=num_heads,
+        X=head_dim,
+        D=width,
+        FIRST_STRIDES=strides if to_heads else (of_head, 1, width),
+        SECOND_STRIDES=(of_head, width, 1) if to_heads else (by_head, by_x, by_c),
+        DTYPE=_DTYPES[dtype],
+        PRECISION=_EXACT,
+        BLOCK_R=BLOCK_R,
+        BLOCK_C=block_c,
+        BLOCK_X=block_x,
+        BLOCK_D=min(most, padded_width(width)),
+        NUM_STAGES=1 + min(2, num_heads - 1, budget // bytes_of_head),
+        OVERLAP=devices.launches_overlap(device),
+    )
