@@ -16,11 +16,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
+from torchrec_jagged_attn.kernels.target.warp_combine import load_stats
 from torchrec_jagged_attn.kernels.target.warp_parts import (
+    blocks_of,
     columns_at_once,
     copy_next,
     exp,
     find_chunk,
+    indices_to_store,
     load_bias,
     load_parts,
     load_rows,
@@ -28,8 +31,9 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     product,
     ring_layout,
     row_buckets,
-    row_layout,
     split,
+    store_grad_of_bias,
+    store_grad_of_history,
     store_parts,
     store_rows,
 )
@@ -118,8 +122,8 @@ def backward_kernel(
     chunk = find_chunk(samples, num_samples, num_slots, C)
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     count = num_targets * C.H
-    BLOCKS_P: gl.constexpr = (C.P + 15) // 16
-    BLOCKS_A: gl.constexpr = (C.A + 15) // 16
+    BLOCKS_P: gl.constexpr = blocks_of(C.P)
+    BLOCKS_A: gl.constexpr = blocks_of(C.A)
     if C.P + C.A > 0:
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         table = gl.allocate_shared_memory(gl.float32, [BLOCKS_P + BLOCKS_A, C.BLOCK_R, 16], plain)
@@ -128,9 +132,6 @@ def backward_kernel(
     if chunk.busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         history_ptr += chunk.first * C.STRIDE
-        grad_history_ptr = grads.history + chunk.first * C.D
-        if grads.bias is not None:
-            grad_bias_ptr = grads.bias + chunk.first * (1 if C.PRIOR else C.H)
         ring = open_ring(history_ptr, begin, end, C)
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
@@ -167,15 +168,12 @@ def backward_kernel(
             delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)[:, None]
         of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
         of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
-        maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)[:, None]
-        inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)[:, None]
+        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         alone = (end - begin == 1) & (slot < 0)
 
         STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.PARTS == 1 else 32)
         AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
-        in_memory: gl.constexpr = row_layout(STORED, dtype, gl.num_warps())
-        d = gl.arange(0, STORED, gl.SliceLayout(0, in_memory))
-        i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, in_memory))
+        indices = indices_to_store(C.BLOCK_N, STORED, dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -200,8 +198,8 @@ def backward_kernel(
                 biases, chunk.first, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, C,
             )  # fmt: skip
-            p = exp(dots * scale + bias - maximum, C.PARTS) * inverse  # rounded as forward
-            p = gl.where(visible, p, 0.0)
+            p = exp(dots * scale + bias - maximum[:, None], C.PARTS) * inverse[:, None]
+            p = gl.where(visible, p, 0.0)  # rounded as forward
             ds = gl.where(alone, 0.0, p * (dp - delta))
             store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
             store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
@@ -217,17 +215,8 @@ def backward_kernel(
                     weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
                     operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
                     grad_x = product(weights, operand, grad_x, C.PARTS)
-                grad_x = gl.convert_layout(grad_x.to(dtype), in_memory)
-                mask = (i < end - start)[:, None]
-                if C.D < C.BLOCK_D:
-                    mask = mask & (column + d < C.D)[None, :]
-                ptrs = grad_history_ptr + start.to(gl.int64) * C.D + column
-                gl.store(ptrs + (i[:, None] * C.D + d[None, :]), grad_x, mask=mask)
-            if (grads.bias is not None) and C.PRIOR:
-                gl.store(grad_bias_ptr + n, gl.sum(ds, 0), mask=n < end)
-            elif grads.bias is not None:
-                mask = visible & (r < C.H)[:, None]
-                gl.store(grad_bias_ptr + (n[None, :] * C.H + r[:, None]), ds, mask=mask)
+                store_grad_of_history(grads, grad_x, indices, chunk.first, start, end, column, C)
+            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=1)
             if C.P + C.A > 0:
                 TABLE_PARTS: gl.constexpr = max(2, C.PARTS)
                 of_buckets = split(gl.convert_layout(ds, left), TABLE_PARTS)

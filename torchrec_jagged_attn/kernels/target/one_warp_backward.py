@@ -18,17 +18,23 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
-from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
+from torchrec_jagged_attn.kernels.target.warp_combine import (
+    combine_queries,
+    is_last_chunk,
+    load_stats,
+)
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
     allocate_parts,
+    blocks_of,
     columns_at_once,
     copy_next,
     exp,
     find_listed_chunk,
+    indices_to_store,
     load_bias,
     load_columns,
     load_parts,
@@ -37,8 +43,9 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     product,
     program_of_sample,
     row_buckets,
-    row_layout,
     split,
+    store_grad_of_bias,
+    store_grad_of_history,
     store_parts,
     store_rows,
 )
@@ -54,13 +61,91 @@ def _side_by_side(a, b):
 
 
 @gluon.jit
+def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
+    """``[1, 8]``: Σ_d grad_out · out, in half precision."""
+    out = load_columns(outputs.out, row, count, C).to(gl.float32)
+    out += load_columns(outputs.residual, row, count, C).to(gl.float32)
+    delta = gl.sum(grad_out.to(gl.float32) * out, 0)
+    return gl.convert_layout(delta, gl.SliceLayout(0, MMA))[None, :]
+
+
+@gluon.jit
+def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
+    """``[1, 8]``: Σ_d grad_out · out, by the very products that it is taken off."""
+    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+    products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        out = load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D)
+        of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        products = product(split(out, C.PARTS), of_grad, products, C.PARTS, APART=True)
+    row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+    row_of_grad = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))[None, :]
+    return gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)[None, :]
+
+
+@gluon.jit
+def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
+    """``[BLOCK_N, 8]`` twice: products of a tile's rows with queries and gradients of outputs."""
+    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+    dots = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
+    dp = dots
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), C.PARTS)
+        if C.PARTS > 1:  # they do not fit in registers
+            of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+            of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        else:
+            of_grad = grad_out
+            of_q = q
+        dots = product(x, of_q, dots, C.PARTS, APART=True)
+        dp = product(x, of_grad, dp, C.PARTS, APART=True)
+    return dots, dp
+
+
+@gluon.jit
+def _differentiate_rows(grads, p, ds, both, indices, first, start, end, C: gl.constexpr):
+    """Store the gradients of a tile's rows: ``p · grad_out + ds · q``."""
+    dtype: gl.constexpr = grads.history.dtype.element_ty
+    STORED: gl.constexpr = indices[1].shape[0]
+    of_rows = split(_side_by_side(p.to(dtype), ds.to(dtype)), C.PARTS)
+    for column in gl.static_range(0, C.BLOCK_D, STORED):
+        operand = load_parts(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
+        grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, MMA)
+        grad_x = product(of_rows, operand, grad_x, C.PARTS)
+        store_grad_of_history(grads, grad_x, indices, first, start, end, column, C)
+
+
+@gluon.jit
+def _add_to_queries(accs, tile, ds, C: gl.constexpr):
+    """``accs``, columns of the gradients of queries, and what the rows of a tile give to them."""
+    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+    of_queries = split(gl.convert_layout(ds.to(tile.dtype), RIGHT), C.PARTS)
+    new_accs = ()
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), C.PARTS)
+        new_accs += (product(x, of_queries, accs[column // COLUMNS], C.PARTS),)
+    return new_accs
+
+
+@gluon.jit
+def _open_table(C: gl.constexpr):
+    """``[blocks, 16, 8]`` of zeros in shared memory, those of ages after those of positions."""
+    BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    table = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, BLOCK_R], plain)
+    for block in gl.static_range(BLOCKS):
+        table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
+    return table
+
+
+@gluon.jit
 def _add_to_table(
     table, weights, buckets, visible, ds, p, FIRST: gl.constexpr, PARTS: gl.constexpr
 ):
     """Add gradients of scores ``ds`` (in PARTS, as right operands) to their ``buckets``.
 
-    ``table`` is ``[blocks, 16, 8]`` in shared memory; its buckets begin at block FIRST. Of the rows
-    of a tile, near in time, few blocks have any. ``weights``, if there is such a table, gets ``p``.
+    Those of ``table`` begin at block FIRST. Of the rows of a tile, near in time, few blocks have
+    any. ``weights``, if there is such a table, gets ``p``.
     """
     block_of_row = buckets // 16
     lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
@@ -81,6 +166,23 @@ def _add_to_table(
 
 
 @gluon.jit
+def _add_to_tables(table, weights, of_position, of_age, ds, p, count, C: gl.constexpr):
+    """Add what the first ``count`` rows of a tile give to their buckets of position and age."""
+    PARTS: gl.constexpr = max(2, C.PARTS)
+    ds = split(gl.convert_layout(ds, RIGHT), PARTS)
+    if weights is not None:
+        p = gl.convert_layout(p.to(gl.bfloat16), RIGHT)
+    of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
+    visible = gl.arange(0, C.BLOCK_N, of_row) < count
+    if C.P > 0:
+        buckets = gl.convert_layout(of_position, of_row)
+        _add_to_table(table, weights, buckets, visible, ds, p, 0, PARTS)
+    if C.A > 0:
+        buckets = gl.convert_layout(of_age, of_row)
+        _add_to_table(table, weights, buckets, visible, ds, p, blocks_of(C.P), PARTS)
+
+
+@gluon.jit
 def _sum_of_blocks(table, BLOCKS: gl.constexpr):
     """``[8]``: over all buckets of the first ``BLOCKS`` blocks."""
     sums = gl.zeros([16, BLOCK_R], gl.float32, MMA)
@@ -92,7 +194,7 @@ def _sum_of_blocks(table, BLOCKS: gl.constexpr):
 @gluon.jit
 def _bucket_ptrs(ptr, at: gl.constexpr, count, C: gl.constexpr):
     """Where the block ``at`` of a table lies in ``[P + A, count]``, and which of it does."""
-    BLOCKS_P: gl.constexpr = (C.P + 15) // 16
+    BLOCKS_P: gl.constexpr = blocks_of(C.P)
     OF_P: gl.constexpr = at < BLOCKS_P
     b = gl.arange(0, 16, gl.SliceLayout(1, MMA)) + (at if OF_P else at - BLOCKS_P) * 16
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
@@ -103,7 +205,7 @@ def _bucket_ptrs(ptr, at: gl.constexpr, count, C: gl.constexpr):
 @gluon.jit
 def _store_table(table, ptr, count, C: gl.constexpr):
     """``[P + A, count]``."""
-    for at in gl.static_range((C.P + 15) // 16 + (C.A + 15) // 16):
+    for at in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
         ptrs, mask = _bucket_ptrs(ptr, at, count, C)
         gl.store(ptrs, table.index(at).load(MMA), mask=mask)
 
@@ -117,7 +219,7 @@ def _store_correction(sums, ptr, count, chunk, C: gl.constexpr):
     for at in range(chunk.chunks):
         of_chunk = sums.weights + (chunk.first_slot + at).to(gl.int64) * size
         ds_total += gl.load(of_chunk + r, mask=r < count, other=0.0)
-    for block in gl.static_range((C.P + 15) // 16 + (C.A + 15) // 16):
+    for block in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
         weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
         ptrs, mask = _bucket_ptrs(sums.weights + count, block, count, C)
         for at in range(chunk.chunks):
@@ -125,6 +227,22 @@ def _store_correction(sums, ptr, count, chunk, C: gl.constexpr):
             weights += gl.load(of_chunk, mask=mask, other=0.0)
         ptrs, mask = _bucket_ptrs(ptr, block, count, C)
         gl.store(ptrs, -ds_total[None, :] * weights, mask=mask)
+
+
+@gluon.jit
+def _take_off_means(table, weights, sums, slot, count, C: gl.constexpr):
+    """Take ``Σ ds · Σ p`` off each bucket; of a chunk, leave both sums in its slot instead."""
+    BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
+    ds_total = _sum_of_blocks(table, blocks_of(C.P) if C.P > 0 else BLOCKS)
+    if slot < 0:
+        for block in gl.static_range(BLOCKS):
+            taken = ds_total[None, :] * weights.index(block).load(MMA)
+            table.index(block).store(table.index(block).load(MMA) - taken)
+    else:
+        ptr = sums.weights + slot.to(gl.int64) * (1 + C.P + C.A) * count
+        r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+        gl.store(ptr + r, ds_total, mask=r < count)
+        _store_table(weights, ptr + count, count, C)
 
 
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -150,81 +268,41 @@ def backward_kernel(
     chunk = find_listed_chunk(samples, num_samples, num_slots, C)
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     count = num_targets * C.H
-    BLOCKS_P: gl.constexpr = (C.P + 15) // 16
-    BLOCKS: gl.constexpr = BLOCKS_P + (C.A + 15) // 16
     weights = None
     if C.P + C.A > 0:
-        shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        table = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, BLOCK_R], shared)
+        table = _open_table(C)
         if sums.weights is not None:
-            weights = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, BLOCK_R], shared)
-        for block in gl.static_range(BLOCKS):
-            table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
-            if sums.weights is not None:
-                weights.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
+            weights = _open_table(C)
     if chunk.busy:
-        dtype: gl.constexpr = history_ptr.dtype.element_ty
         history_ptr += chunk.first * C.STRIDE
-        grad_history_ptr = grads.history + chunk.first * C.D
-        if grads.bias is not None:
-            grad_bias_ptr = grads.bias + chunk.first * (1 if C.PRIOR else C.H)
         ring = open_ring(history_ptr, begin, end, C)
         row = chunk.sample.to(gl.int64) * count
         query_row = row * 0 if C.LAYOUT == SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, C)
         q = split(load_columns(query_ptr, query_row, count, C), C.PARTS)
-        by_query: gl.constexpr = gl.SliceLayout(0, MMA)
         if C.PARTS == 1:
-            out = load_columns(outputs.out, row, count, C).to(gl.float32)
-            out += load_columns(outputs.residual, row, count, C).to(gl.float32)
-            delta = gl.sum(grad_out.to(gl.float32) * out, 0)
-            delta = gl.convert_layout(delta, by_query)[None, :]
+            delta = _delta_of_half(outputs, grad_out, row, count, C)
         grad_out = split(grad_out, C.PARTS)
         both = allocate_parts(q[0].dtype, C.PARTS, 2 * BLOCK_R, C.BLOCK_D)
         store_parts(both, 0, grad_out, True)
         store_parts(both, BLOCK_R, q, True)
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
-        if C.PARTS > 1:  # by the very products that it is taken off
-            products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
-            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                out = split(
-                    load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D), C.PARTS
-                )
-                of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
-                products = product(out, of_grad, products, C.PARTS, APART=True)
-            row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
-            row_of_grad = gl.arange(0, BLOCK_R, by_query)[None, :]
-            delta = gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)[None, :]
-        r = gl.arange(0, BLOCK_R, by_query)
-        maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)[None, :]
-        inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)[None, :]
+        if C.PARTS > 1:
+            delta = _delta_of_parts(outputs, both, row, count, C)
+        r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         alone = (end - begin == 1) & (slot < 0)
 
-        STORED: gl.constexpr = min(C.BLOCK_D, 64)
-        columns: gl.constexpr = row_layout(STORED, dtype)
-        d = gl.arange(0, STORED, gl.SliceLayout(0, columns))
-        i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, columns))
+        indices = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), history_ptr.dtype.element_ty)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
+        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
-        zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
-            dots = zeros
-            dp = zeros
-            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), C.PARTS)
-                if C.PARTS > 1:  # they do not fit in registers
-                    of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
-                    of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
-                else:
-                    of_grad = grad_out
-                    of_q = q
-                dots = product(x, of_q, dots, C.PARTS, APART=True)
-                dp = product(x, of_grad, dp, C.PARTS, APART=True)
+            dots, dp = _multiply_rows(tile, q, grad_out, both, C)
             n = start + index
             visible = (n < end)[:, None]
             of_position, of_age = row_buckets(n, biases, chunk, C)
@@ -232,61 +310,18 @@ def backward_kernel(
                 biases, chunk.first, of_position[:, None], of_age[:, None],
                 n[:, None], r[None, :], visible, count, C,
             )  # fmt: skip
-            p = exp(dots * scale + bias - maximum, C.PARTS) * inverse  # rounded as forward
-            p = gl.where(visible, p, 0.0)
+            p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
+            p = gl.where(visible, p, 0.0)  # rounded as forward
             ds = gl.where(alone, 0.0, p * (dp - delta))
-            of_rows = split(_side_by_side(p.to(dtype), (ds * scale).to(dtype)), C.PARTS)
-            for column in gl.static_range(0, C.BLOCK_D, STORED):
-                operand = load_parts(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
-                grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, MMA)
-                grad_x = product(of_rows, operand, grad_x, C.PARTS)
-                grad_x = gl.convert_layout(grad_x.to(dtype), columns)
-                mask = (i < end - start)[:, None]
-                if C.D < C.BLOCK_D:
-                    mask = mask & (column + d < C.D)[None, :]
-                ptrs = grad_history_ptr + start.to(gl.int64) * C.D + column
-                gl.store(ptrs + (i[:, None] * C.D + d[None, :]), grad_x, mask=mask)
-            of_queries = split(gl.convert_layout(ds.to(dtype), RIGHT), C.PARTS)
-            new_accs = ()
-            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), C.PARTS)
-                new_accs += (product(x, of_queries, accs[column // COLUMNS], C.PARTS),)
-            accs = new_accs
-            if (grads.bias is not None) and C.PRIOR:
-                gl.store(grad_bias_ptr + n, gl.sum(ds, 1), mask=n < end)
-            elif grads.bias is not None:
-                mask = visible & (r < C.H)[None, :]
-                gl.store(grad_bias_ptr + (n[:, None] * C.H + r[None, :]), ds, mask=mask)
+            _differentiate_rows(grads, p, ds * scale, both, indices, chunk.first, start, end, C)
+            accs = _add_to_queries(accs, tile, ds, C)
+            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:
-                TABLE_PARTS: gl.constexpr = max(2, C.PARTS)
-                of_buckets = split(gl.convert_layout(ds, RIGHT), TABLE_PARTS)
-                of_weights = None
-                if sums.weights is not None:
-                    of_weights = gl.convert_layout(p.to(gl.bfloat16), RIGHT)
-                of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
-                shown = start + gl.arange(0, C.BLOCK_N, of_row) < end
-                if C.P > 0:
-                    _add_to_table(
-                        table, weights, gl.convert_layout(of_position, of_row), shown, of_buckets,
-                        of_weights, 0, TABLE_PARTS,
-                    )  # fmt: skip
-                if C.A > 0:
-                    _add_to_table(
-                        table, weights, gl.convert_layout(of_age, of_row), shown, of_buckets,
-                        of_weights, BLOCKS_P, TABLE_PARTS,
-                    )  # fmt: skip
+                _add_to_tables(table, weights, of_position, of_age, ds, p, end - start, C)
             stage = copy_next(ring, stage, history_ptr, start, end, C)
 
         if sums.weights is not None:
-            ds_total = _sum_of_blocks(table, BLOCKS_P if C.P > 0 else BLOCKS)
-            if slot < 0:
-                for block in gl.static_range(BLOCKS):
-                    taken = ds_total[None, :] * weights.index(block).load(MMA)
-                    table.index(block).store(table.index(block).load(MMA) - taken)
-            else:
-                ptr = sums.weights + slot.to(gl.int64) * (1 + C.P + C.A) * count
-                gl.store(ptr + r, ds_total, mask=r < count)
-                _store_table(weights, ptr + count, count, C)
+            _take_off_means(table, weights, sums, slot, count, C)
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
             if slot >= 0:

@@ -19,6 +19,7 @@ __all__ = [
     "combine_outputs",
     "combine_queries",
     "is_last_chunk",
+    "load_stats",
     "store_chunk_stats",
     "store_outputs",
     "store_stats",
@@ -52,6 +53,13 @@ def store_stats(outputs, num_rows, row, count, maximum, total):
     gl.store(outputs.stats + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
     gl.store(outputs.stats + num_rows + row + r, inverse, mask=r < count)
     return inverse
+
+
+@gluon.jit
+def load_stats(outputs, num_rows, row, count, r):
+    """Maxima and inverse totals of the query rows ``r``, as :func:`store_stats` has stored them."""
+    maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
+    return maximum, gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
 
 
 @gluon.jit

@@ -36,11 +36,13 @@ __all__ = [
     "RIGHT",
     "Chunk",
     "allocate_parts",
+    "blocks_of",
     "columns_at_once",
     "copy_next",
     "exp",
     "find_chunk",
     "find_listed_chunk",
+    "indices_to_store",
     "load_bias",
     "load_columns",
     "load_parts",
@@ -52,6 +54,8 @@ __all__ = [
     "row_buckets",
     "row_layout",
     "split",
+    "store_grad_of_bias",
+    "store_grad_of_history",
     "store_parts",
     "store_rows",
 ]
@@ -104,6 +108,12 @@ def split(x, PARTS: gl.constexpr):
         x -= upper
     parts += (x if PARTS == 1 else x.to(gl.bfloat16),)
     return parts
+
+
+@gluon.constexpr_function
+def blocks_of(buckets):
+    """How many blocks of 16 hold the ``buckets`` of a table."""
+    return (buckets + 15) // 16
 
 
 @gluon.constexpr_function
@@ -400,3 +410,46 @@ def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.co
         ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     return bias
+
+
+@gluon.jit
+def indices_to_store(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexpr):
+    """Rows and columns of ``[rows, width]`` as they are stored: made once for all tiles."""
+    layout: gl.constexpr = row_layout(width, dtype, gl.num_warps())
+    i = gl.arange(0, rows, gl.SliceLayout(1, layout))
+    return i, gl.arange(0, width, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def store_grad_of_history(
+    grads, value, indices, first, start, end, column: gl.constexpr, C: gl.constexpr
+):
+    """Store ``value``, whose ``indices`` are of :func:`indices_to_store`, from ``column`` on.
+
+    Its rows are those from ``start`` to ``end`` of the sample that begins at row ``first``.
+    """
+    i, d = indices
+    value = gl.convert_layout(value.to(grads.history.dtype.element_ty), i.type.layout.parent)
+    mask = (i < end - start)[:, None]
+    if C.D < C.BLOCK_D:
+        mask = mask & (column + d < C.D)[None, :]
+    ptrs = grads.history + first * C.D + start.to(gl.int64) * C.D + column
+    gl.store(ptrs + (i[:, None] * C.D + d[None, :]), value, mask=mask)
+
+
+@gluon.jit
+def store_grad_of_bias(grads, ds, first, n, r, end, C: gl.constexpr, ROWS: gl.constexpr):
+    """Store gradients of scores of the rows ``n``, up to ``end``, of the sample that begins at row
+    ``first``.
+
+    They lie along the axis ROWS, the query rows ``r`` along the other, over which those of prior
+    weights are summed.
+    """
+    if (grads.bias is not None) and C.PRIOR:
+        gl.store(grads.bias + first + n, gl.sum(ds, 1 - ROWS), mask=n < end)
+    elif grads.bias is not None:
+        ptrs = grads.bias + first * C.H
+        mask = gl.expand_dims(n < end, 1 - ROWS) & gl.expand_dims(r < C.H, ROWS)
+        gl.store(
+            ptrs + (gl.expand_dims(n * C.H, 1 - ROWS) + gl.expand_dims(r, ROWS)), ds, mask=mask
+        )
