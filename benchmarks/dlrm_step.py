@@ -476,6 +476,30 @@ def stamp(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
     }
 
 
+def in_rows(figures: pd.DataFrame) -> pd.DataFrame:
+    """A row for each figure, in the columns of ``run.py``'s CSV."""
+    metrics = {
+        ("time", "ms"): ("step_ms", "step_ms_p20", "step_ms_p80"),
+        ("gpu_busy", "ms"): ("gpu_busy_ms",) * 3,
+        ("peak_memory", "MiB"): ("peak_mib",) * 3,
+    }
+    of_figures = {name for names in metrics.values() for name in names} | {"samples_per_s"}
+    parts = []
+    for (metric, unit), names in metrics.items():
+        labels = {
+            "suite": "dlrm_step",
+            "case": "mean-" + figures["mean"].astype(str),
+            "provider": figures["pooling"],
+            "mode": "step",
+            "metric": metric,
+            **{q: figures[name] for q, name in zip(("median", "p20", "p80"), names, strict=True)},
+            "unit": unit,
+        }
+        rest = figures.drop(columns=[*of_figures, "mean", "pooling"])
+        parts.append(pd.DataFrame(labels).join(rest))
+    return pd.concat(parts).dropna(subset="median")
+
+
 def print_figures(frame: pd.DataFrame, console: Console) -> None:
     """A table for each size; the last column is a step's time in those of the sum."""
     for (mean, batch), part in frame.groupby(["mean", "batch"], sort=False):
@@ -569,7 +593,7 @@ def main(argv: list[str] | None = None) -> None:
             figures = measure_all(args, device)
         print_figures(figures, console)
         if args.csv:
-            figures.to_csv(args.csv, index=False, float_format="%.5g")
+            in_rows(figures).to_csv(args.csv, index=False, float_format="%.5g")
     finally:
         gc.collect()
         dist.destroy_process_group()

@@ -23,8 +23,8 @@ def make_table(rows: list[dict]) -> Table:
         "time": ("eager ms", "× peer", "of floor"),
         "graph_time": ("graph ms", "× peer", "of floor"),
         "kernel_time": ("kernels ms", "× peer", "of floor"),
-        "host_time": ("host µs", "× peer"),  # the floor is the GPU's
-        "host_time_one_thread": ("one thread", "× peer"),
+        "host_time": ("host ms", "× peer"),  # the floor is the GPU's
+        "host_time_one_thread": ("one thread ms", "× peer"),
     }
     metrics = [m for m in heads if any(metric == m for _, _, metric in figures)]
     table = Table("mode", "provider", box=None, pad_edge=False)

@@ -59,8 +59,8 @@ METRICS = {
     "time": "ms",
     "graph_time": "ms",
     "kernel_time": "ms",
-    "host_time": "µs",
-    "host_time_one_thread": "µs",
+    "host_time": "ms",
+    "host_time_one_thread": "ms",
     "peak_memory": "MiB",
     "operands": "MiB",
 }
@@ -141,15 +141,15 @@ def kernel_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
     return np.quantile(totals, QUANTILES).tolist()
 
 
-def host_time_us(call: Callable[[], object], quick: bool) -> list[float]:
-    """Median and quantiles of the microseconds after which ``call`` returns; the GPU may go on.
+def host_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
+    """Median and quantiles of the milliseconds after which ``call`` returns; the GPU may go on.
 
     The calls between two waits are few, so that no queue of launches is ever full.
     """
     number, times = 20, []
     for _ in range(QUICK_REPEATS if quick else 15):
         torch.cuda.synchronize()
-        times.append(timeit.timeit(call, number=number) / number * 1e6)
+        times.append(timeit.timeit(call, number=number) / number * 1e3)
     torch.cuda.synchronize()
     return np.quantile(times, QUANTILES).tolist()
 
@@ -339,9 +339,9 @@ def run_case(
             for mode, step in steps.items() if args.kernels else ():
                 add(provider, mode, "kernel_time", kernel_time_ms(step, args.quick))
             for mode, step in steps.items() if args.host else ():
-                add(provider, mode, "host_time", host_time_us(step, args.quick))
+                add(provider, mode, "host_time", host_time_ms(step, args.quick))
                 with torch.autograd.set_multithreading_enabled(False):
-                    one_thread = host_time_us(step, args.quick)
+                    one_thread = host_time_ms(step, args.quick)
                 add(provider, mode, "host_time_one_thread", one_thread)
         except Exception as error:  # one provider never stops the others
             reasons[provider] = describe(error)

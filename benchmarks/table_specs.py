@@ -128,6 +128,11 @@ def table1(tf32: bool) -> Table:
     return Table(results, "op", ops("paper"), tuple(columns))
 
 
+HOST_COLUMNS = (
+    ("forward", "forward", "host_time"),
+    ("forward and backward", "both", "host_time"),
+    ("the same in one thread", "both", "host_time_one_thread"),
+)
 TABLES = {
     "target_attention_summary": Table(
         ("target_attention",),
@@ -324,6 +329,48 @@ TABLES = {
             both("FlashAttention-3 over ours", "flash-attention-3", unit="× ours"),
             both("dense over ours, memory", "padded", "memory", "× ours"),
             both("less memory than dense flash", "dense-flash", "memory", "saved"),
+        ),
+    ),
+    "host": Table(
+        ("host",),
+        "64 samples of up to 50 rows",
+        {
+            "`JaggedTargetAttention`": "target_attention-host",
+            "`jagged_flash_attention`": "self_attention-host",
+            **ops("host"),
+        },
+        (
+            *(
+                one(f"{head}, µs", "ours", mode, "µs", metric=metric)
+                for head, mode, metric in HOST_COLUMNS
+            ),
+            *(
+                one(f"best peer, {head}", "best-peer", mode, "× ours", metric=metric)
+                for head, mode, metric in HOST_COLUMNS
+            ),
+        ),
+    ),
+    "dlrm_step": Table(
+        ("dlrm_step",),
+        "histories, samples a step",
+        {"mean 200, 4,096": "mean-200", "mean 1,000, 2,048": "mean-1000"},
+        tuple(
+            Column(
+                head,
+                "{} ({}), {}",
+                (
+                    Cell(provider, "step", "time"),
+                    Cell(provider, "step", "gpu_busy"),
+                    Cell(provider, "step", "peak_memory", "MiB"),
+                ),
+            )
+            for head, provider in (
+                ("sum pooling", "sum"),
+                ("attention", "attention"),
+                ("`single_lookup=True`", "single-lookup"),
+                ("linear + FlashAttention-2", "linear+torch-varlen"),
+                ("linear + padded SDPA", "linear+padded-sdpa"),
+            )
         ),
     ),
     "table1": table1(tf32=False),
