@@ -128,14 +128,21 @@ def _add_to_queries(accs, tile, ds, C: gl.constexpr):
 
 
 @gluon.jit
-def _open_table(C: gl.constexpr):
-    """``[blocks, 16, 8]`` of zeros in shared memory, those of ages after those of positions."""
-    BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
+def _allocate_table(C: gl.constexpr):
+    """``[blocks, 16, 8]`` in shared memory, blocks of ages after those of positions."""
+    shape: gl.constexpr = [blocks_of(C.P) + blocks_of(C.A), 16, BLOCK_R]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    table = gl.allocate_shared_memory(gl.float32, [BLOCKS, 16, BLOCK_R], plain)
+    return gl.allocate_shared_memory(gl.float32, shape, plain)
+
+
+@gluon.jit
+def _clear(table, weights):
+    """Make a table zero, and that of weights, if there is one."""
+    BLOCKS: gl.constexpr = table.shape[0]
     for block in gl.static_range(BLOCKS):
         table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
-    return table
+        if weights is not None:
+            weights.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
 
 
 @gluon.jit
@@ -270,9 +277,10 @@ def backward_kernel(
     count = num_targets * C.H
     weights = None
     if C.P + C.A > 0:
-        table = _open_table(C)
+        table = _allocate_table(C)
         if sums.weights is not None:
-            weights = _open_table(C)
+            weights = _allocate_table(C)
+        _clear(table, weights)
     if chunk.busy:
         history_ptr += chunk.first * C.STRIDE
         ring = open_ring(history_ptr, begin, end, C)
