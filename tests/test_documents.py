@@ -32,6 +32,16 @@ def test_links_lead_somewhere(document):
         assert not heading or heading in anchors, target
 
 
+def test_the_house_has_every_file():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    house = set(re.findall(r"[a-z]\w*\*?", page.partition("```text")[2].partition("```")[0]))
+    files = (ROOT / "torchrec_jagged_attn").rglob("*.py")
+    # Those of `testing` are described, not named.
+    stems = {path.stem for path in files if path.stem[0] != "_" and path.parent.name != "testing"}
+    families = tuple(name[:-1] for name in house if name.endswith("*"))
+    assert {stem for stem in stems if stem not in house and not stem.startswith(families)} == set()
+
+
 def test_every_variable_of_the_package_has_its_row():
     page = (ROOT / "docs" / "environment_variables.md").read_text()
     rows = set(re.findall(r"^\| `(TORCHREC_JAGGED_ATTN_\w+)` \|", page, re.MULTILINE))
