@@ -24,7 +24,7 @@ __all__ = [
     "thread_barrier",
     "wait_for_last_kernel",
 ]
-GROUP_ROWS = gl.constexpr(64)  # queries of a group of warps
+GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
 
 
 @gluon.jit

@@ -266,7 +266,7 @@ def _add_queries(
 
 @gluon.jit
 def _store(outs, desc, value, end, remaining, head, GROUP: gl.constexpr):
-    """Write the rows of a group of warps."""
+    """Write the rows of a warpgroup."""
     tma.store_wait(0)
     out = outs.index(GROUP)
     out.reshape(value.shape).store(value.to(outs.dtype))

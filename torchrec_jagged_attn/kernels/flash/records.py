@@ -75,7 +75,7 @@ class HopperConstants(NamedTuple):
     BLOCK_N: int | None = None  # keys of a tile
     STAGES: int | None = None  # tiles in shared memory; in backward, of queries
     KV_STAGES: int | None = None  # of keys, in backward
-    OWN_GROUP: bool = False  # whether the gradient of queries has a group of warps of its own
+    OWN_GROUP: bool = False  # whether the gradient of queries has a warpgroup of its own
     HALVES: bool = False  # whether samples of up to half a tile are computed as such
     ITEMS: int | None = None  # heads of samples that a program computes
     OVERLAP: bool = False  # whether launches overlap

@@ -1,4 +1,4 @@
-"""What the Gluon kernels of target attention for single warps and few warps share.
+"""What the Gluon kernels of the paths ``one_warp`` and ``few_warps`` share.
 
 They serve samples of up to 64 query rows whose history rows begin at multiples of 16 bytes. Tiles
 of rows arrive in shared memory by asynchronous copies while earlier ones are computed. Each warp
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-BLOCK_R = gl.constexpr(8)  # query rows of a single warp's kernels
+BLOCK_R = gl.constexpr(8)  # query rows of ``one_warp``
 MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
