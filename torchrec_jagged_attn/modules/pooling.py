@@ -261,8 +261,8 @@ def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
     return slices
 
 
-def _join(columns: list[Tensor]) -> Tensor:
-    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+def _join(parts: list[Tensor], dim: int = 1) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 # What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
@@ -284,10 +284,10 @@ def _segment_reduce(
 
     As FBGEMM takes it, the mean of weighted rows is divided by their number.
     """
-    rows = torch.cat([sequence.values() for sequence in sequences]).float()
+    rows = _join([sequence.values() for sequence in sequences], 0).float()
     if weights is not None:
-        rows = rows * torch.cat(weights).unsqueeze(1)
-    lengths = torch.cat([sequence.lengths() for sequence in sequences])
+        rows = rows * _join(weights, 0).unsqueeze(1)
+    lengths = _join([sequence.lengths() for sequence in sequences], 0)
     reduced = torch.segment_reduce(rows, mode, lengths=lengths, initial=0, unsafe=True)
     return reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1).flatten(1)
 
