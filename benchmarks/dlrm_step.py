@@ -444,7 +444,7 @@ class Training:
         return (torch.cuda.max_memory_allocated() - others) / 2**20
 
     def figures(self) -> Figures:
-        p20, _, _, p80 = statistics.quantiles(self.times, n=5)
+        p20, _, _, p80 = statistics.quantiles(self.times, n=5, method="inclusive")
         median = statistics.median(self.times)
         figures = Figures(
             self.sizes.mean,
@@ -522,6 +522,11 @@ def print_figures(frame: pd.DataFrame, console: Console) -> None:
         console.print(table)
 
 
+def sizes_of(args: argparse.Namespace) -> tuple[Sizes, ...]:
+    """What is measured: tiny sizes if asked for, and on any CPU."""
+    return QUICK if args.quick or not torch.cuda.is_available() else SIZES
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -540,6 +545,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="file to write the figures to")
     # fmt: on
     args = parser.parse_args(argv)
+    known = [sizes.mean for sizes in sizes_of(args)]
+    if unknown := set(args.means or ()).difference(known):
+        parser.error(f"--means must be of {known}, got {sorted(unknown)}")
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
     return args
@@ -572,7 +580,7 @@ def measure(sizes: Sizes, args: argparse.Namespace, device: torch.device) -> lis
 def measure_all(args: argparse.Namespace, device: torch.device) -> pd.DataFrame:
     """Figures of all sizes and poolings."""
     figures = []
-    for sizes in QUICK if args.quick or device.type == "cpu" else SIZES:
+    for sizes in sizes_of(args):
         if args.means and sizes.mean not in args.means:
             continue
         figures += measure(sizes, args, device)

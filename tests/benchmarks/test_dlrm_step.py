@@ -38,6 +38,20 @@ def test_a_wrong_attention_is_not_timed(
     assert " sum " in printed
 
 
+def test_quantiles_lie_among_the_times():
+    training = object.__new__(dlrm_step.Training)
+    training.pooling, training.sizes, training.on_gpu = "sum", dlrm_step.QUICK[0], False
+    training.rows_per_sample, training.times = 5.0, [1.0, 2.0]
+    figures = training.figures()
+    assert 1.0 <= figures.step_ms_p20 <= figures.step_ms == 1.5 <= figures.step_ms_p80 <= 2.0
+
+
+def test_unknown_sizes_are_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        dlrm_step.main([*FEW_STEPS, "--means", "7"])
+    assert "--means must be of [5], got [7]" in capsys.readouterr().err
+
+
 def test_histories_are_as_long_as_asked_for():
     sizes = dlrm_step.Sizes(mean=200, batch=4096)
     lengths = dlrm_step.make_lengths(sizes, torch.Generator().manual_seed(0))
