@@ -754,6 +754,18 @@ def test_refused_at_run_time(case: str):
     assert "\n" not in str(error.value)
 
 
+def test_ids_that_belong_to_no_sample_are_refused():
+    good = to_features(GOOD)
+    features = KeyedJaggedTensor(
+        keys=good.keys(),
+        values=torch.cat([good.values(), good.values()[:2]]),
+        lengths=good.lengths(),
+    )
+    count = good.values().numel()
+    with pytest.raises(ValueError, match=f"as many ids as .* add up to, {count}, got {count + 2}"):
+        make_collection(PAIRS)(features)
+
+
 def test_counts_are_checked_where_lengths_are_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "torchrec_jagged_attn.modules.batch_checks.should_validate", lambda _: False

@@ -83,7 +83,12 @@ def check_features(
 
 
 def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> None:
-    of_keys = features.values().split(features.length_per_key())
+    lengths, count = features.length_per_key(), features.values().numel()
+    if sum(lengths) != count:
+        raise ValueError(
+            f"features must have as many ids as their lengths add up to, {sum(lengths)}, got {count}"
+        )
+    of_keys = features.values().split(lengths)
     checked = [
         (key, ids)
         for key, ids in zip(features.keys(), of_keys, strict=True)
