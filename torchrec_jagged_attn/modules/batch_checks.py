@@ -86,7 +86,8 @@ def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> N
     lengths, count = features.length_per_key(), features.values().numel()
     if sum(lengths) != count:
         raise ValueError(
-            f"features must have as many ids as their lengths add up to, {sum(lengths)}, got {count}"
+            "features must have as many ids as their lengths add up to, "
+            f"{sum(lengths)}, got {count}"
         )
     of_keys = features.values().split(lengths)
     checked = [
