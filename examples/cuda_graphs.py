@@ -38,13 +38,14 @@ def replay_dense_layers(model: DLRM, batch_size: int, device: torch.device) -> N
 
     # Graphs are of functions that also take the weights. Those of modules would hold on to
     # autograd's nodes of the weights, which belong to the stream of the capture.
-    graphs = torch.cuda.make_graphed_callables(
-        tuple(map(_function, layers)),
-        tuple(
-            (*(x.detach().requires_grad_() for x in layer.parameters()), *args)
-            for layer, args in zip(layers, inputs, strict=True)
-        ),
+    samples = tuple(
+        (*(x.detach().requires_grad_() for x in layer.parameters()), *args)
+        for layer, args in zip(layers, inputs, strict=True)
     )
+    warn_of_streams = torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
+    warn_of_streams(False)  # PyTorch warms up on one stream and captures on another
+    graphs = torch.cuda.make_graphed_callables(tuple(map(_function, layers)), samples)
+    warn_of_streams(True)
     for layer, graph in zip(layers, graphs, strict=True):
         layer.forward = _forward(layer, graph)
 

@@ -9,7 +9,7 @@ from torchrec_jagged_attn.kernels.common.jagged import find_tile
 from torchrec_jagged_attn.testing import offsets_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples"])  # as the kernels that find tiles
 def _find_tiles_kernel(out_ptr, offsets_ptr, num_samples, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     sample, begin, end, start = find_tile(offsets_ptr, num_samples, tile, SCALE, BLOCK)
