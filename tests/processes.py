@@ -12,9 +12,16 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-# One that may have opened CUDA must not fork.
-START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
 mp.set_forkserver_preload(["matplotlib.pyplot", "tests.torchrec.two_ranks", "torchmetrics"])
+
+
+def start_method() -> str:
+    """How processes start: one that may have opened CUDA must not fork.
+
+    A function, for to ask is to open CUDA, and a process that is spawned imports this file before
+    it gets its own CUDA_VISIBLE_DEVICES.
+    """
+    return "spawn" if torch.cuda.is_available() else "forkserver"
 
 
 def run_script(
@@ -23,7 +30,7 @@ def run_script(
     """As ``subprocess.run`` with this Python."""
     with tempfile.TemporaryDirectory() as folder:
         printed = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = mp.get_context(START_METHOD).Process(
+        process = mp.get_context(start_method()).Process(
             target=_run_script, args=(script, options, env, cwd or Path.cwd(), printed)
         )
         process.start()

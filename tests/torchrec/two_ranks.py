@@ -28,7 +28,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.processes import START_METHOD
+from tests.processes import start_method
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -114,7 +114,7 @@ def run_ranks(
         (function, directory, backend, ranks, ranks_of_host or ranks, args),
         nprocs=ranks,
         join=False,
-        start_method=START_METHOD,
+        start_method=start_method(),
     )
     while not context.join(timeout=60):
         pass
