@@ -44,8 +44,10 @@ __all__ = [
 
 BLOCK_R = 16  # rows of a program; no more, so that there are many
 MAX_HEAD_DIM = 128  # what is between the two products is held in registers
-# Of fp32, also where TF32 would do: these products are few.
-_EXACT = "ieee" if runtime.interpret else "bf16x6"
+# Products of fp32 are exact, also where TF32 would do: they are few. Three bf16 parts and tensor
+# cores are within a few units in the last place, which is what sums of many terms are off by
+# anyway. Sums of up to this many terms are not, and have fp32's own units, which are slower.
+FEW_TERMS = 16
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -373,6 +375,7 @@ def _constants(
     budget = devices.shared_memory(device) * 2 // 3  # for operands of heads that are awaited
     by_head, by_c, by_x = strides
     of_head = head_dim * width
+    few_terms = max(num_columns, head_dim, width) <= FEW_TERMS
     return Constants(
         C=num_columns,
         H=num_heads,
@@ -381,7 +384,7 @@ def _constants(
         FIRST_STRIDES=strides if to_heads else (of_head, 1, width),
         SECOND_STRIDES=(of_head, width, 1) if to_heads else (by_head, by_x, by_c),
         DTYPE=_DTYPES[dtype],
-        PRECISION=_EXACT,
+        PRECISION="ieee" if few_terms or runtime.interpret else "bf16x6",
         BLOCK_R=BLOCK_R,
         BLOCK_C=block_c,
         BLOCK_X=block_x,
