@@ -2,6 +2,7 @@
 
     python benchmarks/dlrm_step.py --csv dlrm_step.csv           # mean lengths of 200 and of 1,000
     python benchmarks/dlrm_step.py --quick --host                # where the host's time goes
+    python benchmarks/dlrm_step.py --cuda-graph                  # less of the host around poolings
 
 One process and one GPU: ``DistributedModelParallel`` with tables by table, fused RowWiseAdagrad,
 ``TrainPipelineSparseDist``, and on a GPU autocast and lookups in bf16. A batch has 20 plain
@@ -72,6 +73,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from cuda_graphs import replay_dense_layers
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import (
@@ -119,7 +123,7 @@ class Sizes:
 
 
 SIZES = (Sizes(200, 4096), Sizes(1000, 2048))
-QUICK = (Sizes(5, 16, 100, 100, 16, 4, (16,), (16, 1)),)
+QUICK = (Sizes(5, 16, 100, 100, 16, 2, (16,), (16, 1)),)
 
 
 def varlen(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
@@ -252,10 +256,15 @@ def make_model(pooling: str, sizes: Sizes) -> DLRMTrain:
     )
 
 
-def make_pipeline(pooling: str, sizes: Sizes, device: torch.device) -> TrainPipelineSparseDist:
-    """The model, sharded, with its optimizers."""
+def make_pipeline(
+    pooling: str, sizes: Sizes, device: torch.device, cuda_graph: bool
+) -> TrainPipelineSparseDist:
+    """The model, sharded, with its optimizers; ``cuda_graph`` is the option of that name."""
     torch.manual_seed(0)
     model = make_model(pooling, sizes)
+    if cuda_graph:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            replay_dense_layers(model.model, sizes.batch, device, torch.bfloat16)
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": 0.01})
     fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
     sharders: list[ModuleSharder] = [
@@ -277,7 +286,9 @@ def make_pipeline(pooling: str, sizes: Sizes, device: torch.device) -> TrainPipe
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=1e-3))
+    adam = KeyedOptimizerWrapper(
+        dense, lambda params: torch.optim.Adam(params, lr=1e-3, fused=cuda_graph)
+    )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
     return TrainPipelineSparseDist(sharded, optimizer, device)
 
@@ -409,7 +420,7 @@ class Training:
         batches = make_batches(sizes, device)
         lengths = [batch.sparse_features.lengths()[-sizes.batch :] for batch in batches]
         self.rows_per_sample = int(torch.cat(lengths).sum()) / len(batches) / sizes.batch
-        self.pipeline = make_pipeline(pooling, sizes, device)
+        self.pipeline = make_pipeline(pooling, sizes, device, args.cuda_graph)
         self.batches: Iterator[Batch] = itertools.cycle(batches)
         self.times: list[float] = []
         for _ in range(args.warmup):
@@ -471,6 +482,7 @@ def stamp(device: torch.device, args: argparse.Namespace) -> dict[str, str]:
         "torchrec": importlib.metadata.version("torchrec"),
         "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
         "replays": os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY", "1"),
+        "dense_layers": "CUDA graphs, fused Adam" if args.cuda_graph else "eager",
         "backward_in": "the caller's thread" if args.one_thread else "autograd's thread",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -541,6 +553,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=20, help="steps that are not timed")
     parser.add_argument("--one-thread", action="store_true",
                         help="backward runs in the caller's thread, not in one of autograd's own")
+    parser.add_argument("--cuda-graph", action="store_true",
+                        help="dense layers are CUDA graphs, and Adam one kernel, in all poolings")
     parser.add_argument("--host", action="store_true", help="the host's time by part, profiled")
     parser.add_argument("--csv", type=Path, help="file to write the figures to")
     # fmt: on
@@ -548,6 +562,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     known = [sizes.mean for sizes in sizes_of(args)]
     if unknown := set(args.means or ()).difference(known):
         parser.error(f"--means must be of {known}, got {sorted(unknown)}")
+    if args.cuda_graph and not torch.cuda.is_available():
+        parser.error("--cuda-graph needs a GPU, got none")
     if args.rounds < 2:
         parser.error(f"--rounds must be at least 2, got {args.rounds}")
     return args

@@ -133,6 +133,35 @@ HOST_COLUMNS = (
     ("forward and backward", "both", "host_time"),
     ("the same in one thread", "both", "host_time_one_thread"),
 )
+
+
+def steps_of_dlrm(results: str) -> Table:
+    """Steps of ``dlrm_step.py``: time, GPU busy, peak memory."""
+    return Table(
+        (results,),
+        "histories, samples a step",
+        {"mean 200, 4,096": "mean-200", "mean 1,000, 2,048": "mean-1000"},
+        tuple(
+            Column(
+                head,
+                "{} ({}), {}",
+                (
+                    Cell(provider, "step", "time"),
+                    Cell(provider, "step", "gpu_busy"),
+                    Cell(provider, "step", "peak_memory", "MiB"),
+                ),
+            )
+            for head, provider in (
+                ("sum pooling", "sum"),
+                ("attention", "attention"),
+                ("`single_lookup=True`", "single-lookup"),
+                ("linear + FlashAttention-2", "linear+torch-varlen"),
+                ("linear + padded SDPA", "linear+padded-sdpa"),
+            )
+        ),
+    )
+
+
 TABLES = {
     "target_attention_summary": Table(
         ("target_attention",),
@@ -350,29 +379,8 @@ TABLES = {
             ),
         ),
     ),
-    "dlrm_step": Table(
-        ("dlrm_step",),
-        "histories, samples a step",
-        {"mean 200, 4,096": "mean-200", "mean 1,000, 2,048": "mean-1000"},
-        tuple(
-            Column(
-                head,
-                "{} ({}), {}",
-                (
-                    Cell(provider, "step", "time"),
-                    Cell(provider, "step", "gpu_busy"),
-                    Cell(provider, "step", "peak_memory", "MiB"),
-                ),
-            )
-            for head, provider in (
-                ("sum pooling", "sum"),
-                ("attention", "attention"),
-                ("`single_lookup=True`", "single-lookup"),
-                ("linear + FlashAttention-2", "linear+torch-varlen"),
-                ("linear + padded SDPA", "linear+padded-sdpa"),
-            )
-        ),
-    ),
+    "dlrm_step": steps_of_dlrm("dlrm_step"),
+    "dlrm_step_graphs": steps_of_dlrm("dlrm_step_graphs"),
     "table1": table1(tf32=False),
     "table1_tf32": table1(tf32=True),
     "table1_memory": Table(

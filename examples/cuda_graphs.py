@@ -10,17 +10,21 @@ from torch.func import functional_call
 from torchrec.models.dlrm import DLRM
 
 
-def replay_dense_layers(model: DLRM, batch_size: int, device: torch.device) -> None:
+def replay_dense_layers(
+    model: DLRM, batch_size: int, device: torch.device, row_dtype: torch.dtype = torch.float32
+) -> None:
     """Captures the layers around the lookups, forward and backward.
 
     Their shapes are those of any full batch. Rows of lookups vary in number, and so do those of an
     attention, which run as ever; so do all layers in evaluation. Call it once the model has its
-    weights, before DistributedModelParallel.
+    weights, before DistributedModelParallel; for training under autocast, call it under autocast
+    without its cache.
 
     Args:
         model: its dense layers move to `device`.
         batch_size: of each rank in training.
         device: a GPU.
+        row_dtype: of what the lookups return.
     """
     layers = [model.dense_arch, model.inter_arch, model.over_arch]
     for layer in layers:
@@ -30,7 +34,10 @@ def replay_dense_layers(model: DLRM, batch_size: int, device: torch.device) -> N
     num_dense = next(model.dense_arch.parameters()).shape[1]
     with torch.no_grad():
         features = torch.zeros(batch_size, num_dense, device=device)
-        dense, sparse = model.dense_arch(features), torch.zeros(shape, device=device)
+        dense, sparse = (
+            model.dense_arch(features),
+            torch.zeros(shape, dtype=row_dtype, device=device),
+        )
         interactions = model.inter_arch(dense, sparse)
     for embedded in (dense, sparse, interactions):
         embedded.requires_grad_()

@@ -52,6 +52,23 @@ def test_unknown_sizes_are_refused(capsys: pytest.CaptureFixture):
     assert "--means must be of [5], got [7]" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can capture graphs")
+def test_graphs_without_a_gpu_are_refused(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        dlrm_step.main([*FEW_STEPS, "--cuda-graph"])
+    assert "--cuda-graph needs a GPU, got none" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_graphs_of_dense_layers(tmp_path: Path):
+    csv = tmp_path / "steps.csv"
+    dlrm_step.main([*FEW_STEPS, "--cuda-graph", "--csv", str(csv)])
+    figures = pd.read_csv(csv)
+    assert (figures["dense_layers"] == "CUDA graphs, fused Adam").all()
+    steps = figures[figures["metric"] == "time"]
+    assert [*steps["provider"]] == [*dlrm_step.POOLINGS]
+
+
 def test_histories_are_as_long_as_asked_for():
     sizes = dlrm_step.Sizes(mean=200, batch=4096)
     lengths = dlrm_step.make_lengths(sizes, torch.Generator().manual_seed(0))
