@@ -319,12 +319,9 @@ def test_no_sample_after_many(kind, device, monkeypatch):
         assert_replayed(kind, lengths, device, monkeypatch)
 
 
-def test_a_number_that_divides_may_be_zero_later(device, monkeypatch, programs):
-    def run(x):
-        rows = x.shape[0]
-        return [x.new_zeros(6 // rows if rows > 0 else 1)]
-
-    op = calls.ReplayedOp(
+def made_of(run):
+    """What replays an op of one tensor that does what ``run`` does, and has no gradient."""
+    return calls.ReplayedOp(
         torch.ops.aten.clone.default,
         differentiable=[True],
         axes=[0, 0, 0],
@@ -333,10 +330,52 @@ def test_a_number_that_divides_may_be_zero_later(device, monkeypatch, programs):
         run_backward=run,
         call_backward=run,
     )
+
+
+def test_a_number_that_divides_may_be_zero_later(device, monkeypatch, programs):
+    def run(x):
+        rows = x.shape[0]
+        return [x.new_zeros(6 // rows if rows > 0 else 1)]
+
+    op = made_of(run)
     with must_replay(monkeypatch):
         found = [op(torch.ones(rows, device=device)) for rows in (2, 3, 0, 6)]
     assert [x.tolist() for x in found] == [[0] * 3, [0] * 2, [0], [0]]
     assert len(programs) == 2
+
+
+@pytest.mark.parametrize("sizes", [(-1, 4), (4, -1), (-1,), (-1, 2, 2)])
+def test_strides_of_what_is_reshaped(sizes, device, monkeypatch, programs):
+    """A view where the op has one: products may round by the strides of what they multiply."""
+
+    def run(x):
+        return [x.new_zeros(x.reshape(*sizes).stride())]
+
+    op = made_of(run)
+    for rows in (1, 2, 3, 4):
+        wide = torch.ones(rows, 2, 8, device=device)
+        for x in (
+            wide[..., :4], wide[..., ::2], wide[:, :1, :4], wide[:1, :1, :1].expand(rows, 2, 4),
+            wide[:, 0, :4], wide[:, 0].T, wide.transpose(0, 1), wide[:1, :, :4].expand(rows, 2, 4),
+        ):  # fmt: skip
+            with must_replay(monkeypatch):
+                assert op(x).shape == run(x)[0].shape
+
+
+def test_a_copy_that_keeps_its_strides(device, monkeypatch, programs):
+    """It is left to the op; what has gaps is copied without them."""
+    op = made_of(lambda x: [x.to(torch.float16)])
+    x = torch.ones(3, 4, device=device)
+    with must_replay(monkeypatch):
+        assert op(x[:, :2]).is_contiguous()
+    op(x.T)
+    assert programs[1:] == [None]
+
+
+def test_bits_of_targets_that_are_not_contiguous(device, monkeypatch):
+    attend, leaves, rest = of_explicit_module(LENGTHS[0], device)
+    leaves["target"] = leaves["target"].detach().T.contiguous().T
+    assert_replayed(lambda *_: (attend, leaves, rest), LENGTHS[0], device, monkeypatch)
 
 
 def test_what_two_inputs_share(device, monkeypatch):

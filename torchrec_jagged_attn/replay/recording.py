@@ -544,12 +544,50 @@ def _contiguous(x: Traced) -> Traced:
 
 
 def _reshape(x: Traced, *sizes: Any) -> Traced:
-    return _view(_contiguous(x), *sizes)
+    """Where PyTorch copies, a copy; else a view, since products may round by their strides."""
+    if _is_contiguous(x):
+        return _view(x, *sizes)
+    new = _new_sizes(x, sizes)
+    strides = _strides_of_view(x, new)
+    if strides is None:
+        return _view(x.recorder.copy(x), *new)
+    real = x.plain.reshape([_value(size) for size in new])
+    return x.recorder.tensor(real, x.memory, x.offset, new, strides)
+
+
+def _strides_of_view(x: Traced, sizes: Sequence[Number]) -> list[Any] | None:
+    """Those of ``x`` as a view of these ``sizes``; ``None`` where there is none.
+
+    Axes of ``x`` that lie one in the other are a run, which axes of the view divide.
+    """
+    if _product(x.sizes) == 0:
+        return None
+    strides: list[Any] = []
+    left, step, old, new = list(sizes), x.strides[-1], 1, 1  # of a run: elements seen of each
+    for axis in reversed(range(len(x.sizes))):
+        old = old * x.sizes[axis]
+        if axis > 0 and (x.sizes[axis - 1] == 1 or x.strides[axis - 1] == old * step):
+            continue
+        while left and (new < old or left[-1] == 1):
+            strides.insert(0, new * step)
+            new = new * left.pop()
+        if new != old:
+            return None
+        if axis > 0:
+            step, old, new = x.strides[axis - 1], 1, 1
+    return strides
 
 
 def _view(x: Traced, *sizes: Any) -> Traced:
     if not _is_contiguous(x):
         raise UnrecordableError("a view of what is not contiguous")
+    new = _new_sizes(x, sizes)
+    real = x.plain.reshape([_value(size) for size in new])
+    return x.recorder.tensor(real, x.memory, x.offset, new, _contiguous_strides(new))
+
+
+def _new_sizes(x: Traced, sizes: tuple) -> list[Any]:
+    """What ``x.view`` is given, with the size that stands for -1."""
     new = _sizes(sizes)
     if not all(isinstance(size, Number) for size in new):
         raise UnrecordableError("view")
@@ -557,8 +595,7 @@ def _view(x: Traced, *sizes: Any) -> Traced:
     for at in unknown:
         known = [size for other, size in enumerate(new) if other != at]
         new[at] = _product(x.sizes) // _product(known)
-    real = x.plain.reshape([_value(size) for size in new])
-    return x.recorder.tensor(real, x.memory, x.offset, new, _contiguous_strides(new))
+    return new
 
 
 def _view_as(x: Traced, other: Traced) -> Traced:
@@ -626,7 +663,14 @@ def _to(x: Traced, *arguments: Any, dtype: Any = None, copy: bool = False) -> Tr
     (wanted,) = [*arguments, *([] if dtype is None else [dtype])]
     if not isinstance(wanted, torch.dtype):
         raise UnrecordableError("to")
-    return x.recorder.copy(x, wanted) if copy or wanted != x.plain.dtype else x
+    return _clone(x, wanted) if copy or wanted != x.plain.dtype else x
+
+
+def _clone(x: Traced, dtype: torch.dtype | None = None) -> Traced:
+    """A copy, which in PyTorch has the strides of ``x`` if that has no gaps."""
+    if not _is_contiguous(x) and not torch.empty_like(x.plain).is_contiguous():
+        raise UnrecordableError("a copy that is not contiguous")
+    return x.recorder.copy(x, dtype)
 
 
 def _transpose(x: Traced) -> Traced:
@@ -775,7 +819,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.matmul: _matmul,
     F.linear: _linear,
     Tensor.copy_: _copy_into,
-    Tensor.clone: lambda x: x.recorder.copy(x),
+    Tensor.clone: _clone,
     Tensor.split: _split,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.data_ptr: _Address,
