@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import operator
 import threading
 import weakref
@@ -9,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn import (
@@ -583,6 +585,38 @@ def test_threads(device):
     for thread in threads:
         thread.join()
     assert not failures
+
+
+SCALES = itertools.count(1e-3, 1e-3)
+
+
+def of_new_kind(device):
+    """One that no other call has."""
+    attend, leaves, rest = of_target(LENGTHS[0], device)
+    return attend, leaves, rest | {"scale": 0.3 + next(SCALES)}
+
+
+def test_nothing_is_recorded_into_a_graph(device, monkeypatch, programs):
+    """Where its launches would be, too; the kind is recorded later."""
+    call = of_new_kind(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "is_capturing", lambda: True)
+        expected = results_of(*call)
+    assert not programs
+    with must_replay(monkeypatch):
+        assert all(map(torch.equal, results_of(*call), expected))
+    assert len(programs) == 2
+
+
+def test_where_tangents_may_come(device, monkeypatch, programs):
+    """The op looks for them, which cannot be recorded; a later call can."""
+    call = of_new_kind(device)
+    with forward_ad.dual_level():
+        expected = results_of(*call)
+    assert not programs
+    with must_replay(monkeypatch):
+        assert all(map(torch.equal, results_of(*call), expected))
+    assert len(programs) == 2
 
 
 def test_without_a_library(device, monkeypatch, programs):

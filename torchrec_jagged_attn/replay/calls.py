@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 from triton.knobs import runtime
 
 from torchrec_jagged_attn import paths
@@ -32,6 +33,7 @@ replay_extension = Extension(
 ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY") != "0" and not paths.LOG
 # Devices whose calls are replayed: where kernels are launched, and the host must not be late.
 DEVICES = {"cuda"} if torch.version.cuda is not None else set()
+is_capturing = torch.cuda.is_current_stream_capturing if DEVICES else lambda: False
 _building, _recording = threading.Lock(), threading.Lock()
 
 
@@ -154,7 +156,16 @@ def _record(
     axes: Sequence[int],
     lengths: Sequence[int],
 ) -> Any | None:
+    """A program, ``None`` for what cannot be recorded, ``NotImplemented`` for what cannot now."""
+    if not _may_record(tensors[0]):
+        return NotImplemented
     library = replay_extension.library()
     assert library is not None
     with _recording:
         return record(function, tensors, axes, lengths, library.Program)
+
+
+def _may_record(first: Tensor) -> bool:
+    """Not where tangents may come, nor into a CUDA graph, which would keep these launches, too."""
+    with torch.cuda.device_of(first):
+        return forward_ad._current_level < 0 and not is_capturing()

@@ -437,11 +437,14 @@ class Programs {
     return nullptr;
   }
 
-  // Without a program, calls of this kind are not replayed.
-  void add(const Numbers& kind, std::shared_ptr<const Program> program) {
+  // What recording.py gave: a program; None, after which calls of this kind are not replayed; or
+  // NotImplemented, after which the next one is recorded.
+  void add(const Numbers& kind, const py::object& recorded) {
+    if (recorded.ptr() == Py_NotImplemented) return;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (programs_.size() >= MOST_KINDS) programs_.clear();
-    programs_[kind].push_back(std::move(program));
+    programs_[kind].push_back(
+        recorded.is_none() ? nullptr : recorded.cast<std::shared_ptr<Program>>());
   }
 
  private:
@@ -547,10 +550,6 @@ Numbers kind_of(const Constants& constants, const std::vector<Tensor>& tensors, 
   return kind;
 }
 
-std::shared_ptr<const Program> recorded(const py::object& program) {
-  return program.is_none() ? nullptr : program.cast<std::shared_ptr<Program>>();
-}
-
 // All outputs; none where the call is not replayed.
 std::vector<Tensor> replay_forward(Op& op, const Inputs& inputs, const Constants& constants) {
   Numbers kind = kind_of(constants, inputs.tensors, op.axes.data() + 1), values;
@@ -560,7 +559,7 @@ std::vector<Tensor> replay_forward(Op& op, const Inputs& inputs, const Constants
     py::gil_scoped_acquire gil;
     const py::object found =
         op.record_forward(as_tuple(inputs.tensors), inputs.lengths, constants.objects);
-    op.forward.add(kind, recorded(found));
+    op.forward.add(kind, found);
     program = op.forward.find(kind, inputs, values, is_hopeless);
   }
   if (!program) return {};
@@ -591,7 +590,7 @@ std::vector<Tensor> replay_backward(Op& op, const Inputs& inputs, const std::vec
   if (!is_hopeless) {
     const py::object found =
         op.record_backward(as_tuple(tensors), asked, inputs.lengths, constants.objects);
-    op.backward.add(kind, recorded(found));
+    op.backward.add(kind, found);
     program = op.backward.find(kind, inputs, values, is_hopeless);
   }
   if (program) {
