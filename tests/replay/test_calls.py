@@ -380,6 +380,17 @@ def test_bits_of_targets_that_are_not_contiguous(device, monkeypatch):
     assert_replayed(lambda *_: (attend, leaves, rest), LENGTHS[0], device, monkeypatch)
 
 
+def test_lengths_among_strides(device, monkeypatch, programs):
+    """Each makes a kind, of which there are not more and more programs."""
+    op = made_of(lambda x: [x.new_zeros(x.shape[0])])
+    for rows in range(2, 602):
+        op(torch.ones(3, rows, device=device).T)
+    assert 0 < len(programs) < 300
+    op(torch.ones(3, 601, device=device).T)  # a second time, from which on it is replayed
+    with must_replay(monkeypatch):
+        op(torch.ones(3, 601, device=device).T)
+
+
 def test_what_two_inputs_share(device, monkeypatch):
     """Offsets that are one tensor, equal ones, and others: of one kind but for their address."""
     attend, leaves, rest = of_flash(LENGTHS[1], device)

@@ -416,6 +416,9 @@ void describe(const Tensor& tensor, int64_t axis, Numbers& kind) {
 
 constexpr size_t MOST_PROGRAMS = 32;  // of a kind, which differ by their guards; more go to the op
 constexpr size_t MOST_KINDS = 4096;  // of an op; then all are forgotten, and recorded anew
+// Strides may be lengths, as of a transpose: such kinds never come again. After the first ones, a
+// kind is recorded that comes a second time.
+constexpr size_t KINDS_KEPT_AT_ONCE = 256;
 
 class Programs {
  public:
@@ -425,7 +428,10 @@ class Programs {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = programs_.find(kind);
     is_hopeless = false;
-    if (found == programs_.end()) return nullptr;
+    if (found == programs_.end()) {
+      is_hopeless = programs_.size() >= KINDS_KEPT_AT_ONCE && !came_before(kind);
+      return nullptr;
+    }
     for (const auto& program : found->second) {
       if (!program) {
         is_hopeless = true;
@@ -448,8 +454,16 @@ class Programs {
   }
 
  private:
+  bool came_before(const Numbers& kind) {
+    if (once_.erase(kind)) return true;
+    if (once_.size() == MOST_KINDS) once_.clear();
+    once_.insert(kind);
+    return false;
+  }
+
   std::mutex mutex_;
   std::unordered_map<Numbers, std::vector<std::shared_ptr<const Program>>, HashNumbers> programs_;
+  std::unordered_set<Numbers, HashNumbers> once_;  // kinds that came, and are not recorded
 };
 
 // --- Calls
