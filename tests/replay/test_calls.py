@@ -527,6 +527,18 @@ def test_what_is_kept_for_backward(device):
     assert torch.autograd.grad(out.sum(), y)[0].shape == y.shape
 
 
+def test_what_made_timestamps_is_not_kept(device, monkeypatch):
+    """They have no gradient, even if they require one."""
+    attend, leaves, rest = of_biased_target(LENGTHS[0], device)
+    x = draw(8, device=device) * 1
+    kept = weakref.ref(x)
+    with must_replay(monkeypatch):
+        out = attend(**leaves, **rest | {"timestamps": x * x})
+    del x
+    assert kept() is None
+    assert torch.autograd.grad(out.sum(), leaves["age_bias"])
+
+
 def test_graphs_are_kept_if_asked_for(device):
     attend, leaves, rest = of_target(LENGTHS[0], device)
     out = attend(**leaves, **rest).sum()

@@ -635,8 +635,11 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
                         const at::TensorList& differentiable, const Done& done) {
     auto tensors = done.inputs.tensors;
     int64_t edges = 0;
-    for (size_t i = 0; i < tensors.size(); ++i)
+    for (size_t i = 0; i < tensors.size(); ++i) {
       edges |= int64_t(done.op.differentiable[i] && tensors[i].defined()) << i;
+      if (!done.op.differentiable[i] && tensors[i].defined() && tensors[i].requires_grad())
+        tensors[i] = tensors[i].detach();  // what made it need not be kept
+    }
     tensors.insert(tensors.end(), done.outputs.begin(), done.outputs.end());
     for (size_t i = 0; i < tensors.size(); ++i)
       if (!done.op.saved[i]) tensors[i].reset();
