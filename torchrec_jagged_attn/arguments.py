@@ -34,6 +34,8 @@ class Biases(NamedTuple):
         position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
         age_bias: ``[A, H]``, by the bucket of a row's age.
         timestamps: ``[N]``, of which the ages are taken.
+        row_dropout: ``[2]`` int64, see ``ops/row_dropout.py``: rows that it drops have a bias of
+            ``-inf``.
         relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
     """
 
@@ -41,6 +43,7 @@ class Biases(NamedTuple):
     position_bias: Tensor | None = None
     age_bias: Tensor | None = None
     timestamps: Tensor | None = None
+    row_dropout: Tensor | None = None
     relative_bias: Tensor | None = None
 
     @property
@@ -66,13 +69,16 @@ class TargetArguments(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
+    row_dropout: Tensor | None
     scale: float
     for_backward: bool
 
     @property
     def biases(self) -> Biases:
         """What is added to the scores."""
-        return Biases(self.bias, self.position_bias, self.age_bias, self.timestamps)
+        return Biases(
+            self.bias, self.position_bias, self.age_bias, self.timestamps, self.row_dropout
+        )
 
 
 class TargetOutputs(NamedTuple):
@@ -119,6 +125,7 @@ class FlashArguments(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
+    row_dropout: Tensor | None
     relative_bias: Tensor | None
     causal: bool
     scale: float
@@ -128,7 +135,12 @@ class FlashArguments(NamedTuple):
     def biases(self) -> Biases:
         """What is added to the scores."""
         return Biases(
-            self.bias, self.position_bias, self.age_bias, self.timestamps, self.relative_bias
+            self.bias,
+            self.position_bias,
+            self.age_bias,
+            self.timestamps,
+            self.row_dropout,
+            self.relative_bias,
         )
 
 
@@ -173,6 +185,7 @@ class MultiHeadArguments(NamedTuple):
         position_bias: see :func:`jagged_target_attention`.
         age_bias: see there.
         timestamps: see there.
+        row_dropout: see :class:`Biases`.
         prior_weights: see there.
         num_heads: ``H``.
         dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
@@ -194,6 +207,7 @@ class MultiHeadArguments(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
+    row_dropout: Tensor | None
     prior_weights: Tensor | None
     num_heads: int
     dtype: torch.dtype
@@ -203,7 +217,9 @@ class MultiHeadArguments(NamedTuple):
     @property
     def biases(self) -> Biases:
         """What is added to the scores."""
-        return Biases(self.prior_weights, self.position_bias, self.age_bias, self.timestamps)
+        return Biases(
+            self.prior_weights, self.position_bias, self.age_bias, self.timestamps, self.row_dropout
+        )
 
     @property
     def scale(self) -> float:

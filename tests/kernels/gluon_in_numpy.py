@@ -101,6 +101,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _define(_name, getattr(operator, _name))
 _define("and", operator.and_)
 _define("or", operator.or_)
+_define("xor", operator.xor)
 
 
 class Pointer:
@@ -362,6 +363,8 @@ def _load(ptr: Pointer, mask: object = None, other: float = 0, cache_modifier: s
 
 def _where(condition: object, a: object, b: object) -> Block:
     a, b = _values(a), _values(b)
+    if isinstance(a, float) and isinstance(b, float):
+        a = np.float32(a)  # as the language has it
     dtype = np.result_type(a, b)  # which leaves Python's numbers their say only among themselves
     return Block(np.where(_values(condition), np.asarray(a, dtype), np.asarray(b, dtype)))
 

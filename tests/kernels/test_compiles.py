@@ -97,12 +97,13 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def tables(num_heads: int) -> dict[str, Tensor]:
-    """Biases by position and age, and prior weights."""
+    """Biases by position and age, prior weights, and rows that are dropped."""
     return {
         "position_bias": zeros(9, num_heads, dtype=FP32),
         "age_bias": zeros(5, num_heads, dtype=FP32),
         "timestamps": torch.zeros(N, dtype=torch.int64),
         "prior_weights": torch.ones(N, requires_grad=True),
+        "row_dropout": 0.5,
     }
 
 

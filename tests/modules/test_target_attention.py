@@ -1084,6 +1084,7 @@ def op_arguments(
         "position_bias": draw(3, 2),
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
+        "row_dropout": None,
         "prior_weights": prior_weights.requires_grad_() if prior else None,
         "num_heads": 2,
         "dtype": torch.float32,

@@ -663,11 +663,12 @@ def test_opcheck(device):
     timestamps = torch.arange(12, device=device)
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    others = (timestamps, relative_bias, True, 0.25, True)
+    row_dropout = torch.tensor([7, 2**31], device=device)
+    others = (timestamps, row_dropout, relative_bias, True, 0.25, True)
     torch.library.opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     torch.library.opcheck(op, (*arguments, *biases, *others))
-    torch.library.opcheck(op, (*arguments, *[None] * 5, False, 0.25, False))
+    torch.library.opcheck(op, (*arguments, *[None] * 6, False, 0.25, False))
 
 
 @pytest.mark.reference  # kernels compute no fp64

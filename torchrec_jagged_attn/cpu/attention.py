@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.arguments import Biases, FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.cpu.dropout import dropped_rows
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["backward", "compute_dtype", "forward"]
@@ -248,7 +249,7 @@ def _bias_of_keys(
     q: Tensor, kv_offsets: Tensor, biases: Biases
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
-    bias, position_bias, age_bias, timestamps, _ = biases
+    bias, position_bias, age_bias, timestamps, row_dropout, _ = biases
     dtype, positions, ages = compute_dtype(q), None, None
     parts = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
@@ -266,6 +267,9 @@ def _bias_of_keys(
             times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
             ages = _age_buckets(times.index_select(0, newest), times, len(age_bias))
             parts.append(age_bias.to(dtype).index_select(0, ages))
+    if row_dropout is not None:
+        dropped = dropped_rows(row_dropout, int(kv_offsets[-1])).unsqueeze(1)
+        parts.append(q.new_zeros(1, q.shape[1], dtype=dtype).masked_fill(dropped, -torch.inf))
     total = sum(parts[1:], parts[0]).T.contiguous() if parts else None
     return total, (positions, ages)
 

@@ -89,6 +89,7 @@ class TargetAttentionPooling(nn.Module):
                         _width(attention.histories),
                         config.num_heads,
                         recency_bias=config.recency_bias,
+                        row_dropout=config.row_dropout,
                         device=device,
                     )
                     for _ in range(config.encoder_layers)
@@ -104,6 +105,7 @@ class TargetAttentionPooling(nn.Module):
                 recency_bias=config.recency_bias,
                 age_bias=config.timestamps is not None,
                 init=config.init,
+                row_dropout=config.row_dropout,
                 device=device,
             )
             for config, attention in zip(attentions, self._attentions, strict=True)

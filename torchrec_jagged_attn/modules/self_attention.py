@@ -21,6 +21,7 @@ from torchrec_jagged_attn.checks import (
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops.flash_attention import flash_attention, jagged_flash_attention
+from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
 
@@ -39,12 +40,15 @@ class JaggedSelfAttention(nn.Module):
         causal: whether a row sees itself and older rows only.
         bias: whether the projections have biases.
         recency_bias: whether to add the learned score of the distance.
+        row_dropout: while training, the probability that a row is attended by none. See
+            :func:`jagged_flash_attention`.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim`` or ``num_heads`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``row_dropout`` is no
+            probability below one.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -65,6 +69,7 @@ class JaggedSelfAttention(nn.Module):
         causal: bool = False,
         bias: bool = True,
         recency_bias: bool = True,
+        row_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -74,6 +79,8 @@ class JaggedSelfAttention(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.causal = causal
+        self.row_dropout = row_dropout
+        self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -126,11 +133,15 @@ class JaggedSelfAttention(nn.Module):
             self.out_proj.bias,
             None if self.recency_bias is None else self.recency_bias.position_weight,
             self.num_heads,
+            self._drops if self.training else 0,
             self.causal,
         )
 
     def extra_repr(self) -> str:
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}"
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, "
+            f"row_dropout={self.row_dropout}"
+        )
 
 
 @torch.fx.wrap  # what checks the batch is a leaf for FX; torch.jit.script takes it
@@ -143,6 +154,7 @@ def _attend(
     out_bias: Tensor | None,
     relative_bias: Tensor | None,
     num_heads: int,
+    drops: int,
     causal: bool,
 ) -> JaggedTensor:
     """``JaggedSelfAttention.forward`` with all it reads as arguments."""
@@ -152,12 +164,14 @@ def _attend(
     q, k, v = qkv.unbind(1)
     if is_scripting():
         scale = 1 / math.sqrt(width)
-        biases = (prior_weights, None, None, None, relative_bias)
+        dropped = draw_row_dropout(drops, q.device) if drops > 0 else None
+        biases = (prior_weights, None, None, None, dropped, relative_bias)
         out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *biases, causal, scale, False)
     else:
         out = jagged_flash_attention(
             q, k, v, offsets,
-            prior_weights=prior_weights, relative_bias=relative_bias, causal=causal,
+            prior_weights=prior_weights, relative_bias=relative_bias, row_dropout=drops / 2**32,
+            causal=causal,
         )  # fmt: skip
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
@@ -206,12 +220,14 @@ class HistoryEncoderLayer(nn.Module):
         dropout: of the attention's output and of both sides of ``W_2``, while training.
         causal: see :class:`JaggedSelfAttention`.
         recency_bias: see there.
+        row_dropout: see there.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim`` or ``num_heads`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``row_dropout`` is no
+            probability below one.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -230,6 +246,7 @@ class HistoryEncoderLayer(nn.Module):
         dropout: float = 0.0,
         causal: bool = False,
         recency_bias: bool = True,
+        row_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -241,6 +258,7 @@ class HistoryEncoderLayer(nn.Module):
             num_heads,
             causal=causal,
             recency_bias=recency_bias,
+            row_dropout=row_dropout,
             device=device,
             dtype=dtype,
         )

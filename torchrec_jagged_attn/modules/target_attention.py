@@ -27,6 +27,7 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     multi_head_target_attention,
 )
+from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["JaggedTargetAttention"]
 
@@ -63,13 +64,16 @@ class JaggedTargetAttention(nn.Module):
             time with so many targets per sample (of jagged targets, in the mean). It chooses by
             shapes alone; results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T``
             comes to the other choice compile once more.
+        row_dropout: while training, the probability that a row of the history is left out, for all
+            targets and heads. See :func:`jagged_target_attention`.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
-            ``age_bias`` without ``recency_bias``, or an unknown ``init`` or ``keys_and_values``.
+            ``age_bias`` without ``recency_bias``, a ``row_dropout`` that is no probability below
+            one, or an unknown ``init`` or ``keys_and_values``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512.
 
@@ -92,6 +96,7 @@ class JaggedTargetAttention(nn.Module):
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
+        row_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -119,6 +124,8 @@ class JaggedTargetAttention(nn.Module):
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
         self.keys_and_values = keys_and_values
+        self.row_dropout = row_dropout
+        self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -213,13 +220,14 @@ class JaggedTargetAttention(nn.Module):
             self.history_dim,
             self.num_heads,
             self.keys_and_values,
+            self._drops if self.training else 0,
         )
 
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
-            f"keys_and_values={self.keys_and_values!r}"
+            f"keys_and_values={self.keys_and_values!r}, row_dropout={self.row_dropout}"
         )
 
 
@@ -241,6 +249,7 @@ def _attend(
     history_dim: int,
     num_heads: int,
     keys_and_values: str,
+    drops: int,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
     query_offsets: Tensor | None = None
@@ -274,6 +283,7 @@ def _attend(
         position_bias,
         age_bias,
         timestamps,
+        draw_row_dropout(drops, rows.device) if drops > 0 else None,
         prior_weights,
         num_heads,
         dtype,

@@ -25,6 +25,7 @@ from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
+from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["flash_attention", "jagged_flash_attention"]
 
@@ -43,6 +44,7 @@ def jagged_flash_attention(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    row_dropout: float = 0.0,
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
@@ -63,6 +65,7 @@ def jagged_flash_attention(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    row_dropout: float = 0.0,
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
@@ -82,6 +85,7 @@ def jagged_flash_attention(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
+    row_dropout: float = 0.0,
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
@@ -127,6 +131,8 @@ def jagged_flash_attention(
             hides the key. Their gradient is zero where they are.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
             On a GPU, of up to 2^30 - 129 rows of queries and of keys.
+        row_dropout: the probability that a key is left out, for all queries and heads: as if its
+            prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         scale: factor of the dot products; ``1/√D`` by default.
@@ -140,8 +146,8 @@ def jagged_flash_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
-            values of offsets or prior weights do not fit.
+        ValueError: a shape, a device, ``row_dropout`` or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -167,7 +173,7 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    biases = Biases(bias, position_bias, age_bias, timestamps, relative_bias)
+    biases = Biases(bias, position_bias, age_bias, timestamps, relative_bias=relative_bias)
     check_biases(q, "q", k.shape[0], biases, prior_weights)
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got {list(q.shape)}")
@@ -175,11 +181,13 @@ def jagged_flash_attention(
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
+    drops = drops_of(row_dropout)
+    dropped = draw_row_dropout(drops, q.device) if drops > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
     arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
-        age_bias, timestamps, relative_bias, causal, scale, return_lse,
+        age_bias, timestamps, dropped, relative_bias, causal, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return _call_flash_attention(*arguments)
@@ -240,7 +248,7 @@ flash_attention, _call_flash_attention = register_op(
     forward=forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("timestamps",),
+    non_differentiable=("timestamps", "row_dropout"),
     axes=dict.fromkeys(
         ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "out"),
         0,

@@ -251,7 +251,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        *args.biases[:4], args.scale, args.for_backward,
+        *args.biases[:5], args.scale, args.for_backward,
     )  # fmt: skip
 
 
@@ -348,7 +348,7 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("timestamps",),
+    non_differentiable=("timestamps", "row_dropout"),
     axes=dict.fromkeys(
         (
             "target",

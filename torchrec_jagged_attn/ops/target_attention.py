@@ -31,6 +31,7 @@ from torchrec_jagged_attn.kernels.target.records import Listing
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
+from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["jagged_target_attention"]
 
@@ -46,6 +47,7 @@ def jagged_target_attention(
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
+    row_dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
     r"""Attend query rows over the history rows of their own sample, keys and values at once.
@@ -80,6 +82,8 @@ def jagged_target_attention(
         prior_weights: ``[N]``, any dtype that ``query`` may have, not negative: what each row
             counts before it is compared with a query, for all heads. Their gradient is zero where
             they are.
+        row_dropout: the probability that a row is left out, for all queries and heads: as if its
+            prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
         scale: factor of the dot products; ``1/√D`` by default.
 
     Returns:
@@ -88,8 +92,8 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
-            values of offsets or prior weights do not fit.
+        ValueError: a shape, a device, ``row_dropout`` or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -127,11 +131,13 @@ def jagged_target_attention(
     check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
     biases = Biases(bias, position_bias, age_bias, timestamps)
     check_biases(query, "query", history.shape[0], biases, prior_weights)
+    drops = drops_of(row_dropout)
+    dropped = draw_row_dropout(drops, query.device) if drops > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(width)
     out = _call_target_attention(
         query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, scale, torch.is_grad_enabled(),
+        position_bias, age_bias, timestamps, dropped, scale, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -192,7 +198,7 @@ _, _call_target_attention = register_op(
     forward=forward,
     fake=fake,
     backward=backward,
-    non_differentiable=("timestamps",),
+    non_differentiable=("timestamps", "row_dropout"),
     axes=dict.fromkeys(
         ("query", "history", "offsets", "query_offsets", "bias", "timestamps", "out", "residual"),
         0,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
     FAR_TIMES,
     buckets_apart,
@@ -191,6 +192,24 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, ker
     assert set(launched) == kernels
 
 
+@pytest.mark.parametrize(
+    ("num_targets", "dtype", "groups", "kernels"),
+    [
+        (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
+        (9, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+    ],
+)
+def test_row_dropout(num_targets, dtype, groups, kernels):
+    lengths, cpu = [560, 0, 3, 64, 1], torch.device("cpu")
+    inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
+    del inputs["bias"]
+    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    with gluon_in_numpy(groups) as launched:
+        assert_rows_are_dropped(functions, inputs, sum(lengths), cpu)
+    assert set(launched) == kernels
+
+
 @pytest.mark.parametrize("num_targets", [2, 7])
 def test_queries_of_all_samples(num_targets, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_targets=num_targets)
@@ -241,7 +260,7 @@ def test_repeats_are_bit_equal(dtype, launched):
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 5, 0.25
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 6, 0.25
     out, rest, _ = op(*arguments, for_backward)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)

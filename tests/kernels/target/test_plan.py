@@ -20,6 +20,7 @@ PLAIN = Call(
     num_ages=0,
     bias=False,
     prior=False,
+    row_dropout=False,
     element_size=2,
     history_stride=64,
     aligned=True,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrec_jagged_attn.kernels.common.dropout import is_dropped
+
 __all__ = ["add_heads", "add_to_table", "age_bucket", "load_bias", "recency_bucket", "row_buckets"]
 
 
@@ -79,8 +81,9 @@ def load_bias(
 
     ``biases`` has pointers in the fields of ``arguments.Biases``, but ``relative_bias``.
 
-    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
-    from ``count`` on: they have no maximum to keep it from overflowing.
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads; rows that are dropped
+    have ``-inf``. Zero for the query rows from ``count`` on: they have no maximum to keep it from
+    overflowing.
     """
     mask = visible & (r < count)
     head = (r % H).to(tl.int32)
@@ -99,6 +102,9 @@ def load_bias(
         if A > 0:
             ptrs = biases.age_bias + of_age * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    if biases.row_dropout is not None:
+        dropped = is_dropped(biases.row_dropout, n.to(tl.int64)) & mask
+        bias = tl.where(dropped, -float("inf"), bias)
     return bias
 
 

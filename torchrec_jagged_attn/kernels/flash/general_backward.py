@@ -335,7 +335,9 @@ def grad_relative_kernel(
     As many diagonals as there are tiles of queries before the next one of a program, so that all
     programs of a sample have as many tiles.
     """
-    BY_KEYS: tl.constexpr = (biases.bias is not None) or C.P > 0 or C.A > 0
+    BY_KEYS: tl.constexpr = (
+        (biases.bias is not None) or (biases.row_dropout is not None) or C.P > 0 or C.A > 0
+    )
     BLOCK: tl.constexpr = C.BLOCK_M
     args = Arguments(inputs, biases, outputs, grads, samples, num_stats, reach, factor, scale)
     tile, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H

@@ -39,6 +39,7 @@ class Call(NamedTuple):
         value_width: of values.
         has_bias: whether there is a ``bias``, which may be prior weights.
         has_prior_weights: whether it is those.
+        has_row_dropout: whether rows of keys are dropped.
         position_buckets: rows of ``position_bias``, 0 without it.
         age_buckets: those of ``age_bias``.
         distance_buckets: those of ``relative_bias``.
@@ -58,6 +59,7 @@ class Call(NamedTuple):
     value_width: int
     has_bias: bool
     has_prior_weights: bool
+    has_row_dropout: bool
     position_buckets: int
     age_buckets: int
     distance_buckets: int
@@ -81,8 +83,11 @@ class Call(NamedTuple):
 
     @property
     def biased_by_keys(self) -> bool:
-        """Whether scores have a bias that goes by the key's row, position or age."""
-        return self.has_bias or self.position_buckets > 0 or self.age_buckets > 0
+        """Whether scores have a bias that goes by the key's row, position or age; ``-inf`` of what
+        is dropped is one.
+        """
+        by_bucket = self.position_buckets > 0 or self.age_buckets > 0
+        return self.has_bias or self.has_row_dropout or by_bucket
 
     @property
     def biased(self) -> bool:

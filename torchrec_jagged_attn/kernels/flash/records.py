@@ -102,7 +102,7 @@ class Inputs(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to scores; the first four as in ``arguments.Biases``.
+    """What is added to scores; the first five as in ``arguments.Biases``.
 
     Attributes:
         by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``.
@@ -112,6 +112,7 @@ class Biases(NamedTuple):
     position_bias: Any
     age_bias: Any
     timestamps: Any
+    row_dropout: Any
     by_distance: Any
 
 

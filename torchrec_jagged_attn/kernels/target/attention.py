@@ -166,7 +166,7 @@ def backward(
     launch = _Launch(args, listing, backward=True)
     plan, num_programs = launch.plan, launch.num_slots + launch.num_samples
     call = plan.call
-    bias, position_bias, age_bias, _, _ = args.biases
+    bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
     if paths.LOG:
         paths.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
@@ -257,7 +257,6 @@ class _Launch:
 
     def __init__(self, args: TargetArguments, listing: Listing | None, backward: bool) -> None:
         query, offsets, query_offsets = args.query, args.offsets, args.query_offsets
-        bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
         history = _unit_stride(args.history)
         call = _call_of(args, history, backward, slots_given=listing is not None)
         plan = self.plan = plan_of(call)
@@ -273,7 +272,7 @@ class _Launch:
         query = query.contiguous()
         self.query = _aligned(query) if plan.path == "warpgroup" else query
         self.history = history
-        self.biases = Biases(*map(_contiguous, (bias, position_bias, age_bias, args.timestamps)))
+        self.biases = Biases(*map(_contiguous, args.biases))
         self.sizes = (self.num_samples, call.num_targets, total_rows)
         self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
 
@@ -316,6 +315,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         num_ages=0 if age_bias is None else age_bias.shape[0],
         bias=bias is not None,
         prior=bias is not None and bias.dim() == 1,
+        row_dropout=args.row_dropout is not None,
         element_size=history.element_size(),
         history_stride=history.stride(0),
         aligned=history.data_ptr() % 16 == 0,

@@ -59,6 +59,7 @@ class Call(NamedTuple):
         num_ages: buckets of the table of ages; 0 without one.
         bias: whether history rows have biases or prior weights.
         prior: whether these are prior weights.
+        row_dropout: whether history rows are dropped.
         element_size: bytes of an element.
         history_stride: elements from one history row to the next.
         aligned: whether the history begins at a multiple of 16 bytes.
@@ -78,6 +79,7 @@ class Call(NamedTuple):
     num_ages: int
     bias: bool
     prior: bool
+    row_dropout: bool
     element_size: int
     history_stride: int
     aligned: bool
@@ -309,7 +311,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     if path == "warpgroup":
         # Registers for as many programs on a multiprocessor as its shared memory holds, where none
         # has to lie in memory while rows are multiplied.
-        registers = 168 if x.backward or x.bias or x.buckets else 128
+        registers = 168 if x.backward or x.bias or x.buckets or x.row_dropout else 128
         if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255
         return {

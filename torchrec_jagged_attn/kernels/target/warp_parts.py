@@ -73,6 +73,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
+is_dropped = gluon.jit(in_triton.is_dropped.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
 
@@ -391,8 +392,8 @@ def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.co
     """All ``biases`` of the rows ``n`` of the sample that begins at row ``first``, for the query
     rows ``r``.
 
-    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads. Zero for the query rows
-    from ``count`` on.
+    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads; rows that are dropped
+    have ``-inf``. Zero for the query rows from ``count`` on.
     """
     head = r % C.H
     mask = visible & (r < count)
@@ -409,6 +410,9 @@ def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.co
     if C.A > 0:
         ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
+    if biases.row_dropout is not None:
+        dropped = is_dropped(biases.row_dropout, first + n)
+        bias = gl.where(dropped & mask, -float("inf"), bias)
     return bias
 
 

@@ -157,7 +157,8 @@ def backward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)
-            if (biases.bias is not None) or C.P + C.A > 0:
+            BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
+            if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
             p = gl.where(visible, gl.exp2(scores - shift), 0.0)
             ds = gl.where(alone, 0.0, p * (dp - delta))

@@ -111,7 +111,8 @@ def forward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             scores = dots * (scale * LOG2E)
-            if (biases.bias is not None) or C.P + C.A > 0:
+            BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
+            if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
             below = scores - reference[None, :]

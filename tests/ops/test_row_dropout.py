@@ -1,0 +1,231 @@
+"""Rows that attention leaves out: which, and that all else is as if they were not there."""
+
+import functools
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests.conftest import skip_unless_supported
+from tests.ops.test_target_attention import inputs_of
+from torchrec_jagged_attn import (
+    HistoryEncoderLayer,
+    JaggedSelfAttention,
+    JaggedTargetAttention,
+    jagged_flash_attention,
+    jagged_target_attention,
+)
+from torchrec_jagged_attn.cpu.dropout import dropped_rows
+from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
+from torchrec_jagged_attn.testing import (
+    Case,
+    assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+LENGTHS = [300, 0, 3, 64, 1]
+
+
+def splitmix64(seed: int, counter: int) -> int:
+    """The generator as it was published, in integers without an end."""
+    x = (seed + counter * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, -(2**63), 2**63 - 1])
+def test_draws_are_those_of_splitmix64(seed):
+    drops = 2**30
+    expected = [splitmix64(seed, n + 1) >> 32 < drops for n in range(500)]
+    assert dropped_rows(torch.tensor([seed, drops]), 500).tolist() == expected
+    assert 80 < sum(expected) < 170
+
+
+def test_as_many_rows_are_dropped_as_asked_for(device):
+    row_dropout = draw_row_dropout(drops_of(0.3), device)
+    assert row_dropout.device.type == device.type
+    draws = dropped_rows(row_dropout, 100_000).double()
+    assert abs(draws.mean() - 0.3) < 5 * (0.21 / 100_000) ** 0.5
+    other = dropped_rows(draw_row_dropout(drops_of(0.3), device), 100_000).double()
+    assert abs((draws * other).mean() - 0.09) < 5 * (0.09 / 100_000) ** 0.5
+
+
+def seeded(function, **options):
+    """``function``, which draws the same rows each time."""
+
+    def call(*args, **kwargs):
+        torch.manual_seed(5)
+        return function(*args, **kwargs, **options)
+
+    return call
+
+
+def kept(device, num_rows, p):
+    """``[N]`` prior weights that leave out what ``seeded`` calls drop."""
+    torch.manual_seed(5)
+    weights = (~dropped_rows(draw_row_dropout(drops_of(p), device), num_rows)).double()
+    assert 0 < weights.sum() < num_rows
+    return weights
+
+
+def assert_rows_are_dropped(functions, inputs, num_rows, device, p=0.4):
+    attend, oracle, plain = functions
+    weights = kept(device, num_rows, p)
+    assert_matches_oracle(
+        seeded(attend, row_dropout=p),
+        functools.partial(oracle, prior_weights=weights),
+        functools.partial(plain, prior_weights=weights),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_targets", "dtype", "tables"),
+    [
+        ("own", 1, torch.float32, True),
+        ("own", 1, torch.bfloat16, False),
+        ("own", 9, torch.float16, True),
+        ("own", 9, torch.float32, False),
+        ("own", 40, torch.float16, False),
+        ("shared", 9, torch.bfloat16, True),
+        ("jagged", 9, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_target_attention(layout, num_targets, dtype, tables, device):
+    skip_unless_supported(Case("dropout", 5, 300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    if tables:
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    else:
+        del inputs["bias"]
+    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    assert_rows_are_dropped(functions, inputs, sum(LENGTHS), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("width", [16, 64])
+def test_flash_attention(width, causal, dtype, device):
+    lengths = [70, 0, 3, 20]
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.randn(93, heads, width, generator=generator).to(device, dtype)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
+    functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+    functions = [functools.partial(function, causal=causal) for function in functions]
+    assert_rows_are_dropped(functions, inputs, 93, device)
+
+
+def test_beside_distances_and_prior_weights(device):
+    """These have kernels of their own."""
+    q, k, v, relative_bias = (torch.randn(93, 2, 16, device=device) for _ in range(4))
+    inputs = {"q": q, "k": k, "v": v, "relative_bias": relative_bias[:6, :, 0].contiguous()}
+    weights = torch.rand(93, device=device)
+    attend = functools.partial(
+        jagged_flash_attention, q_offsets=torch.tensor([0, 70, 70, 93], device=device)
+    )
+    actual = outputs_and_gradients(
+        seeded(attend, prior_weights=weights, row_dropout=0.4), inputs, torch.ones_like(q)
+    )
+    both = weights * kept(device, 93, 0.4)
+    expected = outputs_and_gradients(
+        functools.partial(attend, prior_weights=both.float()), inputs, torch.ones_like(q)
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+
+
+def make_history(device, width=16):
+    values = torch.randn(93, width, device=device)
+    return JaggedTensor(values, lengths=torch.tensor([70, 0, 3, 20], device=device))
+
+
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+def test_module(keys_and_values, device):
+    """In training alone; as if the rows had a prior weight of zero."""
+    options = {"keys_and_values": keys_and_values, "device": device}
+    attention = JaggedTargetAttention(16, 2, row_dropout=0.4, **options)
+    history, target = make_history(device), torch.randn(4, 16, device=device)
+    weights = kept(device, 93, 0.4).float()
+    dropped = seeded(attention)(target, history)
+    torch.testing.assert_close(dropped, attention.eval()(target, history, prior_weights=weights))
+    without = attention(target, history)
+    assert torch.equal(without, attention(target, history))
+    assert not torch.allclose(without[0], dropped[0])
+    attention.train()
+    assert not torch.equal(attention(target, history), attention(target, history))
+
+
+@pytest.mark.parametrize("make", [JaggedSelfAttention, HistoryEncoderLayer])
+def test_module_of_self_attention(make, device):
+    module = make(16, 2, row_dropout=0.4, device=device)
+    history = make_history(device)
+    weights = kept(device, 93, 0.4).float()
+    dropped = seeded(module)(history).values()
+    expected = module.eval()(history, weights).values()
+    torch.testing.assert_close(dropped, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(module(history).values(), module(history).values())
+
+
+@pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
+def test_scripted(make):
+    module = make(16, 2, row_dropout=0.4)
+    inputs = [make_history("cpu")]
+    if make is JaggedTargetAttention:
+        inputs.insert(0, torch.randn(4, 16))
+    scripted = torch.jit.script(torch.fx.symbolic_trace(module))
+    values = [seeded(function)(*inputs) for function in (module, scripted)]
+    if make is JaggedSelfAttention:
+        values = [value.values() for value in values]
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
+def test_refused(p):
+    history = make_history("cpu")
+    q, offsets = history.values().view(93, 1, 16), history.offsets()
+    calls = (
+        lambda: jagged_target_attention(q[:4], history.values(), offsets, row_dropout=p),
+        lambda: jagged_flash_attention(q, q, q, offsets, row_dropout=p),
+        lambda: JaggedTargetAttention(16, 2, row_dropout=p),
+        lambda: JaggedSelfAttention(16, 2, row_dropout=p),
+        lambda: HistoryEncoderLayer(16, 2, row_dropout=p),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="row_dropout must be at least 0 and below 1, got"):
+            call()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_draws_anew_each_time():
+    history = make_history("cuda")
+    query, offsets = torch.randn(4, 2, 16, device="cuda"), history.offsets()
+
+    def attend():
+        return jagged_target_attention(query, history.values(), offsets, row_dropout=0.4)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    draws = []
+    for _ in range(3):
+        graph.replay()
+        draws.append(out.clone())
+    assert not torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[1], draws[2])
