@@ -4,7 +4,9 @@ import functools
 
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.conftest import skip_unless_supported
 from tests.ops.test_target_attention import inputs_of
@@ -12,6 +14,8 @@ from torchrec_jagged_attn import (
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
 )
@@ -193,6 +197,51 @@ def test_scripted(make):
     if make is JaggedSelfAttention:
         values = [value.values() for value in values]
     torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
+def test_compiles_once(make):
+    torch._dynamo.reset()
+    module = make(16, 2, row_dropout=0.4)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for num_rows in (93, 70):
+        offsets = torch.tensor([0, 20, 20, 30, num_rows])
+        inputs = [JaggedTensor(torch.randn(num_rows, 16), offsets=offsets)]
+        if make is JaggedTargetAttention:
+            inputs.insert(0, torch.randn(4, 16))
+        values = [seeded(function)(*inputs) for function in (module, compiled)]
+        if make is JaggedSelfAttention:
+            values = [value.values() for value in values]
+        torch.testing.assert_close(*values)
+    assert counter.frame_count == 1
+
+
+def test_of_a_collection():
+    tables = [
+        EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
+        )
+    ]
+    config = TargetAttentionConfig("item", "history", row_dropout=0.4, encoder_layers=1)
+    collection = TargetAttentionEmbeddingBagCollection(tables, config)
+    modules = [module for module in collection.modules() if hasattr(module, "row_dropout")]
+    kinds = {type(module): module.row_dropout for module in modules}
+    assert kinds == {JaggedTargetAttention: 0.4, JaggedSelfAttention: 0.4}
+    features = KeyedJaggedTensor(
+        keys=["item", "history"],
+        values=torch.arange(82),
+        lengths=torch.tensor([1, 1, 40, 40]),
+    )
+    one, other = (collection(features).values() for _ in range(2))
+    assert torch.equal(one[:, :8], other[:, :8])
+    assert not torch.equal(one[:, 8:], other[:, 8:])
+    collection.eval()
+    assert torch.equal(collection(features).values(), collection(features).values())
+    with pytest.raises(ValueError, match="row_dropout must be at least 0 and below 1, got 1"):
+        TargetAttentionEmbeddingBagCollection(
+            tables, TargetAttentionConfig("item", "history", row_dropout=1.0)
+        )
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])

@@ -189,6 +189,32 @@ def of_weighted_explicit_module(lengths, device):
     return with_prior_weights(of_explicit_module, lengths, device)
 
 
+def with_row_dropout(kind, lengths, device):
+    """The same rows in each call."""
+    attend, leaves, rest = kind(lengths, device)
+
+    def seeded(**tensors):
+        torch.manual_seed(5)
+        return attend(**tensors)
+
+    return seeded, leaves, rest
+
+
+def of_dropped_target(lengths, device):
+    attend, leaves, rest = with_row_dropout(of_target, lengths, device)
+    return attend, leaves, rest | {"row_dropout": 0.4}
+
+
+def of_dropped_flash(lengths, device):
+    attend, leaves, rest = with_row_dropout(of_flash, lengths, device)
+    return attend, leaves, rest | {"row_dropout": 0.4}
+
+
+def of_dropped_module(lengths, device):
+    kind = functools.partial(of_module, row_dropout=0.4)
+    return with_row_dropout(kind, lengths, device)
+
+
 def of_dense(lengths, device):
     """Products of rows by their sample's matrix, and of rows by rows, and softmax of columns."""
     leaves = {
@@ -252,6 +278,7 @@ KINDS = {
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
+        of_dropped_target, of_dropped_flash, of_dropped_module,
         *INTERACTIONS,
     )
 }  # fmt: skip
