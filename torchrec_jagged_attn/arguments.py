@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "SCORES",
     "Biases",
     "FlashArguments",
     "FlashGradients",
@@ -24,6 +25,12 @@ __all__ = [
     "TargetGradients",
     "TargetOutputs",
 ]
+
+
+SCORES = ("softmax", "silu", "sigmoid")
+"""What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
+``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.
+"""
 
 
 class Biases(NamedTuple):
@@ -58,6 +65,7 @@ class TargetArguments(NamedTuple):
     Attributes:
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
         bias: see :class:`Biases`.
+        score: one of ``SCORES``.
         for_backward: whether a gradient may be taken.
     """
 
@@ -71,6 +79,7 @@ class TargetArguments(NamedTuple):
     timestamps: Tensor | None
     row_dropout: Tensor | None
     scale: float
+    score: str
     for_backward: bool
 
     @property
@@ -191,6 +200,7 @@ class MultiHeadArguments(NamedTuple):
         dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
             keys and values in that of ``history``.
         keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
+        score: one of ``SCORES``.
         for_backward: whether a gradient may be taken.
     """
 
@@ -212,6 +222,7 @@ class MultiHeadArguments(NamedTuple):
     num_heads: int
     dtype: torch.dtype
     keys_and_values: str
+    score: str
     for_backward: bool
 
     @property

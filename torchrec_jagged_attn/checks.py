@@ -8,7 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import Biases
+from torchrec_jagged_attn.arguments import SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_prior_weights",
     "check_prior_weights_values",
     "check_same",
+    "check_score",
     "check_shape",
     "check_tensor",
     "check_timestamps",
@@ -99,6 +100,16 @@ def check_same(
             raise TypeError(
                 f"{name} must be {reference.dtype} as {reference_name} is, got {tensor.dtype}"
             )
+
+
+def check_score(score: str, prior_weights: Tensor | None = None) -> None:
+    """``score`` must be a known one, and of prior weights the softmax."""
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+    if prior_weights is not None and score != "softmax":
+        raise NotImplementedError(
+            f"prior_weights must be None unless score is 'softmax', got score={score!r}"
+        )
 
 
 def check_width(width: int, name: str) -> None:

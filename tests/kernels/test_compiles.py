@@ -113,6 +113,7 @@ def target(
     width: int = 64,
     biased: bool = False,
     jagged: bool = False,
+    score: Any = "softmax",
 ) -> None:
     query = zeros(4, num_targets, 4, width, dtype=dtype)
     query_offsets = None
@@ -121,7 +122,7 @@ def target(
     biases = tables(4) if biased else {}
     history = zeros(N, width, dtype=dtype)
     jagged_target_attention(
-        query, history, OFFSETS, query_offsets=query_offsets, **biases
+        query, history, OFFSETS, query_offsets=query_offsets, score=score, **biases
     ).sum().backward()
 
 
@@ -174,6 +175,10 @@ CASES = {
     "general target, biased": Case(
         (80, 90), "target", lambda: target(2, BF16, 32, biased=True, jagged=True)
     ),
+    "one warp, SiLU": Case((90,), "one_warp", lambda: target(1, BF16, score="silu")),
+    "warpgroup, SiLU": Case((90,), "warpgroup", lambda: target(8, BF16, score="silu")),
+    "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
+    "general target, SiLU": Case((80,), "general", lambda: target(2, BF16, 20, score="silu")),
     "hopper flash": Case((90,), "", lambda: flash(64)),
     "hopper flash by distance": Case((90,), "hopper", lambda: flash(64, relative=True)),
     "general flash": Case((80,), "", lambda: flash(20)),
@@ -191,7 +196,13 @@ TYPES = {  # of parameters in PTX
     "constant_bits": {"f32", "b32"},
     "descriptor": {"b8"},
 }
-FITS = {"one warp", "warpgroup", "hopper flash"}  # registers hold all
+FITS = {
+    "one warp",
+    "one warp, SiLU",
+    "warpgroup",
+    "warpgroup, SiLU",
+    "hopper flash",
+}  # registers hold all
 
 
 def launches_of(name: str, launches: list[Launch]) -> list[Launch]:

@@ -1089,6 +1089,7 @@ def op_arguments(
         "num_heads": 2,
         "dtype": torch.float32,
         "keys_and_values": keys_and_values,
+        "score": "softmax",
         "for_backward": True,
     }
 

@@ -20,6 +20,7 @@
 #include <limits>
 #include <optional>
 #include <utility>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -104,11 +105,26 @@ bool has_nan(const Tensor& softmax) {
   });
 }
 
+// What makes weights of scores, by its place in `arguments.SCORES`.
+enum Score : int64_t { SOFTMAX, SILU, SIGMOID };
+constexpr double LEAST = -1000;  // a score whose σ is zero, as that of -inf
+
+// Weights that are a function of a row's own score, and their derivatives.
+template <typename T>
+std::pair<T, T> weight_and_slope(T x, int64_t score) {
+  x = x < T(LEAST) ? T(LEAST) : x;  // NaN stays
+  const T power = std::exp(-std::abs(x)), larger = 1 / (1 + power), smaller = power * larger;
+  const T of_score = x < 0 ? smaller : larger, of_opposite = x < 0 ? larger : smaller;
+  if (score == SILU) return {x * of_score, of_score * (1 + x * of_opposite)};
+  return {of_score, of_score * of_opposite};
+}
+
 struct Attention {
   int64_t heads, key_heads;
   const optional<Tensor>& bias;         // [H, ΣLk], added to scores
   const optional<Tensor>& by_distance;  // [distances, H], added to scores
   bool causal;
+  int64_t score;
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
@@ -144,6 +160,14 @@ struct Attention {
     if (bias || by_distance || causal) add_biases(by_pair(scores, s), s);
     const Tensor p = at::_softmax(scores, -1, false);
     return has_nan(p) ? at::_safe_softmax(scores, -1) : p;
+  }
+
+  // Of other scores than the softmax, and their derivatives. Adds biases to the scores.
+  std::pair<Tensor, Tensor> weights_and_slopes(const Tensor& scores, const Sample& s) const {
+    if (bias || by_distance || causal) add_biases(by_pair(scores, s), s);
+    const Tensor x = scores.clamp_min(LEAST), of_score = at::sigmoid(x), other = at::sigmoid(-x);
+    if (score == SILU) return {x * of_score, of_score * (1 + x * other)};
+    return {of_score, of_score * other};
   }
 
   // To the scores of each pair, [K, Lq, G, Lk]; -inf to those that causality hides.
@@ -231,7 +255,7 @@ struct Copy {
        at::ScalarType dtype)
       : k(all_k.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
         v(all_v.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
-        attention{whole.heads, whole.key_heads, bias, whole.by_distance, whole.causal},
+        attention{whole.heads, whole.key_heads, bias, whole.by_distance, whole.causal, whole.score},
         s{of.q_begin, of.q_end, 0, of.keys(), of.distances_begin} {
     if (whole.bias) bias = whole.bias->slice(1, of.k_begin, of.k_end).contiguous();
   }
@@ -245,7 +269,7 @@ struct Loops {
   int64_t num_keys, width, value_width;  // num_keys: of all samples
   const T* bias;         // as the attention's
   const T* by_distance;
-  std::vector<T> p = std::vector<T>(s.keys()), ds = p;  // of one row
+  std::vector<T> p = std::vector<T>(s.keys()), ds = p, slopes = p;  // of one row
 
   Loops(const Attention& attention, const Sample& s, const Tensor& k, const Tensor& v)
       : attention(attention), s(s), num_keys(k.size(0)), width(k.size(2)), value_width(v.size(2)),
@@ -263,7 +287,8 @@ struct Loops {
   }
 
   // Sets `p` to a row's weights of the keys that it sees. Returns the largest score, and one by the
-  // softmax's sum: zero if the row sees no score but -inf.
+  // softmax's sum: zero if the row sees no score but -inf. Of other scores, sets `slopes`, too, and
+  // returns zero and one.
   std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
     const int64_t heads = attention.heads, group = heads / attention.key_heads, seen = seen_by(i);
     T largest = -std::numeric_limits<T>::infinity();
@@ -273,6 +298,11 @@ struct Loops {
       if (bias) p[j] += bias[h * num_keys + s.k_begin + j];
       if (by_distance) p[j] += by_distance[distance(i, j) * heads + h];
       largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
+    }
+    if (attention.score != SOFTMAX) {
+      for (int64_t j = 0; j < seen; ++j)
+        std::tie(p[j], slopes[j]) = weight_and_slope(p[j], attention.score);
+      return {T{0}, T{1}};
     }
     if (largest == -std::numeric_limits<T>::infinity()) {
       std::fill_n(p.begin(), seen, T{0});
@@ -323,7 +353,7 @@ struct Loops {
           mean += double{p[j]} * ds[j];
         }
         for (int64_t j = 0; j < seen; ++j) {
-          ds[j] = T(p[j] * (ds[j] - mean));
+          ds[j] = attention.score == SOFTMAX ? T(p[j] * (ds[j] - mean)) : slopes[j] * ds[j];
           const int64_t row = s.k_begin + j, head = h / group;
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
           add(grad_k_rows.at(row, head), ds[j], own_q, width);
@@ -341,8 +371,9 @@ struct Loops {
 // largest score and the largest weight, which is one by the softmax's sum.
 Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
                const Tensor& kv_offsets, const optional<Tensor>& bias,
-               const optional<Tensor>& by_distance, bool causal, const Tensor& stats) {
-  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal};
+               const optional<Tensor>& by_distance, bool causal, int64_t score,
+               const Tensor& stats) {
+  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, score};
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
   const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v);
@@ -358,7 +389,8 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
     const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
     const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
-    const Tensor p = attention.weights(scores, s);
+    const Tensor p = score == SOFTMAX ? attention.weights(scores, s)
+                                      : attention.weights_and_slopes(scores, s).first;
     attention.put_queries(out_rows, s, p, own_v);
     if (causal && !has_finite_queries(out, s)) {  // perhaps by 0 · NaN of a hidden key
       out.slice(0, s.q_begin, s.q_end).zero_();
@@ -371,6 +403,10 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     }
     if (stats.numel() == 0) return;
     const Tensor own = stats.slice(1, s.q_begin, s.q_end);
+    if (score != SOFTMAX) {
+      own.select(0, 1).fill_(1);
+      return;
+    }
     own.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
     own.select(0, 1).copy_(attention.by_head(p.amax(-1), s));
   });
@@ -382,10 +418,10 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 // `grad_v`, keys are values: `grad_k` receives the sum.
 Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& bias,
-                const optional<Tensor>& by_distance, bool causal, const Tensor& grad_k,
-                const optional<Tensor>& grad_v, const optional<Tensor>& grad_bias,
-                const optional<Tensor>& grad_by_distance) {
-  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal};
+                const optional<Tensor>& by_distance, bool causal, int64_t score,
+                const Tensor& grad_k, const optional<Tensor>& grad_v,
+                const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
+  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, score};
   Tensor grad_q = q.new_zeros(q.sizes());
   const Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
   const Tensor grad_out_rows = attention.by_query(grad_out);
@@ -406,9 +442,15 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
     const Tensor own_grad_out = attention.queries_of(grad_out_rows, s);
     const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
     const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
-    const Tensor p = attention.weights(product(own_q, own_k.mT()), s);
-    const Tensor dp = product(own_grad_out, own_v.mT());
-    const Tensor ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
+    const Tensor scores = product(own_q, own_k.mT()), dp = product(own_grad_out, own_v.mT());
+    Tensor p, ds;
+    if (score == SOFTMAX) {
+      p = attention.weights(scores, s);
+      ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
+    } else {
+      std::tie(p, ds) = attention.weights_and_slopes(scores, s);
+      ds.mul_(dp);
+    }
     attention.put_queries(grad_q_rows, s, ds, own_k);
     if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
       grad_q.slice(0, s.q_begin, s.q_end).zero_();
@@ -457,11 +499,11 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
 TORCH_LIBRARY(torchrec_jagged_attn_cpu, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, Tensor? bias,"
-      " Tensor? by_distance, bool causal, Tensor(a!) stats) -> Tensor",
+      " Tensor? by_distance, bool causal, int score, Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
       "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
-      " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, Tensor(a!) grad_k,"
-      " Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
+      " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, int score,"
+      " Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
       backward);
 }

@@ -18,7 +18,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import Biases, FlashArguments, FlashGradients, FlashOutputs
+from torchrec_jagged_attn.arguments import (
+    SCORES,
+    Biases,
+    FlashArguments,
+    FlashGradients,
+    FlashOutputs,
+)
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows
 from torchrec_jagged_attn.layout import JaggedLayout
@@ -27,9 +33,10 @@ __all__ = ["backward", "compute_dtype", "forward"]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
+LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
 
 
-def forward(args: FlashArguments) -> FlashOutputs:
+def forward(args: FlashArguments, score: str = "softmax") -> FlashOutputs:
     """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen."""
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
@@ -40,7 +47,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     attend = _attend if (compiled := extension.library()) is None else compiled.forward
     out = attend(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
-        args.causal, stats if args.needs_stats else stats[:0],
+        args.causal, SCORES.index(score), stats if args.needs_stats else stats[:0],
     )  # fmt: skip
     if args.needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
@@ -54,6 +61,7 @@ def backward(
     grad_k: Tensor,
     grad_v: Tensor | None,
     needs_bias: bool = True,
+    score: str = "softmax",
 ) -> FlashGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
@@ -77,8 +85,8 @@ def backward(
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
         grad_out.to(dtype).contiguous(), (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets,
-        kv_offsets, bias_HN, by_distance, args.causal, grad_k, grad_v, grad_bias_HN,
-        grad_by_distance,
+        kv_offsets, bias_HN, by_distance, args.causal, SCORES.index(score), grad_k, grad_v,
+        grad_bias_HN, grad_by_distance,
     )  # fmt: skip
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     position_bucket, age_bucket = buckets
@@ -102,6 +110,7 @@ def _attend(
     bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
+    score: int,
     stats: Tensor,
 ) -> Tensor:
     """Outputs of scaled ``q``, in its dtype, and statistics if ``stats`` has room for them."""
@@ -110,8 +119,11 @@ def _attend(
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
         hidden_LS = _hidden(*scores_HLS.shape[1:]) if causal else None
-        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
+        p_HLS, _ = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
         out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
+        if score:
+            stats[1:, queries] = 1
+            continue
         for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
             stat[queries] = x_HLS.amax(2).T
     return out
@@ -127,6 +139,7 @@ def _differentiate(
     bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
+    score: int,
     grad_k: Tensor,
     grad_v: Tensor | None,
     grad_bias_HN: Tensor | None,
@@ -147,8 +160,11 @@ def _differentiate(
             hidden_LS = _hidden(*scores_HLS.shape[1:])
             hidden_SL = hidden_LS.T
             dp_HLS.masked_fill_(hidden_LS, 0)
-        p_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS)
-        ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
+        p_HLS, slopes_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
+        if slopes_HLS is not None:
+            ds_HLS = slopes_HLS * dp_HLS
+        else:
+            ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
         if hidden_LS is not None:
             ds_HLS.masked_fill_(hidden_LS, 0)
         grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
@@ -199,10 +215,12 @@ def _weights(
     bias_HS: Tensor | None,
     by_distance: Tensor | None,
     hidden_LS: Tensor | None,
-) -> Tensor:
-    """Softmax over the keys. Adds biases to the scores.
+    score: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax over the keys; of other scores their weights, and derivatives. Adds biases to them.
 
-    A row that sees no score but -inf has weights of zero; one that sees NaN or +inf has NaN.
+    A row that sees no score but -inf has weights of zero; one whose softmax sees NaN or +inf has
+    NaN.
     """
     if bias_HS is not None:
         scores_HLS += bias_HS.unsqueeze(1)
@@ -210,7 +228,13 @@ def _weights(
         scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
     if hidden_LS is not None:
         scores_HLS.masked_fill_(hidden_LS, -torch.inf)
-    return torch.ops.aten._safe_softmax(scores_HLS, 2)
+    if not score:
+        return torch.ops.aten._safe_softmax(scores_HLS, 2), None
+    x_HLS = scores_HLS.clamp(min=LEAST)
+    of_score, of_opposite = x_HLS.sigmoid(), x_HLS.neg().sigmoid()
+    if SCORES[score] == "silu":
+        return x_HLS * of_score, of_score * (1 + x_HLS * of_opposite)
+    return of_score, of_score * of_opposite
 
 
 def _hidden(num_rows: int, num_keys: int) -> Tensor:

@@ -24,7 +24,7 @@ def forward(args: TargetArguments) -> TargetOutputs:
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    out, stats = attention.forward(_over_history(args, query))
+    out, stats = attention.forward(_over_history(args, query), args.score)
     out = out.view(query.shape)
     is_rounded = args.for_backward and out.element_size() == 2
     residual = out.new_zeros(out.shape if is_rounded else [0])
@@ -41,8 +41,9 @@ def backward(
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
     grad_history = args.history.new_empty(args.history.shape)
     grads = attention.backward(
-        grad_out.flatten(0, -3), _over_history(args, query), None, grad_history.unsqueeze(1), None
-    )
+        grad_out.flatten(0, -3), _over_history(args, query), None, grad_history.unsqueeze(1), None,
+        score=args.score,
+    )  # fmt: skip
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share
         grad_query = grad_query.sum(0, keepdim=True)

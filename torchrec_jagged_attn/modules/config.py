@@ -33,6 +33,7 @@ class TargetAttentionConfig:
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
         encoder_layers: how many times the rows of a history first attend to each other, each time
             in a :class:`HistoryEncoderLayer` of ``num_heads``.
+        score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in :class:`JaggedTargetAttention`.
         row_dropout: while training, the probability that a row of the history is left out of an
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
@@ -53,6 +54,7 @@ class TargetAttentionConfig:
     recency_bias: bool = True
     init: Literal["recency", "mha"] = "recency"
     encoder_layers: int = 0
+    score: Literal["softmax", "silu", "sigmoid"] = "softmax"
     row_dropout: float = 0.0
     max_history: int | None = None
 

@@ -105,6 +105,7 @@ class TargetAttentionPooling(nn.Module):
                 recency_bias=config.recency_bias,
                 age_bias=config.timestamps is not None,
                 init=config.init,
+                score=config.score,
                 row_dropout=config.row_dropout,
                 device=device,
             )

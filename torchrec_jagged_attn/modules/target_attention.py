@@ -16,6 +16,7 @@ from torchrec_jagged_attn.checks import (
     check_offsets_metadata,
     check_prior_weights,
     check_same,
+    check_score,
     check_shape,
     check_tensor,
     check_timestamps,
@@ -64,6 +65,11 @@ class JaggedTargetAttention(nn.Module):
             time with so many targets per sample (of jagged targets, in the mean). It chooses by
             shapes alone; results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T``
             comes to the other choice compile once more.
+        score: what makes weights of scores: their ``"softmax"``; or, of each row by itself,
+            ``"silu"`` or ``"sigmoid"``, see :func:`jagged_target_attention`. Of the latter two, the
+            weights of a history have no sum in common: outputs grow with its length, and the bias
+            of values is added once. Their scores have no bias of keys, their keys and values are
+            absorbed, and prior weights are refused.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         device: of the parameters.
@@ -73,7 +79,8 @@ class JaggedTargetAttention(nn.Module):
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
             ``age_bias`` without ``recency_bias``, a ``row_dropout`` that is no probability below
-            one, or an unknown ``init`` or ``keys_and_values``.
+            one, an unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values
+            of another score than the softmax.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512.
 
@@ -96,6 +103,7 @@ class JaggedTargetAttention(nn.Module):
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
+        score: Literal["softmax", "silu", "sigmoid"] = "softmax",
         row_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,6 +117,12 @@ class JaggedTargetAttention(nn.Module):
         if keys_and_values not in ("auto", "absorbed", "explicit"):
             raise ValueError(
                 f"keys_and_values must be 'auto', 'absorbed' or 'explicit', got {keys_and_values!r}"
+            )
+        check_score(score)
+        if keys_and_values == "explicit" and score != "softmax":
+            raise ValueError(
+                "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
+                f"'explicit' and score={score!r}"
             )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -124,6 +138,7 @@ class JaggedTargetAttention(nn.Module):
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
         self.keys_and_values = keys_and_values
+        self.score = score
         self.row_dropout = row_dropout
         self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
 
@@ -220,6 +235,7 @@ class JaggedTargetAttention(nn.Module):
             self.history_dim,
             self.num_heads,
             self.keys_and_values,
+            self.score,
             self._drops if self.training else 0,
         )
 
@@ -227,7 +243,8 @@ class JaggedTargetAttention(nn.Module):
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
-            f"keys_and_values={self.keys_and_values!r}, row_dropout={self.row_dropout}"
+            f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
+            f"row_dropout={self.row_dropout}"
         )
 
 
@@ -249,6 +266,7 @@ def _attend(
     history_dim: int,
     num_heads: int,
     keys_and_values: str,
+    score: str,
     drops: int,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
@@ -264,7 +282,7 @@ def _attend(
     if not is_scripting():
         _check(
             query, query_offsets, rows, offsets, age_bias, timestamps, prior_weights, target_dim,
-            history_dim,
+            history_dim, score,
         )  # fmt: skip
         device_type = rows.device.type
         if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
@@ -288,6 +306,7 @@ def _attend(
         num_heads,
         dtype,
         keys_and_values,
+        score,
         torch.is_grad_enabled(),
     )
     if not is_scripting():
@@ -309,6 +328,7 @@ def _check(
     prior_weights: Tensor | None,
     target_dim: int,
     history_dim: int,
+    score: str,
 ) -> None:
     check_tensor(target, "target", "a tensor or a JaggedTensor")
     for name, tensor in (("target", target), ("history", rows)):
@@ -347,6 +367,7 @@ def _check(
         prior_weights=prior_weights,
     )
     if prior_weights is not None:
+        check_score(score, prior_weights)
         check_prior_weights(prior_weights, rows.shape[0])
     check_offsets_values(offsets, rows.shape[0], "history.offsets()")
     if query_offsets is not None:

@@ -222,6 +222,8 @@ def is_explicit(args: MultiHeadArguments) -> bool:
 
     From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
     """
+    if args.score != "softmax":
+        return False
     if args.keys_and_values != "auto":
         return args.keys_and_values == "explicit"
     target, history, num_heads = args.target, args.history, args.num_heads
@@ -251,7 +253,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        *args.biases[:5], args.scale, args.for_backward,
+        *args.biases[:5], args.scale, args.score, args.for_backward,
     )  # fmt: skip
 
 

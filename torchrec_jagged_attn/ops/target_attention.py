@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_offsets_metadata,
     check_prior_weights_values,
     check_same,
+    check_score,
     check_shape,
     check_tensor,
     check_width,
@@ -49,6 +51,7 @@ def jagged_target_attention(
     prior_weights: Tensor | None = None,
     row_dropout: float = 0.0,
     scale: float | None = None,
+    score: Literal["softmax", "silu", "sigmoid"] = "softmax",
 ) -> Tensor:
     r"""Attend query rows over the history rows of their own sample, keys and values at once.
 
@@ -85,6 +88,9 @@ def jagged_target_attention(
         row_dropout: the probability that a row is left out, for all queries and heads: as if its
             prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
         scale: factor of the dot products; ``1/√D`` by default.
+        score: what makes weights :math:`p_n` of the scores :math:`s_n`: their ``"softmax"``; or, of
+            each row by itself, ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
+            :math:`\sigma(s_n)`. Prior weights are for the softmax alone.
 
     Returns:
         One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
@@ -131,13 +137,14 @@ def jagged_target_attention(
     check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
     biases = Biases(bias, position_bias, age_bias, timestamps)
     check_biases(query, "query", history.shape[0], biases, prior_weights)
+    check_score(score, prior_weights)
     drops = drops_of(row_dropout)
     dropped = draw_row_dropout(drops, query.device) if drops > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(width)
     out = _call_target_attention(
         query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, dropped, scale, torch.is_grad_enabled(),
+        position_bias, age_bias, timestamps, dropped, scale, score, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -148,6 +155,7 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:
+        check_score(args.score, args.bias)
         check_prior_weights_values(args.bias)
     if listing is not None:
         return kernels.forward(args, listing)

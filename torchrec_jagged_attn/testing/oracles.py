@@ -30,6 +30,7 @@ def target_attention_oracle(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     scale: float | None = None,
+    score: str = "softmax",
 ) -> Tensor:
     """``jagged_target_attention``: flash attention with a query for each target, whose heads share
     the rows of the history; give it fp64 tensors.
@@ -40,12 +41,46 @@ def target_attention_oracle(
         num_targets = 1 if query.dim() == 3 else query.shape[1]
         query = query.expand(shape).reshape(-1, *query.shape[-2:])
         query_offsets = torch.arange(shape[0] + 1, device=query.device) * num_targets
+    if score != "softmax":
+        bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
+        return _own_scores_oracle(query, history, offsets, query_offsets, bias, scale, score).view(
+            shape
+        )
     rows = history.unsqueeze(1)
     out = flash_attention_oracle(
         query, rows, rows, query_offsets, offsets, bias, position_bias, age_bias, timestamps,
         prior_weights, scale=scale,
     )  # fmt: skip
     return out.view(shape)
+
+
+def _own_scores_oracle(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+    score: str,
+) -> Tensor:
+    """Target attention of weights that are a function of their own score, sample by sample."""
+    weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    outs = [query.new_zeros(0, *query.shape[1:])]
+    for (q_begin, q_end), (begin, end) in zip(
+        itertools.pairwise(query_offsets.tolist()),
+        itertools.pairwise(offsets.tolist()),
+        strict=True,
+    ):
+        x = history[begin:end]
+        scores = torch.einsum("thd,nd->thn", query[q_begin:q_end], x) * factor
+        seen = torch.ones_like(scores, dtype=torch.bool)
+        if bias is not None:
+            scores = scores + bias[begin:end].T
+            seen = (bias[begin:end] > -torch.inf).T.expand_as(scores)
+        weights = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
+        outs.append(torch.einsum("thn,nd->thd", weights, x))
+    return torch.cat(outs)
 
 
 def target_attention_plain(
@@ -59,6 +94,7 @@ def target_attention_plain(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     scale: float | None = None,
+    score: str = "softmax",
 ) -> Tensor:
     """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
     bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
@@ -78,7 +114,12 @@ def target_attention_plain(
     scores = scores * factor
     if bias is not None:
         scores = scores + _pad(bias, index).transpose(1, 2).unsqueeze(1)
-    weights = _masked_softmax(scores, real[:, None, None])
+    if score == "softmax":
+        weights = _masked_softmax(scores, real[:, None, None])
+    else:
+        seen = real[:, None, None] & (scores > -torch.inf)
+        weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
+        weights = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
     out = torch.einsum("bthl,bld->bthd", weights, x_BLD)
     if query_offsets is not None:
         return out[query_real]

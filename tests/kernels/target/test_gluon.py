@@ -210,6 +210,30 @@ def test_row_dropout(num_targets, dtype, groups, kernels):
     assert set(launched) == kernels
 
 
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize(
+    ("num_targets", "dtype", "groups", "kernels"),
+    [
+        (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
+        (3, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
+        (9, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+    ],
+)
+def test_scores(num_targets, dtype, groups, kernels, score):
+    lengths = [1100 if groups else 560, 0, 3, 64, 1]
+    inputs = inputs_of(lengths, torch.device("cpu"), dtype, 2, num_targets, 64)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
+    inputs["position_bias"] = inputs["position_bias"].to(dtype)
+    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    with gluon_in_numpy(groups) as launched:
+        assert_matches_oracle(
+            *(functools.partial(function, score=score) for function in functions), inputs
+        )
+    assert set(launched) == kernels
+
+
 @pytest.mark.parametrize("num_targets", [2, 7])
 def test_queries_of_all_samples(num_targets, launched):
     inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_targets=num_targets)
@@ -260,7 +284,7 @@ def test_repeats_are_bit_equal(dtype, launched):
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 6, 0.25
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 6, 0.25, "softmax"
     out, rest, _ = op(*arguments, for_backward)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)

@@ -206,7 +206,8 @@ def _launch_backward(
     plan, call, num_slots = launch.plan, launch.plan.call, launch.num_slots
     acc = outputs.stats.new_empty(num_slots, plan.slot_rows, call.width)
     weights = None
-    if plan.path == "one_warp" and call.buckets and not call.half:  # gradients of tables are exact
+    of_mean = plan.path == "one_warp" and call.buckets and call.score == "softmax"
+    if of_mean and not call.half:  # gradients of tables are exact
         weights = acc.new_empty(num_slots, 1 + call.buckets, call.query_rows)
     elif plan.more_blocks:
         weights = acc.new_empty(num_slots, plan.slot_rows)
@@ -321,6 +322,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         aligned=history.data_ptr() % 16 == 0,
         addressable=history.shape[0] <= END.value,
         precision=product_precision(history.dtype),
+        score=args.score,
         slots_given=slots_given,
     )
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
+    stats_of_one,
     store_chunk_stats,
     store_outputs,
     store_stats,
@@ -34,6 +35,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
+    weights_and_slopes,
 )
 
 __all__ = ["forward_kernel"]
@@ -106,21 +108,28 @@ def forward_kernel(
                 n[None, :], r[:, None], visible, count, C,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
-            new_maximum = gl.maximum(maximum, gl.max(scores, 1))
-            shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            p = exp(scores - shift[:, None], C.PARTS)
-            rescale = exp(maximum - shift, C.PARTS)
-            maximum = new_maximum
-            total = total * rescale + gl.sum(p, 1)
+            if C.SCORE == "softmax":
+                new_maximum = gl.maximum(maximum, gl.max(scores, 1))
+                shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+                p = exp(scores - shift[:, None], C.PARTS)
+                rescale = exp(maximum - shift, C.PARTS)
+                maximum = new_maximum
+                total = total * rescale + gl.sum(p, 1)
+            else:
+                p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
             weights = split(gl.convert_layout(p.to(dtype), left), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 x = split(tile.slice(column, COLUMNS, 1).load(right), C.PARTS)
-                acc = accs[column // COLUMNS] * rescale[:, None]
+                acc = accs[column // COLUMNS]
+                if C.SCORE == "softmax":
+                    acc *= rescale[:, None]
                 new_accs += (product(weights, x, acc, C.PARTS),)
             accs = new_accs
             stage = copy_next(ring, stage, history_ptr, start, end, C)
 
+        if C.SCORE != "softmax":
+            maximum, total = stats_of_one(total, chunk)
         if slot >= 0:
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 acc = accs[column // COLUMNS]

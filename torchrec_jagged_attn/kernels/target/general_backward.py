@@ -23,6 +23,7 @@ from torchrec_jagged_attn.kernels.common.biases import (
     load_bias,
     row_buckets,
 )
+from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, softmax_weights
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
@@ -54,15 +55,18 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def _score_gradients(queries, x, bias, visible, alone, scale, PRECISION: tl.constexpr):
-    """Weights of the softmax ``[rows, queries]``, and the gradients of its scores.
+def _score_gradients(queries, x, bias, visible, alone, scale, C: tl.constexpr):
+    """Weights ``[rows, queries]``, and the gradients of their scores.
 
-    A row that is ``alone`` in its sample has a weight of one, whatever its score.
+    A row that is ``alone`` in its sample has a softmax weight of one, whatever its score.
     """
-    dots = tl.dot(x, tl.trans(queries.q), input_precision=PRECISION)
-    p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
-    dp = tl.dot(x, tl.trans(queries.grad_out), input_precision=PRECISION)
-    return p, tl.where(alone, 0.0, p * (dp - queries.delta[None, :]))
+    dots = tl.dot(x, tl.trans(queries.q), input_precision=C.PRECISION)
+    dp = tl.dot(x, tl.trans(queries.grad_out), input_precision=C.PRECISION)
+    if C.SCORE == "softmax":
+        p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
+        return p, tl.where(alone, 0.0, p * (dp - queries.delta[None, :]))
+    p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
+    return tl.where(visible, p, 0.0), tl.where(visible, slope * dp, 0.0)
 
 
 @triton.jit
@@ -131,9 +135,10 @@ def grad_query_kernel(
             biases, samples.offsets, work.sample, n, visible, r[None, :], count,
             C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
-        _, ds = _score_gradients(queries, x, bias, visible, alone, scale, C.PRECISION)
+        _, ds = _score_gradients(queries, x, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
-        ds_total += tl.sum(ds, 0)
+        if C.SCORE == "softmax":
+            ds_total += tl.sum(ds, 0)
     acc = tl.trans(acc)
     if work.slot >= 0:
         room = slot_rows(num_targets, C)
@@ -203,7 +208,7 @@ def grad_history_kernel(
                 biases, samples.offsets, work.sample, n, visible, r[None, :], count,
                 C.H, C.P, C.A, C.PRIOR,
             )  # fmt: skip
-            p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C.PRECISION)
+            p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C)
             acc_query = tl.dot(tl.trans(x), ds.to(x.dtype), acc_query, input_precision=C.PRECISION)
             grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
             heads = add_heads(heads, ds, r, h, x.dtype, C.H, C.ONE_TARGET)
@@ -219,7 +224,7 @@ def grad_history_kernel(
                     C.H, C.P, C.A, C.PRIOR,
                 )  # fmt: skip
                 queries = Queries(q, grad_out, delta, maximum, inverse)
-                p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C.PRECISION)
+                p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C)
                 grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
         tl.store(grads.history + n * C.D + d[None, :], grad_x, mask=x_mask)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update, store_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
@@ -66,13 +67,21 @@ def forward_kernel(
             biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,
             C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
-        p, rescale, maximum, total = online_softmax_update(
-            tl.dot(x, tl.trans(q), input_precision=C.PRECISION),
-            scale, bias, visible, maximum, total, 0, LOG2E,
-        )  # fmt: skip
-        acc *= rescale[None, :]
+        dots = tl.dot(x, tl.trans(q), input_precision=C.PRECISION)
+        if C.SCORE == "softmax":
+            p, rescale, maximum, total = online_softmax_update(
+                dots, scale, bias, visible, maximum, total, 0, LOG2E
+            )
+            acc *= rescale[None, :]
+        else:
+            p = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)[0]
+            p = tl.where(visible, p, 0.0)
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
 
+    if C.SCORE != "softmax":  # no total to divide by: one in all chunks of a sample together
+        maximum = tl.zeros([C.BLOCK_R], tl.float32)
+        is_first = (tl.program_id(0) >= num_slots) & (work.end > work.begin)
+        total = maximum + is_first.to(tl.float32)
     acc = tl.trans(acc)
     if work.slot >= 0:
         room = slot_rows(num_targets, C)

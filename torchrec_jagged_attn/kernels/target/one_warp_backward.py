@@ -48,6 +48,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     store_grad_of_history,
     store_parts,
     store_rows,
+    weights_and_slopes,
 )
 
 __all__ = ["backward_kernel"]
@@ -318,9 +319,14 @@ def backward_kernel(
                 biases, chunk.first, of_position[:, None], of_age[:, None],
                 n[:, None], r[None, :], visible, count, C,
             )  # fmt: skip
-            p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
-            p = gl.where(visible, p, 0.0)  # rounded as forward
-            ds = gl.where(alone, 0.0, p * (dp - delta))
+            if C.SCORE == "softmax":
+                p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
+                p = gl.where(visible, p, 0.0)  # rounded as forward
+                ds = gl.where(alone, 0.0, p * (dp - delta))
+            else:
+                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
+                p = gl.where(visible, p, 0.0)
+                ds = gl.where(visible, slope * dp, 0.0)
             _differentiate_rows(grads, p, ds * scale, both, indices, chunk.first, start, end, C)
             accs = _add_to_queries(accs, tile, ds, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)

@@ -17,6 +17,7 @@ from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_outputs,
     is_last_chunk,
+    stats_of_one,
     store_chunk_stats,
     store_outputs,
     store_stats,
@@ -40,6 +41,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     split,
     store_parts,
     store_rows,
+    weights_and_slopes,
 )
 
 __all__ = ["forward_kernel"]
@@ -104,22 +106,29 @@ def forward_kernel(
                 n[:, None], r[None, :], visible, count, C,
             )  # fmt: skip
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
-            new_maximum = gl.maximum(maximum, gl.max(scores, 0))
-            shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            p = exp(scores - shift[None, :], C.PARTS)
-            rescale = exp(maximum - shift, C.PARTS)[None, :]
-            maximum = new_maximum
-            total = total * rescale + p
+            if C.SCORE == "softmax":
+                new_maximum = gl.maximum(maximum, gl.max(scores, 0))
+                shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+                p = exp(scores - shift[None, :], C.PARTS)
+                rescale = exp(maximum - shift, C.PARTS)[None, :]
+                maximum = new_maximum
+                total = total * rescale + p
+            else:
+                p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
             weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 columns = tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT)
-                acc = accs[column // COLUMNS] * rescale
+                acc = accs[column // COLUMNS]
+                if C.SCORE == "softmax":
+                    acc *= rescale
                 new_accs += (product(split(columns, C.PARTS), weights, acc, C.PARTS),)
             accs = new_accs
             stage = copy_next(ring, stage, history_ptr, start, end, C)
 
         total = gl.sum(total, 0)
+        if C.SCORE != "softmax":
+            maximum, total = stats_of_one(total, chunk)
         if slot < 0:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

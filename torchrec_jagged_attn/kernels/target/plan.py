@@ -66,6 +66,7 @@ class Call(NamedTuple):
         addressable: whether it has few enough rows for a descriptor of the tensor memory
             accelerator.
         precision: of products, see ``matmul.product_precision``.
+        score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
     """
 
@@ -85,6 +86,7 @@ class Call(NamedTuple):
     aligned: bool
     addressable: bool
     precision: str
+    score: str = "softmax"
     slots_given: bool = False
 
     @property
@@ -278,6 +280,7 @@ class Plan:
             P=x.num_positions,
             A=x.num_ages,
             PRIOR=x.prior,
+            SCORE=x.score,
             **self.tiles,
             **more,
         )

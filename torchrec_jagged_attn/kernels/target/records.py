@@ -24,6 +24,7 @@ class Constants(NamedTuple):
     P: int = 0  # buckets of positions
     A: int = 0  # buckets of ages
     PRIOR: bool = False  # whether the bias is prior weights
+    SCORE: str = "softmax"  # what makes weights of scores, see ``arguments.SCORES``
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     NUM_STAGES: int | None = None  # tiles in shared memory

@@ -20,6 +20,7 @@ __all__ = [
     "combine_queries",
     "is_last_chunk",
     "load_stats",
+    "stats_of_one",
     "store_chunk_stats",
     "store_outputs",
     "store_stats",
@@ -53,6 +54,15 @@ def store_stats(outputs, num_rows, row, count, maximum, total):
     gl.store(outputs.stats + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
     gl.store(outputs.stats + num_rows + row + r, inverse, mask=r < count)
     return inverse
+
+
+@gluon.jit
+def stats_of_one(total, chunk):
+    """``(maximum, total)`` of weights that nothing is divided by: with those of a sample's other
+    chunks, zero and one.
+    """
+    begins = (chunk.begin == 0) & (chunk.end > 0)
+    return total * 0.0, total * 0.0 + gl.where(begins, 1.0, 0.0)
 
 
 @gluon.jit

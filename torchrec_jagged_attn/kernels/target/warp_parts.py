@@ -26,6 +26,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
     wait_for_last_kernel,
 )
+from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes as weights_in_triton
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.target import schedule
 
@@ -58,6 +59,7 @@ __all__ = [
     "store_grad_of_history",
     "store_parts",
     "store_rows",
+    "weights_and_slopes",
 ]
 
 
@@ -74,6 +76,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
 is_dropped = gluon.jit(in_triton.is_dropped.fn)
+weights_and_slopes = gluon.jit(weights_in_triton.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
 

@@ -25,12 +25,14 @@ from torchrec_jagged_attn.kernels.common.tma import copy_out
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
 from torchrec_jagged_attn.kernels.target.warp_parts import (
+    LN2,
     LOG2E,
     find_listed_chunk,
     load_rows,
     row_buckets,
     row_layout,
     split,
+    weights_and_slopes,
 )
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
@@ -160,8 +162,13 @@ def backward_kernel(
             BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
             if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
-            p = gl.where(visible, gl.exp2(scores - shift), 0.0)
-            ds = gl.where(alone, 0.0, p * (dp - delta))
+            if C.SCORE == "softmax":
+                p = gl.where(visible, gl.exp2(scores - shift), 0.0)
+                ds = gl.where(alone, 0.0, p * (dp - delta))
+            else:
+                p, slope = weights_and_slopes(scores * LN2, C.SCORE, False)
+                p = gl.where(visible, p, 0.0)
+                ds = gl.where(visible, slope * dp, 0.0)
             of_scores.store(ds.to(dtype))
             if grads.bias is not None:
                 gl.store(grad_bias_ptr + n, gl.sum(ds, 1), mask=n < end)

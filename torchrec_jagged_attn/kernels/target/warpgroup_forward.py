@@ -24,10 +24,16 @@ from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_outputs,
     is_last_chunk,
+    stats_of_one,
     store_chunk_stats,
     store_stats,
 )
-from torchrec_jagged_attn.kernels.target.warp_parts import LOG2E, find_listed_chunk
+from torchrec_jagged_attn.kernels.target.warp_parts import (
+    LN2,
+    LOG2E,
+    find_listed_chunk,
+    weights_and_slopes,
+)
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
     PROGRAMS,
     add_biases,
@@ -115,25 +121,33 @@ def forward_kernel(
             if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
-            below = scores - reference[None, :]
-            p = gl.exp2(below)
-            weights.store(p.to(dtype))
-            fence_async_shared()
-            of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, C.BLOCK_N // WARPS]), 1)
-            largest.store(of_warps)
-            thread_barrier()
-            if gl.max(largest.load(all_in_each), 0) > MARGIN:
-                reference, total, acc = _raise_reference(scores, reference, total, acc)
-                p = gl.exp2(scores - reference[None, :])
+            if C.SCORE == "softmax":
+                below = scores - reference[None, :]
+                p = gl.exp2(below)
+                weights.store(p.to(dtype))
+                fence_async_shared()
+                of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, C.BLOCK_N // WARPS]), 1)
+                largest.store(of_warps)
+                thread_barrier()
+                if gl.max(largest.load(all_in_each), 0) > MARGIN:
+                    reference, total, acc = _raise_reference(scores, reference, total, acc)
+                    p = gl.exp2(scores - reference[None, :])
+                    weights.store(p.to(dtype))
+                    fence_async_shared()
+                    thread_barrier()
+                total += p
+            else:
+                p = weights_and_slopes(scores * LN2, C.SCORE, False)[0]
                 weights.store(p.to(dtype))
                 fence_async_shared()
                 thread_barrier()
-            total += p
             acc = warpgroup_mma(x.permute((1, 0)), weights, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
 
         total = gl.sum(total, 0)
         maximum = reference / LOG2E
+        if C.SCORE != "softmax":
+            maximum, total = stats_of_one(total, chunk)
         if slot >= 0:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
             ptrs = sums.acc + slot.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)

@@ -1,0 +1,183 @@
+"""Weights of target attention that are a function of their own score."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests.conftest import skip_unless_supported
+from tests.ops.test_target_attention import inputs_of
+from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
+from torchrec_jagged_attn.testing import (
+    Case,
+    assert_matches_oracle,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+LENGTHS = [300, 0, 3, 64, 1]
+FUNCTIONS = jagged_target_attention, target_attention_oracle, target_attention_plain
+
+
+def assert_right(inputs, score, **options):
+    functions = (functools.partial(f, score=score, **options) for f in FUNCTIONS)
+    assert_matches_oracle(*functions, inputs)
+
+
+SCORE_CASES = [
+    ("own", 1, torch.float32, "bias and tables"),
+    ("own", 1, torch.bfloat16, "tables"),
+    ("own", 3, torch.float32, ""),
+    ("own", 9, torch.float16, "tables"),
+    ("own", 9, torch.float32, "tables"),
+    ("own", 40, torch.float32, "tables"),
+    ("own", 40, torch.bfloat16, ""),
+    ("shared", 9, torch.bfloat16, ""),
+    ("jagged", 9, torch.float32, "bias and tables"),
+    ("jagged", 9, torch.float16, "tables"),
+]
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), SCORE_CASES, ids=str)
+def test_scores(layout, num_targets, dtype, others, score, device):
+    skip_unless_supported(Case("scores", 5, 300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    if "bias" not in others:
+        del inputs["bias"]
+    timestamps = None
+    if "tables" in others:
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.arange(368, device=device) ** 2
+    assert_right(inputs, score, timestamps=timestamps)
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 700, 0], [600, 3, 520]], ids=str)
+def test_at_edges(lengths, score, device):
+    for num_targets in (0, 1, 9):
+        inputs = inputs_of(lengths, device, num_targets=num_targets)
+        assert_right(inputs, score)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+def test_scores_far_from_zero(score, num_targets, device):
+    """Where powers of e overflow; and rows that a bias of ``-inf`` leaves out."""
+    inputs = inputs_of([70, 5], device, num_targets=num_targets)
+    inputs["query"] *= 100
+    inputs["bias"][::3] = -torch.inf
+    left = torch.ones(75, dtype=torch.bool, device=device)
+    left[::3] = False
+    attend = functools.partial(jagged_target_attention, score=score)
+    results = outputs_and_gradients(attend, inputs, torch.ones_like(inputs["query"]))
+    assert all(torch.isfinite(x).all() for name, x in results.items() if name != "bias")
+    assert torch.all(results["history"][~left] == 0)
+    kept = inputs | {
+        "history": inputs["history"][left],
+        "bias": inputs["bias"][left],
+        "offsets": torch.stack([left[:0].sum(), left[:70].sum(), left.sum()]),
+    }
+    expected = outputs_and_gradients(attend, kept, torch.ones_like(inputs["query"]))
+    torch.testing.assert_close(results["out"], expected["out"], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+def test_gradcheck(score):
+    inputs = inputs_of([3, 0, 5], dtype=torch.float64, num_targets=2)
+    leaves = [inputs[name].requires_grad_() for name in ("query", "history", "bias")]
+
+    def attend(query, history, bias):
+        return jagged_target_attention(query, history, inputs["offsets"], bias=bias, score=score)
+
+    assert torch.autograd.gradcheck(attend, leaves)
+
+
+def test_refused():
+    inputs = inputs_of([3, 0, 5])
+    with pytest.raises(ValueError, match="score must be one of softmax, silu, sigmoid, got 'relu'"):
+        jagged_target_attention(**inputs, score="relu")
+    with pytest.raises(
+        NotImplementedError, match="prior_weights must be None unless score is 'softmax', got score"
+    ):
+        jagged_target_attention(**inputs, score="silu", prior_weights=torch.ones(8))
+
+
+def attend_by_formula(module, target, history, offsets):
+    """With ``score`` in PyTorch, sample by sample."""
+    w_q, w_k, w_v = module.in_proj_weight.chunk(3)
+    b_q, _, b_v = module.in_proj_bias.chunk(3)
+    weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[module.score]
+    heads, width = module.num_heads, module.head_dim
+    outs = []
+    for b, x in enumerate(history.split(offsets.diff().tolist())):
+        q = F.linear(target[b], w_q, b_q).view(heads, width)
+        k, v = (F.linear(x, w).view(-1, heads, width) for w in (w_k, w_v))
+        scores = torch.einsum("hd,nhd->nh", q, k) / width**0.5
+        pooled = torch.einsum("nh,nhd->hd", weigh(scores), v).flatten()
+        outs.append(module.out_proj(pooled + b_v if len(x) else pooled))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+def test_module(score, device):
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(16, 2, recency_bias=False, score=score, init="mha")
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    module.to(device)
+    offsets = torch.tensor([0, 5, 5, 40], device=device)
+    inputs = {"target": torch.randn(3, 16), "rows": torch.randn(40, 16)}
+    inputs |= {name: p.detach() for name, p in module.named_parameters()}
+
+    def run(attend):
+        def call(target, rows, **parameters):
+            return torch.func.functional_call(
+                _Attending(module, attend), {f"module.{n}": p for n, p in parameters.items()},
+                (target, rows, offsets),
+            )  # fmt: skip
+
+        return call
+
+    ours = run(lambda module, t, x, o: module(t, JaggedTensor(x, offsets=o)))
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    assert_matches_oracle(ours, run(attend_by_formula), run(attend_by_formula), inputs)
+
+
+class _Attending(torch.nn.Module):
+    def __init__(self, module, attend):
+        super().__init__()
+        self.module, self.attend = module, attend
+
+    def forward(self, *inputs):
+        return self.attend(self.module, *inputs)
+
+
+def test_module_refuses():
+    with pytest.raises(ValueError, match="score must be one of softmax, silu, sigmoid, got 'relu'"):
+        JaggedTargetAttention(16, 2, score="relu")
+    with pytest.raises(ValueError, match="keys_and_values must be 'auto' or 'absorbed' unless"):
+        JaggedTargetAttention(16, 2, score="silu", keys_and_values="explicit")
+    history = JaggedTensor(torch.randn(5, 16), lengths=torch.tensor([5]))
+    with pytest.raises(NotImplementedError, match="prior_weights must be None unless score is"):
+        JaggedTargetAttention(16, 2, score="silu")(
+            torch.randn(1, 16), history, prior_weights=torch.ones(5)
+        )
+
+
+def test_scripted():
+    module = JaggedTargetAttention(16, 2, score="silu")
+    inputs = torch.randn(1, 16), JaggedTensor(torch.randn(5, 16), lengths=torch.tensor([5]))
+    scripted = torch.jit.script(torch.fx.symbolic_trace(module))
+    assert torch.equal(scripted(*inputs), module(*inputs))
