@@ -988,6 +988,7 @@ def test_auto_counts_what_either_way_takes(
             arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
                 target=target, history=history, offsets=offsets, num_heads=4,
                 out_weight=torch.empty(128, 128), keys_and_values="auto",
+                score="softmax",
             )  # fmt: skip
             if jagged:
                 arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
