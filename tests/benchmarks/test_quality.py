@@ -1,0 +1,185 @@
+"""The comparison of poolings: its data, its figures, and that nothing of them leaks."""
+
+import dataclasses
+import gzip
+import itertools
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+import quality
+from events import DataError
+
+CPU = torch.device("cpu")
+RUN = quality.Run(quality.MADE_UP, 50, "mean", "tune", 3e-3, 1e-5, 6.0, 0, 2, 8)
+
+
+@pytest.fixture
+def few(tmp_path):
+    """The name of a file of a few users' events."""
+    log = quality.make_up(seed=1, users=60, items=40, kinds=4)
+    path = tmp_path / "few.txt.gz"
+    with gzip.open(path, "wt") as file:
+        for user, (begin, end) in enumerate(itertools.pairwise(log.offsets)):
+            file.writelines(f"{user} {item}\n" for item in log.items[begin:end])
+    return str(path)
+
+
+def test_figures_of_known_logits():
+    best, worst, alike = torch.zeros(3, 4, 50), torch.zeros(4, 50), torch.zeros(4, 50)
+    best = torch.zeros(4, 50)
+    best[:, 0], worst[:, 0] = 9, -9
+    assert quality.rate(best)[:2] == (1, 1)
+    assert quality.rate(worst)[:2] == (0, 0)
+    auc, hit_rate, ne = quality.rate(alike)
+    assert auc == 0.5
+    assert hit_rate == 0  # whoever ranks all alike does not find the event
+    assert ne == pytest.approx(1)
+    third = torch.arange(50.0).repeat(4, 1)
+    third[:, 0] = 46.5  # below 47, 48 and 49
+    assert quality.rate(third)[:2] == (pytest.approx(46 / 49), 1)
+
+
+def test_histories_are_the_users_own_and_earlier(few):
+    log = quality.read(few)
+    examples = quality.Examples(log, 7, CPU)
+    assert len(log.offsets) == 61
+    users = np.searchsorted(log.offsets, np.arange(len(log.items)), side="right") - 1
+    for places in (examples.train, examples.tune, examples.test):
+        items, offsets = examples.history(places)
+        for place, begin, end in zip(places.tolist(), offsets[:-1], offsets[1:], strict=True):
+            first = max(log.offsets[users[place]], place - 7)
+            assert items[begin:end].tolist() == log.items[first:place].tolist()
+    ends = log.offsets[1:]
+    assert examples.test.tolist() == (ends - 1).tolist()
+    assert examples.tune.tolist() == (ends - 2).tolist()
+    looked_at = {*examples.test.tolist(), *examples.tune.tolist()}
+    assert looked_at.isdisjoint(examples.train.tolist())
+
+
+def test_negatives_are_items_that_the_user_has_not_taken(few):
+    log = quality.read(few)
+    examples = quality.Examples(log, 7, CPU)
+    for stage, places in (("tune", examples.tune), ("test", examples.test)):
+        for user, place in enumerate(places.tolist()):
+            taken = log.items[log.offsets[user] : place + 1]
+            assert not np.isin(examples.negatives[stage][user], taken).any()
+    drawn = torch.cat([batch[2][:, 1] for batch in examples.batches(torch.Generator())])
+    counts = np.bincount(log.items, minlength=log.num_items)
+    popular = np.argsort(counts)[-10:]
+    assert np.isin(drawn, popular).mean() > 0.25 * 1.2  # of 40 items
+
+
+def test_users_of_two_events_are_left_out():
+    log = quality.log_of(np.array([1, 0, 1, 0, 1, 1]), np.array([5, 7, 6, 7, 5, 9]))
+    assert log.items.tolist() == [0, 1, 0, 2]
+    assert log.offsets.tolist() == [0, 4]
+    with pytest.raises(DataError, match="no user has three events"):
+        quality.log_of(np.array([0, 0]), np.array([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 2\n1\n", r"bad.txt:2: expected two numbers, user item; got '1\\n'"),
+        ("1 x\n", r"bad.txt:1: expected two numbers"),
+        ("", "bad.txt has no line"),
+    ],
+)
+def test_bad_lines_are_named(text, message, tmp_path, capsys):
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        quality.read_lines(path)
+    assert quality.main(["--data", str(path)]) == 1
+    assert "bad.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", "6"], "--width must be a multiple of 4, got 6"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--max-history", "0"], "--max-history must be at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        quality.main(options)
+    assert message in capsys.readouterr().err
+    assert quality.main(["--data", "nowhere"]) == 1
+
+
+def test_a_history_helps():
+    aucs = {
+        pooling: quality.train(dataclasses.replace(RUN, pooling=pooling), "cpu")["auc"]
+        for pooling in ("none", "sum")
+    }
+    assert aucs["sum"] > aucs["none"] + 0.02
+
+
+@pytest.mark.parametrize("pooling", quality.POOLINGS)
+def test_each_pooling_learns_and_repeats(pooling, few):
+    run = dataclasses.replace(RUN, data=few, pooling=pooling)
+    first, second = (quality.train(run, "cpu") for _ in range(2))
+    for name in quality.Scores._fields:
+        assert first[name] == second[name]
+    assert 0.4 < first["auc"] < 1
+
+
+def test_jagged_and_padded_attention_have_the_same_auc(few):
+    aucs = [
+        quality.train(
+            dataclasses.replace(RUN, data=few, pooling=pooling, epochs=4), "cpu", torch.float64
+        )["auc"]
+        for pooling in ("attention-no-bias", "attention-padded")
+    ]
+    assert aucs[0] == pytest.approx(aucs[1], abs=5e-5)
+
+
+def test_what_is_finished_is_not_run_again(few, tmp_path, monkeypatch, capsys):
+    csv, runs, train = tmp_path / "quality.csv", [], quality.train
+
+    def counted(run, *rest):
+        runs.append(run)
+        return train(run, *rest)
+
+    monkeypatch.setattr(quality, "train", counted)
+    options = ["--data", few, "--quick", "--epochs", "1", "--width", "8", "--csv", str(csv)]
+    assert quality.main([*options, "--poolings", "mean", "recency", "--seeds", "2"]) == 0
+    assert [run.stage for run in runs] == ["tune"] * 3 + ["test"] * 4
+    first = capsys.readouterr().out
+    runs.clear()
+    assert quality.main([*options, "--poolings", "mean", "recency", "none", "--seeds", "2"]) == 0
+    assert {run.pooling for run in runs} == {"none"}
+    assert len(pd.read_csv(csv)) == 10
+    second = capsys.readouterr().out.splitlines()
+    for line in first.splitlines():
+        if "mean" in line or "recency" in line:
+            assert line in second
+
+
+def test_results_do_not_depend_on_how_many_run_at_a_time(few, tmp_path):
+    options = [
+        "--data",
+        few,
+        "--quick",
+        "--epochs",
+        "1",
+        "--width",
+        "8",
+        "--poolings",
+        "mean",
+        "din",
+    ]
+    frames = []
+    for jobs in ("1", "2"):
+        csv = tmp_path / f"{jobs}.csv"
+        assert quality.main([*options, "--seeds", "1", "--jobs", jobs, "--csv", str(csv)]) == 0
+        frame = pd.read_csv(csv).sort_values(quality.KEY).reset_index(drop=True)
+        frames.append(frame[[*quality.KEY, *quality.Scores._fields]])
+    pd.testing.assert_frame_equal(*frames)
