@@ -215,6 +215,15 @@ def of_dropped_module(lengths, device):
     return with_row_dropout(kind, lengths, device)
 
 
+def of_silu_target(lengths, device):
+    attend, leaves, rest = of_biased_target(lengths, device)
+    return attend, leaves, rest | {"score": "silu"}
+
+
+def of_sigmoid_module(lengths, device):
+    return of_module(lengths, device, score="sigmoid")
+
+
 def of_dense(lengths, device):
     """Products of rows by their sample's matrix, and of rows by rows, and softmax of columns."""
     leaves = {
@@ -278,7 +287,7 @@ KINDS = {
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
-        of_dropped_target, of_dropped_flash, of_dropped_module,
+        of_dropped_target, of_dropped_flash, of_dropped_module, of_silu_target, of_sigmoid_module,
         *INTERACTIONS,
     )
 }  # fmt: skip
