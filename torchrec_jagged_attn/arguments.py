@@ -188,8 +188,11 @@ class MultiHeadArguments(NamedTuple):
         q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
         k_weight: ``[E, D]``.
         v_weight: ``[E, D]``.
-        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing.
-        out_weight: ``[E, E]``.
+        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing. ``[E]`` of
+            queries alone, where there is no ``out_weight``.
+        out_weight: ``[E, E]``; or ``None``, where values are the rows of the history themselves and
+            are not projected: each head has its own columns of them. ``k_weight`` is given then,
+            without ``v_weight`` and ``out_bias``, and ``D = E``.
         out_bias: ``[E]``.
         position_bias: see :func:`jagged_target_attention`.
         age_bias: see there.
@@ -212,7 +215,7 @@ class MultiHeadArguments(NamedTuple):
     k_weight: Tensor | None
     v_weight: Tensor | None
     in_bias: Tensor | None
-    out_weight: Tensor
+    out_weight: Tensor | None
     out_bias: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None
@@ -233,13 +236,23 @@ class MultiHeadArguments(NamedTuple):
         )
 
     @property
+    def embed_dim(self) -> int:
+        """``E``, width of the output."""
+        return (self.q_weight if self.out_weight is None else self.out_weight).shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """``E / H``, width of a head."""
+        return self.embed_dim // self.num_heads
+
+    @property
     def scale(self) -> float:
         """Factor of the scores: one by the root of a head's width."""
-        return 1 / math.sqrt(self.out_weight.shape[0] // self.num_heads)
+        return 1 / math.sqrt(self.head_dim)
 
     @property
     def in_weights(self) -> list[Tensor]:
-        """The weight of all three projections, or those of queries, keys and values."""
+        """The weight of all three projections, or those of queries, keys and, if any, values."""
         weights = (self.q_weight, self.k_weight, self.v_weight)
         return [weight for weight in weights if weight is not None]
 
@@ -257,8 +270,9 @@ class MultiHeadOutputs(NamedTuple):
         pooled: ``[R, H, D]``, the pooled rows of the history, in its dtype.
         residual: that of ``pooled``, see :class:`TargetOutputs`.
         stats: of the attention.
-        values: ``[R, E]``.
-        filled: ``[R]`` ones for targets with a history, zeros for others; empty without a bias.
+        values: ``[R, E]``; of no row where they are not projected: they are ``out``.
+        filled: ``[R]`` ones for targets with a history, zeros for others; empty where values have
+            no bias.
     """
 
     out: Tensor
@@ -293,21 +307,22 @@ class ProjectionRows(NamedTuple):
     Attributes:
         grad_q: ``[R, E]``.
         target: ``[R, C]``.
-        grad_out: ``[R, E]``.
+        grad_out: ``[R, E]``; ``None`` where values are not projected, like all of values below.
         v: ``[R, E]``, the pooled values.
-        grad_v: ``[R, E]``.
-        filled: ``[R]`` ones where a target has a history, else zeros; empty without biases.
+        grad_v: ``[R, E]``, of values.
+        filled: ``[R]`` ones where a target has a history, else zeros; empty without biases. Of
+            values.
         q: ``[R, H, E / H]``; ``None`` where keys and values are explicit, like the next two.
         grad_u: ``[R, H, D]``.
-        pooled: ``[R, H, D]``.
+        pooled: ``[R, H, D]``, of values.
     """
 
     grad_q: Tensor
     target: Tensor
-    grad_out: Tensor
-    v: Tensor
-    grad_v: Tensor
-    filled: Tensor
+    grad_out: Tensor | None = None
+    v: Tensor | None = None
+    grad_v: Tensor | None = None
+    filled: Tensor | None = None
     q: Tensor | None = None
     grad_u: Tensor | None = None
     pooled: Tensor | None = None
@@ -318,15 +333,16 @@ class ProjectionGradients(NamedTuple):
 
     Attributes:
         w_q: ``[E, C]``.
-        w_out: ``[E, E]``.
+        w_out: ``[E, E]``; ``None`` where values are not projected, like ``w_v`` and ``b_out``.
         w_k: ``[H, E / H, D]``; ``None`` where keys and values are explicit, like the next one.
         w_v: ``[H, E / H, D]``.
-        b_in: ``[3 · E]`` of queries, keys (zeros) and values; ``None`` without.
+        b_in: ``[3 · E]`` of queries, keys (zeros) and values, or ``[E]`` of queries alone, where
+            values are not projected; ``None`` without.
         b_out: ``[E]``; ``None`` without.
     """
 
     w_q: Tensor
-    w_out: Tensor
+    w_out: Tensor | None
     w_k: Tensor | None
     w_v: Tensor | None
     b_in: Tensor | None

@@ -15,8 +15,10 @@ __all__ = [
     "absorb_queries",
     "gradient_of_pooled",
     "gradient_of_targets",
+    "own_columns",
     "parameter_gradients",
     "project",
+    "spread_columns",
 ]
 
 
@@ -55,6 +57,13 @@ def project(
     return values, filled, out
 
 
+def own_columns(pooled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of each head's pooled row, the columns of that head, side by side."""
+    rows, heads, width = pooled.shape
+    out = pooled.new_empty(rows, heads, width // heads, dtype=dtype)
+    return out.copy_(_own_columns(pooled)).flatten(1)
+
+
 def gradient_of_pooled(
     grad_out: Tensor,
     w_out: Tensor,
@@ -70,6 +79,12 @@ def gradient_of_pooled(
     return grad_values
 
 
+def spread_columns(grad_out: Tensor, grad_pooled: Tensor, listing: None) -> None:
+    """The gradient of pooled rows, of :func:`own_columns`."""
+    own = _own_columns(grad_pooled.zero_())
+    own.copy_(grad_out.reshape(own.shape))
+
+
 def gradient_of_targets(
     grad_u: Tensor, w_k: Tensor, w_q: Tensor, dtype: torch.dtype, target_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -83,21 +98,31 @@ def gradient_of_targets(
 def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
     """Write gradients of weights and biases."""
     dtype = rows.grad_q.dtype
-    grads.w_q.copy_(rows.grad_q.T @ rows.target.to(dtype))
-    grads.w_out.copy_(rows.grad_out.T @ rows.v)
-    grad_v = None if rows.q is None else rows.grad_v.view_as(rows.q)
-    of_history = (grads.w_k, rows.q, rows.grad_u), (grads.w_v, grad_v, rows.pooled)
-    for grad, x, y in of_history:
+    of_all = (grads.w_q, rows.grad_q, rows.target), (grads.w_out, rows.grad_out, rows.v)
+    for grad, x, y in of_all:
+        if grad is not None and x is not None and y is not None:
+            grad.copy_(x.T @ y.to(dtype))
+    by_head = None if rows.grad_v is None or rows.q is None else rows.grad_v.view_as(rows.q)
+    of_heads = (grads.w_k, rows.q, rows.grad_u), (grads.w_v, by_head, rows.pooled)
+    for grad, x, y in of_heads:
         if grad is not None and x is not None and y is not None:
             grad.copy_(x.permute(1, 2, 0) @ y.to(dtype).transpose(0, 1))
     # Sums, not products with ones: those add one row after the other on a CPU, and round as often.
     if grads.b_in is not None:
-        grad_b_q, grad_b_k, grad_b_v = grads.b_in.chunk(3)
-        grad_b_q.copy_(rows.grad_q.sum(0))
-        grad_b_k.zero_()
-        grad_b_v.copy_((rows.grad_v * rows.filled.unsqueeze(1)).sum(0))
-    if grads.b_out is not None:
+        of_queries, *others = grads.b_in.split(rows.grad_q.shape[1])
+        of_queries.copy_(rows.grad_q.sum(0))
+        if rows.grad_v is not None and rows.filled is not None:
+            of_keys, of_values = others
+            of_keys.zero_()
+            of_values.copy_((rows.grad_v * rows.filled.unsqueeze(1)).sum(0))
+    if grads.b_out is not None and rows.grad_out is not None:
         grads.b_out.copy_(rows.grad_out.sum(0))
+
+
+def _own_columns(x: Tensor) -> Tensor:
+    """``[R, H, E / H]`` of ``[R, H, E]``, a view: of each head its own columns."""
+    rows, heads, width = x.shape
+    return x.view(rows, heads, heads, width // heads).diagonal(dim1=1, dim2=2).mT
 
 
 def _multiply(x: Tensor, matrices: Tensor, into: Tensor | None = None) -> Tensor:

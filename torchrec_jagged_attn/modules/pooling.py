@@ -106,6 +106,7 @@ class TargetAttentionPooling(nn.Module):
                 age_bias=config.timestamps is not None,
                 init=config.init,
                 score=config.score,
+                value_projection=config.value_projection,
                 row_dropout=config.row_dropout,
                 device=device,
             )

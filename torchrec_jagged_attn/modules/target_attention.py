@@ -70,6 +70,12 @@ class JaggedTargetAttention(nn.Module):
             weights of a history have no sum in common: outputs grow with its length, and the bias
             of values is added once. Their scores have no bias of keys, their keys and values are
             absorbed, and prior weights are refused.
+        value_projection: whether values are projected, and the output once more. If not, pooled
+            rows stay in the embedding's own space, where ``D = E``: the output of each head is its
+            own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
+            the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
+            C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
+            queries alone: a bias of keys changes nothing.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         device: of the parameters.
@@ -78,9 +84,10 @@ class JaggedTargetAttention(nn.Module):
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
-            ``age_bias`` without ``recency_bias``, a ``row_dropout`` that is no probability below
-            one, an unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values
-            of another score than the softmax.
+            ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
+            ``recency_bias``, a ``row_dropout`` that is no probability below one, an unknown
+            ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of another score
+            than the softmax.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512.
 
@@ -104,6 +111,7 @@ class JaggedTargetAttention(nn.Module):
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
         score: Literal["softmax", "silu", "sigmoid"] = "softmax",
+        value_projection: bool = True,
         row_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -134,11 +142,17 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError(f"target_dim must be an int, got {target_dim!r}")
         if self.target_dim < 1:
             raise ValueError(f"target_dim must be at least 1, got {target_dim}")
+        if not value_projection and self.history_dim != embed_dim:
+            raise ValueError(
+                f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
+                f"{self.history_dim}"
+            )
         if keys_and_values == "explicit":
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
         self.keys_and_values = keys_and_values
         self.score = score
+        self.value_projection = value_projection
         self.row_dropout = row_dropout
         self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
 
@@ -146,18 +160,21 @@ class JaggedTargetAttention(nn.Module):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
-        self.in_proj_weight = None
-        if self.history_dim == self.target_dim == embed_dim:
+        self.in_proj_weight = self.v_proj_weight = self.in_proj_bias = self.out_proj = None
+        if value_projection and self.history_dim == self.target_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         else:
             self.q_proj_weight = parameter(embed_dim, self.target_dim)
             self.k_proj_weight = parameter(embed_dim, self.history_dim)
-            self.v_proj_weight = parameter(embed_dim, self.history_dim)
-        self.in_proj_bias = parameter(3 * embed_dim) if bias else None
-        # As there: its weight is read, so it must not be replaced by a quantized one.
-        self.out_proj = NonDynamicallyQuantizableLinear(
-            embed_dim, embed_dim, bias=bias, device=device, dtype=dtype
-        )
+            if value_projection:
+                self.v_proj_weight = parameter(embed_dim, self.history_dim)
+        if bias:
+            self.in_proj_bias = parameter((3 if value_projection else 1) * embed_dim)
+        if value_projection:
+            # As there: its weight is read, so it must not be replaced by a quantized one.
+            self.out_proj = NonDynamicallyQuantizableLinear(
+                embed_dim, embed_dim, bias=bias, device=device, dtype=dtype
+            )
         self.recency_bias = (
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
@@ -168,17 +185,22 @@ class JaggedTargetAttention(nn.Module):
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
+            # Of one width, they start as they do in one weight with that of values.
+            is_packed_there = self.v_proj_weight is None and self.target_dim == self.embed_dim
             for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-                nn.init.xavier_uniform_(weight)
-        self.out_proj.reset_parameters()
+                if weight is not None:
+                    nn.init.xavier_uniform_(weight, 0.5**0.5 if is_packed_there else 1)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
-        if self.init == "recency" and self.history_dim == self.embed_dim:
-            packed = self.in_proj_weight
-            of_values = self.v_proj_weight if packed is None else packed[2 * self.embed_dim :]
-            nn.init.eye_(of_values)
-            nn.init.eye_(self.out_proj.weight)
+        if self.out_proj is not None:
+            self.out_proj.reset_parameters()
+            if self.out_proj.bias is not None:
+                nn.init.zeros_(self.out_proj.bias)
+            if self.init == "recency" and self.history_dim == self.embed_dim:
+                packed = self.in_proj_weight
+                of_values = self.v_proj_weight if packed is None else packed[2 * self.embed_dim :]
+                nn.init.eye_(of_values)
+                nn.init.eye_(self.out_proj.weight)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
 
@@ -220,6 +242,9 @@ class JaggedTargetAttention(nn.Module):
             weights = (self.in_proj_weight, None, None)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        out_weight = out_bias = None
+        if self.out_proj is not None:
+            out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
         return _attend(
             target,
             history,
@@ -227,8 +252,8 @@ class JaggedTargetAttention(nn.Module):
             prior_weights,
             *weights,
             self.in_proj_bias,
-            self.out_proj.weight,
-            self.out_proj.bias,
+            out_weight,
+            out_bias,
             position_bias,
             age_bias,
             self.target_dim,
@@ -244,7 +269,7 @@ class JaggedTargetAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
-            f"row_dropout={self.row_dropout}"
+            f"value_projection={self.value_projection}, row_dropout={self.row_dropout}"
         )
 
 
@@ -258,7 +283,7 @@ def _attend(
     k_weight: Tensor | None,
     v_weight: Tensor | None,
     in_bias: Tensor | None,
-    out_weight: Tensor,
+    out_weight: Tensor | None,
     out_bias: Tensor | None,
     position_bias: Tensor | None,
     age_bias: Tensor | None,
@@ -278,7 +303,7 @@ def _attend(
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
-    dtype = out_weight.dtype
+    dtype = q_weight.dtype if out_weight is None else out_weight.dtype
     if not is_scripting():
         _check(
             query, query_offsets, rows, offsets, age_bias, timestamps, prior_weights, target_dim,

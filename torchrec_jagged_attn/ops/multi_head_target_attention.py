@@ -12,6 +12,10 @@ targets' side:
 
 A history whose rows are all removed, by prior weights of zero, is none.
 
+Without an output weight, values are the rows themselves, each head's its own columns of them:
+``W_V`` and ``W_O`` fixed at the identity. Then ``D = E``, and ``out`` are the columns of each head
+of what it pooled.
+
 Forward is two products before the attention and two after it, and so is backward: each two are one
 kernel (``kernels/target/head_products.py``). One more has all gradients of weights and biases
 (``kernels/target/projections.py``). ``q`` and ``u`` take 2·E·(C + D) FLOPs a target; ``target ·
@@ -28,9 +32,10 @@ nothing of that size. With ``T`` targets per sample, each history row then takes
     together    3·D               4·D + 16·E                elements moved
 
 so that explicit keys pay off from some number of targets on. ``"auto"`` compares the two sums over
-all samples. An element moved counts as FLOPS_PER_ELEMENT, and a FLOP of attention over raw rows as
-FLOPS_OF_ABSORBED. Attention over keys does not spread one history over a GPU: with fewer targets in
-all than fill the GPU, it takes as long as with that many.
+all samples. Where values are the rows themselves, only keys are made: explicit has 8·D·E FLOPs in
+place of 16·D·E, and 13·E elements in place of 16·E. An element moved counts as FLOPS_PER_ELEMENT,
+and a FLOP of attention over raw rows as FLOPS_OF_ABSORBED. Attention over keys does not spread one
+history over a GPU: with fewer targets in all than fill the GPU, it takes as long as with that many.
 """
 
 from __future__ import annotations
@@ -90,15 +95,19 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
     w_q, w_k, w_v = _projections(args.in_weights, args.num_heads)
     b_q = b_v = None
     if args.in_bias is not None:
-        b_q, _, b_v = args.in_bias.contiguous().chunk(3)
+        b_q = args.in_bias.contiguous()
+        if args.out_weight is not None:
+            b_q, _, b_v = b_q.chunk(3)
     if is_explicit(args):
-        w_out, b_out = args.out_weight.to(dtype), _cast(args.out_bias, dtype)
         q = F.linear(rows.to(dtype), w_q.to(dtype), _cast(b_q, dtype)).view(-1, *w_k.shape[:2])
         k, v, _ = _keys_and_values(args)
         values, stats = flash_attention.forward(_over_keys(args, q, k, v))
-        values = values.to(dtype=dtype).view(-1, w_out.shape[0])
+        values = values.to(dtype=dtype).view(-1, args.embed_dim)
         filled = q.new_empty(0) if b_v is None else (stats[1] != 0).any(1).to(dtype)
-        out = F.linear(values, w_out, b_out)
+        if args.out_weight is None:
+            out, values = values, values.new_empty(0, args.embed_dim)
+        else:
+            out = F.linear(values, args.out_weight.to(dtype), _cast(args.out_bias, dtype))
         stats = stats.view(2, *_query_shape(args)[:-1])
         u, pooled, residual = _empty_absorbed(args)
     else:
@@ -111,10 +120,14 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         q = products.absorb_queries(rows, w_q, b_q, w_k, dtype, u, listing)
         pooled, residual, stats = target_attention.forward(absorbed_args, listing)
         pooled = pooled.view_as(u)
-        b_out = None if args.out_bias is None else args.out_bias.contiguous()
-        values, filled, out = products.project(
-            pooled, stats, w_v, b_v, args.out_weight.contiguous(), b_out, dtype
-        )
+        if args.out_weight is None:
+            out = products.own_columns(pooled, dtype)
+            values, filled = out.new_empty(0, args.embed_dim), out.new_empty(0)
+        else:
+            b_out = None if args.out_bias is None else args.out_bias.contiguous()
+            values, filled, out = products.project(
+                pooled, stats, w_v, b_v, args.out_weight.contiguous(), b_out, dtype
+            )
         if not args.for_backward:
             u, pooled, residual = _empty_absorbed(args)
         elif u.element_size() == 2:
@@ -124,15 +137,16 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
 
 
 def _fake(args: MultiHeadArguments) -> MultiHeadOutputs:
-    target, width = args.target, args.out_weight.shape[0]
+    target, width = args.target, args.embed_dim
     rows = math.prod(target.shape[:-1])
-    q = target.new_empty(rows, args.num_heads, width // args.num_heads, dtype=args.dtype)
+    q = target.new_empty(rows, args.num_heads, args.head_dim, dtype=args.dtype)
     query = args.history.new_empty(_query_shape(args))
     _, _, stats = target_attention.fake(_over_rows(args, query))
     u, pooled, residual = _empty_absorbed(args)
     out = q.new_empty(*target.shape[:-1], width)
-    values = q.new_empty(rows, width)
-    filled = q.new_empty(0 if args.in_bias is None else rows)
+    values = q.new_empty(0 if args.out_weight is None else rows, width)
+    has_filled = args.out_weight is not None and args.in_bias is not None
+    filled = q.new_empty(rows if has_filled else 0)
     return MultiHeadOutputs(out, q, u, pooled, residual, stats, values, filled)
 
 
@@ -140,9 +154,9 @@ def _backward(
     grad_out: Tensor, args: MultiHeadArguments, outputs: MultiHeadOutputs, needs: MultiHeadArguments
 ) -> MultiHeadGradients:
     target, history, dtype = args.target, args.history, args.dtype
-    _, q, u, pooled, residual, stats, values, filled = outputs
+    out, q, u, pooled, residual, stats, values, filled = outputs
     rows = target.reshape(-1, target.shape[-1])
-    grad_out = grad_out.reshape_as(values)
+    grad_out = grad_out.reshape(-1, args.embed_dim)
     weights, needs_weights = args.in_weights, any(needs.in_weights)
     w_q, w_k, w_v = _projections(weights, args.num_heads)
     grad_weights = [weight.new_empty(weight.shape) for weight in weights]
@@ -151,26 +165,36 @@ def _backward(
     absorbed: tuple[Tensor, ...] = ()
     of_history = (None, None)
     if is_explicit(args):
-        grad_values = grad_out @ args.out_weight.to(dtype)
-        k, v, w_kv = _keys_and_values(args)
-        grad_kv = history.new_empty(history.shape[0], w_kv.shape[0])
-        values_by_head = values.to(dtype=history.dtype).view_as(q)
+        k, v, w_made = _keys_and_values(args)
+        grad_made = history.new_empty(history.shape[0], w_made.shape[0])
+        if args.out_weight is None:
+            grad_values, pooled_values = grad_out, out
+            grad_history = history.new_empty(history.shape)  # of values; that of keys is added
+            grad_k, grad_v = grad_made.view_as(k), grad_history.view_as(k)
+        else:
+            grad_values, pooled_values = grad_out @ args.out_weight.to(dtype), values
+            grad_k, grad_v = _by_head(grad_made, args.num_heads)
+        pooled_values = pooled_values.to(dtype=history.dtype).view_as(q)
         of_scores = flash_attention.backward(
-            grad_values.view_as(q).to(dtype=history.dtype),
+            grad_values.reshape_as(q).to(dtype=history.dtype),
             _over_keys(args, q, k, v),
-            FlashOutputs(values_by_head, stats.view(2, *q.shape[:2])),
-            *_by_head(grad_kv, args.num_heads),
+            FlashOutputs(pooled_values, stats.view(2, *q.shape[:2])),
+            grad_k,
+            grad_v,
             needs_bias=bool(needs.prior_weights),
         )
-        grad_q = of_scores.q.to(dtype=dtype).view_as(values)
+        grad_q = of_scores.q.to(dtype=dtype).view_as(grad_out)
         if needs.target:
             grad_target = (grad_q @ w_q.to(dtype)).to(target.dtype)
-        if needs.history:
-            grad_history = grad_kv @ w_kv
+        if needs.history and grad_history is not None:
+            grad_history.addmm_(grad_made, w_made)
+        elif needs.history:
+            grad_history = grad_made @ w_made
         if needs_weights:
-            grad_w_kv = (grad_kv.mT @ history).view(2, *w_k.shape)
-            grad_w_k.copy_(grad_w_kv[0])
-            grad_w_v.copy_(grad_w_kv[1])
+            grad_w_made = (grad_made.mT @ history).view(-1, *w_k.shape)
+            grad_w_k.copy_(grad_w_made[0])
+            if grad_w_v is not None:
+                grad_w_v.copy_(grad_w_made[1])
     else:
         absorbed_args = _over_rows(args, u)
         shape = absorbed_args.query.shape
@@ -179,9 +203,13 @@ def _backward(
         listing = None
         if products is kernel_products:
             listing = listing_of(absorbed_args, backward=True)
-        grad_values = products.gradient_of_pooled(
-            grad_out, args.out_weight.contiguous(), w_v, dtype, grad_pooled, listing
-        )
+        if args.out_weight is None:
+            grad_values = grad_out
+            products.spread_columns(grad_out, grad_pooled, listing)
+        else:
+            grad_values = products.gradient_of_pooled(
+                grad_out, args.out_weight.contiguous(), w_v, dtype, grad_pooled, listing
+            )
         of_scores = target_attention.backward(
             grad_pooled.view(shape),
             absorbed_args,
@@ -195,13 +223,18 @@ def _backward(
         grad_q, grad_target = products.gradient_of_targets(grad_u, w_k, w_q, dtype, target_dtype)
         absorbed, of_history = (q, grad_u, pooled), (grad_w_k, grad_w_v)
 
-    grad_out_weight = args.out_weight.new_empty(args.out_weight.shape)
+    of_values: tuple[Tensor | None, ...] = grad_out, values, grad_values, filled
+    if args.out_weight is None:
+        of_values, absorbed = (None,) * 4, absorbed[:2]
+    grad_out_weight = None
+    if args.out_weight is not None:
+        grad_out_weight = args.out_weight.new_empty(args.out_weight.shape)
     grad_bias = None if args.in_bias is None else torch.empty_like(args.in_bias)
     grad_out_bias = None if args.out_bias is None else torch.empty_like(args.out_bias)
     if needs_weights or needs.in_bias or needs.out_weight or needs.out_bias:
         on_kernels = has_kernels(history.device, dtype)
         (parameter_gradients if on_kernels else cpu_products.parameter_gradients)(
-            ProjectionRows(grad_q, rows, grad_out, values, grad_values, filled, *absorbed),
+            ProjectionRows(grad_q, rows, *of_values, *absorbed),
             ProjectionGradients(grad_w_q, grad_out_weight, *of_history, grad_bias, grad_out_bias),
         )
     return MultiHeadGradients(
@@ -227,7 +260,7 @@ def is_explicit(args: MultiHeadArguments) -> bool:
     if args.keys_and_values != "auto":
         return args.keys_and_values == "explicit"
     target, history, num_heads = args.target, args.history, args.num_heads
-    embed_dim, history_dim = args.out_weight.shape[0], history.shape[1]
+    embed_dim, history_dim = args.embed_dim, history.shape[1]
     device_type = history.device.type
     if args.query_offsets is not None:
         num_samples, num_targets = args.offsets.numel() - 1, target.shape[0]
@@ -236,8 +269,9 @@ def is_explicit(args: MultiHeadArguments) -> bool:
         num_samples, num_targets = 1, 1 if target.dim() == 2 else target.shape[1]
         num_to_fill = 0
     kind = device_type, min(history.element_size(), 4)
-    elements = history_dim + 16 * embed_dim
-    more_per_sample = 16 * history_dim * embed_dim + elements * FLOPS_PER_ELEMENT[kind]
+    flops, elements = (8, 13) if args.out_weight is None else (16, 16)  # see the top of this file
+    elements = history_dim + elements * embed_dim
+    more_per_sample = flops * history_dim * embed_dim + elements * FLOPS_PER_ELEMENT[kind]
     absorbed = int(18 * FLOPS_OF_ABSORBED[kind]) * num_targets * num_heads * history_dim
     explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
     return absorbed > explicit
@@ -279,13 +313,13 @@ def _empty_absorbed(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     return u, pooled, pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
 
 
-def _projections(weights: list[Tensor], num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``W_Q`` ``[E, C]``, and ``W_K`` and ``W_V`` ``[H, E / H, D]``, of one weight or three."""
+def _projections(weights: list[Tensor], num_heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``W_Q`` ``[E, C]``, and ``W_K`` and, if there is one, ``W_V`` ``[H, E / H, D]``."""
     weights = [weight.contiguous() for weight in weights]
-    w_q, w_k, w_v = weights if len(weights) == 3 else weights[0].chunk(3)
+    w_q, w_k, *of_values = weights if len(weights) > 1 else weights[0].chunk(3)
     embed_dim, history_dim = w_k.shape
     by_head = num_heads, embed_dim // num_heads, history_dim
-    return w_q, w_k.view(*by_head), w_v.view(*by_head)
+    return w_q, w_k.view(*by_head), of_values[0].view(*by_head) if of_values else None
 
 
 def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -295,10 +329,14 @@ def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values ``[N, H, E / H]``, side by side in memory, and their weight ``[2·E, D]``.
 
+    Values that are not projected are a view of the history, and the weight ``[E, E]`` is of keys.
     All in the dtype of the history. Keys have no bias: softmax would drop it, but not its rounding.
     """
     history, weights = args.history, args.in_weights
-    embed_dim, b_kv = args.out_weight.shape[0], None
+    embed_dim, b_kv = args.embed_dim, None
+    if args.out_weight is None:
+        w_k, shape = weights[1].to(history.dtype), (history.shape[0], args.num_heads, args.head_dim)
+        return F.linear(history, w_k).view(*shape), history.reshape(*shape), w_k
     if len(weights) == 3:
         w_kv = history.new_empty(2 * embed_dim, history.shape[1])
         for half, weight in zip(w_kv.chunk(2), weights[1:], strict=True):
@@ -328,9 +366,9 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
 
 def _head_products(args: MultiHeadArguments) -> ModuleType:
     """What multiplies on the targets' side: kernels, where the heads are not too wide."""
-    head_dim = args.out_weight.shape[0] // args.num_heads
+    is_narrow = args.head_dim <= kernel_products.MAX_HEAD_DIM
     # Projections may have another dtype than attention: fp64.
-    if has_kernels(args.history.device, args.dtype) and head_dim <= kernel_products.MAX_HEAD_DIM:
+    if has_kernels(args.history.device, args.dtype) and is_narrow:
         return kernel_products
     return cpu_products
 

@@ -724,6 +724,11 @@ def _copy_into(x: Traced, source: Traced) -> Traced:
     return x
 
 
+def _add_product(x: Traced, a: Traced, b: Traced) -> Traced:
+    x.recorder.operator(torch.ops.aten.addmm_.default, (x, a, b, 1, 1), x.sizes)
+    return x
+
+
 def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
     ends = [*itertools.accumulate(sizes)] if isinstance(sizes, list | tuple) else [-1]
     if dim != 0 or ends[-1] != x.sizes[0]:
@@ -819,6 +824,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.matmul: _matmul,
     F.linear: _linear,
     Tensor.copy_: _copy_into,
+    Tensor.addmm_: _add_product,
     Tensor.clone: _clone,
     Tensor.split: _split,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,5 @@
-"""The products on the targets' side of target attention: two kernels, each a chain of two products.
+"""The products on the targets' side of target attention: two kernels, each a chain of two products;
+and what is in their place where values are not projected.
 
 With ``R`` targets in all, their rows ``[R, C]``, and the weights of head ``h``, forward has
 
@@ -14,6 +15,10 @@ A chain takes 2·R·E·(C + D) FLOPs. The result of its first product is rounded
 as if each product had a kernel. Rows are read and written once, and the weights once for every
 BLOCK_R rows, from the cache. A batch has few targets, so that a chain is launch-bound. Operands are
 cast as they are read: weights and rows may have other dtypes than the products.
+
+Without a projection of values, ``D = E``, and ``out_h`` are the columns of head ``h`` of
+``pooled_h``: ``W_V`` and ``W_O`` fixed at the identity, without a product. One kernel takes them
+out, one spreads ``∂out`` into ``∂pooled``, which is zero elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from triton.knobs import runtime
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import multiply, padded_width
 from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
 from torchrec_jagged_attn.kernels.target.schedule import SAMPLES_OF_LIST, list_slots
@@ -39,11 +44,14 @@ __all__ = [
     "absorb_queries",
     "gradient_of_pooled",
     "gradient_of_targets",
+    "own_columns",
     "project",
+    "spread_columns",
 ]
 
 BLOCK_R = 16  # rows of a program; no more, so that there are many
 MAX_HEAD_DIM = 128  # what is between the two products is held in registers
+BLOCK_ELEMENTS = 2048  # of a program that only copies
 # Products of fp32 are exact, also where TF32 would do: they are few. Three bf16 parts and tensor
 # cores are within a few units in the last place, which is what sums of many terms are off by
 # anyway. Sums of up to this many terms are not, and have fp32's own units, which are slower.
@@ -209,9 +217,67 @@ def _from_heads_kernel(
         _store_rows(chain.out, out.to(C.DTYPE), r, num_rows, c, C.C, C.C)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _own_columns_kernel(
+    pooled_ptr,  # [R, H, H · X]
+    out_ptr,  # [R, H · X]
+    num_rows,
+    H: tl.constexpr,
+    X: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BLOCK_R rows of ``out``, the columns of each head from what is pooled by that head."""
+    if OVERLAP:
+        cuda.gdc_wait()
+    E: tl.constexpr = H * X
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    e = tl.arange(0, BLOCK_E)
+    x = _load_rows(pooled_ptr, r, num_rows, e // X * E + e, H * E, H * E)
+    _store_rows(out_ptr, x, r, num_rows, e, E, E)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_slots"])
+def _spread_columns_kernel(
+    grad_out_ptr,  # [R, H · X]
+    grad_pooled_ptr,  # [R, H, H · X]
+    slot_list,  # see _to_heads_kernel
+    num_rows,
+    num_samples,
+    num_slots,
+    H: tl.constexpr,
+    X: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """BLOCK_R rows of one head: its own columns of ``grad_out``, and zeros."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    if slot_list.slots is not None:
+        num_listing = tl.cdiv(num_samples, BLOCK_B)
+        if program < num_listing:
+            list_slots(slot_list, program, num_samples, num_slots, CHUNK, BLOCK_B)
+            return
+        program -= num_listing
+    E: tl.constexpr = H * X
+    h = program % H
+    r = program // H * BLOCK_R + tl.arange(0, BLOCK_R)
+    e = tl.arange(0, BLOCK_E)
+    x = _load_rows(grad_out_ptr, r, num_rows, e, E, E)
+    x = tl.where((e // X == h)[None, :], x, 0.0)
+    _store_rows(grad_pooled_ptr + h * E, x, r, num_rows, e, E, H * E)
+
+
 _NO_LISTING = Listing(SlotList(None, None), 0, 0, 0)
 _to_heads = Launcher(_to_heads_kernel)
 _from_heads = Launcher(_from_heads_kernel)
+_own_columns = Launcher(_own_columns_kernel)
+_spread_columns = Launcher(_spread_columns_kernel)
 
 
 def absorb_queries(
@@ -284,6 +350,26 @@ def project(
     return values, filled, out
 
 
+def own_columns(pooled: Tensor, dtype: torch.dtype) -> Tensor:
+    """The output where values are not projected.
+
+    Args:
+        pooled: ``[R, H, E]``.
+        dtype: of what is returned.
+
+    Returns:
+        ``[R, E]``: of each head's pooled row the columns of that head, side by side.
+    """
+    num_rows, num_heads, width = pooled.shape
+    out = pooled.new_empty(num_rows, width, dtype=dtype)
+    constants = _copy_constants(num_heads, width)
+    if num_rows:
+        overlap = overlap_options(devices.launches_overlap(pooled.device))
+        programs = -(-num_rows // constants["BLOCK_R"])
+        _own_columns((programs,), (pooled.contiguous(), out, num_rows), constants | overlap)
+    return out
+
+
 def gradient_of_pooled(
     grad_out: Tensor,
     w_out: Tensor,
@@ -303,6 +389,27 @@ def gradient_of_pooled(
     constants = _constants(embed_dim, *w_v.shape, strides, True, dtype, grad_out.device)
     _launch_to_heads(chain, listing, constants)
     return grad_values
+
+
+def spread_columns(grad_out: Tensor, grad_pooled: Tensor, listing: Listing | None) -> None:
+    """``grad_pooled`` ``[R, H, E]`` is written, from ``grad_out`` ``[R, E]``: see
+    :func:`own_columns`, and for ``listing`` :func:`absorb_queries`.
+    """
+    num_rows, num_heads, width = grad_pooled.shape
+    if num_rows:
+        constants = _copy_constants(num_heads, width)
+        programs = -(-num_rows // constants["BLOCK_R"]) * num_heads
+        slot_list, num_samples, num_slots, chunk = listing or _NO_LISTING
+        _spread_columns(
+            (programs + -(-num_samples // SAMPLES_OF_LIST),),
+            (grad_out.contiguous(), grad_pooled, slot_list, num_rows, num_samples, num_slots),
+            constants
+            | {
+                "OVERLAP": devices.launches_overlap(grad_out.device),
+                "CHUNK": chunk,
+                "BLOCK_B": SAMPLES_OF_LIST,
+            },
+        )
 
 
 def gradient_of_targets(
@@ -350,6 +457,18 @@ def _launch_from_heads(
             (chain, inverses, filled, num_rows),
             {"C": constants, **options},
         )
+
+
+@functools.cache
+def _copy_constants(num_heads: int, width: int) -> dict[str, Any]:
+    """Of the kernels that only copy columns."""
+    block_e = padded_width(width)
+    return {
+        "H": num_heads,
+        "X": width // num_heads,
+        "BLOCK_R": max(1, BLOCK_ELEMENTS // block_e),
+        "BLOCK_E": block_e,
+    }
 
 
 @functools.cache

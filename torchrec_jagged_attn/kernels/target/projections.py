@@ -12,6 +12,8 @@ There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·
 operands read once. So rows are cut into splits (split-K), as many as fill a GPU; the sums of splits
 are added in one order, whatever GPU it is. cuBLAS would take seven products. Each has a program for
 a tile of outputs only, and in fp32 adds one row after the other.
+
+Where values are not projected, there are ∂W_Q, ∂W_K and ∂b_Q alone.
 """
 
 from __future__ import annotations
@@ -118,7 +120,8 @@ def _splits_kernel(
 ):
     """A tile of one gradient over one split of the rows, or some columns of one of a bias.
 
-    The order of sums is that of :class:`ProjectionGradients`.
+    The order of sums is that of :class:`ProjectionGradients`. Those of values are left out where
+    there are none.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
@@ -131,7 +134,7 @@ def _splits_kernel(
     begin = split * rows_of_split
     end = tl.minimum(begin + rows_of_split, num_rows)
     sums_ptr += split.to(tl.int64) * SIZE
-    if C != E or rows.target.dtype != rows.v.dtype:
+    if C != E or rows.v is None or rows.target.dtype != rows.v.dtype:
         TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
         if program < TILES_EC:
             _sum_products(
@@ -141,14 +144,15 @@ def _splits_kernel(
             return
         program -= TILES_EC
         sums_ptr += E * C
-        if program < TILES_EE:
-            _sum_products(
-                sums_ptr, rows.grad_out, rows.v, program, begin, end, 1, E, E,
-                PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
-            )  # fmt: skip
-            return
-        program -= TILES_EE
-        sums_ptr += E * E
+        if rows.v is not None:
+            if program < TILES_EE:
+                _sum_products(
+                    sums_ptr, rows.grad_out, rows.v, program, begin, end, 1, E, E,
+                    PRECISION, BLOCK_E, BLOCK_E, BLOCK_R,
+                )  # fmt: skip
+                return
+            program -= TILES_EE
+            sums_ptr += E * E
     else:
         if program < 2 * TILES_EE:
             of_out = program // TILES_EE
@@ -163,21 +167,23 @@ def _splits_kernel(
         program -= 2 * TILES_EE
         sums_ptr += 2 * E * E
     if rows.q is not None:
-        if program < 2 * TILES_XY:
+        WEIGHTS: tl.constexpr = 1 if rows.pooled is None else 2
+        if program < WEIGHTS * TILES_XY:
             of_values = program // TILES_XY
             a_ptr, b_ptr = rows.q, rows.grad_u
-            if of_values == 1:
-                a_ptr, b_ptr = rows.grad_v, rows.pooled
+            if rows.pooled is not None:
+                if of_values == 1:
+                    a_ptr, b_ptr = rows.grad_v, rows.pooled
             _sum_products(
                 sums_ptr + of_values * (E * Y), a_ptr, b_ptr, program % TILES_XY, begin, end,
                 H, X, Y, PRECISION, BLOCK_X, BLOCK_Y, BLOCK_R,
             )  # fmt: skip
             return
-        program -= 2 * TILES_XY
-        sums_ptr += 2 * E * Y
+        program -= WEIGHTS * TILES_XY
+        sums_ptr += WEIGHTS * E * Y
     bias, tile = program // TILES_E, program % TILES_E
     sums_ptr += bias * E
-    if bias == 0:
+    if rows.v is None or bias == 0:
         _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
     elif bias == 1:  # that of keys changes nothing
         _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
@@ -227,20 +233,25 @@ def _add_splits_kernel(
     if OVERLAP:
         cuda.gdc_wait()
     W: tl.constexpr = 0 if grads.w_k is None else E * Y
+    W_OUT: tl.constexpr = 0 if grads.w_out is None else E * E
+    W_V: tl.constexpr = 0 if grads.w_v is None else E * Y
+    B_IN: tl.constexpr = E if grads.w_out is None else 3 * E
     output = tl.program_id(1)
     if output == 0:
         _add_up(grads.w_q, sums_ptr, num_splits, E * C, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 1:
-        _add_up(grads.w_out, sums_ptr + E * C, num_splits, E * E, SIZE, BLOCK, BLOCK_SPLITS)
+        _add_up(grads.w_out, sums_ptr + E * C, num_splits, W_OUT, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 2:
-        _add_up(grads.w_k, sums_ptr + E * (C + E), num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
+        sums_ptr += E * C + W_OUT
+        _add_up(grads.w_k, sums_ptr, num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 3:
-        _add_up(grads.w_v, sums_ptr + (E * (C + E) + W), num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
+        sums_ptr += E * C + W_OUT + W
+        _add_up(grads.w_v, sums_ptr, num_splits, W_V, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 4:
-        sums_ptr += E * (C + E) + 2 * W
-        _add_up(grads.b_in, sums_ptr, num_splits, 3 * E, SIZE, BLOCK, BLOCK_SPLITS)
+        sums_ptr += E * C + W_OUT + W + W_V
+        _add_up(grads.b_in, sums_ptr, num_splits, B_IN, SIZE, BLOCK, BLOCK_SPLITS)
     else:
-        sums_ptr += E * (C + E) + 2 * W + 3 * E
+        sums_ptr += E * C + W_OUT + W + W_V + B_IN
         _add_up(grads.b_out, sums_ptr, num_splits, E, SIZE, BLOCK, BLOCK_SPLITS)
 
 
@@ -254,16 +265,17 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
     Products are in the dtype of ``rows.grad_q``, to which others are cast as they are read.
     """
     rows = ProjectionRows(*(None if x is None else x.contiguous() for x in rows))
-    if not rows.filled.numel():
+    if rows.filled is not None and not rows.filled.numel():
         rows = rows._replace(filled=None)
     grad_q, target = rows.grad_q, rows.target
     num_rows, width = grad_q.shape
     num_heads, x, y = 1, width, 0
-    if rows.q is not None and rows.pooled is not None:
-        num_heads, x, y = *rows.q.shape[1:], rows.pooled.shape[2]
+    if rows.q is not None and rows.grad_u is not None:
+        num_heads, x, y = *rows.q.shape[1:], rows.grad_u.shape[2]
     overlap = devices.launches_overlap(grad_q.device)
     precision = product_precision(grad_q.dtype)
-    plan = _plan(grad_q.element_size() == 2, precision, num_heads, x, y, target.shape[1], overlap)
+    half, of_values = grad_q.element_size() == 2, rows.v is not None
+    plan = _plan(half, precision, num_heads, x, y, target.shape[1], of_values, overlap)
     block = plan.of_splits["BLOCK_R"]
     rows_of_split = -(-num_rows * plan.num_tiles // (plan.num_programs * block)) * block
     rows_of_split = max(ROWS, rows_of_split)
@@ -294,9 +306,11 @@ class _Plan(NamedTuple):
 
 
 @functools.cache
-def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overlap: bool) -> _Plan:
+def _plan(
+    half: bool, precision: str, heads: int, x: int, y: int, c: int, of_values: bool, overlap: bool
+) -> _Plan:
     """Of ``H`` heads of width ``X``, targets of width ``C`` and, where absorbed, history rows of
-    width ``Y``, else 0.
+    width ``Y``, else 0; and whether values have gradients, beside queries and keys.
 
     Tiles were found by trying, on an H200.
     """
@@ -309,7 +323,8 @@ def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overla
     block_y = min(most, padded_width(max(1, y)))
     tiles_e, tiles_c = -(-e // block_e), -(-c // block_e)
     tiles_of_head = -(-x // block_x) * -(-y // block_y)
-    size = e * (c + e) + 2 * e * y + 4 * e
+    weights, biases = (2, 4) if of_values else (1, 1)  # of history rows; of all
+    size = e * (c + (weights - 1) * e + weights * y + biases)
     of_splits = {
         "H": heads,
         "X": x,
@@ -334,6 +349,7 @@ def _plan(half: bool, precision: str, heads: int, x: int, y: int, c: int, overla
         "BLOCK_SPLITS": 16,
         **overlap_options(overlap),
     }
-    num_tiles = tiles_e * (tiles_c + tiles_e) + 2 * (heads * tiles_of_head + 2 * tiles_e)
+    num_tiles = tiles_e * (tiles_c + (weights - 1) * tiles_e + biases)
+    num_tiles += weights * heads * tiles_of_head
     num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // block)
     return _Plan(num_programs, num_tiles, size, num_blocks, of_splits, of_sums)
