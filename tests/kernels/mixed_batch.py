@@ -72,6 +72,8 @@ def projections(offsets: torch.Tensor, num_rows: int) -> None:
         head_products.project(u, stats, w_v, b, w, b, dtype)
         head_products.gradient_of_pooled(rows[1], w, w_v, dtype, grad_u, None)
         head_products.gradient_of_targets(grad_u, w_k, w, dtype, dtype)
+        head_products.own_columns(heads[1], dtype)
+        head_products.spread_columns(rows[1], grad_u, listing)
         parameter_gradients(ProjectionRows(*rows, filled, *heads), ProjectionGradients(*grads))
         tell("projections", dtype)
 

@@ -153,9 +153,9 @@ def pairs(dtype: torch.dtype) -> None:
     interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
 
 
-def layer() -> None:
+def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
     history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    module = JaggedTargetAttention(32, 2, dtype=BF16)
+    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype)
     module(zeros(4, 32), history).sum().backward()
 
 
@@ -188,6 +188,12 @@ CASES = {
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
     "layer": Case((80, 90), "projections|head_products", layer),
+    "layer of rows": Case(
+        (80, 90), "projections|head_products", lambda: layer(value_projection=False)
+    ),
+    "layer of rows, fp32": Case(
+        (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
+    ),
 }
 RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
 TYPES = {  # of parameters in PTX
@@ -269,6 +275,21 @@ def test_compiles(name: str, arch: int) -> None:
                 assert of_type in TYPES[kind], label(kernel)
             if name in FITS and ".hidden_" not in label(kernel):  # which rarely computes
                 assert stack_bytes(compiled) == 0, label(kernel)
+
+
+def test_launches_of_a_layer() -> None:
+    """No more of them without a projection of values: other kernels are in the same places."""
+    names = {}
+    for value_projection in (True, False):
+        with ops_on(90) as launches:
+            layer(value_projection)
+            names[value_projection] = [x.kernel.fn.__name__ for x in launches]
+    in_place_of = {
+        "_own_columns_kernel": "_from_heads_kernel",
+        "_spread_columns_kernel": "_to_heads_kernel",
+    }
+    assert {*in_place_of} <= {*names[False]}
+    assert [in_place_of.get(name, name) for name in names[False]] == names[True]
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)

@@ -162,6 +162,14 @@ SCENARIOS = {
         ],
         is_weighted=True,
     ),
+    "not-projected": Scenario(
+        [table("t_item", "item", "hist", "clicks", width=12), table("t_tag", "tag", "tags")],
+        [
+            TargetAttentionConfig("item", "hist", num_heads=3, value_projection=False),
+            TargetAttentionConfig(["item", "tag"], "clicks", value_projection=False),
+            TargetAttentionConfig("tag", "tags", num_heads=2),
+        ],
+    ),
     "timestamps": Scenario(
         [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
         [
@@ -278,6 +286,11 @@ def attend(
     embed_dim = rows.shape[1]
     parameters = dict(parameters)
     bias = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
+    if not config.value_projection:  # as by the identity
+        identity, zeros = torch.eye(embed_dim).to(rows), rows.new_zeros(embed_dim)
+        in_bias = torch.cat([parameters["in_proj_bias"], zeros, zeros])
+        parameters |= {"v_proj_weight": identity, "in_proj_bias": in_bias}
+        parameters |= {"out_proj.weight": identity, "out_proj.bias": zeros}
     if "q_proj_weight" in parameters:  # of targets that are not as wide as histories
         q, k, v = (parameters.pop(f"{name}_proj_weight") for name in "qkv")
         target = q @ target

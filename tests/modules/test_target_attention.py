@@ -121,8 +121,11 @@ def attend_by_sample(
 ):
     """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
 
-    And with the logarithms of prior weights, on the rows that these leave.
+    And with the logarithms of prior weights, on the rows that these leave. Values that the module
+    does not project are projected by the identity.
     """
+    if not module.value_projection:
+        parameters = with_identities(module, parameters)
     tables = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
     if module.target_dim != module.embed_dim:  # which it does not know: queries are made before
         target = F.linear(target, parameters.pop("q_proj_weight"))
@@ -175,6 +178,24 @@ def attend_by_sample(
         outs.append(out)
     out = torch.cat(outs)
     return out if target_offsets is not None else out.view(target.shape)
+
+
+def with_identities(module, parameters):
+    """Those of a module that has the same queries and keys, and projects values by the identity."""
+    width, history_dim = module.k_proj_weight.shape
+    q_weight, k_weight = (parameters[f"{name}_proj_weight"] for name in "qk")
+    identity = torch.eye(width, dtype=k_weight.dtype, device=k_weight.device)
+    full = {name: x for name, x in parameters.items() if "_proj_" not in name}
+    full["out_proj.weight"] = identity
+    if module.target_dim == history_dim == width:
+        full["in_proj_weight"] = torch.cat([q_weight, k_weight, identity])
+    else:
+        full |= {"q_proj_weight": q_weight, "k_proj_weight": k_weight, "v_proj_weight": identity}
+    if "in_proj_bias" in parameters:
+        zeros = k_weight.new_zeros(width)
+        full["in_proj_bias"] = torch.cat([parameters["in_proj_bias"], zeros, zeros])
+        full["out_proj.bias"] = zeros
+    return full
 
 
 def attend_by_formula(module, *, target, history, offsets, timestamps=None, **parameters):
@@ -401,7 +422,7 @@ def attend_by_sample_in(dtype):
     def plain(module, timestamps=None, **inputs):
         cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in inputs.items()}
         out = attend_by_sample(module, timestamps=timestamps, **cast)
-        return out.to(inputs["out_proj.weight"].dtype)
+        return out.to(next(x.dtype for name, x in inputs.items() if "proj" in name))
 
     return plain
 
@@ -514,6 +535,176 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
         assert k.shape == v.shape == (5, 2, 8)
         assert k.stride() == v.stride() == (32, 8, 1)
     assert len(seen) == 2
+
+
+# Without a projection of values
+
+
+def module_of_rows(embed_dim, num_heads, **options):
+    """Without weights of its own."""
+    return JaggedTargetAttention(
+        embed_dim, num_heads, value_projection=False, device="meta", **options
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize(
+    "name", [name for name in SMALL_CASES if CASES[name].width % CASES[name].num_heads == 0]
+)
+def test_rows_that_are_not_projected(name, bias, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_rows(case.width, case.num_heads, bias=bias, **road)
+    targets = None if case.num_targets == 1 else case.num_targets
+    assert_right(module, inputs_of_case(module, case, device, targets))
+
+
+@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
+@pytest.mark.parametrize("target_dim", [20, 96, 144])
+@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, road, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    module = module_of_rows(96, 3, target_dim=target_dim, age_bias=True, **road)
+    lengths = [7, 0, 60, 1, 20]
+    inputs = make_inputs(module, lengths, device, case.dtype, targets=targets)
+    inputs["prior_weights"] = draw_prior_weights(lengths, device)
+    assert_right(module, inputs, timestamps=torch.arange(88, device=device) ** 2)
+
+
+@pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0]], ids=str)
+def test_edges_of_rows_that_are_not_projected(lengths, targets, road, device):
+    module = module_of_rows(16, 2, **road)
+    if targets == "jagged":
+        targets = [b % 3 for b in range(len(lengths))]
+    assert_right(module, make_inputs(module, lengths, device, targets=targets))
+
+
+@pytest.mark.parametrize(("width", "num_heads"), [(16, 1), (16, 16), (144, 1)])
+def test_own_columns_are_all_or_one(width, num_heads, road, device):
+    """Also of a head that is too wide for kernels of products."""
+    module = module_of_rows(width, num_heads, **road)
+    assert_right(module, make_inputs(module, [5, 0, 40], device, targets=3))
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("targets", [None, [0, 3, 1, 0, 2]], ids=["one", "jagged"])
+@pytest.mark.parametrize(
+    ("dtype", "history_dtype"),
+    [
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_dtypes_that_differ_without_a_value_projection(
+    dtype, history_dtype, targets, recency_bias, road, device
+):
+    half = min(dtype, history_dtype, key=lambda x: x.itemsize)
+    skip_unless_supported(CASES["fp16-64" if half == torch.float16 else "bf16-96"], device)
+    module = module_of_rows(32, 2, recency_bias=recency_bias, **road)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype, targets=targets)
+    inputs = {"q_proj_weight": inputs.pop("q_proj_weight"), **inputs}  # its dtype is out's
+    inputs["history"] = inputs["history"].to(history_dtype)
+    assert_right(module, inputs, attend_by_sample_in(half))
+
+
+@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_autocast_without_a_value_projection(device, dtype, targets, road):
+    module = module_of_rows(32, 2, **road)
+    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
+
+    def autocast(function):
+        def run(**inputs):
+            with torch.autocast(device, dtype):
+                return function(module, **inputs).float()
+
+        return run
+
+    with torch.autocast(device, dtype):
+        assert attend(module, **inputs).dtype == dtype
+    assert_matches_oracle(
+        autocast(attend),
+        lambda **inputs: attend_by_sample(module, **inputs),
+        autocast(attend_by_sample),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+def test_empty_history_gives_zeros_without_a_value_projection(bias, road, device):
+    module = JaggedTargetAttention(16, 2, value_projection=False, bias=bias, **road).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    target = torch.randn(3, 2, 16, device=device, requires_grad=True)
+    rows = torch.randn(4, 16, device=device)
+    out = module(target, JaggedTensor(rows, lengths=torch.tensor([0, 4, 0], device=device)))
+    assert torch.all(out[[0, 2]] == 0)
+    assert torch.all(out[1] != 0)
+    out[[0, 2]].sum().backward()
+    for tensor in (target, *module.parameters()):  # each has a gradient: DDP waits for all
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("target_dim", [16, 20])
+def test_parameters_without_a_value_projection(target_dim, bias):
+    options = {"target_dim": target_dim, "bias": bias}
+    module = JaggedTargetAttention(16, 2, value_projection=False, **options)
+    shapes = {"q_proj_weight": (16, target_dim), "k_proj_weight": (16, 16)}
+    shapes |= {"in_proj_bias": (16,)} if bias else {}
+    shapes["recency_bias.position_weight"] = (RecencyBias.POSITION_BUCKETS, 2)
+    assert {name: (*x.shape,) for name, x in module.state_dict().items()} == shapes
+    with pytest.raises(
+        RuntimeError, match=r'Unexpected key\(s\) in state_dict: .*"out_proj.weight"'
+    ):
+        module.load_state_dict(JaggedTargetAttention(16, 2, **options).state_dict())
+
+
+@pytest.mark.parametrize("init", ["recency", "mha"])
+@pytest.mark.parametrize("target_dim", [64, 48])
+def test_queries_and_keys_start_as_they_do_with_a_value_projection(target_dim, init):
+    torch.manual_seed(0)
+    options = {"target_dim": target_dim, "init": init}
+    module = JaggedTargetAttention(64, 4, value_projection=False, **options)
+    other = JaggedTargetAttention(64, 4, **options)
+    if target_dim == 64:
+        expected = other.in_proj_weight[:64], other.in_proj_weight[64:128]
+    else:
+        expected = other.q_proj_weight, other.k_proj_weight
+    for ours, theirs in zip((module.q_proj_weight, module.k_proj_weight), expected, strict=True):
+        assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+    assert torch.all(module.in_proj_bias == 0)
+
+
+def test_values_are_the_rows_of_the_history(monkeypatch):
+    """No copy of them, whatever their strides are."""
+    seen = []
+    attend = flash_attention.forward
+    monkeypatch.setattr(flash_attention, "forward", lambda x: seen.append(x) or attend(x))
+    module = JaggedTargetAttention(16, 2, value_projection=False, keys_and_values="explicit")
+    target, lengths = torch.randn(2, 16), torch.tensor([2, 3])
+    rows = torch.randn(5, 24)[:, 4:20].requires_grad_()
+    out = module(target, JaggedTensor(rows, lengths=lengths))
+    out.sum().backward()
+    assert seen[0].v.data_ptr() == rows.data_ptr()
+    assert seen[0].v.stride() == (24, 8, 1)
+    same = rows.detach().clone().requires_grad_()
+    assert torch.equal(module(target, JaggedTensor(same, lengths=lengths)), out)
+    module(target, JaggedTensor(same, lengths=lengths)).sum().backward()
+    assert torch.equal(same.grad, rows.grad)
 
 
 # What TorchRec hands over
@@ -718,10 +909,11 @@ def test_removed_rows_are_an_empty_history(road, device):
     torch.testing.assert_close(grads, expected_grads)
 
 
-def test_prior_weights_travel(device):
+@pytest.mark.parametrize("value_projection", [True, False])
+def test_prior_weights_travel(value_projection, device):
     """Through FX, TorchScript and a compiler."""
     torch._dynamo.reset()
-    module = JaggedTargetAttention(16, 2).to(device)
+    module = JaggedTargetAttention(16, 2, value_projection=value_projection).to(device)
     target, history = example(module, [5, 0, 40], device)
     weights = draw_prior_weights([5, 0, 40], device)
     expected = module(target, history, prior_weights=weights)
@@ -735,12 +927,13 @@ def test_prior_weights_travel(device):
 # How it starts, and how it travels
 
 
-def test_recency_init_without_scores_is_recency_weighted_pooling(device):
+@pytest.mark.parametrize("value_projection", [True, False])
+def test_recency_init_without_scores_is_recency_weighted_pooling(value_projection, device):
     """Each head pools its own slice of the rows, by recency alone."""
     torch.manual_seed(0)
-    module = JaggedTargetAttention(12, 3).to(device)
+    module = JaggedTargetAttention(12, 3, value_projection=value_projection).to(device)
     with torch.no_grad():
-        module.in_proj_weight[:12] = 0
+        (module.in_proj_weight[:12] if value_projection else module.q_proj_weight).zero_()
     lengths = [40, 0, 1, 7]
     rows = torch.randn(48, 12, device=device)
     history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
@@ -806,6 +999,9 @@ OPTIONS = {
     "explicit": {"age_bias": True, "keys_and_values": "explicit"},
     "explicit-another-width": {"history_dim": 20, "keys_and_values": "explicit"},
     "explicit-all-widths": {"history_dim": 20, "target_dim": 24, "keys_and_values": "explicit"},
+    "rows": {"value_projection": False},
+    "rows-without-bias": {"value_projection": False, "bias": False, "age_bias": True},
+    "explicit-rows": {"value_projection": False, "target_dim": 20, "keys_and_values": "explicit"},
 }
 
 
@@ -883,6 +1079,8 @@ def test_copies_compute_the_same(name, tmp_path):
         "explicit",
         "explicit-another-width",
         "explicit-all-widths",
+        "rows",
+        "explicit-rows",
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
@@ -966,17 +1164,20 @@ def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
 
 
 @pytest.mark.parametrize(
-    ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit"),
+    ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit", "projected"),
     [
-        ("cuda", torch.bfloat16, 1000, 18, 19),
-        ("cuda", torch.float32, 1000, 8, 9),
-        ("cuda", torch.bfloat16, 1, 163, 164),  # too few to fill a GPU by themselves
-        ("cpu", torch.float32, 1000, 46, 47),
-        ("cpu", torch.float32, 1, 46, 47),
+        ("cuda", torch.bfloat16, 1000, 18, 19, True),
+        ("cuda", torch.bfloat16, 1000, 12, 13, False),
+        ("cuda", torch.float32, 1000, 8, 9, True),
+        ("cuda", torch.float32, 1000, 4, 5, False),
+        ("cuda", torch.bfloat16, 1, 163, 164, True),  # too few to fill a GPU by themselves
+        ("cpu", torch.float32, 1000, 46, 47, True),
+        ("cpu", torch.float32, 1000, 26, 27, False),
+        ("cpu", torch.float32, 1, 46, 47, True),
     ],
 )
 def test_auto_counts_what_either_way_takes(
-    device_type, dtype, num_samples, most_absorbed, least_explicit
+    device_type, dtype, num_samples, most_absorbed, least_explicit, projected
 ):
     """As ``docs/target_attention.md`` has it, of 4 heads and width 128."""
 
@@ -987,8 +1188,8 @@ def test_auto_counts_what_either_way_takes(
             offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
             arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
                 target=target, history=history, offsets=offsets, num_heads=4,
-                out_weight=torch.empty(128, 128), keys_and_values="auto",
-                score="softmax",
+                q_weight=torch.empty(128, 128), keys_and_values="auto", score="softmax",
+                out_weight=torch.empty(128, 128) if projected else None,
             )  # fmt: skip
             if jagged:
                 arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
@@ -1058,6 +1259,7 @@ def op_arguments(
     history_dim=16,
     target_dim=16,
     prior=False,
+    value_projection=True,
     keys_and_values="auto",
 ):
     """All arguments of the op, by name; the floating-point ones need a gradient."""
@@ -1068,7 +1270,11 @@ def op_arguments(
 
     target_offsets = torch.tensor([0, 1, 1, 6], device=device) if jagged else None
     prior_weights = torch.tensor([0.5, 0, 2, 0, 0, 1, 3, 0.25], device=device)
-    if history_dim == target_dim == 16:
+    others = {"in_bias": draw(48), "out_weight": draw(16, 16), "out_bias": draw(16)}
+    if not value_projection:
+        weights = {"q_weight": draw(16, target_dim), "k_weight": draw(16, 16), "v_weight": None}
+        others = {"in_bias": draw(16), "out_weight": None, "out_bias": None}
+    elif history_dim == target_dim == 16:
         weights = {"q_weight": draw(48, 16), "k_weight": None, "v_weight": None}
     else:
         weights = {"q_weight": draw(16, target_dim)}
@@ -1079,9 +1285,7 @@ def op_arguments(
         "offsets": torch.tensor([0, 3, 3, 8], device=device),
         "query_offsets": target_offsets,
         **weights,
-        "in_bias": draw(48),
-        "out_weight": draw(16, 16),
-        "out_bias": draw(16),
+        **others,
         "position_bias": draw(3, 2),
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
@@ -1105,6 +1309,8 @@ def op_arguments(
         {"prior": True},
         {"prior": True, "jagged": True, "history_dtype": torch.float16},
         {"history_dtype": torch.float16},
+        {"value_projection": False},
+        {"value_projection": False, "jagged": True, "history_dtype": torch.float16},
     ],
     ids=str,
 )
@@ -1114,8 +1320,10 @@ def test_opcheck(options, road, device):
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
-def test_opcheck_without_a_gradient(history_dtype, jagged, road, device):
-    arguments = op_arguments(device, history_dtype=history_dtype, jagged=jagged, **road)
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
+def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, road, device):
+    options = {"jagged": jagged, "value_projection": value_projection}
+    arguments = op_arguments(device, history_dtype=history_dtype, **options, **road)
     expected = OP(*arguments.values())[0]
     arguments["for_backward"] = False
     values = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
@@ -1126,7 +1334,15 @@ def test_opcheck_without_a_gradient(history_dtype, jagged, road, device):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"history_dim": 20}, {"target_dim": 24}, {"prior": True}], ids=str
+    "options",
+    [
+        {},
+        {"history_dim": 20},
+        {"target_dim": 24},
+        {"prior": True},
+        {"value_projection": False, "prior": True},
+    ],
+    ids=str,
 )
 def test_gradients_are_those_asked_for(options, road, device):
     arguments = op_arguments(device, **options, **road)
@@ -1141,8 +1357,10 @@ def test_gradients_are_those_asked_for(options, road, device):
         assert torch.equal(alone[name].grad, arguments[name].grad), name
 
 
-def test_is_one_node_of_autograd(road):
-    module = JaggedTargetAttention(16, 2, age_bias=True, **road)
+@pytest.mark.parametrize("value_projection", [True, False])
+def test_is_one_node_of_autograd(value_projection, road):
+    options = {"value_projection": value_projection, **road}
+    module = JaggedTargetAttention(16, 2, age_bias=True, **options)
     target, history, timestamps = example(module, [5, 0, 40])
     out = module(target.requires_grad_(), history, timestamps)
     nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
@@ -1190,8 +1408,10 @@ def test_repeats_are_equal_to_the_bit(run_on_cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-def test_cuda_graph_replays_with_other_lengths(jagged, road):
-    arguments = op_arguments("cuda", jagged=jagged, **road)
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
+def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, road):
+    options = {"jagged": jagged, "value_projection": value_projection}
+    arguments = op_arguments("cuda", **options, **road)
     leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
     grad_out = torch.randn_like(arguments["target"])
 
@@ -1337,6 +1557,11 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ),
         ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
         ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
+        (
+            {"value_projection": False, "history_dim": 12},
+            ValueError,
+            "history_dim must be embed_dim 8 where value_projection=False, got 12",
+        ),
         ({"history_dim": 513}, NotImplementedError, "history_dim must have a width of 1 to 512"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -166,6 +166,22 @@ def of_explicit_jagged_module(lengths, device):
     return of_module(lengths, device, jagged=True, history_dim=16, keys_and_values="explicit")
 
 
+def of_module_of_rows(lengths, device, jagged=False, **options):
+    return of_module(lengths, device, jagged, value_projection=False, **options)
+
+
+def of_jagged_module_of_rows(lengths, device):
+    return of_module_of_rows(lengths, device, jagged=True)
+
+
+def of_explicit_module_of_rows(lengths, device):
+    return of_module_of_rows(lengths, device, keys_and_values="explicit")
+
+
+def of_explicit_jagged_module_of_rows(lengths, device):
+    return of_module_of_rows(lengths, device, jagged=True, bias=False, keys_and_values="explicit")
+
+
 def with_prior_weights(kind, lengths, device):
     """Some of which are zero."""
     attend, leaves, rest = kind(lengths, device)
@@ -288,6 +304,8 @@ KINDS = {
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_flash, of_dropped_module, of_silu_target, of_sigmoid_module,
+        of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
+        of_explicit_jagged_module_of_rows,
         *INTERACTIONS,
     )
 }  # fmt: skip

@@ -139,9 +139,8 @@ def test_a_row_does_not_matter_to_another(device):
         assert torch.equal(x[7:-1], expected[name][7:-1]), name
 
 
-@pytest.mark.parametrize("num_rows", [1, 40])
-def test_slots_are_listed_beside(num_rows, kernel_device):
-    """As by a kernel of their own; the products have the same bits."""
+def slots_to_list(kernel_device):
+    """As a kernel of their own lists them, and where they are to be listed."""
     lengths = torch.tensor([5, 300, 2, *[16] * 200, 0, 64])  # of more than one program
     offsets = offsets_of(lengths, torch.int64, kernel_device)
     chunk, num_slots = 16, int(lengths.sum()) // 16
@@ -152,13 +151,54 @@ def test_slots_are_listed_beside(num_rows, kernel_device):
         SlotList(expected, offsets), len(lengths), num_slots,
         CHUNK=chunk, BLOCK_B=schedule.SAMPLES_OF_LIST, OVERLAP=False,
     )  # fmt: skip
+    return expected, Listing(SlotList(slots, offsets), len(lengths), num_slots, chunk)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_slots_are_listed_beside(num_rows, kernel_device):
+    """As by a kernel of their own; the products have the same bits."""
+    expected, listing = slots_to_list(kernel_device)
     inputs = inputs_of(num_rows, kernel_device)
     alone = results_of(kernel_products, inputs, torch.float32)
-    listing = Listing(SlotList(slots, offsets), len(lengths), num_slots, chunk)
     beside = results_of(kernel_products, inputs, torch.float32, listing=listing)
-    assert torch.equal(slots, expected)
+    assert torch.equal(listing.slot_list.slots, expected)
     for name, x in beside.items():
         assert torch.equal(x, alone[name]), name
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 70])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 1), (1, 20), (3, 5), (4, 32), (2, 128)])
+@DTYPES
+def test_own_columns(num_rows, heads, head_dim, dtype, device):
+    """To the bit, whatever is in the others."""
+    skip_unless_supported(Case("columns", 1, 1, heads, 32, dtype=dtype), device)
+    products = products_on(device, dtype)
+    width = heads * head_dim
+    rows = torch.randn(num_rows, heads, head_dim, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(device, dtype)
+    pooled, spread = (torch.full((num_rows, heads, width), torch.nan) for _ in range(2))
+    pooled, spread = pooled.to(device, dtype), spread.to(device, dtype)
+    expected = torch.zeros_like(pooled)
+    for h in range(heads):
+        of_head = slice(h * head_dim, (h + 1) * head_dim)
+        pooled[:, h, of_head] = expected[:, h, of_head] = rows[:, h]
+    for other in (dtype, torch.float32, torch.float16):  # operands of other dtypes are cast
+        out = products.own_columns(pooled, other)
+        assert out.dtype == other
+        assert torch.equal(out, rows.flatten(1).to(other))
+    products.spread_columns(rows.flatten(1).float(), spread, None)
+    assert torch.equal(spread, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_slots_are_listed_beside_columns(num_rows, kernel_device):
+    expected, listing = slots_to_list(kernel_device)
+    grad_out = torch.randn(num_rows, 32, device=kernel_device)
+    alone, beside = (torch.empty(num_rows, 2, 32, device=kernel_device) for _ in range(2))
+    kernel_products.spread_columns(grad_out, alone, None)
+    kernel_products.spread_columns(grad_out, beside, listing)
+    assert torch.equal(listing.slot_list.slots, expected)
+    assert torch.equal(beside, alone)
 
 
 def test_no_gradient_of_targets(device):

@@ -37,20 +37,23 @@ def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), t
     return inputs
 
 
-def gradients_of(inputs, absorbed=True, biased=True):
+def gradients_of(inputs, absorbed=True, biased=True, of_values=True):
     """What is written, where NaN was."""
     (heads, x), y = inputs["q"].shape[1:], inputs["pooled"].shape[2]
     width, new = heads * x, inputs["target"].new_full
     rows = ProjectionRows(**inputs)
     if not absorbed:
         rows = rows._replace(q=None, grad_u=None, pooled=None)
+    if not of_values:
+        of_others = ("grad_out", "v", "grad_v", "filled", "pooled")
+        rows = rows._replace(**dict.fromkeys(of_others))
     grads = ProjectionGradients(
         w_q=new((width, inputs["target"].shape[1]), torch.nan),
-        w_out=new((width, width), torch.nan),
+        w_out=new((width, width), torch.nan) if of_values else None,
         w_k=new((heads, x, y), torch.nan) if absorbed else None,
-        w_v=new((heads, x, y), torch.nan) if absorbed else None,
-        b_in=new((3 * width,), torch.nan) if biased else None,
-        b_out=new((width,), torch.nan) if biased else None,
+        w_v=new((heads, x, y), torch.nan) if absorbed and of_values else None,
+        b_in=new(((3 if of_values else 1) * width,), torch.nan) if biased else None,
+        b_out=new((width,), torch.nan) if biased and of_values else None,
     )
     device, dtype = rows.grad_q.device, rows.grad_q.dtype
     on_kernels = has_kernels(device, dtype)
@@ -58,18 +61,19 @@ def gradients_of(inputs, absorbed=True, biased=True):
     return [grad for grad in grads if grad is not None]
 
 
-def expected_of(inputs, absorbed=True, biased=True):
+def expected_of(inputs, absorbed=True, biased=True, of_values=True):
     """The same, by sums of products."""
-    weights = [
-        inputs["grad_q"].T @ inputs["target"],
-        inputs["grad_out"].T @ inputs["v"],
-    ]
+    weights = [inputs["grad_q"].T @ inputs["target"]]
+    if of_values:
+        weights.append(inputs["grad_out"].T @ inputs["v"])
     if absorbed:
         q, grad_u, pooled = (inputs[name].transpose(0, 1) for name in ("q", "grad_u", "pooled"))
         grad_values = inputs["grad_v"].reshape(inputs["q"].shape).transpose(0, 1)
-        weights += [q.mT @ grad_u, grad_values.mT @ pooled]
+        weights += [q.mT @ grad_u, grad_values.mT @ pooled][: 1 + of_values]
     sums = []
-    if biased:
+    if biased and not of_values:
+        sums = [inputs["grad_q"].sum(0)]
+    elif biased:
         grad_b_q = inputs["grad_q"].sum(0)
         grad_b_v = (inputs["grad_v"] * inputs["filled"].unsqueeze(1)).sum(0)
         sums = [
@@ -118,6 +122,18 @@ def test_any_width(heads, widths, dtype, device):
 def test_explicit_keys_and_values(biased, device):
     """Their gradients are written elsewhere."""
     assert_right(inputs_of(300, device), absorbed=False, biased=biased)
+
+
+@pytest.mark.parametrize("num_rows", [0, 33, 2 * ROWS + 1, 4096])
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_of_queries_and_keys_alone(dtype, absorbed, num_rows, device):
+    """Where values are not projected."""
+    skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
+    options = {"absorbed": absorbed, "of_values": False}
+    for biased, target_dim in ((True, None), (False, None), (True, 5), (True, 200)):
+        inputs = inputs_of(num_rows, device, dtype, 2, (16, 32), target_dim)
+        assert_right(inputs, biased=biased, **options)
 
 
 def test_no_bias(device):
