@@ -689,6 +689,30 @@ def test_queries_and_keys_start_as_they_do_with_a_value_projection(target_dim, i
     assert torch.all(module.in_proj_bias == 0)
 
 
+class OfTensors(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, target, rows, offsets):
+        return self.module(target, JaggedTensor(rows, offsets=offsets))
+
+
+def test_exports_without_a_value_projection(road, device):
+    module = JaggedTargetAttention(16, 2, value_projection=False, **road)
+    module = OfTensors(module).to(device)
+    shapes = [{0: torch.export.Dim.DYNAMIC}] * 3
+
+    def tensors(lengths):
+        target, history = example(module.module, lengths, device, num_targets=1)
+        return target.squeeze(1), history.values(), history.offsets()
+
+    exported = torch.export.export(module, tensors([5, 0, 40]), dynamic_shapes=shapes).module()
+    for lengths in ([5, 0, 40], [7, 1, 0, 30, 2]):
+        inputs = tensors(lengths)
+        assert torch.equal(exported(*inputs), module(*inputs))
+
+
 def test_values_are_the_rows_of_the_history(monkeypatch):
     """No copy of them, whatever their strides are."""
     seen = []

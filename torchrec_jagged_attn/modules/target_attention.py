@@ -185,11 +185,11 @@ class JaggedTargetAttention(nn.Module):
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
-            # Of one width, they start as they do in one weight with that of values.
-            is_packed_there = self.v_proj_weight is None and self.target_dim == self.embed_dim
+            # They start as where values are projected: of one width, as parts of one weight.
+            of_one = self.v_proj_weight is None and self.target_dim == self.embed_dim
             for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
                 if weight is not None:
-                    nn.init.xavier_uniform_(weight, 0.5**0.5 if is_packed_there else 1)
+                    nn.init.xavier_uniform_(weight, 0.5**0.5 if of_one else 1.0)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
         if self.out_proj is not None:
@@ -197,9 +197,10 @@ class JaggedTargetAttention(nn.Module):
             if self.out_proj.bias is not None:
                 nn.init.zeros_(self.out_proj.bias)
             if self.init == "recency" and self.history_dim == self.embed_dim:
-                packed = self.in_proj_weight
-                of_values = self.v_proj_weight if packed is None else packed[2 * self.embed_dim :]
-                nn.init.eye_(of_values)
+                if self.in_proj_weight is not None:
+                    nn.init.eye_(self.in_proj_weight[2 * self.embed_dim :])
+                elif self.v_proj_weight is not None:
+                    nn.init.eye_(self.v_proj_weight)
                 nn.init.eye_(self.out_proj.weight)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
