@@ -24,5 +24,5 @@ def draw_row_dropout(drops: int, device: torch.device) -> Tensor:
     row_dropout = torch.randint(
         -4611686018427387904, 4611686018427387904, [2], dtype=torch.int64, device=device
     )
-    row_dropout[1] = drops
+    row_dropout[1:].fill_(drops)  # not a copy from the host, which a graph would not capture
     return row_dropout

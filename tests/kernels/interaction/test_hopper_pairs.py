@@ -8,6 +8,7 @@ from tests.ops.test_interaction import inputs_of, pair_bmm_oracle
 from torchrec_jagged_attn import devices, paths
 from torchrec_jagged_attn.kernels.interaction import hopper_pairs, plan
 from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
+from torchrec_jagged_attn.replay import calls
 
 SIZES = [
     (0, 5),
@@ -74,6 +75,7 @@ def test_pairs_of_short_samples_take_another_kernel(hopper, monkeypatch, caplog)
     device, launched = hopper
     x, y, offsets, expected = whole_numbers(64, device)
     monkeypatch.setattr(paths, "LOG", True)
+    monkeypatch.setattr(calls, "ENABLED", False)  # as the log has it, where it is asked for
     caplog.set_level("INFO")
     out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
     (said,) = caplog.messages
