@@ -60,7 +60,7 @@ BATCH = 1024
 GRID = {"lr": (1e-3, 3e-3, 1e-2), "weight_decay": (0.0, 1e-5, 1e-4)}
 HALF_LIVES = (1.5, 3.0, 6.0, 12.0, 20.0, 40.0)
 HALF_LIFE = 6.0  # while the others are tuned
-PATIENCE = 2  # epochs without a better AUC
+PATIENCE = 4  # epochs without a better AUC; the first may be spent on a slow start
 
 
 class Log(NamedTuple):

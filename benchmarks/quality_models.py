@@ -171,6 +171,10 @@ POOLINGS: dict[str, Callable[[int, float], nn.Module]] = {
     "din": lambda width, half_life: ActivationUnit(width),
     "attention": lambda width, half_life: Attention(width),
     "attention-dropout": lambda width, half_life: Attention(width, row_dropout=0.2),
+    "attention-rows": lambda width, half_life: Attention(width, value_projection=False),
+    "attention-rows-dropout": lambda width, half_life: Attention(
+        width, value_projection=False, row_dropout=0.2
+    ),
     "attention-no-bias": lambda width, half_life: Attention(width, recency_bias=False),
     "attention-padded": lambda width, half_life: PaddedAttention(width),
     "attention-silu": lambda width, half_life: Attention(width, score="silu"),

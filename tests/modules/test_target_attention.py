@@ -778,7 +778,7 @@ def test_lookups_of_a_quantized_collection(dtype):
 def test_lookups_of_a_collection_train_its_table():
     collection = EmbeddingCollection([TABLE], need_indices=True)
     weight = collection.embeddings["t"].weight
-    module = JaggedTargetAttention(16, 2)
+    module = JaggedTargetAttention(16, 2, init="mha")
     found = collection(FEATURES)
     assert found["hist"].weights().dtype == torch.int64  # the ids, never attention weights
     module(found["item"].values(), found["hist"]).sum().backward()
@@ -994,6 +994,9 @@ def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
     mha = nn.MultiheadAttention(64, 4, kdim=history_dim, vdim=history_dim)
     for name, theirs in mha.state_dict().items():
         ours = module.state_dict()[name]
+        if init == "recency" and name == "q_proj_weight":
+            assert torch.all(ours == 0)
+            continue
         assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02), name
         assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05), name
         if name.endswith("bias"):
@@ -1009,10 +1012,11 @@ def test_recency_init_is_the_same_whatever_the_targets_width():
     assert not torch.equal(other.out_proj.weight, torch.eye(64))
 
 
-def test_recency_init_starts_queries_and_keys_as_multihead_attention_does():
+def test_recency_init_starts_keys_as_multihead_attention_does_and_queries_at_zero():
     torch.manual_seed(0)
-    ours = JaggedTargetAttention(64, 4).in_proj_weight[: 2 * 64]
-    theirs = nn.MultiheadAttention(64, 4).in_proj_weight[: 2 * 64]
+    queries, ours, _ = JaggedTargetAttention(64, 4).in_proj_weight.chunk(3)
+    assert torch.all(queries == 0)
+    theirs = nn.MultiheadAttention(64, 4).in_proj_weight[64 : 2 * 64]
     assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
     assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
 

@@ -59,8 +59,8 @@ class JaggedTargetAttention(nn.Module):
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
-            alone but for small random scores: value and output projections at the identity, where
-            ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
+            alone: queries at zero, and value and output projections at the identity, where ``D =
+            E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
         keys_and_values: ``"absorbed"``, ``"explicit"``, or ``"auto"`` for what should take less
             time with so many targets per sample (of jagged targets, in the mean). It chooses by
             shapes alone; results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T``
@@ -190,6 +190,9 @@ class JaggedTargetAttention(nn.Module):
             for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
                 if weight is not None:
                     nn.init.xavier_uniform_(weight, 0.5**0.5 if of_one else 1.0)
+        if self.init == "recency":
+            queries = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+            nn.init.zeros_(queries[: self.embed_dim])
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
         if self.out_proj is not None:
