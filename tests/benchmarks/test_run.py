@@ -47,8 +47,9 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 def test_every_suite_file_is_found():
     others = ["giant", "host", "serving", "serving_kernel", "skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
+    scores = ["target_attention_sigmoid", "target_attention_silu"]
     self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
-    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *self_attention])
+    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *scores, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
