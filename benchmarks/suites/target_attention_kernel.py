@@ -39,7 +39,7 @@ def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
     return attention(query, x.leaves["history"], x.offsets, query_offsets=query_offsets)
 
 
-def plain(x: Inputs, **options: str) -> Tensor:
+def plain(x: Inputs, score: str = "softmax") -> Tensor:
     """The padded formula on 256 samples at a time: one long history does not pad them all."""
     query, history = x.leaves["query"], x.leaves["history"]
     num_samples = x.offsets.numel() - 1
@@ -57,7 +57,7 @@ def plain(x: Inputs, **options: str) -> Tensor:
                 history,
                 x.offsets[own] - x.offsets[begin],
                 x.query_offsets[own] - x.query_offsets[begin],
-                **options,
+                score=score,
             )
         )
     return torch.cat(outs).view_as(x.leaves["query"])
@@ -78,9 +78,10 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-def ours(x: Inputs, **options: str) -> Callable[[], Tensor]:
+def ours(x: Inputs, score: str = "softmax") -> Callable[[], Tensor]:
     """The op."""
-    return lambda: formula(x, functools.partial(jagged_target_attention, **options))
+    attention = functools.partial(jagged_target_attention, score=score)
+    return lambda: formula(x, attention)
 
 
 def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:

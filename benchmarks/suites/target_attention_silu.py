@@ -16,7 +16,8 @@ from torchrec_jagged_attn.testing import target_attention_oracle, target_attenti
 
 def padded(x: Inputs, score: str) -> Callable[[], Tensor]:
     """The formula, of all samples padded to the longest."""
-    return lambda: base.formula(x, functools.partial(target_attention_plain, score=score))
+    attention = functools.partial(target_attention_plain, score=score)
+    return lambda: base.formula(x, attention)
 
 
 def suite_of(score: str) -> Suite:

@@ -75,7 +75,7 @@ def test_pairs_of_short_samples_take_another_kernel(hopper, monkeypatch, caplog)
     device, launched = hopper
     x, y, offsets, expected = whole_numbers(64, device)
     monkeypatch.setattr(paths, "LOG", True)
-    monkeypatch.setattr(calls, "ENABLED", False)  # as the log has it, where it is asked for
+    monkeypatch.setattr(calls, "ENABLED", False)  # as TORCHREC_JAGGED_ATTN_LOG=1 does
     caplog.set_level("INFO")
     out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
     (said,) = caplog.messages
