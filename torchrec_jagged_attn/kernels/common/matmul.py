@@ -7,30 +7,27 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "dot_precision",
     "load_tile",
     "multiply",
     "padded_width",
+    "product",
     "product_precision",
     "tile_of",
     "tile_rows",
 ]
 
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """Precision of matrix products; of fp32, as ``torch.get_float32_matmul_precision()`` asks."""
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return "ieee" if exact else "tf32"
+_TERMS = tl.constexpr(32)  # of a product of fp32, that are added one after the other
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """As :func:`dot_precision`, but exact products of fp32 are those of three bf16 parts.
+    """Precision of matrix products; of fp32, as ``torch.get_float32_matmul_precision()`` asks.
 
-    The parts hold fp32 whole, and tensor cores multiply them. Triton's interpreter does not know
-    them, and is exact.
+    Exact products of fp32 are those of three bf16 parts, which hold it whole and which tensor cores
+    multiply. Triton's interpreter does not know them, and is exact.
     """
-    precision = dot_precision(dtype)
-    return "bf16x6" if precision == "ieee" and not triton.knobs.runtime.interpret else precision
+    if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee" if triton.knobs.runtime.interpret else "bf16x6"
 
 
 def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:
@@ -132,3 +129,21 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """``a · b`` of rows and columns, in fp32; exact sums of many terms are sums of partial sums.
+
+    Tensor cores add up few terms at a time, but fp32 units one after the other: of 128 terms the
+    error is then several times that of a matrix product by cuBLAS.
+    """
+    m: tl.constexpr = a.shape[0]
+    n: tl.constexpr = b.shape[1]
+    parts: tl.constexpr = a.shape[1] // _TERMS
+    if a.dtype == tl.float32 and PRECISION == "ieee" and parts > 1:
+        a = tl.permute(tl.reshape(a, [m, parts, _TERMS]), [1, 0, 2])
+        out = tl.sum(tl.dot(a, tl.reshape(b, [parts, _TERMS, n]), input_precision=PRECISION), 0)
+    else:
+        out = multiply(a, b, tl.zeros([m, n], tl.float32), PRECISION)
+    return out

@@ -31,7 +31,7 @@ from torch import Tensor
 from torchrec_jagged_attn import devices, paths
 from torchrec_jagged_attn.arguments import FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
-from torchrec_jagged_attn.kernels.common.matmul import dot_precision
+from torchrec_jagged_attn.kernels.common.matmul import product_precision
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.kernels.common.tma import is_addressable
@@ -258,7 +258,7 @@ class _Call:
             device=device,
             on_hopper=devices.hopper_multiprocessors(device) > 0,
             dtype=q.dtype,
-            precision=dot_precision(q.dtype),
+            precision=product_precision(q.dtype),
             shared_memory=devices.shared_memory(device),
             num_heads=num_heads,
             num_key_heads=k.shape[1],

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias, row_buckets
-from torchrec_jagged_attn.kernels.common.matmul import multiply
+from torchrec_jagged_attn.kernels.common.matmul import multiply, product
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, mean_grad
 from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
 from torchrec_jagged_attn.kernels.flash.distance_bias import (
@@ -72,12 +72,12 @@ def _grad_of_queries(
         p, visible = key_weights(
             rows.q, k, rows.maximum, rows.inverse, args, place, start, C, MASKED
         )
-        dp = tl.dot(rows.grad_out, tl.trans(v), input_precision=C.PRECISION)
+        dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
         if MASKED:
             delta = mean_grad(p, dp, visible, delta, last <= C.BLOCK_N, 1)
         ds = p * (dp - delta[:, None])
         # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
-        acc += tl.dot(ds.to(k.dtype), k, input_precision=C.PRECISION) * args.scale
+        acc += product(ds.to(k.dtype), k, C.PRECISION) * args.scale
         if C.BIASED:
             residual += tl.sum(ds, 1)
     return acc, residual, delta
@@ -202,7 +202,7 @@ def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.con
                 C.BLOCK_N, C.BLOCK_M,
             )  # fmt: skip
         visible = visible & (scores_bias != -float("inf"))
-    products = tl.dot(keys.k, tl.trans(q), input_precision=C.PRECISION)
+    products = product(keys.k, tl.trans(q), C.PRECISION)
     products = -products if C.NEGATIVE else products
     p = softmax_of_stats(
         products, args.factor, scores_bias, visible, maximum[None, :], inverse[None, :], C, MASKED
@@ -219,7 +219,7 @@ def _grad_of_keys(
     for start in range(first, last, C.BLOCK_M):
         p, _, q, grad_out, delta = query_weights(keys, bias, args, head, start, C, MASKED)
         acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
-        dp = tl.dot(keys.v, tl.trans(grad_out), input_precision=C.PRECISION)
+        dp = product(keys.v, tl.trans(grad_out), C.PRECISION)
         ds = p * (dp - delta[None, :])
         acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
         if C.BIASED:
@@ -380,13 +380,13 @@ def grad_relative_kernel(
                     biases, samples.kv_offsets, sample, key + j[None, :], j[None, :] < keys, head,
                     C.H, C.H, C.P, C.A, C.PRIOR,
                 )  # fmt: skip
-            products = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
+            products = product(q, tl.trans(k), C.PRECISION)
             products = -products if C.NEGATIVE else products
             visible = own[:, None] & (j[None, :] < keys) & (scores_bias != -float("inf"))
             p = softmax_of_stats(
                 products, factor, scores_bias, visible, maximum[:, None], inverse[:, None], C
             )
-            dp = tl.dot(grad_out, tl.trans(v), input_precision=C.PRECISION)
+            dp = product(grad_out, tl.trans(v), C.PRECISION)
             acc += p * (dp - delta[:, None])
         if C.CAUSAL:  # what is hidden is so all along the diagonal, and may have added NaN
             acc = tl.where(first + i[:, None] >= j[None, :], acc, 0.0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common.matmul import multiply
+from torchrec_jagged_attn.kernels.common.matmul import multiply, product
 from torchrec_jagged_attn.kernels.flash.records import Arguments
 from torchrec_jagged_attn.kernels.flash.tiles import (
     key_bias,
@@ -37,7 +37,7 @@ __all__ = ["forward_kernel"]
 def _scores(q, args, place, start, C: tl.constexpr, MASKED: tl.constexpr):
     """``(products, bias, visible)`` of the tile's queries with the keys from ``start`` on."""
     k = load_keys(args.inputs.k, place, start, C, MASKED)
-    products = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
+    products = product(q, tl.trans(k), C.PRECISION)  # [BLOCK_M, BLOCK_N]
     bias, visible = key_bias(args, place, start, C)
     return products, bias, visible
 

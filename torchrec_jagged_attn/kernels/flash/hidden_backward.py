@@ -7,7 +7,7 @@ import triton.language as tl
 
 from torchrec_jagged_attn.arguments import FlashOutputs
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.kernels.common.matmul import multiply
+from torchrec_jagged_attn.kernels.common.matmul import multiply, product
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
 from torchrec_jagged_attn.kernels.flash.general_backward import (
     Keys,
@@ -62,7 +62,7 @@ def _mend_query_gradients(args, sample, row, end, head, C: tl.constexpr):
             k = load_keys(args.inputs.k, place, start, C)
             v = load_values(args.inputs.v, place, start, C)
             p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
-            dp = tl.dot(grad_out, tl.trans(v), input_precision=C.PRECISION)
+            dp = product(grad_out, tl.trans(v), C.PRECISION)
             ds = tl.where(j[None, :] < place.high, p * (dp - delta[:, None]), 0.0)
             k, first = without_bad(k, j, first)
             acc = multiply(ds.to(k.dtype), k, acc, C.PRECISION)
@@ -118,7 +118,7 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
                 p, seen, q, grad_out, delta = query_weights(
                     keys, bias, args, head, start, C, MASKED=True
                 )
-                dp = tl.dot(v, tl.trans(grad_out), input_precision=C.PRECISION)
+                dp = product(v, tl.trans(grad_out), C.PRECISION)
                 ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
                 grad_bias += tl.sum(ds, 1)
                 from_last = num_rows - 1 - start - i

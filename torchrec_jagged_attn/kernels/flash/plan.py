@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
     Attributes:
         on_hopper: whether the device is a Hopper GPU.
-        precision: of products, see ``dot_precision``.
+        precision: of products, see ``product_precision``.
         shared_memory: bytes that a program may have.
         num_heads: heads of queries.
         num_key_heads: heads of keys and values.
@@ -194,6 +194,8 @@ class Plan:
     @functools.cached_property
     def forward(self) -> dict[str, Any]:
         """Tile of the forward kernel."""
+        if self._in_parts:
+            return self._tile_in_parts(64, 32)
         if self._is_small:
             return self._small
         stages = 2 if self.call.biased or self.call.dtype.itemsize == 4 else 3
@@ -202,6 +204,8 @@ class Plan:
     @functools.cached_property
     def grad_q(self) -> dict[str, Any]:
         """Tile of the gradient of queries."""
+        if self._in_parts:
+            return self._tile_in_parts(64, 32)
         if self._is_small:
             return self._small
         stages = 4 if self.call.row_bytes <= 128 else 3
@@ -210,6 +214,8 @@ class Plan:
     @functools.cached_property
     def grad_kv(self) -> dict[str, Any]:
         """Tile of the gradients of keys and values."""
+        if self._in_parts:
+            return self._tile_in_parts(32, 32)
         if self._is_small:
             return self._small
         tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
@@ -222,14 +228,30 @@ class Plan:
         """Tile of the gradient of scores by distance."""
         stages = 2 if self.call.row_bytes <= 128 else 1
         tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
-        if self._is_small:
-            tile = self._small | {"num_stages": 1}
+        if self._in_parts and self.call.padded_width <= 128:
+            tile["num_stages"] = 1
+        elif self._is_small:
+            tile = self._small | {"num_stages": 1, "PRECISION": _precision_of_wholes(self.call)}
         return tile | {"GROUPS": padded_width(self.call.distance_buckets) // 16}
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether products are those of fp32 in parts of bf16."""
+        return self.constants.PRECISION == "bf16x6"
+
+    def _tile_in_parts(self, block_m: int, block_n: int) -> dict[str, Any]:
+        """Tile of fp32 in parts of bf16, with these rows where they have 128 columns."""
+        stages = 2
+        if self.call.padded_width <= 64:
+            block_m, block_n, stages = 64, 64, 1
+        elif self.call.padded_width == 256:
+            block_m, block_n = 16, 16
+        return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": stages}
 
     @property
     def _is_small(self) -> bool:
         """Whether operands of larger tiles would not fit."""
-        return self.call.row_bytes > 256 or self.call.precision == "ieee"
+        return self.call.row_bytes > 256 or _precision_of_wholes(self.call) == "ieee"
 
     @functools.cached_property
     def _small(self) -> dict[str, Any]:
@@ -237,11 +259,11 @@ class Plan:
 
         The gradient of keys takes the most: four operands, or five of TF32, and scores.
         """
-        call = self.call
-        block = tile_rows(call.row_bytes, call.precision, registers=8192)
-        if call.precision == "ieee":
+        call, precision = self.call, _precision_of_wholes(self.call)
+        block = tile_rows(call.row_bytes, precision, registers=8192)
+        if precision == "ieee":
             block = min(block, 32)  # scores of larger ones spill
-        operands = 5 if call.dtype.itemsize == 4 and call.precision == "tf32" else 4
+        operands = 5 if call.dtype.itemsize == 4 and precision == "tf32" else 4
         while block > 16 and (
             block * (operands * call.row_bytes + 4 * block + 16) > call.shared_memory
         ):
@@ -250,10 +272,17 @@ class Plan:
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
 
 
+def _precision_of_wholes(call: Call) -> str:
+    """That of products whose factors are not taken apart."""
+    return "ieee" if call.precision == "bf16x6" else call.precision
+
+
 @functools.cache
 def plan_of(call: Call) -> Plan:
     """The plan of ``call``."""
     short = choose(PATHS, call.device, call)
+    # Parts of wider rows do not fit in registers.
+    precision = call.precision if call.padded_width <= 256 else _precision_of_wholes(call)
     return Plan(
         call=call,
         short_samples=short,
@@ -269,7 +298,7 @@ def plan_of(call: Call) -> Plan:
             CAUSAL=call.causal,
             NEGATIVE=call.negative_scale,
             EXACT=call.dtype == torch.float32,
-            PRECISION=call.precision,
+            PRECISION=precision,
             P=call.position_buckets,
             A=call.age_buckets,
             R=call.distance_buckets,

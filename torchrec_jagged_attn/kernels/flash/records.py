@@ -32,7 +32,7 @@ class Constants(NamedTuple):
     CAUSAL: bool
     NEGATIVE: bool  # whether the scale is
     EXACT: bool  # whether statistics are those of fp32, see ``tiles.store_softmax_stats``
-    PRECISION: str  # of products, see ``matmul.dot_precision``
+    PRECISION: str  # of products, see ``matmul.product_precision``
     P: int = 0  # buckets of positions
     A: int = 0  # buckets of ages
     R: int = 0  # buckets of distances

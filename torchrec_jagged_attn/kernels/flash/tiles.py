@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
 from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
@@ -281,7 +282,7 @@ def key_weights(
 ):
     """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on, and which are visible."""
     bias, visible = key_bias(args, place, start, C)
-    products = tl.dot(q, tl.trans(k), input_precision=C.PRECISION)
+    products = product(q, tl.trans(k), C.PRECISION)
     p = softmax_of_stats(
         products, args.factor, bias, visible, maximum[:, None], inverse[:, None], C, MASKED
     )
