@@ -184,6 +184,7 @@ CASES = {
     "general flash": Case((80,), "", lambda: flash(20)),
     "general flash of short samples": Case((90,), "short", lambda: flash(20)),
     "general flash by distance": Case((80,), "relative|distance", lambda: flash(20, relative=True)),
+    "general flash, fp32": Case((80, 90), "", lambda: flash(64, FP32, relative=True)),
     "general flash, biased": Case((90,), "flash", lambda: flash(32, biased=True, relative=True)),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),

@@ -86,7 +86,12 @@ def test_the_table_names_what_a_device_has(monkeypatch):
 @pytest.mark.parametrize("room", [A100, H100])
 @pytest.mark.parametrize(
     ("dtype", "precision"),
-    [(torch.float32, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "tf32")],
+    [
+        (torch.float32, "ieee"),
+        (torch.float32, "bf16x6"),
+        (torch.float32, "tf32"),
+        (torch.bfloat16, "tf32"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("width", [256, 512, 1024])
@@ -97,3 +102,18 @@ def test_operands_of_wide_rows_fit(width, dtype, precision, room):
     block = tile["BLOCK_M"]
     assert block == tile["BLOCK_N"]
     assert block == 16 or block * (operands * call.row_bytes + 4 * block) <= room
+
+
+@pytest.mark.parametrize(
+    ("width", "asked", "precision"),
+    [
+        (256, "bf16x6", "bf16x8"),
+        (257, "bf16x6", "ieee"),
+        (64, "ieee", "ieee"),
+        (64, "tf32", "tf32"),
+    ],
+    ids=str,
+)
+def test_products_of_wide_rows_are_not_taken_apart(width, asked, precision):
+    call = HALF._replace(dtype=torch.float32, width=width, precision=asked)
+    assert plan_of(call).constants._asdict()["PRECISION"] == precision

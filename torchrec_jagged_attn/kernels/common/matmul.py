@@ -105,27 +105,46 @@ def _parts(x):
 
 
 @triton.jit
+def _product_apart(a, b):
+    """``a · b``, exact, which is not begun at what is added to it.
+
+    Triton makes one sum of two without the number given, which says nothing else but of fp8.
+    """
+    return tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=a.shape[1])
+
+
+@triton.jit
 def multiply(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a · b``, in fp32.
 
     Exact products begin at zero, so that their sums stay as exact as they are. ``"bf16x6"`` takes
     them of three bf16 parts: the small ones first, and where an infinity made NaN of them, without.
+    The error of a sum of one term is then up to five times fp32's. ``"bf16x8"`` leaves out no more
+    than the least product, and adds the largest in fp32 units, which round where tensor cores cut
+    off: that error is fp32's.
     """
     if a.dtype != tl.float32:
         acc = tl.dot(a, b, acc)
-    elif PRECISION == "bf16x6":
+    elif PRECISION == "bf16x6" or PRECISION == "bf16x8":
         a_high, a_middle, a_low = _parts(a)
         b_high, b_middle, b_low = _parts(b)
-        out = tl.dot(a_low, b_high)
+        if PRECISION == "bf16x8":
+            out = tl.dot(a_low, b_middle)
+            out = tl.dot(a_middle, b_low, out)
+            out = tl.dot(a_low, b_high, out)
+        else:
+            out = tl.dot(a_low, b_high)
         out = tl.dot(a_middle, b_middle, out)
         out = tl.dot(a_high, b_low, out)
         out = tl.dot(a_middle, b_high, out)
         out = tl.dot(a_high, b_middle, out)
         out = tl.where(out == out, out, 0.0)
-        acc += tl.dot(a_high, b_high, out)
+        if PRECISION == "bf16x8":
+            acc += _product_apart(a_high, b_high) + out
+        else:
+            acc += tl.dot(a_high, b_high, out)
     elif PRECISION == "ieee":
-        # Triton makes one sum of two without that number, which says nothing else of fp32.
-        acc += tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=a.shape[1])
+        acc += _product_apart(a, b)
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc

@@ -228,7 +228,7 @@ class Plan:
         """Tile of the gradient of scores by distance."""
         stages = 2 if self.call.row_bytes <= 128 else 1
         tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
-        if self._in_parts and self.call.padded_width <= 128:
+        if self._in_parts and self.call.on_hopper and self.call.padded_width <= 128:
             tile["num_stages"] = 1
         elif self._is_small:
             tile = self._small | {"num_stages": 1, "PRECISION": _precision_of_wholes(self.call)}
@@ -237,12 +237,14 @@ class Plan:
     @property
     def _in_parts(self) -> bool:
         """Whether products are those of fp32 in parts of bf16."""
-        return self.constants.PRECISION == "bf16x6"
+        return self.constants.PRECISION == "bf16x8"
 
     def _tile_in_parts(self, block_m: int, block_n: int) -> dict[str, Any]:
         """Tile of fp32 in parts of bf16, with these rows where they have 128 columns."""
         stages = 2
-        if self.call.padded_width <= 64:
+        if not self.call.on_hopper:  # both factors lie in registers: larger ones spill
+            block_m = block_n = 32 if self.call.padded_width <= 64 else 16
+        elif self.call.padded_width <= 64:
             block_m, block_n, stages = 64, 64, 1
         elif self.call.padded_width == 256:
             block_m, block_n = 16, 16
@@ -281,8 +283,9 @@ def _precision_of_wholes(call: Call) -> str:
 def plan_of(call: Call) -> Plan:
     """The plan of ``call``."""
     short = choose(PATHS, call.device, call)
-    # Parts of wider rows do not fit in registers.
-    precision = call.precision if call.padded_width <= 256 else _precision_of_wholes(call)
+    precision = call.precision
+    if precision == "bf16x6":  # gradients may be of one term; parts of wide rows fill registers
+        precision = "bf16x8" if call.padded_width <= 256 else "ieee"
     return Plan(
         call=call,
         short_samples=short,
