@@ -365,7 +365,11 @@ TABLES = {
         "64 samples of up to 50 rows",
         {
             "`JaggedTargetAttention`": "target_attention-host",
+            "the same, with a bias by recency": "target_attention_recency-host",
+            "`jagged_target_attention`": "target_attention_kernel-host",
+            "`JaggedSelfAttention`": "self_attention_module-host",
             "`jagged_flash_attention`": "self_attention-host",
+            "the same, with a bias by distance": "self_attention_recency-host",
             **ops("host"),
         },
         (
