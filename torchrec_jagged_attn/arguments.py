@@ -121,6 +121,7 @@ class FlashArguments(NamedTuple):
 
     Attributes:
         bias: see :class:`Biases`.
+        window: how many keys each query sees at most; 0 for all.
         needs_stats: whether the statistics of the softmax are asked for. Kernels always keep them,
             for the gradient.
     """
@@ -137,6 +138,7 @@ class FlashArguments(NamedTuple):
     row_dropout: Tensor | None
     relative_bias: Tensor | None
     causal: bool
+    window: int
     scale: float
     needs_stats: bool
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_tensor",
     "check_timestamps",
     "check_width",
+    "check_window",
     "should_validate",
 ]
 
@@ -125,6 +126,22 @@ def check_heads(num_heads: int, embed_dim: int) -> None:
             raise TypeError(f"{name} must be an int, got {value!r}")
     if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
         raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
+
+
+def check_window(
+    window: int | None, causal: bool, name: str = "window", causal_name: str = "causal"
+) -> None:
+    """``window`` must be ``None``, or a number of keys that causal attention is cut to."""
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int or None, got {window!r}")
+    if window < 1:
+        raise ValueError(f"{name} must be at least 1, or None, got {window}")
+    if not causal:
+        raise ValueError(
+            f"{name} must go with {causal_name}=True, got {name}={window} and {causal_name}=False"
+        )
 
 
 def check_biases(

@@ -245,28 +245,42 @@ def test_target_attention_in_python(targets, dtype):
 
 
 @pytest.mark.usefixtures("without_compiled")
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(False, None), (True, None), (True, 1), (True, 6)],
+    ids=["full", "causal", "1", "6"],
+)
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_flash_attention_in_python(dtype, cross, causal):
+def test_flash_attention_in_python(dtype, cross, causal, window):
     functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
     case = Case("python", 7, 40, 4, 24, dtype=dtype)
     inputs = make_flash_inputs(case, "cpu", cross=cross, kv_heads=2, value_width=16, bias=True)
     assert_matches_oracle(
-        *(functools.partial(function, causal=causal) for function in functions), inputs
+        *(functools.partial(function, causal=causal, window=window) for function in functions),
+        inputs,
     )
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_python_agrees(causal, monkeypatch):
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(False, None), (True, None), (True, 6), (True, 100)],
+    ids=["full", "causal", "6", "100"],
+)
+@pytest.mark.parametrize("max_length", [40, 300])
+def test_python_agrees(max_length, causal, window, monkeypatch):
     """On the bias by distance and the log-sum-exps, too; the tests elsewhere have C++."""
     inputs = make_flash_inputs(
-        Case("both", 9, 40, 4, 24, dtype=torch.float64), "cpu", cross=True, kv_heads=2, bias=True
+        Case("both", 9, max_length, 4, 24, dtype=torch.float64),
+        "cpu",
+        cross=True,
+        kv_heads=2,
+        bias=True,
     )
     generator = torch.Generator().manual_seed(1)
     inputs["relative_bias"] = torch.randn(9, 4, generator=generator, dtype=torch.float64)
     grad_out = torch.randn(inputs["q"].shape, generator=generator, dtype=torch.float64)
-    attend = functools.partial(jagged_flash_attention, causal=causal)
+    attend = functools.partial(jagged_flash_attention, causal=causal, window=window)
     results, lses = [], []
     for _ in range(2):
         results.append(outputs_and_gradients(attend, inputs, grad_out))
@@ -364,6 +378,33 @@ def test_what_causality_hides_may_be_nan(queries, monkeypatch):
             assert torch.all(results[name][unseen].isfinite()), name
         for name in ("out", "q"):
             assert torch.all(results[name][1:].isfinite()), name
+
+
+@pytest.mark.parametrize("window", [1, 3, 80])
+def test_what_a_window_hides_may_be_nan(window, monkeypatch):
+    """A key, and all queries but those that see it are as without it; and a query, likewise."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 200, 2, 4, generator=generator)
+    offsets = {"q_offsets": torch.tensor([0, 200]), "kv_offsets": torch.tensor([0, 200])}
+    bias, relative_bias = torch.randn(2, 200, 2, generator=generator)
+    inputs = {"q": q, "k": k, "v": v, "bias": bias, "relative_bias": relative_bias, **offsets}
+    grad_out = torch.randn(q.shape, generator=generator)
+    options = {"causal": True, "window": window}
+    attend = functools.partial(jagged_flash_attention, **options)
+    expected = outputs_and_gradients(attend, inputs, grad_out)
+    poisoned = inputs | {"k": k.clone(), "v": v.clone()}
+    poisoned["k"][70, 0, 1] = poisoned["v"][70, 1, 0] = torch.nan
+    hidden = torch.arange(200).sub(70).div(window, rounding_mode="floor") != 0
+    for results in outcomes(poisoned, grad_out, monkeypatch, **options):
+        for name in ("out", "q"):
+            torch.testing.assert_close(results[name][hidden], expected[name][hidden], msg=name)
+            assert results[name][~hidden].isnan().any(-1).all()
+    poisoned = inputs | {"q": q.clone()}
+    poisoned["q"][70, 0, 1] = torch.nan
+    unseen = torch.arange(200).sub(71).div(window, rounding_mode="floor") != -1
+    for results in outcomes(poisoned, grad_out, monkeypatch, **options):
+        for name in ("k", "v", "bias"):
+            torch.testing.assert_close(results[name][unseen], expected[name][unseen], msg=name)
 
 
 @pytest.mark.parametrize("of", ["loops", "operators", "python"])

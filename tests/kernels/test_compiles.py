@@ -126,12 +126,18 @@ def target(
     ).sum().backward()
 
 
-def flash(width: int, dtype: torch.dtype = BF16, biased: bool = False, relative: bool = False):
+def flash(
+    width: int,
+    dtype: torch.dtype = BF16,
+    biased: bool = False,
+    relative: bool = False,
+    window: int | None = None,
+):
     biases = tables(2) if biased else {}
     if relative:
         biases["relative_bias"] = zeros(9, 2, dtype=FP32)
     q, k, v = (zeros(N, 2, width, dtype=dtype) for _ in range(3))
-    jagged_flash_attention(q, k, v, OFFSETS, causal=True, **biases).sum().backward()
+    jagged_flash_attention(q, k, v, OFFSETS, causal=True, window=window, **biases).sum().backward()
 
 
 def table_1(dtype: torch.dtype) -> None:
@@ -186,6 +192,11 @@ CASES = {
     "general flash by distance": Case((80,), "relative|distance", lambda: flash(20, relative=True)),
     "general flash, fp32": Case((80, 90), "", lambda: flash(64, FP32, relative=True)),
     "general flash, biased": Case((90,), "flash", lambda: flash(32, biased=True, relative=True)),
+    "general flash of a window": Case((80,), "", lambda: flash(20, window=70)),
+    "general flash of a window, biased": Case(
+        (90,), "flash", lambda: flash(32, biased=True, relative=True, window=70)
+    ),
+    "general flash of a window, fp32": Case((90,), "flash", lambda: flash(64, FP32, window=70)),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
     "layer": Case((80, 90), "projections|head_products", layer),

@@ -38,8 +38,8 @@ def run(module, *, rows, offsets, prior_weights=None, **parameters):
     return functional_call(module, parameters, (history, prior_weights), strict=True).values()
 
 
-def distance_mask(table, length, causal):
-    """``[H, L, L]`` scores by distance, and ``-inf`` of newer rows."""
+def distance_mask(table, length, causal, window=None):
+    """``[H, L, L]`` scores by distance, and ``-inf`` of newer rows and beyond the window."""
     places = torch.arange(length)
     distance = places[:, None] - places
     buckets = [(1 + abs(d)) ** 4 for d in distance.flatten().tolist()]
@@ -50,10 +50,14 @@ def distance_mask(table, length, causal):
     else:
         mask = table[index.to(table.device)].permute(2, 0, 1)
     hidden = (distance < 0).to(mask.device) & causal
+    if window is not None:
+        hidden |= (distance >= window).to(mask.device)
     return mask.masked_fill(hidden, -torch.inf)
 
 
-def run_by_sample(peer, heads, causal, *, rows, offsets, prior_weights=None, **parameters):
+def run_by_sample(
+    peer, heads, causal, *, rows, offsets, prior_weights=None, window=None, **parameters
+):
     """The same by a module of torch's own, ``peer(parameters, x, mask)``, sample for sample."""
     names = [name for name in parameters if "recency_bias" in name]
     table = parameters.pop(names[0]) if names else None
@@ -61,7 +65,7 @@ def run_by_sample(peer, heads, causal, *, rows, offsets, prior_weights=None, **p
     weights = rows.new_ones(len(rows)) if prior_weights is None else prior_weights
     outs = []
     for x, w in zip(rows.split(lengths), weights.split(lengths), strict=True):
-        mask = distance_mask(table, len(x), causal).to(x).expand(heads, -1, -1)
+        mask = distance_mask(table, len(x), causal, window).to(x).expand(heads, -1, -1)
         mask = (mask + w.masked_fill(w == 0, 1).log()).masked_fill(w == 0, -torch.inf)
         outs.append(peer(parameters, x, mask) if len(x) else x)
     return torch.cat(outs)
@@ -92,6 +96,18 @@ def test_is_multihead_attention(bias, causal, recency_bias, device):
 def test_is_transformer_encoder_layer(causal, device):
     module = HistoryEncoderLayer(16, 2, causal=causal)
     peer = partial(run_by_sample, layer_peer, 2, causal)
+    assert_matches_oracle(partial(run, module), peer, peer, make_inputs(module, device))
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "plain"])
+@pytest.mark.parametrize("window", [1, 5, 64])
+@pytest.mark.parametrize(
+    ("make", "peer"),
+    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
+)
+def test_window(make, peer, window, recency_bias, device):
+    module = make(16, 2, causal=True, window=window, recency_bias=recency_bias)
+    peer = partial(run_by_sample, peer, 2, True, window=window)
     assert_matches_oracle(partial(run, module), peer, peer, make_inputs(module, device))
 
 
@@ -138,6 +154,19 @@ def test_starts_with_slopes_of_distance():
     table = module.recency_bias.position_weight
     assert torch.all(table[1:, 0] < table[:-1, 0])
     assert torch.all(table[:, 1] == 0)
+
+
+def test_a_row_sees_no_further_than_the_windows_of_all_layers(device):
+    layers = [HistoryEncoderLayer(16, 2, causal=True, window=4) for _ in range(2)]
+    encoder = nn.Sequential(*layers).to(device)
+    rows = torch.randn(20, 16, device=device)
+    lengths = torch.tensor([20], device=device)
+    outs = []
+    for first in (rows[0], torch.full_like(rows[0], torch.nan)):
+        history = JaggedTensor(torch.cat([first[None], rows[1:]]), lengths=lengths)
+        outs.append(encoder(history).values())
+    torch.testing.assert_close(outs[0][7:], outs[1][7:])
+    assert outs[1][:7].isnan().all()
 
 
 def test_no_rows_at_all(device):
@@ -192,7 +221,11 @@ def test_a_removed_row_reaches_no_other(device):
     assert torch.equal(outs[1][4:], alone)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "recency_bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True, "recency_bias": False}, {"causal": True, "window": 2}],
+    ids=str,
+)
 def test_traced_and_scripted(options, device):
     layer = HistoryEncoderLayer(16, 2, **options).to(device)
     lengths = torch.tensor([1, 3], device=device)
@@ -233,6 +266,10 @@ def test_errors_name_the_argument(module, history, error, message):
 def test_constructor_errors():
     with pytest.raises(TypeError, match=r"num_heads must be an int, got 2\.0"):
         JaggedSelfAttention(16, 2.0)
+    with pytest.raises(ValueError, match="window must go with causal=True, got window=4 and caus"):
+        HistoryEncoderLayer(16, 2, window=4)
+    with pytest.raises(TypeError, match=r"window must be an int or None, got 4\.0"):
+        JaggedSelfAttention(16, 2, causal=True, window=4.0)
     with pytest.raises(ValueError, match="num_heads must divide embed_dim 16, got 3"):
         JaggedSelfAttention(16, 3)
     with pytest.raises(NotImplementedError, match="embed_dim / num_heads must have a width"):

@@ -29,12 +29,11 @@ from torchrec_jagged_attn.testing import (
 CPU = torch.device("cpu")
 
 
-def assert_right(inputs, causal=False, timestamps=None):
+def assert_right(inputs, causal=False, timestamps=None, window=None):
     # Timestamps are no leaf, though they may be floating-point.
     functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
-    assert_matches_oracle(
-        *(partial(function, causal=causal, timestamps=timestamps) for function in functions), inputs
-    )
+    options = {"causal": causal, "timestamps": timestamps, "window": window}
+    assert_matches_oracle(*(partial(function, **options) for function in functions), inputs)
 
 
 def inputs_of(
@@ -127,6 +126,88 @@ def test_bias(name, causal, device):
             case, device, cross=True, kv_heads=case.num_heads // 2, value_width=24, bias=True
         )
         assert_right(grouped, causal)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "kind"),
+    each_pair(
+        [name for name, case in CASES.items() if not case.large],
+        [1, 5, 32, 64, 65, 1000],
+        ["self", "cross", "biased"],
+    ),
+    ids=str,
+)
+def test_window(name, window, kind, device):
+    skip_unless_supported(CASES[name], device)
+    options = {"cross": True, "kv_heads": 1, "value_width": 24} if kind != "self" else {}
+    inputs = make_flash_inputs(CASES[name], device, **options, bias=kind == "biased")
+    assert_right(inputs, causal=True, window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [40, 64, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("window", [1, 2, 31, 63, 64, 65, 127, 128, 129, 200, 400, 2**40])
+def test_windows_about_tiles(window, kv_heads, width, dtype):
+    lengths = [1, 16, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 17, 900, 32]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, "cuda", dtype, width=width, kv_heads=kv_heads)
+        assert_right(inputs, True, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 6, 64, 10**12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_window_of_biases(dtype, window, device):
+    """By key, position and age, and prior weights."""
+    inputs = inputs_of([9, 70, 5, 64, 0, 3], [150, 70, 0, 64, 5, 1], device, dtype, kv_heads=2)
+    generator = torch.Generator().manual_seed(1)
+    inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+    inputs["prior_weights"] = draw_prior_weights(290, device)
+    timestamps = torch.exp(14 * torch.rand(290, generator=generator)).to(device)
+    assert_right(inputs, True, timestamps, window)
+
+
+@pytest.mark.parametrize("window", [1, 6, 64, 100])
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.float32, 16), (torch.float16, 64), (torch.bfloat16, 128)], ids=str
+)
+def test_window_and_distances(window, dtype, width, device):
+    skip_unless_supported(Case("relative", 5, 150, 2, width, dtype=dtype), device)
+    inputs = inputs_of(
+        [9, 2, 130, 64, 1, 5, 0], [150, 0, 130, 70, 9, 2, 3], device, dtype, width=width
+    )
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=True, window=window),
+        *[partial(with_relative_bias, causal=True, window=window)] * 2,
+        inputs,
+    )
+
+
+def test_window_as_wide_as_all_changes_no_result(device):
+    inputs = inputs_of([70, 0, 5, 33], [64, 3, 9, 90], device, bias=True)
+    whole, lse = jagged_flash_attention(**inputs, causal=True, return_lse=True)
+    out, lse_of_window = jagged_flash_attention(**inputs, causal=True, window=90, return_lse=True)
+    assert torch.equal(out, whole)
+    assert torch.equal(lse_of_window, lse)
+
+
+def test_windows_merge_by_log_sum_exp(device):
+    """A window and the keys before it are all that causal attention sees."""
+    inputs = inputs_of([100], [100], device)
+    whole, lse = jagged_flash_attention(**inputs, causal=True, return_lse=True)
+    newest, near = jagged_flash_attention(**inputs, causal=True, window=7, return_lse=True)
+    older = {name: inputs[name][:93] for name in "kv"}
+    older |= {"q": inputs["q"][7:]}
+    older |= {name: torch.tensor([0, 93], device=device) for name in ("q_offsets", "kv_offsets")}
+    rest, far = jagged_flash_attention(**older, causal=True, return_lse=True)
+    merged = torch.logaddexp(near[7:], far)
+    torch.testing.assert_close(merged, lse[7:])
+    weights = [torch.exp(part - merged).unsqueeze(-1) for part in (near[7:], far)]
+    torch.testing.assert_close(newest[7:] * weights[0] + rest * weights[1], whole[7:])
 
 
 TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
@@ -297,8 +378,9 @@ def test_more_elements_than_int32_counts():
 
 
 def with_relative_bias(
-    q, k, v, q_offsets, kv_offsets=None, relative_bias=None, bias=None, causal=False, scale=None
-):
+    q, k, v, q_offsets, kv_offsets=None, relative_bias=None, bias=None, causal=False, scale=None,
+    window=None,
+):  # fmt: skip
     """Each sample by itself, through a mask that PyTorch adds to the scores."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     bounds = [x.tolist() for x in (q_offsets, q_offsets if kv_offsets is None else kv_offsets)]
@@ -313,6 +395,8 @@ def with_relative_bias(
         if bias is not None:
             mask = mask + bias[kv_begin:kv_end].T.unsqueeze(1)
         hidden = (distance < 0).to(q.device) & causal
+        if window is not None:
+            hidden |= (distance >= window).to(q.device)
         some = ~hidden.all(1, keepdim=True)
         mask = mask.masked_fill(hidden & some, -torch.inf)
         k_sample, v_sample = (
@@ -495,7 +579,7 @@ def test_strided_inputs_and_gradients(device):
 
 def causal_row_by_row(
     q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
-    relative_bias=None, prior_weights=None,
+    relative_bias=None, prior_weights=None, window=None,
 ):  # fmt: skip
     """Each query as a sample of its own that has the keys that it sees, and no others."""
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
@@ -503,8 +587,9 @@ def causal_row_by_row(
     bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
     for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
         for after in range(end - begin - 1, -1, -1):
-            num_seen.append(max(kv_end - kv_begin - after, 0))
-            index += range(kv_begin, kv_end - after)
+            newer = max(kv_end - kv_begin - after, 0)
+            num_seen.append(newer if window is None else min(newer, window))
+            index += range(kv_end - after - num_seen[-1], kv_end - after)
             distance += range(num_seen[-1] - 1, -1, -1)
     index = torch.tensor(index, dtype=torch.int64, device=q.device)
     biases = [] if bias is None else [bias.to(q.dtype)[index]]
@@ -536,7 +621,7 @@ def bad_rows(queries, keys):
         yield name, (slice(row, row + 1 + more), *within), value
 
 
-def assert_hidden_rows_do_not_matter(inputs, bad):
+def assert_hidden_rows_do_not_matter(inputs, bad, window=None):
     """Elements are bad where a visible row makes them so, and else as right as if none were."""
     generator = torch.Generator().manual_seed(1)
     grad_out = torch.randn(*inputs["q"].shape[:2], inputs["v"].shape[2], generator=generator)
@@ -551,13 +636,14 @@ def assert_hidden_rows_do_not_matter(inputs, bad):
         }
         return outputs_and_gradients(function, inputs, inputs.pop("grad_out"))
 
-    expected, plain = run(causal_row_by_row, inputs, torch.float64), run(causal_row_by_row, inputs)
+    row_by_row = partial(causal_row_by_row, window=window)
+    expected, plain = run(row_by_row, inputs, torch.float64), run(row_by_row, inputs)
     bounds = {
         name: error_bound(value, plain[name], gradient=name != "out")
         for name, value in expected.items()
     }
-    actual = run(partial(jagged_flash_attention, causal=True), poisoned)
-    for name, value in run(causal_row_by_row, poisoned, torch.float64).items():
+    actual = run(partial(jagged_flash_attention, causal=True, window=window), poisoned)
+    for name, value in run(row_by_row, poisoned, torch.float64).items():
         finite = torch.isfinite(value)
         assert torch.equal(torch.isfinite(actual[name]), finite), name
         error = (actual[name].double() - value)[finite].abs()
@@ -602,11 +688,48 @@ def test_hidden_rows_do_not_matter_to_biases(more_keys, dtype, place, device):
     assert_hidden_rows_do_not_matter(inputs, list(bad)[place : place + 1])
 
 
+@pytest.mark.parametrize(
+    ("kind", "window", "kv_heads", "more_keys"),
+    each_pair(
+        [(torch.float32, 16), (torch.float16, 64), (torch.bfloat16, 64), (torch.float16, 128)],
+        [1, 3, 20],
+        [1, 2],
+        [0, 7, -9],
+    ),
+    ids=str,
+)
+def test_rows_that_a_window_hides_do_not_matter(kind, window, kv_heads, more_keys, device):
+    """Each sample has a row of another kind of numbers that are not finite."""
+    dtype, width = kind
+    skip_unless_supported(Case("hidden", 8, 97, 2, width, dtype=dtype), device)
+    lengths = [21, 32, 64, 30, 97, 70, 31, 50]
+    kv_lengths = [length + more_keys for length in lengths]
+    inputs = inputs_of(lengths, kv_lengths, device, dtype, width=width, kv_heads=kv_heads)
+    begins, kv_begins = (inputs[f"{side}_offsets"].tolist() for side in ("q", "kv"))
+    queries = [begin + 10 for begin in begins[:-1]]
+    keys = [begin + 10 + more_keys for begin in kv_begins[:-1]]
+    assert_hidden_rows_do_not_matter(inputs, bad_rows(queries, keys), window)
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 2), (torch.float16, 9)], ids=str)
+def test_rows_that_a_window_hides_do_not_matter_to_biases(window, dtype, place, device):
+    inputs = inputs_of([40, 5], [45, 5], device, dtype, bias=True, kv_heads=2)
+    generator = torch.Generator().manual_seed(2)
+    for name, size in (("position_bias", 20), ("age_bias", 30), ("relative_bias", 20)):
+        inputs[name] = torch.randn(size, 2, generator=generator).to(device)
+    inputs["timestamps"] = torch.arange(50, device=device) ** 2
+    bad = bad_rows([12] * 8, [17] * 8)
+    assert_hidden_rows_do_not_matter(inputs, list(bad)[place : place + 1], window)
+
+
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("biased", [False, True], ids=["half", "biased"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_other_samples_never_matter(device, causal, biased):
-    attend = partial(jagged_flash_attention, causal=causal)
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 20)], ids=["full", "causal", "20"]
+)
+def test_other_samples_never_matter(device, causal, window, biased):
+    attend = partial(jagged_flash_attention, causal=causal, window=window)
     lengths = {"q": [3, 0, 130, 17, 64], "kv": [5, 4, 70, 17, 64]}
     kind = {"bias": True} if biased else {"dtype": torch.float16, "width": 64}
     inputs = inputs_of(lengths["q"], lengths["kv"], device, **kind)
@@ -664,16 +787,19 @@ def test_opcheck(device):
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
     row_dropout = torch.tensor([7, 2**31], device=device)
-    others = (timestamps, row_dropout, relative_bias, True, 0.25, True)
+    others = (timestamps, row_dropout, relative_bias, True, 2, 0.25, True)
     torch.library.opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     torch.library.opcheck(op, (*arguments, *biases, *others))
-    torch.library.opcheck(op, (*arguments, *[None] * 6, False, 0.25, False))
+    torch.library.opcheck(op, (*arguments, *[None] * 6, False, 0, 0.25, False))
+    torch.library.opcheck(op, (*arguments, *[None] * 6, True, 3, 0.25, False))
 
 
 @pytest.mark.reference  # kernels compute no fp64
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_gradcheck_of_the_reference(causal):
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 2)], ids=["full", "causal", "2"]
+)
+def test_gradcheck_of_the_reference(causal, window):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
     leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
@@ -684,7 +810,7 @@ def test_gradcheck_of_the_reference(causal):
         return jagged_flash_attention(
             q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
             timestamps=torch.arange(12), prior_weights=prior_weights, relative_bias=relative_bias,
-            causal=causal,
+            causal=causal, window=window,
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(attend, leaves)
@@ -819,6 +945,10 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
         ({"prior_weights": torch.ones(7, 2)}, ValueError, r"prior_weights must have shape \[N\]"),
         ({"prior_weights": -torch.ones(7)}, ValueError, "finite and not negative, got -1.0 at pos"),
         ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
+        ({"causal": True, "window": 2.0}, TypeError, "window must be an int or None, got 2.0"),
+        ({"causal": True, "window": True}, TypeError, "window must be an int or None, got True"),
+        ({"causal": True, "window": 0}, ValueError, "window must be at least 1, or None, got 0"),
+        ({"window": 4}, ValueError, "window must go with causal=True, got window=4 and causal=Fal"),
         ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
         ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),
         ({"kv_offsets": torch.tensor([0, 8, 7])}, ValueError, "kv_offsets must never decrease"),

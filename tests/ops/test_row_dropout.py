@@ -120,9 +120,11 @@ def test_target_attention(layout, num_targets, dtype, tables, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 9)], ids=["full", "causal", "9"]
+)
 @pytest.mark.parametrize("width", [16, 64])
-def test_flash_attention(width, causal, dtype, device):
+def test_flash_attention(width, causal, window, dtype, device):
     lengths = [70, 0, 3, 20]
     generator = torch.Generator().manual_seed(0)
     inputs = {
@@ -131,7 +133,8 @@ def test_flash_attention(width, causal, dtype, device):
     }
     inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
     functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
-    functions = [functools.partial(function, causal=causal) for function in functions]
+    options = {"causal": causal, "window": window}
+    functions = [functools.partial(function, **options) for function in functions]
     assert_rows_are_dropped(functions, inputs, 93, device)
 
 

@@ -117,6 +117,11 @@ def of_relative_flash(lengths, device):
     return attend, leaves, rest
 
 
+def of_window_flash(lengths, device):
+    attend, leaves, rest = of_relative_flash(lengths, device)
+    return attend, leaves, rest | {"window": 9}
+
+
 def of_biased_flash(lengths, device):
     attend, leaves, rest = of_relative_flash(lengths, device)
     leaves["position_bias"] = draw(9, 2, device=device, seed=3)
@@ -301,6 +306,7 @@ KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
+        of_window_flash,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_flash, of_dropped_module, of_silu_target, of_sigmoid_module,
@@ -365,6 +371,16 @@ def test_kernels_for_hopper(kind, causal, hopper, monkeypatch, programs):
     for lengths in ([130, 5, 0, 64], [3, 20], [1, 0, 200, 70, 16], [140]):
         assert_replayed(calls_of, lengths, device, monkeypatch)
     assert launched is None or launched.count("hopper_backward") >= 8
+    assert None not in programs
+
+
+def test_a_program_for_each_window(device, monkeypatch, programs):
+    counts = []
+    for window in (1, 9, None, 9, 1):
+        call = functools.partial(of_half_flash, window=window)
+        assert_replayed(call, [130, 5, 0, 64], device, monkeypatch)
+        counts.append(len(programs))
+    assert counts[0] < counts[1] < counts[2] == counts[3] == counts[4]
     assert None not in programs
 
 

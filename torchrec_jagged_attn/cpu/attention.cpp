@@ -2,6 +2,7 @@
 // the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
 // sample is so small that calling them takes longer than what they do. Operators multiply what
 // causality hides by zero, which gives NaN of what is not finite: then loops do the sample again.
+// With a window, a sample is cut into blocks of queries, each with the keys that it sees.
 //
 // Shapes: `q` [ΣLq, H, D] is scaled, contiguous and in the dtype that is computed in, as the
 // gradient of outputs is; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have K heads for H, and any dtype. A
@@ -53,6 +54,33 @@ std::vector<Sample> samples_of(const Tensor& q_offsets, const Tensor& kv_offsets
     if (s.keys()) samples.push_back(s);
   }
   return samples;
+}
+
+// Queries of a block of a sample whose queries see a window of keys.
+int64_t block_of(int64_t window) { return std::max(window, int64_t{64}); }
+
+// Blocks of the sample's queries, each with the keys that any of it sees. Both ends of a block are at
+// one place, as the sample's are, so it is attended to as a sample is.
+std::vector<Sample> blocks_of(const Sample& s, int64_t window) {
+  std::vector<Sample> blocks;
+  for (int64_t begin = 0; begin < s.queries(); begin += block_of(window)) {
+    const int64_t end = std::min(begin + block_of(window), s.queries());
+    const int64_t ahead = s.keys() - s.queries();  // of the keys' places to the queries'
+    const int64_t k_end = ahead + end, k_begin = std::max(ahead + begin + 1 - window, int64_t{0});
+    if (k_end <= 0) continue;
+    blocks.push_back({s.q_begin + begin, s.q_begin + end, s.k_begin + k_begin, s.k_begin + k_end,
+                      s.distances_begin});
+  }
+  return blocks;
+}
+
+// All samples, cut into blocks if there is a window.
+std::vector<Sample> cut(const std::vector<Sample>& samples, int64_t window) {
+  if (window == 0) return samples;
+  std::vector<Sample> blocks;
+  for (const Sample& s : samples)
+    for (const Sample& block : blocks_of(s, window)) blocks.push_back(block);
+  return blocks;
 }
 
 // Does `work` on each sample: on large ones with all cores, then on each of the others with one.
@@ -124,6 +152,7 @@ struct Attention {
   const optional<Tensor>& bias;         // [H, ΣLk], added to scores
   const optional<Tensor>& by_distance;  // [distances, H], added to scores
   bool causal;
+  int64_t window;  // how many keys a query sees at most; 0 for all
   int64_t score;
 
   bool is_small(const Sample& s, int64_t width) const {
@@ -182,7 +211,8 @@ struct Attention {
     }
     if (causal) {
       const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
-      const Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
+      Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
+      if (window > 0) hidden.logical_or_(pairs.tril(s.keys() - s.queries() - window));
       x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
     }
   }
@@ -255,7 +285,8 @@ struct Copy {
        at::ScalarType dtype)
       : k(all_k.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
         v(all_v.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
-        attention{whole.heads, whole.key_heads, bias, whole.by_distance, whole.causal, whole.score},
+        attention{whole.heads,  whole.key_heads, bias,       whole.by_distance,
+                  whole.causal, whole.window,    whole.score},
         s{of.q_begin, of.q_end, 0, of.keys(), of.distances_begin} {
     if (whole.bias) bias = whole.bias->slice(1, of.k_begin, of.k_end).contiguous();
   }
@@ -280,36 +311,42 @@ struct Loops {
     return std::abs(s.keys() - s.queries() + i - j);
   }
 
-  // How many keys a row sees: the first ones.
+  // The end of the keys that a row sees.
   int64_t seen_by(int64_t i) const {
     if (!attention.causal) return s.keys();
     return std::clamp(s.keys() - s.queries() + i + 1, int64_t{0}, s.keys());
+  }
+
+  // The first one of them.
+  int64_t seen_from(int64_t i) const {
+    return attention.window > 0 ? std::max(seen_by(i) - attention.window, int64_t{0}) : 0;
   }
 
   // Sets `p` to a row's weights of the keys that it sees. Returns the largest score, and one by the
   // softmax's sum: zero if the row sees no score but -inf. Of other scores, sets `slopes`, too, and
   // returns zero and one.
   std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
-    const int64_t heads = attention.heads, group = heads / attention.key_heads, seen = seen_by(i);
+    const int64_t heads = attention.heads, group = heads / attention.key_heads;
+    const int64_t from = seen_from(i), seen = seen_by(i);
     T largest = -std::numeric_limits<T>::infinity();
     double sum = 0;
-    for (int64_t j = 0; j < seen; ++j) {
+    for (int64_t j = from; j < seen; ++j) {
       p[j] = dot(q, k.at(s.k_begin + j, h / group), width);
       if (bias) p[j] += bias[h * num_keys + s.k_begin + j];
       if (by_distance) p[j] += by_distance[distance(i, j) * heads + h];
       largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
     }
     if (attention.score != SOFTMAX) {
-      for (int64_t j = 0; j < seen; ++j)
+      for (int64_t j = from; j < seen; ++j)
         std::tie(p[j], slopes[j]) = weight_and_slope(p[j], attention.score);
       return {T{0}, T{1}};
     }
     if (largest == -std::numeric_limits<T>::infinity()) {
-      std::fill_n(p.begin(), seen, T{0});
+      std::fill(p.begin() + from, p.begin() + seen, T{0});
       return {largest, T{0}};
     }
-    for (int64_t j = 0; j < seen; ++j) sum += p[j] = std::exp(p[j] - largest);
-    for (int64_t j = 0; j < seen; ++j) p[j] /= T(sum);
+    for (int64_t j = from; j < seen; ++j) sum += p[j] = std::exp(p[j] - largest);
+    for (int64_t j = from; j < seen; ++j) p[j] /= T(sum);
     return {largest, T(1 / sum)};
   }
 
@@ -321,7 +358,7 @@ struct Loops {
       for (int64_t h = 0; h < attention.heads; ++h) {
         const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
         T* const own = out_rows.at(s.q_begin + i, h);
-        for (int64_t j = 0, seen = seen_by(i); j < seen; ++j)
+        for (int64_t j = seen_from(i), seen = seen_by(i); j < seen; ++j)
           add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
         if (stats.numel() == 0) continue;
         T* const stat = stats.data_ptr<T>() + (s.q_begin + i) * attention.heads + h;
@@ -346,13 +383,13 @@ struct Loops {
         const T* const own_q = q_rows.at(s.q_begin + i, h);
         const T* const own_grad_out = grad_out_rows.at(s.q_begin + i, h);
         weigh(own_q, k_rows, i, h);
-        const int64_t seen = seen_by(i);
+        const int64_t from = seen_from(i), seen = seen_by(i);
         double mean = 0;
-        for (int64_t j = 0; j < seen; ++j) {
+        for (int64_t j = from; j < seen; ++j) {
           ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
           mean += double{p[j]} * ds[j];
         }
-        for (int64_t j = 0; j < seen; ++j) {
+        for (int64_t j = from; j < seen; ++j) {
           ds[j] = attention.score == SOFTMAX ? T(p[j] * (ds[j] - mean)) : slopes[j] * ds[j];
           const int64_t row = s.k_begin + j, head = h / group;
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
@@ -371,15 +408,16 @@ struct Loops {
 // largest score and the largest weight, which is one by the softmax's sum.
 Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
                const Tensor& kv_offsets, const optional<Tensor>& bias,
-               const optional<Tensor>& by_distance, bool causal, int64_t score,
+               const optional<Tensor>& by_distance, bool causal, int64_t window, int64_t score,
                const Tensor& stats) {
-  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, score};
+  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, window, score};
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
   const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v);
   const auto dtype = q.scalar_type();
   const bool loops = has_rows(k, dtype) && has_rows(v, dtype);
-  for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
+  const auto samples = cut(samples_of(q_offsets, kv_offsets), window);
+  for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
     if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
       AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
         Loops<scalar_t>(attention, s, k, v).forward(q, k, v, out, stats);
@@ -413,83 +451,148 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   return out;
 }
 
+// Keys and values, and where their gradients go: rows of whole tensors, or of a sample's block.
+struct Keys {
+  Tensor k, v, grad_k;
+  optional<Tensor> grad_v, bias, grad_bias;  // the biases [H, ΣLk]
+  Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
+  Tensor grad_v_rows = grad_v ? by_key(*grad_v) : grad_k_rows;
+
+  bool have_rows(at::ScalarType dtype) const {
+    return has_rows(k, dtype) && has_rows(v, dtype) && has_rows(grad_k, dtype) &&
+           (!grad_v || has_rows(*grad_v, dtype));
+  }
+};
+
+// What backward takes of queries.
+struct Queries {
+  const Attention& attention;
+  const Tensor &grad_out, &q, &grad_q;
+  const optional<Tensor>& grad_by_distance;
+  Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
+  Tensor grad_out_rows = attention.by_query(grad_out);
+};
+
+// Gradients of a sample.
+void differentiate(const Attention& attention, const Queries& queries, const Keys& keys,
+                   const Sample& s, bool loops) {
+  const Tensor &grad_out = queries.grad_out, &q = queries.q, &grad_q = queries.grad_q;
+  const Tensor &q_rows = queries.q_rows, &grad_q_rows = queries.grad_q_rows;
+  const Tensor &grad_out_rows = queries.grad_out_rows, &k = keys.k, &v = keys.v;
+  const Tensor &grad_k = keys.grad_k, &k_rows = keys.k_rows, &v_rows = keys.v_rows;
+  const Tensor &grad_k_rows = keys.grad_k_rows, &grad_v_rows = keys.grad_v_rows;
+  const optional<Tensor>&grad_v = keys.grad_v, &grad_bias = keys.grad_bias;
+  const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
+  const bool causal = attention.causal;
+  const int64_t score = attention.score;
+  const auto dtype = q.scalar_type();
+  if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
+    AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
+      Loops<scalar_t>(attention, s, k, v)
+          .backward(grad_out, q, k, v, grad_q, grad_k, grad_v, grad_bias, grad_by_distance);
+    });
+    return;
+  }
+  const Tensor own_q = attention.queries_of(q_rows, s);
+  const Tensor own_grad_out = attention.queries_of(grad_out_rows, s);
+  const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
+  const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
+  const Tensor scores = product(own_q, own_k.mT()), dp = product(own_grad_out, own_v.mT());
+  Tensor p, ds;
+  if (score == SOFTMAX) {
+    p = attention.weights(scores, s);
+    ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
+  } else {
+    std::tie(p, ds) = attention.weights_and_slopes(scores, s);
+    ds.mul_(dp);
+  }
+  attention.put_queries(grad_q_rows, s, ds, own_k);
+  if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
+    grad_q.slice(0, s.q_begin, s.q_end).zero_();
+    const Copy copy(attention, s, k, v, dtype);
+    const Tensor copy_grad_k = at::empty_like(copy.k);
+    optional<Tensor> copy_grad_v, copy_grad_bias;
+    if (grad_v) copy_grad_v = at::empty_like(copy.v);
+    if (grad_bias) copy_grad_bias = at::zeros_like(*copy.bias);
+    AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
+      Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
+          .backward(grad_out, q, copy.k, copy.v, grad_q, copy_grad_k, copy_grad_v,
+                    copy_grad_bias, grad_by_distance);
+    });
+    grad_k.slice(0, s.k_begin, s.k_end).copy_(copy_grad_k);
+    if (grad_v) grad_v->slice(0, s.k_begin, s.k_end).copy_(*copy_grad_v);
+    if (grad_bias) grad_bias->slice(1, s.k_begin, s.k_end).copy_(*copy_grad_bias);
+    return;
+  }
+  Tensor own_grad_k = keys_of(grad_k_rows, s);
+  if (grad_v) {
+    put_product(own_grad_k, ds.mT(), own_q);
+    put_product(keys_of(grad_v_rows, s), p.mT(), own_grad_out);
+  } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == q.scalar_type()) {
+    at::mm_out(own_grad_k, ds.t(), own_q);
+    own_grad_k.addmm_(p.t(), own_grad_out);
+  } else {
+    own_grad_k.copy_(product(ds.mT(), own_q).add_(product(p.mT(), own_grad_out)));
+  }
+  if (grad_bias) {
+    const Tensor own = grad_bias->slice(1, s.k_begin, s.k_end);
+    const Tensor terms = attention.by_pair(ds, s);  // [K, Lq, G, Lk]
+    own.copy_(s.queries() == 1 ? ds.view(own.sizes()) : terms.sum(1).view(own.sizes()));
+  }
+  if (grad_by_distance) {
+    const Tensor own = grad_by_distance->narrow(0, s.distances_begin, s.distances());
+    const Tensor pairs = attention.by_pair(ds, s).permute({1, 3, 0, 2});  // [Lq, Lk, K, G]
+    const Tensor terms = pairs.flatten(2).flatten(0, 1).to(own.scalar_type());
+    own.index_add_(0, distances(s).flatten(), terms);
+  }
+}
+
+// Gradients of a sample whose queries see a window of keys: of one block of queries after the other,
+// whose keys are those of others, too.
+void differentiate_blocks(const Attention& attention, const Queries& queries, const Keys& keys,
+                          const Sample& s) {
+  const auto dtype = queries.q.scalar_type();
+  const auto add = [](const Tensor& sums, const Tensor& x, const Sample& block, int64_t axis) {
+    sums.slice(axis, block.k_begin, block.k_end).add_(x);
+  };
+  const auto zeros = [&](const Tensor& x) {
+    return at::zeros_like(x.slice(0, s.k_begin, s.k_end), x.options().dtype(dtype));
+  };
+  Keys sums{zeros(keys.k), zeros(keys.v), zeros(keys.k), zeros(keys.v)};
+  if (keys.bias) sums.grad_bias = at::zeros_like(keys.bias->slice(1, s.k_begin, s.k_end));
+  for (Sample block : blocks_of(s, attention.window)) {
+    const Copy copy(attention, block, keys.k, keys.v, dtype);
+    const Keys own{copy.k, copy.v, at::zeros_like(copy.k), at::zeros_like(copy.v), copy.bias,
+                   copy.bias ? optional<Tensor>(at::zeros_like(*copy.bias)) : std::nullopt};
+    differentiate(copy.attention, queries, own, copy.s, true);
+    block.k_begin -= s.k_begin, block.k_end -= s.k_begin;
+    add(sums.grad_k, own.grad_k, block, 0);
+    add(*sums.grad_v, *own.grad_v, block, 0);
+    if (keys.bias) add(*sums.grad_bias, *own.grad_bias, block, 1);
+  }
+  keys.grad_k.slice(0, s.k_begin, s.k_end).copy_(sums.grad_k);
+  keys.grad_v->slice(0, s.k_begin, s.k_end).copy_(*sums.grad_v);
+  if (keys.grad_bias) keys.grad_bias->slice(1, s.k_begin, s.k_end).copy_(*sums.grad_bias);
+}
+
 // Gradients of `q`, and those of `k` and `v` into `grad_k` and `grad_v`, of `bias` into `grad_bias`
 // [H, ΣLk] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
-// `grad_v`, keys are values: `grad_k` receives the sum.
+// `grad_v`, keys are values: `grad_k` receives the sum. With a window there is one.
 Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& bias,
-                const optional<Tensor>& by_distance, bool causal, int64_t score,
+                const optional<Tensor>& by_distance, bool causal, int64_t window, int64_t score,
                 const Tensor& grad_k, const optional<Tensor>& grad_v,
                 const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
-  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, score};
-  Tensor grad_q = q.new_zeros(q.sizes());
-  const Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
-  const Tensor grad_out_rows = attention.by_query(grad_out);
-  const Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
-  const Tensor grad_v_rows = grad_v ? by_key(*grad_v) : grad_k_rows;
-  const auto dtype = q.scalar_type();
-  const bool loops = has_rows(k, dtype) && has_rows(v, dtype) && has_rows(grad_k, dtype) &&
-                     (!grad_v || has_rows(*grad_v, dtype));
+  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, window, score};
+  const Tensor grad_q = q.new_zeros(q.sizes());
+  const Queries queries{attention, grad_out, q, grad_q, grad_by_distance};
+  const Keys keys{k, v, grad_k, grad_v, bias, grad_bias};
+  const bool loops = keys.have_rows(q.scalar_type());
   for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
-    if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
-      AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
-        Loops<scalar_t>(attention, s, k, v)
-            .backward(grad_out, q, k, v, grad_q, grad_k, grad_v, grad_bias, grad_by_distance);
-      });
-      return;
-    }
-    const Tensor own_q = attention.queries_of(q_rows, s);
-    const Tensor own_grad_out = attention.queries_of(grad_out_rows, s);
-    const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
-    const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
-    const Tensor scores = product(own_q, own_k.mT()), dp = product(own_grad_out, own_v.mT());
-    Tensor p, ds;
-    if (score == SOFTMAX) {
-      p = attention.weights(scores, s);
-      ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
-    } else {
-      std::tie(p, ds) = attention.weights_and_slopes(scores, s);
-      ds.mul_(dp);
-    }
-    attention.put_queries(grad_q_rows, s, ds, own_k);
-    if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
-      grad_q.slice(0, s.q_begin, s.q_end).zero_();
-      const Copy copy(attention, s, k, v, dtype);
-      const Tensor copy_grad_k = at::empty_like(copy.k);
-      optional<Tensor> copy_grad_v, copy_grad_bias;
-      if (grad_v) copy_grad_v = at::empty_like(copy.v);
-      if (grad_bias) copy_grad_bias = at::zeros_like(*copy.bias);
-      AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
-        Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
-            .backward(grad_out, q, copy.k, copy.v, grad_q, copy_grad_k, copy_grad_v,
-                      copy_grad_bias, grad_by_distance);
-      });
-      grad_k.slice(0, s.k_begin, s.k_end).copy_(copy_grad_k);
-      if (grad_v) grad_v->slice(0, s.k_begin, s.k_end).copy_(*copy_grad_v);
-      if (grad_bias) grad_bias->slice(1, s.k_begin, s.k_end).copy_(*copy_grad_bias);
-      return;
-    }
-    Tensor own_grad_k = keys_of(grad_k_rows, s);
-    if (grad_v) {
-      put_product(own_grad_k, ds.mT(), own_q);
-      put_product(keys_of(grad_v_rows, s), p.mT(), own_grad_out);
-    } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == q.scalar_type()) {
-      at::mm_out(own_grad_k, ds.t(), own_q);
-      own_grad_k.addmm_(p.t(), own_grad_out);
-    } else {
-      own_grad_k.copy_(product(ds.mT(), own_q).add_(product(p.mT(), own_grad_out)));
-    }
-    if (grad_bias) {
-      const Tensor own = grad_bias->slice(1, s.k_begin, s.k_end);
-      const Tensor terms = attention.by_pair(ds, s);  // [K, Lq, G, Lk]
-      own.copy_(s.queries() == 1 ? ds.view(own.sizes()) : terms.sum(1).view(own.sizes()));
-    }
-    if (grad_by_distance) {
-      const Tensor own = grad_by_distance->narrow(0, s.distances_begin, s.distances());
-      const Tensor pairs = attention.by_pair(ds, s).permute({1, 3, 0, 2});  // [Lq, Lk, K, G]
-      const Tensor terms = pairs.flatten(2).flatten(0, 1).to(own.scalar_type());
-      own.index_add_(0, distances(s).flatten(), terms);
-    }
+    if (window > 0)
+      differentiate_blocks(attention, queries, keys, s);
+    else
+      differentiate(attention, queries, keys, s, loops);
   });
   return grad_q;
 }
@@ -499,11 +602,11 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
 TORCH_LIBRARY(torchrec_jagged_attn_cpu, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, Tensor? bias,"
-      " Tensor? by_distance, bool causal, int score, Tensor(a!) stats) -> Tensor",
+      " Tensor? by_distance, bool causal, int window, int score, Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
       "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
-      " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, int score,"
+      " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
       " Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
       backward);
 }

@@ -47,7 +47,7 @@ def forward(args: FlashArguments, score: str = "softmax") -> FlashOutputs:
     attend = _attend if (compiled := extension.library()) is None else compiled.forward
     out = attend(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
-        args.causal, SCORES.index(score), stats if args.needs_stats else stats[:0],
+        args.causal, args.window, SCORES.index(score), stats if args.needs_stats else stats[:0],
     )  # fmt: skip
     if args.needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
@@ -85,8 +85,8 @@ def backward(
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
         grad_out.to(dtype).contiguous(), (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets,
-        kv_offsets, bias_HN, by_distance, args.causal, SCORES.index(score), grad_k, grad_v,
-        grad_bias_HN, grad_by_distance,
+        kv_offsets, bias_HN, by_distance, args.causal, args.window, SCORES.index(score), grad_k,
+        grad_v, grad_bias_HN, grad_by_distance,
     )  # fmt: skip
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     position_bucket, age_bucket = buckets
@@ -110,6 +110,7 @@ def _attend(
     bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
+    window: int,
     score: int,
     stats: Tensor,
 ) -> Tensor:
@@ -118,7 +119,7 @@ def _attend(
     for queries, keys, _ in _samples(q_offsets, kv_offsets):
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
-        hidden_LS = _hidden(*scores_HLS.shape[1:]) if causal else None
+        hidden_LS = _hidden(*scores_HLS.shape[1:], window) if causal else None
         p_HLS, _ = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
         out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
         if score:
@@ -139,6 +140,7 @@ def _differentiate(
     bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
+    window: int,
     score: int,
     grad_k: Tensor,
     grad_v: Tensor | None,
@@ -157,7 +159,7 @@ def _differentiate(
         scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
         hidden_LS = hidden_SL = None
         if causal:
-            hidden_LS = _hidden(*scores_HLS.shape[1:])
+            hidden_LS = _hidden(*scores_HLS.shape[1:], window)
             hidden_SL = hidden_LS.T
             dp_HLS.masked_fill_(hidden_LS, 0)
         p_HLS, slopes_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
@@ -237,9 +239,13 @@ def _weights(
     return of_score, of_score * of_opposite
 
 
-def _hidden(num_rows: int, num_keys: int) -> Tensor:
-    """``[L, S]``: whether a key comes after a query, where the last of both are at one place."""
-    return torch.ones(num_rows, num_keys, dtype=torch.bool).triu(num_keys - num_rows + 1)
+def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
+    """``[L, S]``: whether a key comes after a query, where the last of both are at one place; or as
+    many rows before it as a ``window`` that is not 0, or more.
+    """
+    pairs = torch.ones(num_rows, num_keys, dtype=torch.bool)
+    newer, apart = pairs.triu(num_keys - num_rows + 1), num_keys - num_rows
+    return newer | pairs.tril(apart - min(window, num_rows + num_keys)) if window else newer
 
 
 def _product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:

@@ -64,5 +64,5 @@ def _over_history(args: TargetArguments, query: Tensor) -> FlashArguments:
     rows = args.history.unsqueeze(1)
     return FlashArguments(
         query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases,
-        causal=False, scale=args.scale, needs_stats=True,
+        causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
     check_width,
+    check_window,
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
@@ -38,6 +39,8 @@ class JaggedSelfAttention(nn.Module):
         embed_dim: ``E``, width of the rows.
         num_heads: ``H``, a divisor of ``embed_dim``.
         causal: whether a row sees itself and older rows only.
+        window: how many rows a row sees at most, itself and the newest older ones; needs
+            ``causal``. ``None`` for all.
         bias: whether the projections have biases.
         recency_bias: whether to add the learned score of the distance.
         row_dropout: while training, the probability that a row is attended by none. See
@@ -46,9 +49,9 @@ class JaggedSelfAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim`` or ``num_heads`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``row_dropout`` is no
-            probability below one.
+        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is no int.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` is no probability
+            below one, or ``window`` is below one or goes without ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -67,6 +70,7 @@ class JaggedSelfAttention(nn.Module):
         num_heads: int,
         *,
         causal: bool = False,
+        window: int | None = None,
         bias: bool = True,
         recency_bias: bool = True,
         row_dropout: float = 0.0,
@@ -76,9 +80,11 @@ class JaggedSelfAttention(nn.Module):
         super().__init__()
         check_heads(num_heads, embed_dim)
         check_width(embed_dim // num_heads, "embed_dim / num_heads")
+        check_window(window, causal)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.causal = causal
+        self.window = window
         self.row_dropout = row_dropout
         self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
 
@@ -135,12 +141,13 @@ class JaggedSelfAttention(nn.Module):
             self.num_heads,
             self._drops if self.training else 0,
             self.causal,
+            self.window,
         )
 
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, "
-            f"row_dropout={self.row_dropout}"
+            f"window={self.window}, row_dropout={self.row_dropout}"
         )
 
 
@@ -156,6 +163,7 @@ def _attend(
     num_heads: int,
     drops: int,
     causal: bool,
+    window: int | None,
 ) -> JaggedTensor:
     """``JaggedSelfAttention.forward`` with all it reads as arguments."""
     rows, offsets = _rows_and_offsets(history, in_weight)
@@ -166,12 +174,15 @@ def _attend(
         scale = 1 / math.sqrt(width)
         dropped = draw_row_dropout(drops, q.device) if drops > 0 else None
         biases = (prior_weights, None, None, None, dropped, relative_bias)
-        out, _ = _flash_attention_packet(q, k, v, offsets, offsets, *biases, causal, scale, False)
+        most = 0 if window is None else window
+        out, _ = _flash_attention_packet(
+            q, k, v, offsets, offsets, *biases, causal, most, scale, False
+        )
     else:
         out = jagged_flash_attention(
             q, k, v, offsets,
             prior_weights=prior_weights, relative_bias=relative_bias, row_dropout=drops / 2**32,
-            causal=causal,
+            causal=causal, window=window,
         )  # fmt: skip
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
@@ -219,15 +230,16 @@ class HistoryEncoderLayer(nn.Module):
         feedforward_dim: width between ``W_1`` and ``W_2``; ``4 · E`` by default.
         dropout: of the attention's output and of both sides of ``W_2``, while training.
         causal: see :class:`JaggedSelfAttention`.
+        window: see there.
         recency_bias: see there.
         row_dropout: see there.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim`` or ``num_heads`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``row_dropout`` is no
-            probability below one.
+        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is no int.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` is no probability
+            below one, or ``window`` is below one or goes without ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -245,6 +257,7 @@ class HistoryEncoderLayer(nn.Module):
         feedforward_dim: int | None = None,
         dropout: float = 0.0,
         causal: bool = False,
+        window: int | None = None,
         recency_bias: bool = True,
         row_dropout: float = 0.0,
         device: torch.device | str | None = None,
@@ -257,6 +270,7 @@ class HistoryEncoderLayer(nn.Module):
             embed_dim,
             num_heads,
             causal=causal,
+            window=window,
             recency_bias=recency_bias,
             row_dropout=row_dropout,
             device=device,

@@ -18,6 +18,7 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
     check_width,
+    check_window,
 )
 from torchrec_jagged_attn.cpu import attention as cpu
 from torchrec_jagged_attn.devices import implementation
@@ -46,6 +47,7 @@ def jagged_flash_attention(
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -67,6 +69,7 @@ def jagged_flash_attention(
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -87,6 +90,7 @@ def jagged_flash_attention(
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -108,8 +112,8 @@ def jagged_flash_attention(
     makes four buckets per octave.
 
     Rows of other samples never matter, whatever is in them. Nor does, within a sample, what
-    ``causal`` hides: NaN or infinity there comes into no output and no gradient, where PyTorch's
-    ``scaled_dot_product_attention`` adds up 0 · NaN.
+    ``causal`` or ``window`` hides: NaN or infinity there comes into no output and no gradient,
+    where PyTorch's ``scaled_dot_product_attention`` adds up 0 · NaN.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
@@ -135,6 +139,8 @@ def jagged_flash_attention(
             prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
+        window: how many keys a row sees at most: the newest of those that ``causal`` lets it see,
+            which ``window`` needs. Other keys cost nothing. ``None`` for all.
         scale: factor of the dot products; ``1/√D`` by default.
         return_lse: whether to return log-sum-exps, too, by which attention over parts of the keys
             is merged. They have no gradient.
@@ -145,8 +151,8 @@ def jagged_flash_attention(
         nothing.
 
     Raises:
-        TypeError: a dtype does not fit.
-        ValueError: a shape, a device, ``row_dropout`` or (on CPU, or under
+        TypeError: a dtype does not fit, or ``window`` is no int.
+        ValueError: a shape, a device, ``row_dropout``, ``window`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
 
@@ -181,13 +187,14 @@ def jagged_flash_attention(
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
+    check_window(window, causal)
     drops = drops_of(row_dropout)
     dropped = draw_row_dropout(drops, q.device) if drops > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
     arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
-        age_bias, timestamps, dropped, relative_bias, causal, scale, return_lse,
+        age_bias, timestamps, dropped, relative_bias, causal, window or 0, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return _call_flash_attention(*arguments)

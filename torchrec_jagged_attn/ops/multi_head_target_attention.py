@@ -295,7 +295,7 @@ def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> Fla
     """Attention of ``q`` ``[R, H, E / H]`` over explicit keys and values."""
     return FlashArguments(
         q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, *args.biases,
-        causal=False, scale=args.scale, needs_stats=True,
+        causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip
 
 

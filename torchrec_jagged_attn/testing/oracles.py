@@ -162,6 +162,7 @@ def flash_attention_oracle(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
@@ -187,6 +188,8 @@ def flash_attention_oracle(
             mask = mask + bias_LH.T.unsqueeze(1)
         if causal:
             visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
+            if window is not None:
+                visible = visible.triu(num_keys - num_rows - window + 1)
             mask = mask.masked_fill(visible == 0, -torch.inf)
         seeing = (mask > -torch.inf).any(2).all(0)
         if seeing.any():
@@ -209,6 +212,7 @@ def flash_attention_plain(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     causal: bool = False,
+    window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
@@ -227,7 +231,10 @@ def flash_attention_plain(
     if causal:
         rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q_index, kv_index))
         shift = kv_offsets.diff() - q_offsets.diff()
-        visible = visible & (keys <= rows[:, None] + shift[:, None, None]).unsqueeze(1)
+        newest = rows[:, None] + shift[:, None, None]  # [B, Lq, 1]
+        visible = visible & (keys <= newest).unsqueeze(1)
+        if window is not None:
+            visible = visible & (keys > newest - window).unsqueeze(1)
     scores = torch.einsum("bihd,bjhd->bhij", q_BLHD, k_BLHD) * factor
     if bias is not None:
         scores = scores + _pad(bias, kv_index).transpose(1, 2).unsqueeze(2)

@@ -18,6 +18,7 @@ by the bucket of its distance to the query (``distance_bias.py``), the only one 
 knows. Gradients of tables are summed by tile, then over the tiles.
 
 Causal attention ends with a kernel that takes out what should not matter (``hidden_forward.py``).
+With a window, P is the number of pairs that are seen, but for the ends of tiles.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     elif plan.most_short:
         _forward_short(
             (call.num_samples * q.shape[1],),
-            (call.inputs, outputs, samples, stats[0].numel(), call.factor),
+            (call.inputs, outputs, samples, stats[0].numel(), call.window, call.factor),
             call.for_short(),
         )
     if plan.on_hopper:
@@ -95,7 +96,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
             plan.constants,
         )  # fmt: skip
     else:
-        sizes = (stats[0].numel(), call.reach, call.factor)
+        sizes = (stats[0].numel(), call.reach, call.window, call.factor)
         _forward(
             (_most(samples) * q.shape[1],),
             (call.inputs, call.biases, outputs, samples, *sizes),
@@ -103,7 +104,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
         )
     if args.causal and v.shape[0]:
         mend_outputs(
-            call.inputs, call.biases, outputs, samples, call.reach, call.factor, block,
+            call.inputs, call.biases, outputs, samples, call.reach, call.window, call.factor, block,
             call.constants,
         )  # fmt: skip
     return outputs
@@ -144,8 +145,8 @@ def backward(
         needs_delta = plan.call.biased and not plan.on_hopper
         mend_gradients(
             call.inputs, call.biases, outputs, grads if needs_delta else grads._replace(delta=None),
-            call.list_tiles(blocks[1], of_keys=True), call.reach, call.factor, args.scale, blocks,
-            call.constants,
+            call.list_tiles(blocks[1], of_keys=True), call.reach, call.window, call.factor,
+            call.grad_scale, blocks, call.constants,
         )  # fmt: skip
     return FlashGradients(grads.q, grads.k, grads.v, grads.bias, *_grads_of_tables(args, grads))
 
@@ -157,14 +158,14 @@ def _backward_on_hopper(call: _Call, outputs: FlashOutputs, grads: Gradients) ->
     _backward_of_short(call, grads, samples)
     hopper_backward.backward(
         call.inputs, call.biases.by_distance, grads, prepared, samples, call.factor,
-        call.args.scale, plan.constants,
+        call.grad_scale, plan.constants,
     )  # fmt: skip
 
 
 def _backward_in_general(call: _Call, outputs: FlashOutputs, grads: Gradients) -> Gradients:
     """``grads`` with those of tables by position and age."""
     plan, q, k = call.plan, call.args.q, call.args.k
-    sizes = (grads.delta.numel(), call.reach, call.factor, call.args.scale)
+    sizes = (grads.delta.numel(), call.reach, call.window, call.factor, call.grad_scale)
     samples = call.list_tiles(plan.grad_q["BLOCK_M"], of_keys=False)
     _backward_of_short(call, grads, samples)
     if q.shape[0]:
@@ -189,13 +190,13 @@ def _backward_in_general(call: _Call, outputs: FlashOutputs, grads: Gradients) -
 
 
 def _backward_of_short(call: _Call, grads: Gradients, samples: Samples) -> None:
-    factor, scale = call.factor, call.args.scale
+    factor, scale = call.factor, call.grad_scale
     if call.plan.short_on_hopper:
         hopper_short.backward(call.inputs, grads, samples, factor, scale, call.plan.constants)
     elif call.plan.most_short:
         _backward_short(
             (call.num_samples * call.args.k.shape[1],),
-            (call.inputs, grads, samples, factor, scale),
+            (call.inputs, grads, samples, call.window, factor, scale),
             call.for_short(),
         )
 
@@ -211,7 +212,7 @@ def _backward_by_distance(call: _Call, outputs: FlashOutputs, grads: Gradients) 
             (num_programs,),
             (
                 call.inputs, call.biases, outputs, grads, samples, grads.delta.numel(), call.reach,
-                call.factor, call.args.scale,
+                call.window, call.factor, call.grad_scale,
             ),
             call.constants.of_launch(**constants),
         )  # fmt: skip
@@ -253,6 +254,9 @@ class _Call:
             self.reach = by_distance.shape[1] // 2
         self.biases = Biases(*(None if x is None else x.contiguous() for x in biases), by_distance)
         self.factor = abs(args.scale) * LOG2E.value
+        self.window = min(args.window, 2**31 - 1) or None
+        # A single key weighs one, whatever its score, which then has a gradient of exactly zero.
+        self.grad_scale = 0.0 if args.window == 1 else args.scale
         device, num_heads = q.device, q.shape[1]
         alike = Call(
             device=device,
@@ -271,6 +275,7 @@ class _Call:
             age_buckets=0 if age_bias is None else age_bias.shape[0],
             distance_buckets=0 if relative_bias is None else relative_bias.shape[0],
             causal=args.causal,
+            has_window=args.window > 0,
             negative_scale=args.scale < 0,
             counted=self.num_samples * num_heads < 2**31 - hopper_short.MOST_ROWS,
         )

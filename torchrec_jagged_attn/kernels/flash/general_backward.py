@@ -36,6 +36,7 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     load_softmax_stats,
     load_values,
     locate_queries,
+    seen_from,
     seen_keys,
     softmax_of_stats,
     store_rows,
@@ -48,6 +49,7 @@ __all__ = [
     "grad_relative_kernel",
     "key_biases",
     "query_weights",
+    "seeing_queries",
     "store_bias_gradients",
 ]
 
@@ -63,9 +65,13 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _grad_of_queries(
-    acc, residual, delta, rows, args, place, first, last, C: tl.constexpr, MASKED: tl.constexpr
-):
-    """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``."""
+    acc, residual, delta, rows, args, place, first, last, alone, C: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``.
+
+    They are ``alone`` if they are all that the rows see, in one tile.
+    """
     for start in range(first, last, C.BLOCK_N):
         k = load_keys(args.inputs.k, place, start, C, MASKED)
         v = load_values(args.inputs.v, place, start, C, MASKED)
@@ -74,7 +80,9 @@ def _grad_of_queries(
         )
         dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
         if MASKED:
-            delta = mean_grad(p, dp, visible, delta, last <= C.BLOCK_N, 1)
+            if args.window is not None:  # which may hide from keys what makes this infinite or NaN
+                dp = tl.where(visible, dp, 0.0)
+            delta = mean_grad(p, dp, visible, delta, alone, 1)
         ds = p * (dp - delta[:, None])
         # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
         acc += product(ds.to(k.dtype), k, C.PRECISION) * args.scale
@@ -83,7 +91,7 @@ def _grad_of_queries(
     return acc, residual, delta
 
 
-@triton.jit(do_not_specialize=["num_stats", "reach"])
+@triton.jit(do_not_specialize=["num_stats", "reach", "window"])
 def grad_q_kernel(
     inputs,  # Inputs
     biases,  # Biases
@@ -92,12 +100,15 @@ def grad_q_kernel(
     samples,  # Samples, whose tiles are of queries
     num_stats,
     reach,
+    window,  # or None
     factor,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """Gradient of one tile of query rows of one head, over all keys of its sample."""
-    args = Arguments(inputs, biases, outputs, grads, samples, num_stats, reach, factor, scale)
+    args = Arguments(
+        inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale
+    )
     listed, place = locate_queries(args, C)
     if not listed:
         return
@@ -113,14 +124,21 @@ def grad_q_kernel(
     seen_by_all, seen_by_any = seen_keys(place, C)
     acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
     residual = tl.zeros([C.BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
-    full = place.num_keys * 0
+    first, whole = seen_from(window, place, C)
+    full = first
+    alone = seen_by_any - first <= C.BLOCK_N
     if not C.BIASED:
         full = seen_by_all // C.BLOCK_N * C.BLOCK_N
+        if window is not None:
+            whole = tl.minimum(whole, full)
+            acc, residual, delta = _grad_of_queries(
+                acc, residual, delta, rows, args, place, first, whole, alone, C, MASKED=True
+            )
         acc, residual, delta = _grad_of_queries(
-            acc, residual, delta, rows, args, place, 0, full, C, MASKED=False
+            acc, residual, delta, rows, args, place, whole, full, alone, C, MASKED=False
         )
     acc, residual, delta = _grad_of_queries(
-        acc, residual, delta, rows, args, place, full, seen_by_any, C, MASKED=True
+        acc, residual, delta, rows, args, place, full, seen_by_any, alone, C, MASKED=True
     )
     # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
     tl.store(grads.delta + stat, delta + residual, mask=i < count)
@@ -165,11 +183,26 @@ def key_biases(args, keys, head, C: tl.constexpr):
 
 
 @triton.jit
+def seeing_queries(window, count, diagonal, num_rows, C: tl.constexpr):
+    """Where the queries end whose windows hold any key of a tile, and those that hold its first.
+
+    The sample has ``count`` keys from the tile on; ``diagonal`` is that of :class:`Keys`.
+    """
+    any_end, all_end = num_rows, num_rows
+    if window is not None:
+        LAST: tl.constexpr = C.BLOCK_N - 1
+        any_end = diagonal + LAST + tl.minimum(count - LAST, window)
+        all_end = diagonal + tl.minimum(count, window)
+    return any_end, all_end
+
+
+@triton.jit
 def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.constexpr):
     """Weights ``[BLOCK_N, BLOCK_M]`` of a head's keys for the queries from ``start`` on.
 
     Returns:
-        ``(p, seen, q, grad_out, delta)``: the weights, which pairs causality lets be, and rows.
+        ``(p, seen, q, grad_out, delta)``: the weights, which pairs see each other whatever their
+        biases, and rows.
     """
     i = start + tl.arange(0, C.BLOCK_M)
     row, remaining = keys.base + start, keys.num_rows - start
@@ -193,6 +226,9 @@ def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.con
     seen = own[None, :]
     if C.CAUSAL:
         seen = seen & (i[None, :] >= keys.low[:, None])
+    if args.window is not None:
+        own_query = keys.diagonal + tl.arange(0, C.BLOCK_N)
+        seen = seen & (i[None, :] - own_query[:, None] < args.window)
     visible, scores_bias = seen, 0.0
     if C.BIASED:
         scores_bias = bias[:, None]
@@ -240,6 +276,8 @@ def _store_bucket_sums(ptr, values, buckets, head, H: tl.constexpr, NUM_BUCKETS:
 def store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
     """Store the gradients of a head's biases of a tile of keys, the ``tile``-th of the list."""
     grads, own = args.grads, keys.own
+    if args.window is not None:
+        grad_bias *= tl.where(args.window > 1, 1.0, 0.0)  # a single key weighs one at any score
     j = keys.row + tl.arange(0, C.BLOCK_N)
     if grads.bias is not None:
         tl.store(grads.bias + j * C.H + head, grad_bias, mask=own)
@@ -255,7 +293,7 @@ def store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
             _store_bucket_sums(table_ptr + C.P * C.H, grad_bias, of_age, head, C.H, C.A)
 
 
-@triton.jit(do_not_specialize=["num_stats", "reach"])
+@triton.jit(do_not_specialize=["num_stats", "reach", "window"])
 def grad_kv_kernel(
     inputs,  # Inputs
     biases,  # Biases
@@ -264,12 +302,15 @@ def grad_kv_kernel(
     samples,  # Samples, whose tiles are of keys
     num_stats,
     reach,
+    window,  # or None
     factor,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """Gradients of one tile of key rows of one head, over all query rows that see them."""
-    args = Arguments(inputs, biases, outputs, grads, samples, num_stats, reach, factor, scale)
+    args = Arguments(
+        inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale
+    )
     tile, kv_head = tl.program_id(0) // C.HK, tl.program_id(0) % C.HK
     listed, sample, row, count, base, num_rows, low, _, diagonal = locate_tile(
         samples.tiles, tile, C.CAUSAL, True, C.BLOCK_N
@@ -286,7 +327,8 @@ def grad_kv_kernel(
         first = tl.maximum(num_rows - count, 0) // C.BLOCK_M * C.BLOCK_M
         seeing_all = tl.maximum(num_rows - count + C.BLOCK_N - 1, 0)
         seeing_all = tl.minimum(tl.cdiv(seeing_all, C.BLOCK_M) * C.BLOCK_M, num_rows)
-    full = tl.maximum(num_rows // C.BLOCK_M * C.BLOCK_M, seeing_all)
+    end, all_end = seeing_queries(window, count, diagonal, num_rows, C)
+    full = tl.maximum(all_end // C.BLOCK_M * C.BLOCK_M, seeing_all)
     acc_k = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
     acc_v = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
     for member in range(C.H // C.HK):
@@ -306,7 +348,7 @@ def grad_kv_kernel(
             )  # fmt: skip
             masked_from = full
         acc_k, acc_v, grad_bias = _grad_of_keys(
-            acc_k, acc_v, grad_bias, keys, bias, args, head, masked_from, num_rows, C,
+            acc_k, acc_v, grad_bias, keys, bias, args, head, masked_from, end, C,
             MASKED=True,
         )  # fmt: skip
         store_bias_gradients(args, grad_bias, keys, tile, head, C)
@@ -316,7 +358,7 @@ def grad_kv_kernel(
     store_rows(grads.v, acc_v, row, count, kv_head, C.GRAD_V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["num_stats", "reach"])
+@triton.jit(do_not_specialize=["num_stats", "reach", "window"])
 def grad_relative_kernel(
     inputs,  # Inputs
     biases,  # Biases
@@ -325,6 +367,7 @@ def grad_relative_kernel(
     samples,  # Samples, whose tiles are of queries
     num_stats,
     reach,
+    window,  # or None
     factor,
     scale,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
@@ -339,7 +382,9 @@ def grad_relative_kernel(
         (biases.bias is not None) or (biases.row_dropout is not None) or C.P > 0 or C.A > 0
     )
     BLOCK: tl.constexpr = C.BLOCK_M
-    args = Arguments(inputs, biases, outputs, grads, samples, num_stats, reach, factor, scale)
+    args = Arguments(
+        inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale
+    )
     tile, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     kv_head = head // (C.H // C.HK)
     listed, sample, row, count, base, num_keys, _, _, _ = locate_tile(
@@ -361,6 +406,9 @@ def grad_relative_kernel(
         if C.CAUSAL:
             bias = tl.where(first + i[:, None] >= j[None, :], bias, -float("inf"))
             high = tl.where(first + BLOCK > 0, high, low)
+        if window is not None:
+            bias = tl.where(first + i[:, None] - j[None, :] < window, bias, -float("inf"))
+            high = tl.where(first - BLOCK < window - 1, high, low)
         acc = tl.zeros([BLOCK, BLOCK], tl.float32)
         for m in range(low, high):
             q_row, key = begin + m * BLOCK, base + (m - diagonal) * BLOCK
@@ -390,6 +438,9 @@ def grad_relative_kernel(
             acc += p * (dp - delta[:, None])
         if C.CAUSAL:  # what is hidden is so all along the diagonal, and may have added NaN
             acc = tl.where(first + i[:, None] >= j[None, :], acc, 0.0)
+        if window is not None:
+            acc = tl.where(first + i[:, None] - j[None, :] < window, acc, 0.0)
+            acc *= tl.where(window > 1, 1.0, 0.0)
         sums = add_gradient(sums, acc, first, C.R, C.GROUPS)
     r = tl.arange(0, C.GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(grads.relative + tl.program_id(0).to(tl.int64) * C.R + r, sums, mask=r < C.R)

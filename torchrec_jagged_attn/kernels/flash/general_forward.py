@@ -7,7 +7,8 @@ tile to the first, with an online softmax, so that scores stay in registers: 2·
 each pair of rows and head. It reads q once, k and v once for each tile of queries, and writes out
 and the softmax statistics, which backward needs.
 
-Tiles that not all rows see come first. Only they are masked; biases mask all tiles.
+Tiles that not all rows see come first, and last those that the window hides from some. Only these
+are masked; biases mask all tiles. Tiles that no row sees are not visited.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     load_values,
     locate_queries,
     online_softmax,
+    seen_from,
     seen_keys,
     store_rows,
     store_softmax_stats,
@@ -67,7 +69,7 @@ def _attend(
     return acc, p, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_stats", "reach"])
+@triton.jit(do_not_specialize=["num_stats", "reach", "window"])
 def forward_kernel(
     inputs,  # Inputs
     biases,  # Biases
@@ -75,11 +77,12 @@ def forward_kernel(
     samples,  # Samples, whose tiles are of queries
     num_stats,
     reach,
+    window,  # or None
     factor,
     C: tl.constexpr,  # Constants
 ):
     """One tile of query rows of one head, over all keys of its sample."""
-    args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, factor, None)
+    args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, window, factor, None)
     listed, place = locate_queries(args, C)
     if not listed:
         return
@@ -95,24 +98,30 @@ def forward_kernel(
         return
     q = load_queries(inputs.q, row, count, head, C)
     seen_by_all, seen_by_any = seen_keys(place, C)
+    first, whole = seen_from(window, place, C)
     # From the last tile of keys to the first: those that not all rows see come first.
     start = tl.maximum(tl.cdiv(seen_by_any, C.BLOCK_N) - 1, 0) * C.BLOCK_N
     products, bias, visible = _scores(q, args, place, start, C, MASKED=True)
     p, _, maximum, total = online_softmax(
         products, factor, bias, visible, maximum, total, C.BIASED, True
     )
-    full = num_keys * 0
+    full = first
     if not C.BIASED:
         full = tl.minimum(seen_by_all // C.BLOCK_N * C.BLOCK_N, start)
+        whole = tl.minimum(whole, full)
     if C.BIASED or C.CAUSAL:
         acc, p, maximum, total = _attend(
             acc, p, maximum, total, q, args, place, full, start, C, MASKED=True
         )
     if not C.BIASED:
         acc, p, maximum, total = _attend(
-            acc, p, maximum, total, q, args, place, 0, full, C, MASKED=False
+            acc, p, maximum, total, q, args, place, whole, full, C, MASKED=False
         )
-    v = load_values(inputs.v, place, 0, C)
+        if window is not None:
+            acc, p, maximum, total = _attend(
+                acc, p, maximum, total, q, args, place, first, whole, C, MASKED=True
+            )
+    v = load_values(inputs.v, place, first, C)
     acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(outputs.out, out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)

@@ -25,7 +25,7 @@ MOST_ROWS = 32  # on both sides, of the samples that are taken
 
 
 @triton.jit
-def _locate_sample(sample, samples, C: tl.constexpr):
+def _locate_sample(sample, samples, window, C: tl.constexpr):
     """``(q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
 
     First row and length of its queries and of its keys, and the mask ``[BLOCK_M, BLOCK_N]`` of
@@ -39,6 +39,8 @@ def _locate_sample(sample, samples, C: tl.constexpr):
     visible = (i < num_rows) & (j < num_keys)
     if C.CAUSAL:
         visible = visible & (j <= i + num_keys - num_rows)
+    if window is not None:
+        visible = visible & (i + num_keys - num_rows - j < window)
     return q_row, num_rows, kv_row, num_keys, visible
 
 
@@ -54,12 +56,13 @@ def _softmax(q, k, visible, factor, C: tl.constexpr):
     return p, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_stats"])
+@triton.jit(do_not_specialize=["num_stats", "window"])
 def forward_short_kernel(
     inputs,  # Inputs
     outputs,  # arguments.FlashOutputs
     samples,  # Samples
     num_stats,
+    window,  # or None
     factor,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
@@ -68,7 +71,7 @@ def forward_short_kernel(
         cuda.gdc_launch_dependents()
     sample, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     kv_head = head // (C.H // C.HK)
-    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, C)
+    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
     if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows > 0):
         q = load_rows(inputs.q, q_row, num_rows, head, C.Q_STRIDE, C.D, C.BLOCK_M, C.BLOCK_D)
         k = load_rows(inputs.k, kv_row, num_keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
@@ -83,11 +86,12 @@ def forward_short_kernel(
         cuda.gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def backward_short_kernel(
     inputs,  # Inputs
     grads,  # Gradients
     samples,  # Samples
+    window,  # or None
     factor,
     scale,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
@@ -96,7 +100,7 @@ def backward_short_kernel(
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     sample, kv_head = tl.program_id(0) // C.HK, tl.program_id(0) % C.HK
-    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, C)
+    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
     if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows + num_keys > 0):
         # None of a side without the other: what is infinite there has a gradient of zero, too.
         rows, keys = tl.where(num_keys > 0, num_rows, 0), tl.where(num_rows > 0, num_keys, 0)

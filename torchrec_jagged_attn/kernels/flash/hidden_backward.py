@@ -1,4 +1,4 @@
-"""Takes out of the gradients what causality hides, as ``hidden_forward.py`` out of outputs."""
+"""Takes out of gradients what causality and windows hide, as ``hidden_forward.py`` of outputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from torchrec_jagged_attn.kernels.flash.general_backward import (
     Keys,
     key_biases,
     query_weights,
+    seeing_queries,
     store_bias_gradients,
 )
 from torchrec_jagged_attn.kernels.flash.hidden_forward import (
     BLOCK,
+    is_hidden,
     lanes_of,
     load_block,
     mend_tiles,
+    nothing_bad,
     options_of,
     without_bad,
 )
@@ -37,6 +40,8 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     load_keys,
     load_rows,
     load_values,
+    seen_from,
+    seen_pairs,
     store_rows,
 )
 
@@ -56,17 +61,20 @@ def _mend_query_gradients(args, sample, row, end, head, C: tl.constexpr):
         out = load_rows(args.outputs.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
         delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
         acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
-        first = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
-        for start in range(0, tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M), C.BLOCK_N):
+        bad = nothing_bad(args.window, C.BLOCK_M, C.BLOCK_D)
+        first, _whole = seen_from(args.window, place, C)
+        last = tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M)
+        for start in range(first, last, C.BLOCK_N):
             j = start + tl.arange(0, C.BLOCK_N)
             k = load_keys(args.inputs.k, place, start, C)
             v = load_values(args.inputs.v, place, start, C)
             p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
             dp = product(grad_out, tl.trans(v), C.PRECISION)
-            ds = tl.where(j[None, :] < place.high, p * (dp - delta[:, None]), 0.0)
-            k, first = without_bad(k, j, first)
+            seen = seen_pairs(args.window, place, j[None, :])
+            ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
+            k, bad = without_bad(k, j, seen, bad, args.window, C)
             acc = multiply(ds.to(k.dtype), k, acc, C.PRECISION)
-        hidden = ~is_finite(grad_q) & (first[None, :] >= place.high)
+        hidden = ~is_finite(grad_q) & is_hidden(bad, place.high, args.window)
         grad_q = tl.where(hidden, (acc * args.scale).to(grad_q.dtype), grad_q)
         store_rows(grad_q_ptr, grad_q, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
 
@@ -103,8 +111,9 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
         acc_k = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         acc_v = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         # Counted from the sample's last query on, so that the first is the last that is bad.
-        last_q = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
-        last_grad_out = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
+        bad_q = nothing_bad(args.window, C.BLOCK_N, C.BLOCK_D)
+        bad_grad_out = nothing_bad(args.window, C.BLOCK_N, C.BLOCK_D)
+        last, _whole = seeing_queries(args.window, count, diagonal, num_rows, C)
         tile = row
         if C.P > 0 or C.A > 0:
             tile = _find_in_list(args.samples.tiles, row)
@@ -112,9 +121,7 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
             head = kv_head * (C.H // C.HK) + member
             bias = key_biases(args, keys, head, C)
             grad_bias = tl.zeros([C.BLOCK_N], tl.float32)
-            for start in range(
-                tl.maximum(diagonal, 0) // C.BLOCK_M * C.BLOCK_M, num_rows, C.BLOCK_M
-            ):
+            for start in range(tl.maximum(diagonal, 0) // C.BLOCK_M * C.BLOCK_M, last, C.BLOCK_M):
                 p, seen, q, grad_out, delta = query_weights(
                     keys, bias, args, head, start, C, MASKED=True
                 )
@@ -122,15 +129,17 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
                 ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
                 grad_bias += tl.sum(ds, 1)
                 from_last = num_rows - 1 - start - i
-                q, last_q = without_bad(q, from_last, last_q)
-                grad_out, last_grad_out = without_bad(grad_out, from_last, last_grad_out)
+                q, bad_q = without_bad(q, from_last, seen, bad_q, args.window, C)
+                grad_out, bad_grad_out = without_bad(
+                    grad_out, from_last, seen, bad_grad_out, args.window, C
+                )
                 acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
                 acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
             store_bias_gradients(args, grad_bias, keys, tile, head, C)
         high = (num_rows - low)[:, None]
-        hidden = ~is_finite(grad_k) & (last_q[None, :] >= high)
+        hidden = ~is_finite(grad_k) & is_hidden(bad_q, high, args.window)
         grad_k = tl.where(hidden, (acc_k * args.scale).to(grad_k.dtype), grad_k)
-        hidden = ~is_finite(grad_v) & (last_grad_out[None, :] >= high)
+        hidden = ~is_finite(grad_v) & is_hidden(bad_grad_out, high, args.window)
         grad_v = tl.where(hidden, acc_v.to(grad_v.dtype), grad_v)
         store_rows(grads.k, grad_k, row, count, kv_head, C.GRAD_K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
         store_rows(
@@ -139,7 +148,15 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_samples", "num_q_programs", "q_shift", "kv_shift", "num_stats", "reach"]
+    do_not_specialize=[
+        "num_samples",
+        "num_q_programs",
+        "q_shift",
+        "kv_shift",
+        "num_stats",
+        "reach",
+        "window",
+    ]
 )
 def mend_gradients_kernel(
     inputs,  # Inputs
@@ -153,12 +170,15 @@ def mend_gradients_kernel(
     kv_shift,  # and of keys
     num_stats,
     reach,
+    window,  # or None
     factor,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """One head of the tiles of Q_TILE queries of some samples, or of those of KV_TILE keys."""
-    args = Arguments(inputs, biases, outputs, grads, samples, num_stats, reach, factor, scale)
+    args = Arguments(
+        inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale
+    )
     program = tl.program_id(0)
     if program < num_q_programs:
         mend_tiles(
@@ -183,6 +203,7 @@ def mend_gradients(
     grads: Gradients,
     samples: Samples,
     reach: int,
+    window: int | None,
     factor: float,
     scale: float,
     tiles: tuple[int, int],
@@ -203,7 +224,7 @@ def mend_gradients(
         (num_q_programs + kv_groups * constants.HK,),
         (
             inputs, biases, outputs, grads, samples, num_samples, num_q_programs, q_shift, kv_shift,
-            stats[0].numel(), reach, factor, scale,
+            stats[0].numel(), reach, window, factor, scale,
         ),
         constants.of_launch(
             Q_TILE=tiles[0], KV_TILE=tiles[1], BLOCK_N=tiles[1] if by_keys else BLOCK, **options

@@ -1,6 +1,6 @@
-"""Takes out of jagged flash attention what causality hides, where it is infinite or NaN.
+"""Takes out of jagged flash attention what causality and windows hide, if it is infinite or NaN.
 
-A product of matrices adds up 0 · x for each pair that causality hides: NaN, where x is infinite or
+A product of matrices adds up 0 · x for each pair that they hide: NaN, where x is infinite or
 NaN. To keep x out would slow the kernels down, so they let it in. After them, one kernel for each
 direction looks for it, and computes the elements that it has come into once more, without it.
 
@@ -41,15 +41,19 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     load_rows,
     load_softmax_stats,
     load_values,
+    seen_from,
+    seen_pairs,
     store_rows,
 )
 
 __all__ = [
     "BLOCK",
+    "is_hidden",
     "lanes_of",
     "load_block",
     "mend_outputs",
     "mend_tiles",
+    "nothing_bad",
     "options_of",
     "without_bad",
 ]
@@ -131,11 +135,38 @@ def load_block(args, sample, row, end, head, C: tl.constexpr):
 
 
 @triton.jit
-def without_bad(x, index, first):
-    """``x`` with zeros where it is not finite; and the ``first`` row, by column, that is not."""
+def nothing_bad(window, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What :func:`without_bad` begins with, for BLOCK rows that see others."""
+    if window is None:
+        bad = tl.full([BLOCK_D], 2**31 - 1, tl.int32)
+    else:
+        bad = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    return bad
+
+
+@triton.jit
+def without_bad(x, index, seen, bad, window, C: tl.constexpr):
+    """``x`` with zeros where it is not finite, and what is known of the rows that are ``bad``.
+
+    That is the first of them by its ``index``, by column; with a window, how many of them each row
+    has ``seen``.
+    """
     finite = is_finite(x)
-    bad = tl.min(tl.where(finite, 2**31 - 1, index[:, None]), 0)
-    return tl.where(finite, x, 0.0).to(x.dtype), tl.minimum(first, bad)
+    if window is None:
+        first = tl.min(tl.where(finite, 2**31 - 1, index[:, None]), 0)
+        x = tl.where(finite, x, 0.0).to(x.dtype)
+        bad = tl.minimum(bad, first)
+    else:
+        ones = tl.where(finite, 0.0, 1.0).to(x.dtype)
+        bad = multiply(tl.where(seen, 1.0, 0.0).to(x.dtype), ones, bad, C.PRECISION)
+        x = tl.where(finite, x, 0.0).to(x.dtype)
+    return x, bad
+
+
+@triton.jit
+def is_hidden(bad, end, window):
+    """Whether a row sees nothing that is ``bad``: it sees what comes before ``end``."""
+    return bad[None, :] >= end if window is None else bad == 0
 
 
 @triton.jit
@@ -146,19 +177,23 @@ def _mend_outputs(args, sample, row, end, head, C: tl.constexpr):
     if tl.max(tl.where(is_finite(out), 0, 1)) > 0:
         place, q, maximum, inverse = load_block(args, sample, row, end, head, C)
         acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
-        first = tl.full([C.BLOCK_D], 2**31 - 1, tl.int32)
-        for start in range(0, tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M), C.BLOCK_N):
+        bad = nothing_bad(args.window, C.BLOCK_M, C.BLOCK_D)
+        first, _whole = seen_from(args.window, place, C)
+        last = tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M)
+        for start in range(first, last, C.BLOCK_N):
             k = load_keys(args.inputs.k, place, start, C)
             v = load_values(args.inputs.v, place, start, C)
             p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
-            v, first = without_bad(v, start + tl.arange(0, C.BLOCK_N), first)
+            j = start + tl.arange(0, C.BLOCK_N)
+            seen = seen_pairs(args.window, place, j[None, :])
+            v, bad = without_bad(v, j, seen, bad, args.window, C)
             acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
-        hidden = ~is_finite(out) & (first[None, :] >= place.high)
+        hidden = ~is_finite(out) & is_hidden(bad, place.high, args.window)
         out = tl.where(hidden, acc.to(out.dtype), out)
         store_rows(out_ptr, out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["num_samples", "shift", "num_stats", "reach"])
+@triton.jit(do_not_specialize=["num_samples", "shift", "num_stats", "reach", "window"])
 def mend_outputs_kernel(
     inputs,  # Inputs
     biases,  # Biases
@@ -168,11 +203,12 @@ def mend_outputs_kernel(
     shift,  # a sample has 2 ** shift lanes
     num_stats,
     reach,
+    window,  # or None
     factor,
     C: tl.constexpr,  # Constants
 ):
     """One head of the tiles of Q_TILE queries of some samples."""
-    args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, factor, None)
+    args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, window, factor, None)
     group, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     mend_tiles(
         outputs.out, args, samples.q_offsets, num_samples, group, head, shift, C.H * C.DV, C.DV,
@@ -211,6 +247,7 @@ def mend_outputs(
     outputs: FlashOutputs,
     samples: Samples,
     reach: int,
+    window: int | None,
     factor: float,
     tile: int,
     constants: Constants,
@@ -218,7 +255,7 @@ def mend_outputs(
     """Compute again what should not have come into ``outputs`` of causal attention.
 
     Args:
-        inputs, biases, samples, reach, factor: as the general kernels take them.
+        inputs, biases, samples, reach, window, factor: as the general kernels take them.
         tile: queries that all see what any of them has multiplied; or a whole sample, if it is of
             fewer.
         constants: of the general kernels.
@@ -230,7 +267,8 @@ def mend_outputs(
     _launch(
         (groups * constants.H,),
         (
-            inputs, biases, outputs, samples, num_samples, shift, stats[0].numel(), reach, factor,
+            inputs, biases, outputs, samples, num_samples, shift, stats[0].numel(), reach, window,
+            factor,
         ),
         constants.of_launch(Q_TILE=tile, BLOCK_N=BLOCK, **options),
     )  # fmt: skip

@@ -172,6 +172,7 @@ class Arguments(NamedTuple):
     Attributes:
         num_stats: numbers of each of the two statistics.
         reach: half the length of the list by distance.
+        window: how many keys each query sees at most; ``None`` for all.
         factor: ``|scale| · log2(e)``, rounded once.
     """
 
@@ -182,5 +183,6 @@ class Arguments(NamedTuple):
     samples: Any
     num_stats: Any
     reach: Any
+    window: Any
     factor: Any
     scale: Any

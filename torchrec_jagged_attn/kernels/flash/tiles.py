@@ -25,7 +25,9 @@ __all__ = [
     "load_values",
     "locate_queries",
     "online_softmax",
+    "seen_from",
     "seen_keys",
+    "seen_pairs",
     "softmax_of_stats",
     "store_rows",
     "store_softmax_stats",
@@ -76,6 +78,19 @@ def seen_keys(place, C: tl.constexpr):
         by_all = tl.maximum(tl.minimum(by_all, by_all - place.count + 1), 0)
         by_any = tl.minimum(by_any, by_any - place.count + C.BLOCK_M)
     return by_all, by_any
+
+
+@triton.jit
+def seen_from(window, place, C: tl.constexpr):
+    """Where the first tile begins that any query of a tile sees, and the first that no query's
+    window cuts.
+    """
+    by_any, by_last = place.num_keys * 0, place.num_keys * 0
+    if window is not None:
+        _, end = seen_keys(place, C)
+        by_any = (tl.maximum(place.diagonal + 1, window) - window) // C.BLOCK_N * C.BLOCK_N
+        by_last = tl.cdiv(tl.maximum(end, window) - window, C.BLOCK_N) * C.BLOCK_N
+    return by_any, by_last
 
 
 @triton.jit
@@ -159,13 +174,22 @@ def is_finite(x):
 
 
 @triton.jit
+def seen_pairs(window, place, j):
+    """Which of the keys ``j`` each query sees, whatever their biases."""
+    seen = j < place.high
+    if window is not None:
+        seen = seen & (j >= tl.maximum(place.high, window) - window)
+    return seen
+
+
+@triton.jit
 def key_bias(args, place, start, C: tl.constexpr):
     """Biases of the keys from ``start`` on for a tile of queries, and which keys these see.
 
     The biases are times log2(e), as the scores are. A bias of ``-inf`` hides its key.
     """
     j = start + tl.arange(0, C.BLOCK_N)[None, :]
-    visible = j < place.high
+    visible = seen_pairs(args.window, place, j)
     bias = 0.0
     if C.BIASED:
         bias = load_bias(
