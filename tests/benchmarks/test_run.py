@@ -22,7 +22,14 @@ import figures
 import run
 import tune
 from rich.console import Console
-from suites import Cost, UnavailableError, _self_attention, serving, target_attention_kernel
+from suites import (
+    Cost,
+    UnavailableError,
+    _self_attention,
+    self_attention_window,
+    serving,
+    target_attention_kernel,
+)
 
 from tests.processes import run_code
 from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
@@ -48,8 +55,9 @@ def test_every_suite_file_is_found():
     others = ["giant", "host", "serving", "serving_kernel", "skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
     scores = ["target_attention_sigmoid", "target_attention_silu"]
-    self_attention = ["figure2", "figure2_skewed", "self_attention", "self_attention_recency"]
-    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *scores, *self_attention])
+    figure2 = ["figure2", "figure2_skewed"]
+    self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
+    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *scores, *figure2, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
@@ -115,6 +123,31 @@ def test_ratios_of_figure2_count_operands_and_the_better_dense_flash():
     cells = [line.split() for line in printed.getvalue().splitlines()]
     assert ["64", "0.5", "10.00", "3.50", "22.00", "60%"] in cells
     assert ["paper", "9.00", "3.00", "22.00", "53%"] in cells
+
+
+def test_time_of_a_visible_pair_is_held_against_that_without_a_window():
+    """8 pairs of 4 rows and a head in 16 ms, and 2 in 2 ms: half the time of each."""
+    shape = {"metric": "time", "mode": "forward", "provider": "ours", "D": 3}
+    rows = [
+        shape | {"case": "x-window-all", "median": 16.0, "flops": 2 * 2 * 3 * 8},
+        shape | {"case": "x-window-64", "median": 2.0, "flops": 2 * 2 * 3 * 2},
+        shape | {"case": "x-window-64", "median": 9.0, "flops": 9.0, "provider": "floor"},
+    ]
+    printed = io.StringIO()
+    summary = SUITES["self_attention_window"].summary
+    for shown in (rows, rows[2:]):
+        Console(file=printed, width=120).print(summary(pd.DataFrame(shown)))
+    assert "2e+09 / 1.00" in printed.getvalue()
+    assert "1e+09 / 0.50" in printed.getvalue()
+
+
+def test_pairs_of_a_window_are_those_that_are_seen():
+    suite = SUITES["self_attention_window"]
+    case = replace(suite.cases["cpu-1k-window-64"], batch_size=3, max_length=6, window=3)
+    x = replace(suite.inputs(case, "cpu"), offsets=torch.tensor([0, 5, 5, 7]))
+    assert self_attention_window.visible_pairs(x) == 1 + 2 + 3 + 3 + 3 + 0 + 1 + 2
+    whole = replace(x, case=replace(case, window=None))
+    assert self_attention_window.visible_pairs(whole) == 15 + 3
 
 
 def test_memory_is_drawn_beside_times(tmp_path, monkeypatch):
@@ -471,6 +504,7 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
         "cpu-self-200",
         "cpu-self-1k",
+        *(f"cpu-1k-window-{window}" for window in ("all", 256, 64)),
         "cpu-half-full",
         "cpu-skewed",
         "cpu-movielens",
