@@ -699,6 +699,35 @@ REFUSED = {
         [TargetAttentionConfig("item", "hist", encoder_layers=-1)],
         "encoder_layers must be at least 0, got -1",
     ),
+    "causal-without-encoder": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", encoder_causal=True)],
+        "encoder_causal must go with encoder_layers, at least 1, got 0",
+    ),
+    "user-column-without-encoder": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", user_column=True)],
+        "user_column must go with encoder_layers, at least 1, got 0",
+    ),
+    "window-that-is-not-causal": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", encoder_layers=1, encoder_window=3)],
+        "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
+    ),
+    "window-of-nothing": (
+        [ITEM],
+        [
+            TargetAttentionConfig(
+                "item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0
+            )
+        ],
+        "encoder_window must be at least 1, or None, got 0",
+    ),
+    "user-column-of-a-feature's-name": (
+        [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
+        [TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)],
+        "user_column must make a key that no feature has in the output, got 'user@hist'",
+    ),
     "no-heads": ([ITEM], [TargetAttentionConfig("item", "hist", num_heads=0)], "num_heads"),
     "timestamps-in-a-table": (
         [ITEM, table("t_time", "time")],
@@ -834,23 +863,43 @@ def test_nothing_after_the_lookups_waits_for_the_device(name: str):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_rows_of_a_history_attend_to_each_other_first(device):
-    scenario = Scenario(
-        [table("t_item", "item", "hist")],
-        [TargetAttentionConfig("item", "hist", recency_bias=False, encoder_layers=2)],
+def peer_encoders(layers: nn.Module, width: int, dtype: torch.dtype) -> list[nn.Module]:
+    """Layers of torch's own with the same weights."""
+    encoders = []
+    for layer in layers.children():
+        encoder = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, activation="gelu", norm_first=True, batch_first=True
+        )
+        encoder.load_state_dict(layer.state_dict())
+        encoders.append(encoder.to(layer.norm1.weight.device, dtype))
+    return encoders
+
+
+def hidden_pairs(num_rows: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """``[L, L]``: which rows each row does not see."""
+    distance = torch.arange(num_rows, device=device).unsqueeze(1) - torch.arange(
+        num_rows, device=device
     )
+    return ((distance < 0) & causal) | (distance >= (num_rows if window is None else window))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
+def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
+    config = TargetAttentionConfig(
+        "item",
+        "hist",
+        recency_bias=False,
+        encoder_layers=2,
+        encoder_causal=causal,
+        encoder_window=window,
+    )
+    scenario = Scenario([table("t_item", "item", "hist")], [config])
     collection = make_collection(scenario, device)
     lengths = [3, 0, 1, 7]
     batch = make_batch(scenario, lengths)
     weight = table_weights(collection)["t_item"].detach().double()
     layers, attention = collection.pooling.encoders[0], collection.pooling.attentions[0]
-    encoders = []
-    for layer in layers:
-        encoder = nn.TransformerEncoderLayer(
-            8, 4, 32, dropout=0.0, activation="gelu", norm_first=True, batch_first=True
-        )
-        encoder.load_state_dict(layer.state_dict())
-        encoders.append(encoder.double().to(device))
+    encoders = peer_encoders(layers, 8, torch.float64)
     multi_head = nn.MultiheadAttention(8, 4, batch_first=True)
     multi_head.load_state_dict(attention.state_dict())
     multi_head.double().to(device)
@@ -859,13 +908,121 @@ def test_rows_of_a_history_attend_to_each_other_first(device):
         if ids:
             rows = weight[torch.tensor(ids, device=device)].unsqueeze(0)
             for encoder in encoders:
-                rows = encoder(rows)
+                rows = encoder(rows, hidden_pairs(len(ids), causal, window, device))
             target = weight[torch.tensor(batch["item"][sample], device=device)].unsqueeze(0)
             expected[sample] = multi_head(target, rows, rows, need_weights=False)[0][0, 0]
         else:
             expected[sample] = multi_head.out_proj.bias
     out = collection(to_features(batch, device)).to_dict()["hist"]
     torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+USERS = Scenario(
+    [
+        table("t_item", "item", "hist", "clicks"),
+        table("t_cat", "cat", "cats", width=4),
+        table("t_user", "user", "tags"),
+        table("t_other", "hist"),
+    ],
+    [
+        TargetAttentionConfig(
+            ["item", "cat"],
+            ["hist@t_item", "cats"],
+            recency_bias=False,
+            encoder_layers=2,
+            encoder_causal=True,
+            encoder_window=3,
+            user_column=True,
+        ),
+        TargetAttentionConfig(
+            "item", "clicks", recency_bias=False, encoder_layers=1, user_column=True
+        ),
+    ],
+)
+
+
+def without_users(scenario: Scenario) -> Scenario:
+    attentions = [dataclasses.replace(x, user_column=False) for x in scenario.attentions]
+    return dataclasses.replace(scenario, attentions=attentions)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_user_columns_are_the_newest_encoded_rows(lengths, device):
+    """And their gradient, of what they were encoded from."""
+    batch = make_batch(USERS, LENGTHS[lengths])
+    collection = make_collection(USERS, device)
+    actual = collection(to_features(batch, device)).to_dict()
+    users = torch.cat([actual["user@hist@t_item"], actual["user@clicks"]], dim=1)
+    grad = torch.randn(users.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    users.backward(grad)
+    histories = (("hist", "cats"), ("clicks",))
+
+    def reference(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        weights = {
+            name: x.detach().to(dtype).requires_grad_()
+            for name, x in table_weights(collection).items()
+        }
+        tables = {"hist": weights["t_item"], "clicks": weights["t_item"], "cats": weights["t_cat"]}
+        columns = []
+        for names, layers, config in zip(
+            histories, collection.pooling.encoders, USERS.attentions, strict=True
+        ):
+            encoders = peer_encoders(layers, sum(tables[x].shape[1] for x in names), dtype)
+            newest = []
+            for sample in zip(*(batch[name] for name in names), strict=True):
+                rows = torch.cat(
+                    [
+                        tables[name][torch.tensor(ids, dtype=torch.int64, device=device)]
+                        for name, ids in zip(names, sample, strict=True)
+                    ],
+                    dim=1,
+                )
+                hidden = hidden_pairs(
+                    len(rows), config.encoder_causal, config.encoder_window, device
+                )
+                for encoder in encoders if len(rows) else ():
+                    rows = encoder(rows.unsqueeze(0), hidden).squeeze(0)
+                newest.append(rows[-1] if len(rows) else rows.sum(0))
+            columns.append(torch.stack(newest))
+        out = torch.cat(columns, dim=1)
+        out.backward(grad.to(dtype))
+        return out.detach(), [weights[name].grad for name in ("t_item", "t_cat")]
+
+    expected, expected_grads = reference(torch.float64)
+    plain, plain_grads = reference(torch.float32)
+    assert_close(users.detach(), expected, plain)
+    for name, *of_table in zip(("t_item", "t_cat"), expected_grads, plain_grads, strict=True):
+        found = table_weights(collection)[name].grad
+        assert_close(found, *of_table, gradient=True, name=name)
+
+
+def test_user_columns_come_after_all_others(device):
+    """Which are what they are without."""
+    batch = make_batch(USERS, LENGTHS["mixed"])
+    features = to_features(batch, device)
+    collection, plain = (make_collection(x, device) for x in (USERS, without_users(USERS)))
+    assert collection.state_dict().keys() == plain.state_dict().keys()
+    plain.load_state_dict(collection.state_dict())
+    out, expected = collection(features), plain(features)
+    assert expected.keys() == EmbeddingBagCollection(USERS.tables)(to_features(batch)).keys()
+    assert out.keys() == [*expected.keys(), "user@hist@t_item", "user@clicks"]
+    assert out.length_per_key() == [*expected.length_per_key(), 12, 8]
+    assert torch.equal(out.values()[:, :-20], expected.values())
+    traced = symbolic_trace(collection, leaf_modules=[type(collection.pooling).__name__])
+    assert torch.equal(traced(features).values(), out.values())
+
+
+def test_dlrm_passes_user_columns_by():
+    tables = [table("t_item", "item", "hist"), table("t_user", "user", "tags")]
+    config = TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)
+    scenario = Scenario(tables, [config])
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
+    dense = torch.rand(features.stride(), 3)
+    logits = []
+    for given in (scenario, without_users(scenario)):
+        torch.manual_seed(0)
+        logits.append(DLRM(make_collection(given), 3, [4, 8], [8, 1])(dense, features))
+    assert torch.equal(*logits)
 
 
 def test_older_rows_are_not_looked_up(device: torch.device):

@@ -5,6 +5,7 @@ our code shows it, and fails on the day it can.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +56,10 @@ def make_scorer(
     tables: str,
     device: torch.device,
     tags: PoolingType = PoolingType.MEAN,
-    encoder_layers: int = 0,
+    **options: Any,
 ) -> Scorer:
     """With tables as they were trained (``"fp32"``) or quantized."""
-    model = make_model(tags=tags, encoder_layers=encoder_layers).model
+    model = make_model(tags=tags, **options).model
     scorer = Scorer(model.to(device)).eval()
     if tables != "fp32":
         dtype, output_dtype = QUANTIZED[tables]
@@ -223,8 +224,13 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
         assert_equal(export(scorer, device, strict=True).module(), scorer, device)
 
 
-def test_encoder_layers(device: torch.device):
-    scorer = make_scorer("fp32", device, encoder_layers=2)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder_causal": True, "encoder_window": 3, "user_column": True}],
+    ids=["all", "window"],
+)
+def test_encoder_layers(options: dict[str, Any], device: torch.device):
+    scorer = make_scorer("fp32", device, encoder_layers=2, **options)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     assert_equal(torch.jit.script(traced), scorer, device)

@@ -191,6 +191,14 @@ def without_inverse_indices(device: torch.device) -> Losses:
 WEIGHTED = {"tags": PoolingType.SUM, "is_weighted": True, "max_history": 3}
 
 
+ENCODED = {
+    "encoder_layers": 2,
+    "encoder_causal": True,
+    "encoder_window": 3,
+    "user_column": True,
+}
+
+
 def weighted(device: torch.device) -> DistributedModelParallel:
     return make_sharded_model(device, optimizer="RowWiseAdagrad", **WEIGHTED)
 
@@ -222,6 +230,9 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     ),
     "fp16 tables": lambda device: losses_of(
         make_sharded_model(device, data_type=DataType.FP16), device
+    ),
+    "encoder layers of a window": lambda device: losses_of(
+        make_sharded_model(device, encoder=ENCODED), device
     ),
     "bf16 tables": lambda device: losses_of(
         make_sharded_model(device, data_type=DataType.BF16), device
@@ -315,6 +326,13 @@ def test_weighted_newest_rows(trained):
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     model = make_model(**WEIGHTED).to(device)
     torch.testing.assert_close(losses, unsharded(model, backend, device, "RowWiseAdagrad"))
+
+
+def test_encoder_layers_of_a_window(trained):
+    backend, _ = trained
+    losses = losses_by_rank(trained, "encoder layers of a window")
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    torch.testing.assert_close(losses, unsharded(make_model(**ENCODED).to(device), backend, device))
 
 
 def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):

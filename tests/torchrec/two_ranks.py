@@ -299,11 +299,16 @@ def make_sharded_model(
     tags: PoolingType = PoolingType.MEAN,
     is_weighted: bool = False,
     max_history: int | None = None,
+    encoder: dict[str, Any] | None = None,
     **options: Any,
 ) -> DistributedModelParallel:
     """``make_model()``, sharded; replicated tables are left to the optimizer of dense layers."""
     model = make_model(
-        data_type=data_type, tags=tags, is_weighted=is_weighted, max_history=max_history
+        data_type=data_type,
+        tags=tags,
+        is_weighted=is_weighted,
+        max_history=max_history,
+        **(encoder or {}),
     )
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharding != ShardingType.DATA_PARALLEL:

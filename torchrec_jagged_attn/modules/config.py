@@ -7,6 +7,8 @@ from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from torchrec_jagged_attn.checks import check_window
+
 __all__ = ["TargetAttentionConfig", "check_configs", "find_feature", "keys_of_history"]
 
 
@@ -33,6 +35,14 @@ class TargetAttentionConfig:
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
         encoder_layers: how many times the rows of a history first attend to each other, each time
             in a :class:`HistoryEncoderLayer` of ``num_heads``.
+        encoder_causal: whether in these layers a row sees itself and older rows only.
+        encoder_window: how many rows a row of ``encoder_causal`` layers sees at most, itself and
+            the newest older ones. ``None`` for all.
+        user_column: whether the newest row of the encoded history is put out, too, which depends on
+            no target: under one more key of the output, ``user@`` and the output's key of the
+            (first) history. It is as wide as the histories together, and zeros where a history is
+            empty. These keys come after all others, in the order of the attentions. Needs
+            ``encoder_layers``.
         score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in :class:`JaggedTargetAttention`.
         value_projection: whether attention projects the rows that it pools; as in
             :class:`JaggedTargetAttention`. If not, they stay in the space of their tables.
@@ -60,6 +70,9 @@ class TargetAttentionConfig:
     value_projection: bool = True
     row_dropout: float = 0.0
     max_history: int | None = None
+    encoder_causal: bool = False
+    encoder_window: int | None = None
+    user_column: bool = False
 
     @property
     def targets(self) -> list[str]:
@@ -154,6 +167,10 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         )
     if config.encoder_layers < 0:
         raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
+    if config.encoder_layers == 0 and (config.encoder_causal or config.user_column):
+        name = "encoder_causal" if config.encoder_causal else "user_column"
+        raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
+    check_window(config.encoder_window, config.encoder_causal, "encoder_window", "encoder_causal")
     if config.max_history is not None and not isinstance(config.max_history, int):
         raise TypeError(f"max_history must be an int or None, got {config.max_history!r}")
     if config.max_history is not None and config.max_history < 1:

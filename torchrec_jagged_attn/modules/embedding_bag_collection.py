@@ -36,7 +36,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     .. math:: \sum_n x_n \quad\to\quad \mathrm{JaggedTargetAttention}(t, x)
 
-    and every other feature is pooled by sum or mean, as its table says.
+    and every other feature is pooled by sum or mean, as its table says. With ``user_column``, keys
+    of users follow, which a model that reads features by their names, as DLRM does, passes by.
 
     Tables that hold a target or a history live in ``embedding_collections``, one
     EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
@@ -210,7 +211,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 once for all samples that have it.
 
         Returns:
-            ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``.
+            ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
+            those of ``user_column``.
 
         Raises:
             ValueError: a feature or timestamps are missing, a target without exactly one id in each

@@ -50,16 +50,19 @@ class TargetAttentionPooling(nn.Module):
     ) -> None:
         super().__init__()
         keys = _names(tables)
-        self._keys = list(keys.values())
         sources = _sources(sequence_tables, keys)
         widths = {
             keys[table.name, name]: table.embedding_dim
             for table in tables
             for name in table.feature_names
         }
-        self._widths = list(widths.values())
         self._is_weighted = is_weighted
         self._attentions = [_attention(config, tables, sources) for config in attentions]
+        for attention in self._attentions:
+            if attention.user_key is not None:
+                _check_is_new(attention.user_key, widths)
+                widths[attention.user_key] = _width(attention.histories)
+        self._keys, self._widths = list(widths), list(widths.values())
         targets = {
             source.key: source for attention in self._attentions for source in attention.targets
         }
@@ -77,7 +80,14 @@ class TargetAttentionPooling(nn.Module):
         blocks = [
             *([source.key] for source in self._targets),
             *([source.key for source in part] for part, _ in self._pooled),
-            *([source.key for source in attention.histories] for attention in self._attentions),
+            *(
+                block
+                for attention in self._attentions
+                for block in (
+                    [source.key for source in attention.histories],
+                    *([] if attention.user_key is None else [[attention.user_key]]),
+                )
+            ),
             list(bags.values()),
         ]
         self._slices = _slices(widths, blocks)
@@ -88,6 +98,8 @@ class TargetAttentionPooling(nn.Module):
                     HistoryEncoderLayer(
                         _width(attention.histories),
                         config.num_heads,
+                        causal=config.encoder_causal,
+                        window=config.encoder_window,
                         recency_bias=config.recency_bias,
                         row_dropout=config.row_dropout,
                         device=device,
@@ -119,7 +131,7 @@ class TargetAttentionPooling(nn.Module):
         sequences: list[dict[str, JaggedTensor]],
         bags: KeyedTensor | None,
     ) -> KeyedTensor:
-        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``.
+        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'.
 
         Args:
             features: what was looked up.
@@ -149,6 +161,8 @@ class TargetAttentionPooling(nn.Module):
                 history = layer(history, weights)
             target = _join([targets[x.key] for x in attention.targets])
             blocks.append(attend(target, history, timestamps, weights))
+            if attention.user_key is not None:
+                blocks.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
             blocks.append(_in_order(bags, self._bags))
@@ -206,11 +220,12 @@ def _sources(
 
 
 class _Attention(NamedTuple):
-    """What one attention reads."""
+    """What one attention reads, and the key of its user column, if it has one."""
 
     targets: list[_Source]
     histories: list[_Source]
     timestamps: str | None
+    user_key: str | None
 
 
 def _attention(
@@ -225,7 +240,15 @@ def _attention(
         ]
         for argument, names in (("target", config.targets), ("history", config.histories))
     )
-    return _Attention(targets, histories, config.timestamps)
+    user_key = f"user@{histories[0].key}" if config.user_column else None
+    return _Attention(targets, histories, config.timestamps, user_key)
+
+
+def _check_is_new(user_key: str, keys: dict[str, int]) -> None:
+    if user_key in keys:
+        raise ValueError(
+            f"user_column must make a key that no feature has in the output, got {user_key!r}"
+        )
 
 
 def _width(sources: list[_Source]) -> int:
@@ -319,6 +342,15 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
         lengths=first.lengths(),
         offsets=first.offsets(),
     )
+
+
+@torch.fx.wrap
+def _newest_rows(history: JaggedTensor) -> Tensor:
+    """``[B, E]``: the last row of each history, zeros of one that is empty."""
+    rows, offsets = history.values(), history.offsets()
+    is_empty = offsets[1:] == offsets[:-1]
+    padded = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
+    return padded.index_select(0, offsets[1:].masked_fill(is_empty, 0))
 
 
 @torch.fx.wrap
