@@ -192,6 +192,11 @@ CASES = {
     "general flash by distance": Case((80,), "relative|distance", lambda: flash(20, relative=True)),
     "general flash, fp32": Case((80, 90), "", lambda: flash(64, FP32, relative=True)),
     "general flash, biased": Case((90,), "flash", lambda: flash(32, biased=True, relative=True)),
+    "hopper flash of a window": Case((90,), "", lambda: flash(64, window=70)),
+    "hopper flash of a window, wide": Case((90,), "hopper", lambda: flash(128, window=70)),
+    "hopper flash of a window by distance": Case(
+        (90,), "hopper", lambda: flash(64, relative=True, window=70)
+    ),
     "general flash of a window": Case((80,), "", lambda: flash(20, window=70)),
     "general flash of a window, biased": Case(
         (90,), "flash", lambda: flash(32, biased=True, relative=True, window=70)
@@ -220,6 +225,7 @@ FITS = {
     "warpgroup",
     "warpgroup, SiLU",
     "hopper flash",
+    "hopper flash of a window",
 }  # registers hold all
 
 

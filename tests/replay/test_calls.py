@@ -363,11 +363,13 @@ def test_same_bits(kind, device, monkeypatch, programs):
     assert None not in programs
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 70)], ids=["full", "causal", "70"]
+)
 @pytest.mark.parametrize("kind", [of_flash, of_cross_flash, of_relative_flash])
-def test_kernels_for_hopper(kind, causal, hopper, monkeypatch, programs):
+def test_kernels_for_hopper(kind, causal, window, hopper, monkeypatch, programs):
     device, launched = hopper
-    calls_of = functools.partial(of_half_flash, kind=kind, causal=causal)
+    calls_of = functools.partial(of_half_flash, kind=kind, causal=causal, window=window)
     for lengths in ([130, 5, 0, 64], [3, 20], [1, 0, 200, 70, 16], [140]):
         assert_replayed(calls_of, lengths, device, monkeypatch)
     assert launched is None or launched.count("hopper_backward") >= 8
@@ -376,11 +378,12 @@ def test_kernels_for_hopper(kind, causal, hopper, monkeypatch, programs):
 
 def test_a_program_for_each_window(device, monkeypatch, programs):
     counts = []
-    for window in (1, 9, None, 9, 1):
-        call = functools.partial(of_half_flash, window=window)
-        assert_replayed(call, [130, 5, 0, 64], device, monkeypatch)
+    for window in (1, 77, 77, 1):
+        attend, leaves, rest = of_flash([130, 5, 0, 64], device)
+        call = attend, leaves, rest | {"window": window}
+        assert_replayed(lambda *_, call=call: call, [], device, monkeypatch)
         counts.append(len(programs))
-    assert counts[0] < counts[1] < counts[2] == counts[3] == counts[4]
+    assert 0 < counts[0] < counts[1] == counts[2] == counts[3]
     assert None not in programs
 
 

@@ -39,6 +39,71 @@ def test_kernels_for_hopper(causal, width, hopper):
     assert launched in (expected, None)
 
 
+@pytest.mark.parametrize(
+    ("window", "width", "more_keys"),
+    each_pair([1, 2, 63, 65, 128, 129, 200, 2**40], [48, 64, 128], [0, 90, -30]),
+    ids=str,
+)
+def test_windows_on_hopper(window, width, more_keys, hopper):
+    device, launched = hopper
+    lengths = [400, 33, 0, 130, 65, 1, 17, 64, 256]
+    kv_lengths = [max(length + more_keys, 0) for length in lengths]
+    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width)
+    assert_right(inputs, True, window=window)
+    short = SHORT_FIRST if width <= 64 else []
+    assert launched in ([*short, "hopper_forward", *short, "hopper_backward"], None)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("window", [1, 7, 33])
+def test_windows_of_short_samples_on_hopper(window, kv_heads, hopper):
+    device, _ = hopper
+    lengths = [0, 5, 64, 16, 1, 0, 33, 17, 63, 15, 0, 32, 31, 65, 2]
+    for kv_lengths in (lengths, lengths[::-1]):
+        inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=64, kv_heads=kv_heads)
+        assert_right(inputs, True, window=window)
+
+
+@pytest.mark.parametrize(("window", "width"), [(1, 64), (50, 128), (150, 64)], ids=str)
+def test_windows_and_distances_on_hopper(window, width, hopper):
+    device, launched = hopper
+    inputs = inputs_of(
+        [300, 0, 70, 64, 1, 5],
+        [330, 3, 33, 200, 0, 1],
+        device,
+        torch.float16,
+        width=width,
+        kv_heads=2,
+    )
+    inputs["relative_bias"] = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+    assert_matches_oracle(
+        partial(jagged_flash_attention, causal=True, window=window),
+        *[partial(with_relative_bias, causal=True, window=window)] * 2,
+        inputs,
+    )
+    assert launched in (["hopper_forward", "hopper_backward"], None)
+
+
+@pytest.mark.parametrize(
+    ("width", "kv_heads", "window", "more_keys", "relative"),
+    each_pair([64, 128], [1, 2], [1, 20, 70], [0, 40, -9], [False, True]),
+    ids=str,
+)
+def test_rows_that_a_window_hides_do_not_matter_on_hopper(
+    width, kv_heads, window, more_keys, relative, hopper
+):
+    device, _ = hopper
+    lengths = [33, 64, 190, 130, 50, 260, 40, 100]
+    kv_lengths = [length + more_keys for length in lengths]
+    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads)
+    if relative:
+        inputs["relative_bias"] = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+    begins, kv_begins = (inputs[f"{side}_offsets"].tolist() for side in ("q", "kv"))
+    queries = [begin + 12 for begin in begins[:-1]]
+    keys = [begin + 12 + more_keys for begin in kv_begins[:-1]]
+    assert_hidden_rows_do_not_matter(inputs, bad_rows(queries, keys), window)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_short_samples_on_hopper(causal, kv_heads, hopper):

@@ -26,7 +26,6 @@ HALF = Call(
     age_buckets=0,
     distance_buckets=0,
     causal=True,
-    has_window=False,
     negative_scale=False,
     counted=True,
 )
@@ -53,7 +52,6 @@ def hopper(monkeypatch):
         ({"has_row_dropout": True}, "general", "general", 0),
         ({"age_buckets": 9}, "general", "general", 0),
         ({"distance_buckets": 9}, "hopper", "hopper", 0),
-        ({"has_window": True}, "general_short", "general", 32),
     ],
     ids=str,
 )

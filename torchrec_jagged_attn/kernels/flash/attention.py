@@ -83,7 +83,9 @@ def forward(args: FlashArguments) -> FlashOutputs:
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
     samples = call.list_tiles(block, of_keys=False)
     if plan.short_on_hopper:
-        hopper_short.forward(call.inputs, outputs, samples, call.factor, plan.constants)
+        hopper_short.forward(
+            call.inputs, outputs, samples, call.window, call.factor, plan.constants
+        )
     elif plan.most_short:
         _forward_short(
             (call.num_samples * q.shape[1],),
@@ -92,7 +94,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
         )
     if plan.on_hopper:
         hopper_forward.forward(
-            call.inputs, call.biases.by_distance, outputs, samples.tiles, call.factor,
+            call.inputs, call.biases.by_distance, outputs, samples.tiles, call.window, call.factor,
             plan.constants,
         )  # fmt: skip
     else:
@@ -157,7 +159,7 @@ def _backward_on_hopper(call: _Call, outputs: FlashOutputs, grads: Gradients) ->
     prepared = hopper_prepare.prepare(outputs, grads, samples, call.is_self, plan)
     _backward_of_short(call, grads, samples)
     hopper_backward.backward(
-        call.inputs, call.biases.by_distance, grads, prepared, samples, call.factor,
+        call.inputs, call.biases.by_distance, grads, prepared, samples, call.window, call.factor,
         call.grad_scale, plan.constants,
     )  # fmt: skip
 
@@ -192,7 +194,9 @@ def _backward_in_general(call: _Call, outputs: FlashOutputs, grads: Gradients) -
 def _backward_of_short(call: _Call, grads: Gradients, samples: Samples) -> None:
     factor, scale = call.factor, call.grad_scale
     if call.plan.short_on_hopper:
-        hopper_short.backward(call.inputs, grads, samples, factor, scale, call.plan.constants)
+        hopper_short.backward(
+            call.inputs, grads, samples, call.window, factor, scale, call.plan.constants
+        )
     elif call.plan.most_short:
         _backward_short(
             (call.num_samples * call.args.k.shape[1],),
@@ -275,7 +279,6 @@ class _Call:
             age_buckets=0 if age_bias is None else age_bias.shape[0],
             distance_buckets=0 if relative_bias is None else relative_bias.shape[0],
             causal=args.causal,
-            has_window=args.window > 0,
             negative_scale=args.scale < 0,
             counted=self.num_samples * num_heads < 2**31 - hopper_short.MOST_ROWS,
         )

@@ -103,7 +103,7 @@ class Rings(NamedTuple):
 
 
 @gluon.jit
-def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, C: gl.constexpr):
+def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constexpr):
     """What one warp does: take tiles from the list, and bring in their rows."""
     if C.OVERLAP:
         wait_for_last_kernel()
@@ -131,7 +131,7 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, C: gl.constexpr):
         give(board, turn)
         wait_empty(rings.k, turn)
         fill(rings.k, turn, inputs.k, row + count, count, kv_head)
-        first, end = query_tiles(tile, C)
+        first, end = query_tiles(tile, window, C)
         is_new = gl.to_tensor(True)
         for member in range(C.H // C.HK):
             head = kv_head * (C.H // C.HK) + member
@@ -188,6 +188,7 @@ def _add_queries(
     own,
     zero_ptr,
     diagonal,
+    window,
     factor,
     scale,
     C: gl.constexpr,
@@ -195,11 +196,11 @@ def _add_queries(
 ):
     """What tiles of queries give to a group's keys: ``first`` to ``end`` of ``bounds``.
 
-    Those from ``seeing_all`` on, the middle one, see all of these keys. (They have no loop of their
+    Those from ``seeing_all`` to ``whole_end`` see all of these keys. (They have no loop of their
     own: of the addresses of products in two loops, ptxas 12.8 makes some only on the way into the
     first one.)
     """
-    first, seeing_all, end = bounds
+    first, seeing_all, whole_end, end = bounds
     BLOCK_M: gl.constexpr = C.BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
@@ -229,11 +230,16 @@ def _add_queries(
             lse = gl.where(lse < float("inf"), lse - score, lse)
         products = warpgroup_mma_wait(1 if C.OWN_GROUP else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
-        if m < seeing_all:
+        is_cut = m < seeing_all
+        if window is not None:
+            is_cut = is_cut | (m >= whole_end)
+        if is_cut:
             visible = own
             if C.CAUSAL:
                 i = m * BLOCK_M + gl.arange(0, BLOCK_M, by_query)
                 visible = visible & (i[None, :] >= high)
+                if window is not None:
+                    visible = visible & (i[None, :] - high < window)
             p = gl.where(visible, p, 0.0)
         if not C.OWN_GROUP:
             p = p.to(dtype)  # registers for both would not do
@@ -278,7 +284,7 @@ def _store(outs, desc, value, end, remaining, head, GROUP: gl.constexpr):
 def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
     """What four warps do: gradients of their half of each tile's keys and values."""
     grad_k_desc, grad_v_desc, rings, weights, sums, outs, board = operands
-    by_distance_ptr, reach, factor, scale = scalars
+    by_distance_ptr, reach, window, factor, scale = scalars
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     skipped: gl.constexpr = GROUP * GROUP_ROWS
@@ -288,7 +294,7 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
     tile = next_tile(board, turn)
     while tile.kv_head >= 0:
         row, count, num_rows = tile.row, tile.remaining, tile.num_rows
-        first, end = query_tiles(tile, C)
+        first, end = query_tiles(tile, window, C)
         own, high = r < count, r + (num_rows - count)
         seeing_all = first
         if C.CAUSAL:
@@ -297,6 +303,10 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
         if count < skipped + GROUP_ROWS:
             seeing_all = end
         seeing_all = gl.minimum(seeing_all, end)
+        whole_end = end
+        if window is not None:
+            first_key = num_rows - count + skipped
+            whole_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
         acc_k = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
         acc_v = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
         wait_full(rings.k, turn)
@@ -307,9 +317,9 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
             head = tile.kv_head * (C.H // C.HK) + member
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             acc_k, acc_v, n = _add_queries(
-                acc_k, acc_v, k, v, k_tile, rings, weights, sums, n, (first, seeing_all, end),
-                tile, head, high, own, zero_ptr, num_rows - count + skipped, factor, scale, C,
-                GROUP,
+                acc_k, acc_v, k, v, k_tile, rings, weights, sums, n,
+                (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
+                num_rows - count + skipped, window, factor, scale, C, GROUP,
             )  # fmt: skip
         release(rings.k, turn)
         release(rings.v, turn)
@@ -324,7 +334,7 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _grad_of_queries(sums, keys, weights, board, scale, C: gl.constexpr):
+def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr):
     """What four warps do: what a tile's keys give to the gradients of queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     zeros = gl.zeros([C.BLOCK_M, C.BLOCK_D], gl.float32, layout)
@@ -332,7 +342,7 @@ def _grad_of_queries(sums, keys, weights, board, scale, C: gl.constexpr):
     n = gl.to_tensor(0)
     tile = next_tile(board, turn)
     while tile.kv_head >= 0:
-        first, end = query_tiles(tile, C)
+        first, end = query_tiles(tile, window, C)
         k = read(keys, turn)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
@@ -349,7 +359,7 @@ def _grad_of_queries(sums, keys, weights, board, scale, C: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["reach"])
+@gluon.jit(do_not_specialize=["reach", "window"])
 def backward_kernel(
     sums_ptr,  # [tiles of queries of several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
     turns_ptr,  # [tiles of queries, H] int32, zeros
@@ -365,6 +375,7 @@ def backward_kernel(
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     reach,
+    window,  # or None
     factor,  # scale · log2(e), rounded once
     scale,
     C: gl.constexpr,  # HopperConstants
@@ -391,19 +402,19 @@ def backward_kernel(
     rings = Rings(queries, stats, keys, values, grads)
     board = Board(known, forgotten, places)
     weights = Ring(ds_full, ds_empty, ds)
-    sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc)
+    sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc, window)
     of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)
-    scalars = (by_distance_ptr, reach, factor, scale)
+    scalars = (by_distance_ptr, reach, window, factor, scale)
     if C.OWN_GROUP:
         gl.warp_specialize(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
                 (_grad_of_keys, (of_keys, scalars, C, 1)),
-                (_grad_of_queries, (sums, keys, weights, board, scale, C)),
-                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, C)),
-                (await_turns, (turns_ptr, granted, board, C)),
-                (pass_turns, (turns_ptr, added, board, C, 0)),
-                (pass_turns, (turns_ptr, added, board, C, 1)),
+                (_grad_of_queries, (sums, keys, weights, board, window, scale, C)),
+                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C)),
+                (await_turns, (turns_ptr, granted, board, window, C)),
+                (pass_turns, (turns_ptr, added, board, window, C, 0)),
+                (pass_turns, (turns_ptr, added, board, window, C, 1)),
             ],
             [4, 4, 1, 1, 1, 1],
             [208, 64, 32, 32, 32, 32],
@@ -413,10 +424,10 @@ def backward_kernel(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
                 (_grad_of_keys, (of_keys, scalars, C, 1)),
-                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, C)),
-                (await_turns, (turns_ptr, granted, board, C)),
-                (pass_turns, (turns_ptr, added, board, C, 0)),
-                (pass_turns, (turns_ptr, added, board, C, 1)),
+                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C)),
+                (await_turns, (turns_ptr, granted, board, window, C)),
+                (pass_turns, (turns_ptr, added, board, window, C, 0)),
+                (pass_turns, (turns_ptr, added, board, window, C, 1)),
             ],
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],
@@ -433,6 +444,7 @@ def backward(
     grads: Gradients,
     prepared: Prepared,
     samples: Samples,
+    window: int | None,
     factor: float,
     scale: float,
     constants: Constants,
@@ -464,8 +476,8 @@ def backward(
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (
-            sums, turns, *descriptors, list_or_other, samples.kv_offsets, tiles, reach, factor,
-            scale,
+            sums, turns, *descriptors, list_or_other, samples.kv_offsets, tiles, reach, window,
+            factor, scale,
         ),
         constants.on_hopper(
             BLOCK_M=BLOCK_M,

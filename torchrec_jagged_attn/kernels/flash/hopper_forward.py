@@ -8,6 +8,8 @@ after the other. One warp only loads rows, ahead of two groups of four warps. Ea
 half of a tile's queries. It multiplies the weights of one tile of keys with the values while it
 computes the weights of the next tile.
 
+Tiles of keys that no query of a tile sees, being newer or beyond its window, are not loaded.
+
 The tensor memory accelerator copies rows. It knows where a sample ends: rows beyond that arrive as
 zeros and are never read from memory, and results beyond it are not written.
 """
@@ -80,12 +82,14 @@ class Scores(NamedTuple):
         diagonal: the key that is as far from the last key as the group's first query is from the
             last query.
         high: end of the keys that each query sees, a scalar or ``[GROUP_ROWS, 1]``.
+        window: how many keys each query sees at most, or ``None``.
     """
 
     factor: Any
     zero_ptr: Any
     diagonal: Any
     high: Any
+    window: Any
 
 
 @gluon.jit
@@ -98,7 +102,17 @@ def _last_keys(count, num_keys, C: gl.constexpr):
 
 
 @gluon.jit
-def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr):
+def _first_keys(count, num_keys, window, C: gl.constexpr):
+    """Where the first tile of keys begins that any query of a tile sees."""
+    first = num_keys * 0
+    if window is not None:
+        seen_by_first = gl.maximum(num_keys - count + 1, window) - window
+        first = seen_by_first // C.BLOCK_N * C.BLOCK_N
+    return first
+
+
+@gluon.jit
+def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
     """What one warp does: take tiles from the list, and bring in their rows."""
     if C.OVERLAP:
         wait_for_last_kernel()
@@ -121,7 +135,8 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, C: gl.constexpr):
         turn += 1
         kv_head = head // (C.H // C.HK)
         last = _last_keys(count, num_keys, C)
-        for start in range(last, -1, -C.BLOCK_N):
+        first = _first_keys(count, num_keys, window, C)
+        for start in range(last, first - 1, -C.BLOCK_N):
             end, remaining = base + num_keys, num_keys - start
             wait_empty(rings.k, n)
             fill(rings.k, n, k_desc, end, remaining, kv_head)
@@ -154,7 +169,10 @@ def _softmax(
     if MASKED:
         BLOCK_N: gl.constexpr = products.shape[1]
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
-        visible = (start + index)[None, :] < scores.high
+        j = (start + index)[None, :]
+        visible = j < scores.high
+        if scores.window is not None:
+            visible = visible & (j >= gl.maximum(scores.high, scores.window) - scores.window)
     return online_softmax(
         products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
     )
@@ -217,6 +235,7 @@ def _attend(
     outs,
     num_stats,
     reach,
+    window,
     factor,
     C: gl.constexpr,
     GROUP: gl.constexpr,
@@ -233,9 +252,10 @@ def _attend(
     row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
     while head >= 0:
         last = _last_keys(count, num_keys, C)
+        first = _first_keys(count, num_keys, window, C)
         if count <= skipped:
             release(rings.q, turn)
-            n = _leave_out(rings, n, last // BLOCK_N + 1)
+            n = _leave_out(rings, n, (last - first) // BLOCK_N + 1)
         else:
             high = num_keys
             seen_by_all = num_keys
@@ -243,8 +263,13 @@ def _attend(
                 high = gl.minimum(num_keys, r + (num_keys - count + 1))[:, None]
                 seen_by_all = gl.minimum(num_keys, num_keys - count + 1 + skipped)
             full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
+            whole = first
+            if window is not None:
+                end = gl.minimum(num_keys, num_keys - count + skipped + GROUP_ROWS)
+                whole = gl.cdiv(gl.maximum(end, window) - window, BLOCK_N) * BLOCK_N
+                whole = gl.minimum(whole, full)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
-            scores = Scores(factor, zero_ptr, num_keys - count + skipped, high)
+            scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)
             q = rows(rings.q, turn).slice(skipped, GROUP_ROWS)
             maximum = gl.full([GROUP_ROWS], -float("inf"), gl.float32, by_query)
             total = gl.zeros([GROUP_ROWS], gl.float32, by_query)
@@ -260,8 +285,12 @@ def _attend(
                     acc, p, maximum, total, q, rings, n, full, last, scores, C, MASKED=True
                 )
             acc, p, maximum, total, n = _attend_to(
-                acc, p, maximum, total, q, rings, n, 0, full, scores, C, MASKED=False
+                acc, p, maximum, total, q, rings, n, whole, full, scores, C, MASKED=False
             )
+            if window is not None:
+                acc, p, maximum, total, n = _attend_to(
+                    acc, p, maximum, total, q, rings, n, first, whole, scores, C, MASKED=True
+                )
             release(rings.q, turn)
             acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -282,7 +311,7 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_stats", "reach"])
+@gluon.jit(do_not_specialize=["num_stats", "reach", "window"])
 def forward_kernel(
     stats_ptr,  # [2, ΣLq, H] fp32
     q_desc,  # of [ΣLq, H, D], see jagged_rows
@@ -293,6 +322,7 @@ def forward_kernel(
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
     reach,
+    window,  # or None
     factor,  # scale · log2(e), rounded once
     C: gl.constexpr,  # HopperConstants
 ):
@@ -309,12 +339,14 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, factor, C, 0,
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, window, factor,
+                C, 0,
             )),
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, factor, C, 1,
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, window, factor,
+                C, 1,
             )),
-            (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, C)),
+            (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, window, C)),
         ],
         [4, 1],
         [240, 24],
@@ -329,6 +361,7 @@ def forward(
     by_distance: Tensor | None,
     outputs: FlashOutputs,
     tiles: Tensor,
+    window: int | None,
     factor: float,
     constants: Constants,
 ) -> None:
@@ -346,7 +379,7 @@ def forward(
     num_work = (tiles.shape[0] - 1) * constants.H
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
-        (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, factor),
+        (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, window, factor),
         constants.on_hopper(
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,

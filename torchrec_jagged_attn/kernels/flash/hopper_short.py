@@ -151,7 +151,7 @@ def _softmax(products, factor, visible):
 
 
 @gluon.jit
-def _visible(products, num_rows, num_keys, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
+def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
     """Which keys each query sees; none where there is no such query, for gradients OF_KEYS."""
     ROWS: gl.constexpr = products.shape[0]
     j = gl.arange(0, ROWS, gl.SliceLayout(0, products.type.layout))[None, :]
@@ -163,7 +163,11 @@ def _visible(products, num_rows, num_keys, CAUSAL: gl.constexpr, OF_KEYS: gl.con
         if OF_KEYS:
             high = gl.where(i < num_rows, high, 0)
         high = high[:, None]
-    return j < high
+    visible = j < high
+    if window is not None:
+        low = gl.maximum(i + (num_keys - num_rows + 1), window) - window
+        visible = visible & (j >= low[:, None])
+    return visible
 
 
 @gluon.jit
@@ -193,14 +197,15 @@ def _attend(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexp
 
     Those of the ``following`` one are copied as soon as there is room.
     """
-    q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, num_stats, factor = operands
+    q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
+    num_stats, window, factor = numbers
     q_end, num_rows, _, num_keys, head, _ = place
     mbarrier.wait(barriers.index(0), turn & 1)
     q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
     products = _multiply(q, k.permute((1, 0)))
     thread_barrier()
     _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
-    visible = _visible(products, num_rows, num_keys, C.CAUSAL, False)
+    visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, False)
     p, maximum, total = _softmax(products, factor, visible)
     mbarrier.wait(barriers.index(1), turn & 1)
     acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
@@ -219,7 +224,7 @@ def _attend(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexp
     store_softmax_stats(stats_ptr, num_stats, stat, r < num_rows, maximum, total, False)
 
 
-@gluon.jit(do_not_specialize=["num_stats", "num_items"])
+@gluon.jit(do_not_specialize=["num_stats", "num_items", "window"])
 def forward_kernel(
     stats_ptr,  # [2, ΣLq, H] fp32
     q_desc,  # of [ΣLq, H, D], see jagged_rows
@@ -229,6 +234,7 @@ def forward_kernel(
     samples,  # Samples
     num_stats,
     num_items,  # B · H
+    window,  # or None
     factor,  # scale · log2(e), rounded once
     C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
@@ -243,7 +249,8 @@ def forward_kernel(
         mbarrier.init(barriers.index(index), count=1)
     factor = gl.maximum(factor, 1e-30)  # see _softmax
     operands = (
-        q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, num_stats, factor,
+        q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers,
+        (num_stats, window, factor),
     )  # fmt: skip
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
@@ -307,7 +314,7 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
 
     They leave from where the rows were, as soon as these are not needed.
     """
-    inputs, grads, tiles, weights, sums, barriers, factor, scale = operands
+    inputs, grads, tiles, weights, sums, barriers, window, factor, scale = operands
     grad_q_desc, grad_k_desc, grad_v_desc = grads
     q_end, num_rows, kv_end, num_keys, head, _ = place
     MEMBERS: gl.constexpr = C.H // C.HK
@@ -323,7 +330,7 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
         tma.store_wait(0)
         thread_barrier()
         _read_all(inputs, tiles, barriers, (turn + 1) % C.STAGES, following, C)
-    visible = _visible(products, num_rows, num_keys, C.CAUSAL, True)
+    visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
     # From the largest on, as common.mean_grad: exact where a single key is visible.
@@ -360,7 +367,7 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
         _read_all(inputs, tiles, barriers, 0, following, C)
 
 
-@gluon.jit(do_not_specialize=["num_items"])
+@gluon.jit(do_not_specialize=["num_items", "window"])
 def backward_kernel(
     samples,  # Samples
     q_desc,  # of [ΣLq, H, D], see jagged_rows
@@ -371,6 +378,7 @@ def backward_kernel(
     grad_k_desc,  # of [ΣLk, Hk, D]
     grad_v_desc,  # of [ΣLk, Hk, Dv]
     num_items,  # B · H
+    window,  # or None
     factor,  # scale · log2(e), rounded once
     scale,
     C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
@@ -396,7 +404,7 @@ def backward_kernel(
     inputs = (q_desc, k_desc, v_desc, grad_out_desc)
     grads = (grad_q_desc, grad_k_desc, grad_v_desc)
     factor = gl.maximum(factor, 1e-30)  # see _softmax
-    operands = (inputs, grads, tiles, weights, sums, barriers, factor, scale)
+    operands = (inputs, grads, tiles, weights, sums, barriers, window, factor, scale)
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
     turn = n * 0
@@ -440,14 +448,19 @@ _launch_backward = Launcher(backward_kernel)
 
 def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
     """Sizes of samples and compile-time arguments of their kernels, by the rows of the batch."""
-    sizes = dict(direction)
+    sizes = {block: dict(options) for block, options in direction.items()}
     if num_rows < FEW_MEAN_ROWS * num_samples:
         sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
     return list(sizes.items())
 
 
 def forward(
-    inputs: Inputs, outputs: FlashOutputs, samples: Samples, factor: float, constants: Constants
+    inputs: Inputs,
+    outputs: FlashOutputs,
+    samples: Samples,
+    window: int | None,
+    factor: float,
+    constants: Constants,
 ) -> None:
     """Write the rows of ``outputs`` of samples of at most ``MOST_ROWS`` rows."""
     (q, k, _), (out, stats) = inputs, outputs
@@ -455,11 +468,13 @@ def forward(
     num_items = num_samples * constants.H
     overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
+        if window is not None and block == MOST_ROWS:
+            options["maxnreg"] += 16  # for its mask
         _launch_forward(
             (triton.cdiv(num_items, options["ITEMS"]),),
             (
                 stats, *(jagged_rows(x, block, WIDTH) for x in (*inputs, out)), samples,
-                stats[0].numel(), num_items, factor,
+                stats[0].numel(), num_items, window, factor,
             ),
             constants.on_hopper(BLOCK_M=block, BLOCK_N=block, **options, **overlap),
         )  # fmt: skip
@@ -469,6 +484,7 @@ def backward(
     inputs: Inputs,
     grads: Gradients,
     samples: Samples,
+    window: int | None,
     factor: float,
     scale: float,
     constants: Constants,
@@ -484,7 +500,14 @@ def backward(
         rows = (*inputs, grads.out, grads.q, grads.k, grads.v)
         _launch_backward(
             (triton.cdiv(num_items, items),),
-            (samples, *(jagged_rows(x, block, WIDTH) for x in rows), num_items, factor, scale),
+            (
+                samples,
+                *(jagged_rows(x, block, WIDTH) for x in rows),
+                num_items,
+                window,
+                factor,
+                scale,
+            ),
             constants.on_hopper(
                 BLOCK_M=block, BLOCK_N=block, **options | {"ITEMS": items}, **overlap
             ),

@@ -81,6 +81,7 @@ class Sums(NamedTuple):
         added: of those to which this tile of keys has added.
         tiles: ``[parts, *box]`` in shared memory, from where a gradient leaves.
         desc: of the gradient.
+        window: how many keys each query sees at most, or ``None``.
     """
 
     sums_ptr: Any
@@ -88,6 +89,7 @@ class Sums(NamedTuple):
     added: Any
     tiles: Any
     desc: Any
+    window: Any
 
 
 @gluon.jit
@@ -104,12 +106,26 @@ def next_tile(board, turn):
 
 
 @gluon.jit
-def query_tiles(tile, C: gl.constexpr):
+def query_tiles(tile, window, C: gl.constexpr):
     """First of the tiles of queries that see a tile of keys, and the end of them."""
-    first = tile.num_rows * 0
+    first, end = tile.num_rows * 0, tile.num_rows
     if C.CAUSAL:
         first = gl.maximum(tile.num_rows - tile.remaining, 0) // C.BLOCK_M
-    return first, gl.cdiv(tile.num_rows, C.BLOCK_M)
+    if window is not None:
+        LAST: gl.constexpr = C.BLOCK_N - 1
+        own_query = tile.num_rows - tile.remaining + LAST  # of the tile's last key
+        end = gl.maximum(own_query + gl.minimum(tile.remaining - LAST, window), 0)
+    return first, gl.cdiv(end, C.BLOCK_M)
+
+
+@gluon.jit
+def _num_before(m, tile, window, C: gl.constexpr):
+    """How many tiles of keys the ``m``-th tile of queries sees before this one."""
+    number = tile.number
+    if window is not None:
+        ahead = tile.number * C.BLOCK_N + tile.remaining - tile.num_rows  # of keys to queries
+        number -= (gl.maximum(ahead + m * C.BLOCK_M + 1, window) - window) // C.BLOCK_N
+    return number
 
 
 @gluon.jit
@@ -133,6 +149,7 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
     PARTS: gl.constexpr = sums.tiles.shape[0]
     slot = (tile.sum_slot + m) * C.H + head
     last = _is_last(m, tile, C)
+    num_before = _num_before(m, tile, sums.window, C)
     # In the order in which the registers of a warp hold them, so that all accesses are whole ones.
     flat = acc.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     flat = flat.reshape([ROWS * WIDTH])
@@ -143,7 +160,7 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
     wait_full(sums.granted, n)
     release(sums.granted, n)
     if last:
-        if tile.number > 0:
+        if num_before > 0:
             flat += gl.load(ptrs, cache_modifier=".cg")
         total = flat.reshape([4, WIDTH // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
         total = gl.convert_layout(total.reshape([ROWS, WIDTH]), acc.type.layout)
@@ -152,7 +169,7 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
         fence_async_shared()
         end, remaining = tile.base + tile.num_rows, tile.num_rows - m * ROWS
         copy_out(sums.desc, end, remaining, head, out, PART * WIDTH)
-    elif tile.number > 0:
+    elif num_before > 0:
         gl.atomic_add(ptrs, flat, sem="relaxed", scope="gpu")
     else:
         gl.store(ptrs, flat)
@@ -161,19 +178,20 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
 
 
 @gluon.jit
-def await_turns(turns_ptr, granted, board, C: gl.constexpr):
+def await_turns(turns_ptr, granted, board, window, C: gl.constexpr):
     """What one warp does: look out for a tile's turn to add to each gradient of queries."""
     turn = gl.to_tensor(0)
     n = gl.to_tensor(0)
     tile = next_tile(board, turn)
     while tile.kv_head >= 0:
-        first, end = query_tiles(tile, C)
+        first, end = query_tiles(tile, window, C)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             for m in range(first, end):
                 wait_empty(granted, n)
+                num_before = _num_before(m, tile, window, C)
                 seen = tile.number * 0
-                while seen < tile.number:
+                while seen < num_before:
                     turn_ptr = turns_ptr + ((tile.slot + m) * C.H + head)
                     seen = gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu")
                 give(granted, n)
@@ -183,13 +201,13 @@ def await_turns(turns_ptr, granted, board, C: gl.constexpr):
 
 
 @gluon.jit
-def pass_turns(turns_ptr, added, board, C: gl.constexpr, PASSER: gl.constexpr):
+def pass_turns(turns_ptr, added, board, window, C: gl.constexpr, PASSER: gl.constexpr):
     """What one warp does: give every other turn to the next tile once this one has added."""
     turn = gl.to_tensor(0)
     n = gl.to_tensor(0)
     tile = next_tile(board, turn)
     while tile.kv_head >= 0:
-        first, end = query_tiles(tile, C)
+        first, end = query_tiles(tile, window, C)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             for m in range(first, end):

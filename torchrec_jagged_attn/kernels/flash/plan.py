@@ -43,7 +43,6 @@ class Call(NamedTuple):
         position_buckets: rows of ``position_bias``, 0 without it.
         age_buckets: those of ``age_bias``.
         distance_buckets: those of ``relative_bias``.
-        has_window: whether a query sees a window of keys.
         counted: whether int32 counts the pairs of a sample and a head.
         in_boxes: whether the tensor memory accelerator can address the inputs, and in backward the
             gradients that come and go, and none of them is empty.
@@ -65,7 +64,6 @@ class Call(NamedTuple):
     age_buckets: int
     distance_buckets: int
     causal: bool
-    has_window: bool
     negative_scale: bool
     counted: bool
     in_boxes: bool = True
@@ -105,7 +103,6 @@ _HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
 _NO_BIAS = Condition("no bias", lambda call: not call.biased)
 # The largest score is that of the largest product; the general kernels negate queries instead.
 _SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
-_NO_WINDOW = Condition("no window", lambda call: not call.has_window)
 _IN_BOXES = Condition(
     "rows on every side, whose widths, strides and addresses are multiples of 16 bytes",
     lambda call: call.in_boxes,
@@ -117,7 +114,6 @@ PATHS = (
         (
             _HALF,
             _NO_BIAS,
-            _NO_WINDOW,
             _SCALE,
             Condition(
                 f"a larger width of 33 to {hopper_short.WIDTH}",
@@ -144,7 +140,6 @@ PATHS = (
         (
             _HALF,
             Condition("no bias but by distance", lambda call: not call.biased_by_keys),
-            _NO_WINDOW,
             _SCALE,
             Condition("a larger width of 33 to 128", lambda call: call.padded_width in (64, 128)),
             _IN_BOXES,
