@@ -119,7 +119,7 @@ def _attend(
     for queries, keys, _ in _samples(q_offsets, kv_offsets):
         own_bias = None if bias_HN is None else bias_HN[:, keys]
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
-        hidden_LS = _hidden(*scores_HLS.shape[1:], window) if causal else None
+        hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window) if causal else None
         p_HLS, _ = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
         out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
         if score:
@@ -159,7 +159,7 @@ def _differentiate(
         scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
         hidden_LS = hidden_SL = None
         if causal:
-            hidden_LS = _hidden(*scores_HLS.shape[1:], window)
+            hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window)
             hidden_SL = hidden_LS.T
             dp_HLS.masked_fill_(hidden_LS, 0)
         p_HLS, slopes_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
