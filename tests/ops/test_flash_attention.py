@@ -13,6 +13,7 @@ from tests.combinations import each_pair
 from tests.conftest import skip_unless_supported
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.testing import (
     CASES,
     Case,
@@ -193,6 +194,38 @@ def test_window_as_wide_as_all_changes_no_result(device):
     out, lse_of_window = jagged_flash_attention(**inputs, causal=True, window=90, return_lse=True)
     assert torch.equal(out, whole)
     assert torch.equal(lse_of_window, lse)
+
+
+def assert_tiles_beyond_a_window_are_not_read(inputs, window, monkeypatch):
+    """Of 700 rows. What is NaN there comes into nothing, though nothing takes it out."""
+    for name in ("mend_outputs", "mend_gradients"):
+        monkeypatch.setattr(kernels, name, lambda *_: None)
+    attend = partial(jagged_flash_attention, causal=True, window=window)
+    grad_out = torch.ones_like(inputs["q"][..., : inputs["v"].shape[2]])
+    poisoned = inputs | {name: inputs[name].clone() for name in "qkv"}
+    for name in "kv":
+        poisoned[name][:200] = torch.nan
+    results = outputs_and_gradients(attend, poisoned, grad_out)
+    for name in ("out", "q"):
+        assert results[name][500:].isfinite().all(), name
+    poisoned = inputs | {"q": inputs["q"].clone()}
+    poisoned["q"][-200:] = torch.nan
+    results = outputs_and_gradients(attend, poisoned, grad_out)
+    for name in {"k", "v", "bias"} & {*results}:
+        assert results[name][:200].isfinite().all(), name
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "width", "biased"),
+    [(torch.float32, 16, False), (torch.float32, 16, True), (torch.float16, 20, False)],
+    ids=["plain", "biased", "half"],
+)
+def test_tiles_beyond_a_window_are_not_read(
+    dtype, width, biased, kv_heads, kernel_device, monkeypatch
+):
+    inputs = inputs_of([700], [700], kernel_device, dtype, biased, width, kv_heads)
+    assert_tiles_beyond_a_window_are_not_read(inputs, 37, monkeypatch)
 
 
 def test_windows_merge_by_log_sum_exp(device):

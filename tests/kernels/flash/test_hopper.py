@@ -9,6 +9,7 @@ from tests.combinations import each_pair
 from tests.ops.test_flash_attention import (
     assert_hidden_rows_do_not_matter,
     assert_right,
+    assert_tiles_beyond_a_window_are_not_read,
     bad_rows,
     inputs_of,
     with_relative_bias,
@@ -62,6 +63,13 @@ def test_windows_of_short_samples_on_hopper(window, kv_heads, hopper):
     for kv_lengths in (lengths, lengths[::-1]):
         inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=64, kv_heads=kv_heads)
         assert_right(inputs, True, window=window)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_tiles_beyond_a_window_are_not_read_on_hopper(width, hopper, monkeypatch):
+    device, _ = hopper
+    inputs = inputs_of([700], [700], device, torch.float16, width=width)
+    assert_tiles_beyond_a_window_are_not_read(inputs, 38, monkeypatch)
 
 
 @pytest.mark.parametrize(("window", "width"), [(1, 64), (50, 128), (150, 64)], ids=str)
