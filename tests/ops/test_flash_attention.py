@@ -867,26 +867,30 @@ def test_gradients_are_contiguous(lengths, transposed, device):
     assert all(grad.is_contiguous() for grad in grads)
 
 
-def test_compiles_once_for_all_batches(device):
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}], ids=str)
+def test_compiles_once_for_all_batches(options, device):
     counter = CompileCounter()
     compiled = torch.compile(jagged_flash_attention, backend=counter, fullgraph=True, dynamic=True)
     for q_lengths, kv_lengths in (([3, 5, 1], [9, 6, 3]), ([9, 0, 2, 6], [4, 0, 0, 9])):
         inputs = inputs_of(q_lengths, kv_lengths, device)
-        torch.testing.assert_close(compiled(**inputs), jagged_flash_attention(**inputs))
+        expected = jagged_flash_attention(**inputs, **options)
+        torch.testing.assert_close(compiled(**inputs, **options), expected)
     assert counter.frame_count == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_a_hundred_repeats_are_equal(causal, biased, width):
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 200)], ids=["full", "causal", "200"]
+)
+def test_a_hundred_repeats_are_equal(causal, window, biased, width):
     case = Case("repeats", 128, 1500, 4, width, lengths="log-normal", dtype=torch.bfloat16)
     inputs = make_flash_inputs(case, "cuda", kv_heads=2)
     if biased:
         inputs["relative_bias"] = torch.randn(40, 4, device="cuda")
     grad_out = torch.randn_like(inputs["q"])
-    attend = partial(jagged_flash_attention, causal=causal)
+    attend = partial(jagged_flash_attention, causal=causal, window=window)
     first = outputs_and_gradients(attend, inputs, grad_out)
     for _ in range(100):
         again = outputs_and_gradients(attend, inputs, grad_out)
@@ -911,14 +915,16 @@ def test_repeats_of_many_short_samples_are_equal(max_length, width, kv_heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("factor", [1, 15])
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 20)], ids=["full", "causal", "20"]
+)
 @pytest.mark.parametrize(
     ("dtype", "width"),
     [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)],
     ids=["fp32-64", "bf16-64", "bf16-128"],
 )
 def test_cuda_graph_replays_with_other_lengths_and_never_waits(
-    dtype, width, causal, is_self, factor
+    dtype, width, causal, window, is_self, factor
 ):
     lengths = [factor * length for length in (3, 60, 7, 30)]
     inputs = inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width)
@@ -927,7 +933,7 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
     grad_out = torch.randn(100 * factor, 2, width // 2, device="cuda", dtype=dtype)
 
     def run():
-        attend = partial(jagged_flash_attention, causal=causal)
+        attend = partial(jagged_flash_attention, causal=causal, window=window)
         return outputs_and_gradients(attend, inputs, grad_out)
 
     run()  # compiles
