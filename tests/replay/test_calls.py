@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn import (
+    JaggedSelfAttention,
     JaggedTargetAttention,
     array_jagged_bmm_jagged_out,
     checks,
@@ -126,6 +127,23 @@ def of_biased_flash(lengths, device):
     attend, leaves, rest = of_relative_flash(lengths, device)
     leaves["position_bias"] = draw(9, 2, device=device, seed=3)
     return attend, leaves, rest | {"causal": False}
+
+
+def of_self_attention(lengths, device, width=32, dtype=torch.float32, **options):
+    """Whose queries, keys and values lie side by side."""
+    module = JaggedSelfAttention(width, 2, causal=True, device="meta", **options)
+    shapes = {"rows": (sum(lengths), width)}
+    shapes |= {name: x.shape for name, x in module.named_parameters()}
+    leaves = {
+        name: draw(*shape, device=device, seed=seed).detach().to(dtype).requires_grad_()
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
+
+    def attend(rows, **parameters):
+        history = JaggedTensor(rows, offsets=offsets_of(lengths, device))
+        return torch.func.functional_call(module, parameters, (history,)).values()
+
+    return attend, leaves, {}
 
 
 def of_half_flash(lengths, device, kind=of_flash, **rest):
@@ -307,6 +325,7 @@ KINDS = {
     for kind in (
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
         of_window_flash,
+        of_self_attention,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_flash, of_dropped_module, of_silu_target, of_sigmoid_module,
@@ -373,6 +392,18 @@ def test_kernels_for_hopper(kind, causal, window, hopper, monkeypatch, programs)
     for lengths in ([130, 5, 0, 64], [3, 20], [1, 0, 200, 70, 16], [140]):
         assert_replayed(calls_of, lengths, device, monkeypatch)
     assert launched is None or launched.count("hopper_backward") >= 8
+    assert None not in programs
+
+
+@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+def test_self_attention_on_hopper(recency_bias, hopper, monkeypatch, programs):
+    device, launched = hopper
+    kind = functools.partial(
+        of_self_attention, width=128, dtype=torch.float16, recency_bias=recency_bias
+    )
+    for lengths in ([130, 5, 0, 64], [3, 20]):
+        assert_replayed(kind, lengths, device, monkeypatch)
+    assert launched is None or "hopper_forward" in launched
     assert None not in programs
 
 
