@@ -383,6 +383,23 @@ TABLES = {
             ),
         ),
     ),
+    "self_attention_window": Table(
+        ("self_attention_window",),
+        "512 histories of up to 1,023 rows, causal, 4 heads of 64, bf16",
+        {
+            "all rows": "1k-window-all",
+            "a window of 256": "1k-window-256",
+            "a window of 64": "1k-window-64",
+        },
+        tuple(
+            one(f"{head}, µs", "ours", mode, "µs")
+            for head, mode in (
+                ("forward", "forward"),
+                ("backward", "backward"),
+                ("forward and backward", "both"),
+            )
+        ),
+    ),
     "dlrm_step": steps_of_dlrm("dlrm_step"),
     "dlrm_step_graphs": steps_of_dlrm("dlrm_step_graphs"),
     "table1": table1(tf32=False),

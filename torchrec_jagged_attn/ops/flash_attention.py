@@ -140,7 +140,7 @@ def jagged_flash_attention(
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         window: how many keys a row sees at most: the newest of those that ``causal`` lets it see,
-            which ``window`` needs. Other keys cost nothing. ``None`` for all.
+            which ``window`` needs. ``None`` for all.
         scale: factor of the dot products; ``1/√D`` by default.
         return_lse: whether to return log-sum-exps, too, by which attention over parts of the keys
             is merged. They have no gradient.
