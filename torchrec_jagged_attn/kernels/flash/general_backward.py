@@ -40,6 +40,7 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     seen_keys,
     softmax_of_stats,
     store_rows,
+    window_begin,
 )
 
 __all__ = [
@@ -401,7 +402,7 @@ def grad_relative_kernel(
     first_turn, turns = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
     if window is not None:  # others have no pair that is seen
         most, step = num_keys - num_rows + highest * BLOCK, num_tiles * BLOCK
-        first_turn = tl.cdiv(tl.maximum(most - BLOCK + 1, window) - window, step)
+        first_turn = tl.cdiv(window_begin(most - BLOCK + 1, window), step)
         turns = tl.minimum(turns, tl.cdiv(tl.maximum(most + BLOCK, 0), step))
     for turn in range(first_turn, turns):
         diagonal = highest - turn * num_tiles

@@ -62,7 +62,9 @@ BLOCK_N = 128  # keys of a tile
 STAGES = 2  # tiles of queries, of keys and of values in shared memory
 
 online_softmax = gluon.jit(tiles.online_softmax.fn)
+seen_pairs = gluon.jit(tiles.seen_pairs.fn)
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
+window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Rings(NamedTuple):
@@ -106,8 +108,7 @@ def _first_keys(count, num_keys, window, C: gl.constexpr):
     """Where the first tile of keys begins that any query of a tile sees."""
     first = num_keys * 0
     if window is not None:
-        seen_by_first = gl.maximum(num_keys - count + 1, window) - window
-        first = seen_by_first // C.BLOCK_N * C.BLOCK_N
+        first = window_begin(num_keys - count + 1, window) // C.BLOCK_N * C.BLOCK_N
     return first
 
 
@@ -169,10 +170,7 @@ def _softmax(
     if MASKED:
         BLOCK_N: gl.constexpr = products.shape[1]
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
-        j = (start + index)[None, :]
-        visible = j < scores.high
-        if scores.window is not None:
-            visible = visible & (j >= gl.maximum(scores.high, scores.window) - scores.window)
+        visible = seen_pairs(scores.window, scores, (start + index)[None, :])
     return online_softmax(
         products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
     )
@@ -266,7 +264,7 @@ def _attend(
             whole = first
             if window is not None:
                 end = gl.minimum(num_keys, num_keys - count + skipped + GROUP_ROWS)
-                whole = gl.cdiv(gl.maximum(end, window) - window, BLOCK_N) * BLOCK_N
+                whole = gl.cdiv(window_begin(end, window), BLOCK_N) * BLOCK_N
                 whole = gl.minimum(whole, full)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)

@@ -50,6 +50,7 @@ MOST_ROWS = 64  # on both sides, of the samples that are taken
 WIDTH = 64  # of rows in shared memory
 
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
+window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Item(NamedTuple):
@@ -165,7 +166,7 @@ def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS
         high = high[:, None]
     visible = j < high
     if window is not None:
-        low = gl.maximum(i + (num_keys - num_rows + 1), window) - window
+        low = window_begin(i + (num_keys - num_rows + 1), window)
         visible = visible & (j >= low[:, None])
     return visible
 
@@ -448,7 +449,7 @@ _launch_backward = Launcher(backward_kernel)
 
 def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
     """Sizes of samples and compile-time arguments of their kernels, by the rows of the batch."""
-    sizes = {block: dict(options) for block, options in direction.items()}
+    sizes = dict(direction)
     if num_rows < FEW_MEAN_ROWS * num_samples:
         sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
     return list(sizes.items())
@@ -469,7 +470,7 @@ def forward(
     overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
         if window is not None and block == MOST_ROWS:
-            options["maxnreg"] += 16  # for its mask
+            options = options | {"maxnreg": options["maxnreg"] + 16}  # for its mask
         _launch_forward(
             (triton.cdiv(num_items, options["ITEMS"]),),
             (

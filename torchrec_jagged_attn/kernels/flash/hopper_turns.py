@@ -22,6 +22,7 @@ from torchrec_jagged_attn.kernels.common.tma import (
     wait_empty,
     wait_full,
 )
+from torchrec_jagged_attn.kernels.flash import tiles
 
 __all__ = [
     "PASSERS",
@@ -35,6 +36,8 @@ __all__ = [
     "pass_turns",
     "query_tiles",
 ]
+
+window_begin = gluon.jit(tiles.window_begin.fn)
 
 TILES = gl.constexpr(2)  # tiles of keys that a program knows of
 PASSERS = gl.constexpr(2)  # warps that pass turns on
@@ -124,7 +127,7 @@ def _num_before(m, tile, window, C: gl.constexpr):
     number = tile.number
     if window is not None:
         ahead = tile.number * C.BLOCK_N + tile.remaining - tile.num_rows  # of keys to queries
-        number -= (gl.maximum(ahead + m * C.BLOCK_M + 1, window) - window) // C.BLOCK_N
+        number -= window_begin(ahead + m * C.BLOCK_M + 1, window) // C.BLOCK_N
     return number
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "softmax_of_stats",
     "store_rows",
     "store_softmax_stats",
+    "window_begin",
 ]
 
 
@@ -81,6 +82,12 @@ def seen_keys(place, C: tl.constexpr):
 
 
 @triton.jit
+def window_begin(end, window):
+    """The oldest key that a query sees whose newest is the one before ``end``; zero at least."""
+    return tl.maximum(end, window) - window
+
+
+@triton.jit
 def seen_from(window, place, C: tl.constexpr):
     """Where the first tile begins that any query of a tile sees, and the first that no query's
     window cuts.
@@ -88,8 +95,8 @@ def seen_from(window, place, C: tl.constexpr):
     by_any, by_last = place.num_keys * 0, place.num_keys * 0
     if window is not None:
         _, end = seen_keys(place, C)
-        by_any = (tl.maximum(place.diagonal + 1, window) - window) // C.BLOCK_N * C.BLOCK_N
-        by_last = tl.cdiv(tl.maximum(end, window) - window, C.BLOCK_N) * C.BLOCK_N
+        by_any = window_begin(place.diagonal + 1, window) // C.BLOCK_N * C.BLOCK_N
+        by_last = tl.cdiv(window_begin(end, window), C.BLOCK_N) * C.BLOCK_N
     return by_any, by_last
 
 
@@ -178,7 +185,7 @@ def seen_pairs(window, place, j):
     """Which of the keys ``j`` each query sees, whatever their biases."""
     seen = j < place.high
     if window is not None:
-        seen = seen & (j >= tl.maximum(place.high, window) - window)
+        seen = seen & (j >= window_begin(place.high, window))
     return seen
 
 
