@@ -5,7 +5,9 @@ is the time of a visible pair and head beside that of the same shape without a w
 time goes with the pairs.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -69,21 +71,9 @@ def padded(x: Inputs) -> Relaid:
     return dense(x, lambda: mask)
 
 
-def oracle(x: Inputs) -> Tensor:
-    """PyTorch's SDPA on each sample."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-        return flash_attention_oracle(q, k, v, offsets, causal=True, window=x.case.window)
-
-    return base.by_samples(x, attend, group=4)
-
-
-def plain(x: Inputs) -> Tensor:
-    """The padded formula on 4 samples at a time."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-        return flash_attention_plain(q, k, v, offsets, causal=True, window=x.case.window)
-
+def within_window(attention: Callable[..., Tensor], x: Inputs) -> Tensor:
+    """``attention`` of 4 samples at a time."""
+    attend = functools.partial(attention, causal=True, window=x.case.window)
     return base.by_samples(x, attend, group=4)
 
 
@@ -97,10 +87,10 @@ def cost(x: Inputs) -> dict[str, Cost]:
 def summary(frame: pd.DataFrame) -> Table:
     """Time of a visible pair and head, in picoseconds, and beside that without a window."""
     metric = "graph_time" if "graph_time" in set(frame["metric"]) else "time"
-    ours = frame[(frame["metric"] == metric) & (frame["provider"] == "ours")]
-    products = ours["mode"].map({"forward": 2, "backward": 5, "both": 7})
-    pairs = ours["flops"] / (2 * ours["D"] * products)
-    figures = ours.assign(each=ours["median"] * 1e9 / pairs)
+    figures = frame[(frame["metric"] == metric) & (frame["provider"] == "ours")]
+    products = figures["mode"].map({"forward": 2, "backward": 5, "both": 7})
+    pairs = figures["flops"] / (2 * figures["D"] * products)
+    figures = figures.assign(each=figures["median"] * 1e9 / pairs)
     figures = figures.assign(case=figures["case"].str.removesuffix("-quick"))
     figures = figures.pivot_table("each", "case", "mode", sort=False)
     table = Table(box=None, title=f"ps of a visible pair and head, by {metric}; to no window")
@@ -120,8 +110,8 @@ SUITE = replace(
     name="self_attention_window",
     measures="causal self_attention in windows, by visible pair",
     cases=CASES,
-    oracle=oracle,
-    plain=plain,
+    oracle=functools.partial(within_window, flash_attention_oracle),
+    plain=functools.partial(within_window, flash_attention_plain),
     cost=cost,
     providers={"ours": ours, "padded": padded},
     summary=summary,

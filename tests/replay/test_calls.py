@@ -324,8 +324,7 @@ KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
         of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
-        of_window_flash,
-        of_self_attention,
+        of_window_flash, of_self_attention,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_flash, of_dropped_module, of_silu_target, of_sigmoid_module,

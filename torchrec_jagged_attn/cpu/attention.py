@@ -243,8 +243,8 @@ def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
     """``[L, S]``: whether a key comes after a query, where the last of both are at one place; or as
     many rows before it as a ``window`` that is not 0, or more.
     """
-    pairs = torch.ones(num_rows, num_keys, dtype=torch.bool)
-    newer, apart = pairs.triu(num_keys - num_rows + 1), num_keys - num_rows
+    pairs, apart = torch.ones(num_rows, num_keys, dtype=torch.bool), num_keys - num_rows
+    newer = pairs.triu(apart + 1)
     return newer | pairs.tril(apart - min(window, num_rows + num_keys)) if window else newer
 
 

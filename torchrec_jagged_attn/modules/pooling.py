@@ -80,14 +80,7 @@ class TargetAttentionPooling(nn.Module):
         blocks = [
             *([source.key] for source in self._targets),
             *([source.key for source in part] for part, _ in self._pooled),
-            *(
-                block
-                for attention in self._attentions
-                for block in (
-                    [source.key for source in attention.histories],
-                    *([] if attention.user_key is None else [[attention.user_key]]),
-                )
-            ),
+            *itertools.chain.from_iterable(map(_keys_of, self._attentions)),
             list(bags.values()),
         ]
         self._slices = _slices(widths, blocks)
@@ -242,6 +235,12 @@ def _attention(
     )
     user_key = f"user@{histories[0].key}" if config.user_column else None
     return _Attention(targets, histories, config.timestamps, user_key)
+
+
+def _keys_of(attention: _Attention) -> list[list[str]]:
+    """Of each tensor that an attention makes."""
+    of_histories = [source.key for source in attention.histories]
+    return [of_histories] if attention.user_key is None else [of_histories, [attention.user_key]]
 
 
 def _check_is_new(user_key: str, keys: dict[str, int]) -> None:
