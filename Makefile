@@ -1,6 +1,7 @@
 # make demo    train the example model on made-up data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
 # make check   format, lint, types, doctests, tables of the docs
+# make docs    the documentation site, into site/
 #
 # Each makes what it needs in $(VENV) first. The CPU or the CUDA stack is chosen by whether the
 # machine has a GPU; STACK=cpu or STACK=cuda chooses by hand. On a CPU machine, PyPI's torch brings
@@ -23,7 +24,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 KERNEL_TESTS := tests/kernels tests/replay $(wildcard tests/ops/test_*attention.py) tests/ops/test_interaction.py \
 	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
-.PHONY: demo test check format benchmark sanitize clean
+.PHONY: demo test check docs format benchmark sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_dlrm.py
@@ -44,6 +45,9 @@ check: $(READY)
 	$(BIN)/python benchmarks/tables.py --check
 	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
 
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -56,7 +60,7 @@ sanitize: $(READY)  # of CUDA's toolkit
 	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site
 
 $(READY): Makefile pyproject.toml requirements/$(STACK).txt
 	@echo "Installing the $(STACK) stack (torch $(TORCH), torchrec $(TORCHREC)) into $(VENV)"
@@ -65,5 +69,5 @@ $(READY): Makefile pyproject.toml requirements/$(STACK).txt
 	$(INSTALL) torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(INSTALL) -r requirements/$(STACK).txt
 	$(INSTALL) --no-deps torchrec==$(TORCHREC)
-	$(INSTALL) -e .[examples,dev]
+	$(INSTALL) -e .[examples,dev,docs]
 	@touch $@

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import torchrec_jagged_attn
+
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("torchrec_jagged_attn", "tests", "benchmarks", "examples", "docs", "requirements")
 FILES = [
     str(path.relative_to(ROOT))
@@ -57,6 +59,14 @@ def test_every_variable_of_the_package_has_its_row():
     }
     assert read
     assert rows == read
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    names = {
+        name for page in pages for name in re.findall(r"^::: \w+\.(\w+)$", page.read_text(), re.M)
+    }
+    assert names == set(torchrec_jagged_attn.__all__)
 
 
 def test_lines_fit():
