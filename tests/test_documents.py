@@ -31,6 +31,7 @@ def test_links_lead_somewhere(document):
         assert file.is_file(), target
         heads = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+        anchors.update(re.findall(r"^::: ([\w.]+)$", file.read_text(), re.MULTILINE))
         assert not heading or heading in anchors, target
 
 
