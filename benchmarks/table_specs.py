@@ -136,7 +136,7 @@ HOST_COLUMNS = (
 
 
 def steps_of_dlrm(results: str) -> Table:
-    """Steps of ``dlrm_step.py``: time, GPU busy, peak memory."""
+    """Steps of a DLRM, as measured before ``end_to_end.py``: time, GPU busy, peak memory."""
     return Table(
         (results,),
         "histories, samples a step",
