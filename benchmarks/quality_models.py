@@ -111,11 +111,11 @@ class Attention(nn.Module):
 
 
 class PaddedAttention(nn.Module):
-    """``Attention`` without a bias by recency, on padded rows; it starts from the same weights."""
+    """The pooling ``attention-mha`` on padded rows; it starts from the same weights."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        start = JaggedTargetAttention(width, HEADS, recency_bias=False)
+        start = JaggedTargetAttention(width, HEADS, recency_bias=False, value_projection=True)
         self.attention = nn.MultiheadAttention(width, HEADS, batch_first=True)
         self.attention.load_state_dict(start.state_dict())
 
@@ -171,11 +171,11 @@ POOLINGS: dict[str, Callable[[int, float], nn.Module]] = {
     "din": lambda width, half_life: ActivationUnit(width),
     "attention": lambda width, half_life: Attention(width),
     "attention-dropout": lambda width, half_life: Attention(width, row_dropout=0.2),
-    "attention-rows": lambda width, half_life: Attention(width, value_projection=False),
-    "attention-rows-dropout": lambda width, half_life: Attention(
-        width, value_projection=False, row_dropout=0.2
-    ),
+    "attention-values": lambda width, half_life: Attention(width, value_projection=True),
     "attention-no-bias": lambda width, half_life: Attention(width, recency_bias=False),
+    "attention-mha": lambda width, half_life: Attention(
+        width, recency_bias=False, value_projection=True
+    ),
     "attention-padded": lambda width, half_life: PaddedAttention(width),
     "attention-silu": lambda width, half_life: Attention(width, score="silu"),
     "attention-sigmoid": lambda width, half_life: Attention(width, score="sigmoid"),

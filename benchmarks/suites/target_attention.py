@@ -91,7 +91,8 @@ def cost(x: Inputs) -> dict[str, Cost]:
 def ours(
     x: Inputs, keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
 ) -> Callable[[], Tensor]:
-    """``JaggedTargetAttention``, with its recency bias where the inputs have one."""
+    """``JaggedTargetAttention``, which projects values, as its peers do, and has a recency bias
+    where the inputs have one."""
     try:
         from torchrec.sparse.jagged_tensor import JaggedTensor
     except ImportError as error:
@@ -103,6 +104,7 @@ def ours(
         x.case.num_heads,
         recency_bias=POSITION_WEIGHT in x.leaves,
         keys_and_values=keys_and_values,
+        value_projection=True,
         device="meta",
     )
     weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}

@@ -136,7 +136,7 @@ def test_jagged_and_padded_attention_have_the_same_auc(few):
         quality.train(
             dataclasses.replace(RUN, data=few, pooling=pooling, epochs=4), "cpu", torch.float64
         )["auc"]
-        for pooling in ("attention-no-bias", "attention-padded")
+        for pooling in ("attention-mha", "attention-padded")
     ]
     assert aucs[0] == pytest.approx(aucs[1], abs=5e-5)
 

@@ -162,11 +162,11 @@ SCENARIOS = {
         ],
         is_weighted=True,
     ),
-    "not-projected": Scenario(
+    "projected": Scenario(
         [table("t_item", "item", "hist", "clicks", width=12), table("t_tag", "tag", "tags")],
         [
-            TargetAttentionConfig("item", "hist", num_heads=3, value_projection=False),
-            TargetAttentionConfig(["item", "tag"], "clicks", value_projection=False),
+            TargetAttentionConfig("item", "hist", num_heads=3, value_projection=True),
+            TargetAttentionConfig(["item", "tag"], "clicks", value_projection=True),
             TargetAttentionConfig("tag", "tags", num_heads=2),
         ],
     ),
@@ -286,7 +286,7 @@ def attend(
     embed_dim = rows.shape[1]
     parameters = dict(parameters)
     bias = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
-    if not config.value_projection:  # as by the identity
+    if "out_proj.weight" not in parameters:  # as by the identity
         identity, zeros = torch.eye(embed_dim).to(rows), rows.new_zeros(embed_dim)
         in_bias = torch.cat([parameters["in_proj_bias"], zeros, zeros])
         parameters |= {"v_proj_weight": identity, "in_proj_bias": in_bias}
@@ -613,7 +613,7 @@ def test_meta_device():
     pooled = collection(to_features(make_batch(scenario, LENGTHS["mixed"])))
     assert pooled.values().isfinite().all()
     started = TargetAttentionEmbeddingBagCollection(scenario.tables, scenario.attentions)
-    for name in ("out_proj.weight", "out_proj.bias", "recency_bias.position_weight"):
+    for name in ("q_proj_weight", "in_proj_bias", "recency_bias.position_weight"):
         actual = attention_parameters(collection)[f"0.{name}"]
         assert torch.equal(actual, attention_parameters(started)[f"0.{name}"]), name
 
@@ -889,6 +889,7 @@ def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
         "item",
         "hist",
         recency_bias=False,
+        value_projection=True,
         encoder_layers=2,
         encoder_causal=causal,
         encoder_window=window,
@@ -1263,7 +1264,13 @@ def test_reset_parameters_starts_anew():
     for parameter in collection.parameters():
         nn.init.constant_(parameter, torch.nan)
     collection.reset_parameters()
-    drawn = ("proj_weight", "embeddings.", "embedding_bags.", "2.out_proj.weight")
+    drawn = (
+        "k_proj_weight",
+        "2.in_proj_weight",
+        "2.out_proj.weight",
+        "embeddings.",
+        "embedding_bags.",
+    )
     for name, parameter in collection.named_parameters():
         expected = fresh.state_dict()[name]
         if any(part in name for part in drawn):

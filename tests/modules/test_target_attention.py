@@ -108,6 +108,11 @@ def bucket(distance, num_buckets):
     return min(int((1 + distance) ** 4).bit_length() - 1, num_buckets - 1)
 
 
+def projected(embed_dim, num_heads, **options):
+    """A module that projects values, also where it does not have to."""
+    return JaggedTargetAttention(embed_dim, num_heads, value_projection=True, **options)
+
+
 def attend_by_sample(
     module,
     *,
@@ -231,9 +236,7 @@ def assert_right(module, inputs, plain=attend_by_sample, timestamps=None):
 def module_of_case(case, **options):
     """A module without weights of its own, over rows of the case's width."""
     embed_dim = case.width if case.width % case.num_heads == 0 else 8 * case.num_heads
-    return JaggedTargetAttention(
-        embed_dim, case.num_heads, history_dim=case.width, device="meta", **options
-    )
+    return projected(embed_dim, case.num_heads, history_dim=case.width, device="meta", **options)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
@@ -252,7 +255,7 @@ def test_is_multihead_attention(name, bias, road, device):
 def test_history_of_another_width(name, bias, embed_dim, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = JaggedTargetAttention(
+    module = projected(
         embed_dim,
         case.num_heads,
         history_dim=case.width,
@@ -273,7 +276,7 @@ def test_history_of_another_width(name, bias, embed_dim, road, device):
 def test_targets_of_another_width(target_dim, name, embed_dim, history_dim, targets, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = JaggedTargetAttention(
+    module = projected(
         embed_dim,
         case.num_heads,
         history_dim=history_dim,
@@ -288,7 +291,7 @@ def test_targets_of_another_width(target_dim, name, embed_dim, history_dim, targ
 
 @pytest.mark.parametrize("num_targets", [1, 2, 15, 16, 17, 33, 64, 70])
 def test_any_number_of_targets(num_targets, road, device):
-    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta", **road)
+    module = projected(16, 2, age_bias=True, device="meta", **road)
     lengths = [40, 0, 30, 1, 20]
     inputs = make_inputs(module, lengths, device, torch.float16, targets=num_targets)
     timestamps = torch.arange(91, device=device) ** 2
@@ -300,7 +303,7 @@ def test_any_number_of_targets(num_targets, road, device):
 
 def test_gradients_of_biases_over_many_targets(road, device):
     """Sums of thousands of targets, and of about as many rows."""
-    module = JaggedTargetAttention(32, 2, recency_bias=False, device="meta", **road)
+    module = projected(32, 2, recency_bias=False, device="meta", **road)
     inputs = make_inputs(module, [1100, 0, 900, 20], device, targets=1024)
     assert_right(module, inputs, attend_by_formula)
 
@@ -360,7 +363,7 @@ def test_bias_by_age(name, times, road, device):
 @pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], ids=str)
 def test_edges(lengths, targets, road, device):
-    module = JaggedTargetAttention(16, 2, age_bias=True, device="meta", **road)
+    module = projected(16, 2, age_bias=True, device="meta", **road)
     if targets == "jagged":
         targets = [b % 3 for b in range(len(lengths))]
     inputs = make_inputs(module, lengths, device, targets=targets)
@@ -370,7 +373,7 @@ def test_edges(lengths, targets, road, device):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_empty_history_gives_the_output_projection_of_zero(bias, road, device):
-    module = JaggedTargetAttention(16, 2, bias=bias, **road).to(device)
+    module = projected(16, 2, bias=bias, **road).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
@@ -390,9 +393,7 @@ def test_empty_history_gives_the_output_projection_of_zero(bias, road, device):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("history_dim", [16, 20])
 def test_state_dict_moves_both_ways(history_dim, bias, road):
-    module = JaggedTargetAttention(
-        16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **road
-    )
+    module = projected(16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **road)
     mha = nn.MultiheadAttention(
         16, 2, bias=bias, kdim=history_dim, vdim=history_dim, batch_first=True
     )
@@ -500,9 +501,7 @@ def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
     )
     rows = torch.randn(5, 24)[:, 4:20].to(history_dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = JaggedTargetAttention(16, 2)(
-            torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3]))
-        )
+        out = projected(16, 2)(torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3])))
     assert seen[0] is rows
     assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
 
@@ -525,7 +524,7 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
     monkeypatch.setattr(flash_attention, "forward", forward)
     monkeypatch.setattr(flash_attention, "backward", backward)
     rows = torch.randn(5, 16).to(history_dtype)
-    module = JaggedTargetAttention(16, 2, keys_and_values="explicit")
+    module = projected(16, 2, keys_and_values="explicit")
     out = module(torch.randn(2, 16), JaggedTensor(rows, lengths=torch.tensor([2, 3])))
     out.sum().backward()
     assert out.dtype == torch.float32
@@ -669,7 +668,7 @@ def test_parameters_without_a_value_projection(target_dim, bias):
     with pytest.raises(
         RuntimeError, match=r'Unexpected key\(s\) in state_dict: .*"out_proj.weight"'
     ):
-        module.load_state_dict(JaggedTargetAttention(16, 2, **options).state_dict())
+        module.load_state_dict(projected(16, 2, **options).state_dict())
 
 
 @pytest.mark.parametrize("init", ["recency", "mha"])
@@ -678,7 +677,7 @@ def test_queries_and_keys_start_as_they_do_with_a_value_projection(target_dim, i
     torch.manual_seed(0)
     options = {"target_dim": target_dim, "init": init}
     module = JaggedTargetAttention(64, 4, value_projection=False, **options)
-    other = JaggedTargetAttention(64, 4, **options)
+    other = projected(64, 4, **options)
     if target_dim == 64:
         expected = other.in_proj_weight[:64], other.in_proj_weight[64:128]
     else:
@@ -759,7 +758,7 @@ def test_lookups_of_a_quantized_collection(dtype):
     target, history = found["item"].values(), found["hist"]
     assert history.values().storage_offset() > 0
     assert history.values().dtype == target.dtype == dtype
-    module = JaggedTargetAttention(16, 2)
+    module = projected(16, 2)
     out = module(target, history)
     assert out.dtype == torch.float32
     arguments = {
@@ -776,7 +775,7 @@ def test_lookups_of_a_quantized_collection(dtype):
 def test_lookups_of_a_collection_train_its_table():
     collection = EmbeddingCollection([TABLE], need_indices=True)
     weight = collection.embeddings["t"].weight
-    module = JaggedTargetAttention(16, 2, init="mha")
+    module = projected(16, 2, init="mha")
     found = collection(FEATURES)
     assert found["hist"].weights().dtype == torch.int64  # the ids, never attention weights
     module(found["item"].values(), found["hist"]).sum().backward()
@@ -790,7 +789,7 @@ def test_lookups_of_a_collection_train_its_table():
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_all_ways_to_write_a_jagged_tensor(index_dtype, road, device):
-    module = JaggedTargetAttention(16, 2, age_bias=True, **road).to(device)
+    module = projected(16, 2, age_bias=True, **road).to(device)
     lengths = torch.tensor([3, 0, 9], device=device, dtype=index_dtype)
     offsets = torch.tensor([0, 3, 3, 12], device=device, dtype=index_dtype)
     times = torch.arange(12, device=device) ** 2
@@ -911,7 +910,7 @@ def test_prior_weights(name, recency, targets, road, device):
 
 
 def test_removed_rows_are_an_empty_history(road, device):
-    module = JaggedTargetAttention(16, 2, **road).to(device)
+    module = projected(16, 2, **road).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 4, 16, device=device)
@@ -988,7 +987,7 @@ def test_recency_init_without_scores_is_recency_weighted_pooling(value_projectio
 )
 def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
     torch.manual_seed(0)
-    module = JaggedTargetAttention(64, 4, history_dim=history_dim, recency_bias=False, init=init)
+    module = projected(64, 4, history_dim=history_dim, recency_bias=False, init=init)
     mha = nn.MultiheadAttention(64, 4, kdim=history_dim, vdim=history_dim)
     for name, theirs in mha.state_dict().items():
         ours = module.state_dict()[name]
@@ -1002,17 +1001,17 @@ def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
 
 
 def test_recency_init_is_the_same_whatever_the_targets_width():
-    module = JaggedTargetAttention(64, 4, target_dim=20)
+    module = projected(64, 4, target_dim=20)
     assert torch.equal(module.v_proj_weight, torch.eye(64))
     assert torch.equal(module.out_proj.weight, torch.eye(64))
     assert module.q_proj_weight.shape == (64, 20)
-    other = JaggedTargetAttention(64, 4, history_dim=20, target_dim=20)
+    other = projected(64, 4, history_dim=20, target_dim=20)
     assert not torch.equal(other.out_proj.weight, torch.eye(64))
 
 
 def test_recency_init_starts_keys_as_multihead_attention_does_and_queries_at_zero():
     torch.manual_seed(0)
-    queries, ours, _ = JaggedTargetAttention(64, 4).in_proj_weight.chunk(3)
+    queries, ours, _ = projected(64, 4).in_proj_weight.chunk(3)
     assert torch.all(queries == 0)
     theirs = nn.MultiheadAttention(64, 4).in_proj_weight[64 : 2 * 64]
     assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
@@ -1021,13 +1020,14 @@ def test_recency_init_starts_keys_as_multihead_attention_does_and_queries_at_zer
 
 OPTIONS = {
     "default": {},
+    "values": {"value_projection": True},
     "ages": {"age_bias": True},
     "mha": {"init": "mha"},
     "another-width": {"history_dim": 20},
     "another-target-width": {"target_dim": 20},
     "half-without-bias": {"bias": False, "dtype": torch.bfloat16},
     "no-recency": {"recency_bias": False},
-    "explicit": {"age_bias": True, "keys_and_values": "explicit"},
+    "explicit": {"value_projection": True, "age_bias": True, "keys_and_values": "explicit"},
     "explicit-another-width": {"history_dim": 20, "keys_and_values": "explicit"},
     "explicit-all-widths": {"history_dim": 20, "target_dim": 24, "keys_and_values": "explicit"},
     "rows": {"value_projection": False},
@@ -1139,7 +1139,7 @@ def test_compiles_once_for_all_batches(name, jagged, device):
 
 def test_compiles_under_autocast():
     torch._dynamo.reset()
-    module = JaggedTargetAttention(16, 2)
+    module = projected(16, 2)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     results = []
     for run in (module, compiled):
@@ -1165,7 +1165,7 @@ def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device)
     results = {}
     for option in ("auto", "absorbed", "explicit"):
         torch.manual_seed(0)
-        module = JaggedTargetAttention(
+        module = projected(
             64, 8, history_dim=history_dim, keys_and_values=option
         ).to(device)  # fmt: skip
         for num_targets in (2, MANY):
@@ -1193,7 +1193,7 @@ def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
     """It would save no arithmetic."""
     history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
     target = torch.randn(1, 5000, 16)
-    module = JaggedTargetAttention(16, 1)
+    module = projected(16, 1)
     expected = module(target, history)
     module.keys_and_values = "absorbed"
     assert torch.equal(module(target, history), expected)
@@ -1240,7 +1240,7 @@ def test_auto_counts_what_either_way_takes(
 
 def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
     torch._dynamo.reset()
-    module = JaggedTargetAttention(64, 8).to(device)
+    module = projected(64, 8).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for lengths, counts in (([9, 0, 2], [5, 7, 8]), ([7, 5, 1, 0], [2 * MANY, MANY, 0, MANY + 1])):
@@ -1259,7 +1259,7 @@ def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
 
 def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
     torch._dynamo.reset()
-    module = JaggedTargetAttention(64, 2).to(device)
+    module = projected(64, 2).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for lengths, num_targets in (
@@ -1275,7 +1275,7 @@ def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
 
 def test_stays_whole_under_dynamic_quantization():
     """Of linear layers, which would take the weight that the op reads out of ``out_proj``."""
-    module = JaggedTargetAttention(16, 2)
+    module = projected(16, 2)
     arguments = example(module, [5, 0, 40])
     quantized_module = torch.ao.quantization.quantize_dynamic(module)
     assert torch.equal(quantized_module(*arguments), module(*arguments))
@@ -1412,7 +1412,7 @@ def test_is_one_node_of_autograd(value_projection, road):
 @pytest.fixture(params=[False, True], ids=["dense", "jagged"])
 def run_on_cuda(request, road):
     """Computes an output and all gradients; long enough for the sums of large embedding tables."""
-    module = JaggedTargetAttention(16, 2, age_bias=True, **road).to("cuda")
+    module = projected(16, 2, age_bias=True, **road).to("cuda")
     target, history, times = example(module, [2000, 0, 3, 5000], "cuda", jagged=request.param)
 
     def run():
@@ -1471,7 +1471,7 @@ def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, road):
 def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
     """Also where so many jagged targets take explicit keys and values."""
     width, num_heads, num_rows = 64, 4, 32768
-    module = JaggedTargetAttention(width, num_heads, recency_bias=False, bias=False)
+    module = projected(width, num_heads, recency_bias=False, bias=False)
     module = module.to("cuda", torch.bfloat16)
     counts = torch.full([num_rows // num_targets], num_targets)
     offsets = [offsets_of(x, torch.int64, "cuda") for x in (counts, torch.full_like(counts, 2))]

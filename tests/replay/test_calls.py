@@ -154,8 +154,10 @@ def of_half_flash(lengths, device, kind=of_flash, **rest):
     return attend, leaves | widened, given | rest
 
 
-def of_module(lengths, device, jagged=False, history_dim=32, **options):
-    module = JaggedTargetAttention(32, 2, history_dim=history_dim, device="meta", **options)
+def of_module(lengths, device, jagged=False, history_dim=32, value_projection=True, **options):
+    module = JaggedTargetAttention(
+        32, 2, history_dim=history_dim, value_projection=value_projection, device="meta", **options
+    )
     num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)
     leaves = {
         "target": draw(sum(num_targets), 32, device=device),

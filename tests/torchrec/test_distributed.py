@@ -240,7 +240,7 @@ def test_model_built_on_the_meta_device(tmp_path: Path, backend: str):
     state = ranks[0]["before"]
     assert state.keys() == make_model().state_dict().keys()
     for name, value in make_model().state_dict().items():
-        if f"{attention}.recency_bias" in name or f"{attention}.out_proj" in name:
+        if f"{attention}.recency_bias" in name or f"{attention}.q_proj" in name:
             torch.testing.assert_close(state[name], value)  # the GPU's exp2 is not the CPU's
         elif "embedding" in name and "attentions" not in name:
             assert abs(state[name].std() - 1) < 0.2, name  # by init_fn

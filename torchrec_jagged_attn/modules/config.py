@@ -45,7 +45,8 @@ class TargetAttentionConfig:
             ``encoder_layers``.
         score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in :class:`JaggedTargetAttention`.
         value_projection: whether attention projects the rows that it pools; as in
-            :class:`JaggedTargetAttention`. If not, they stay in the space of their tables.
+            :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
+            projects with ``init="mha"`` alone.
         row_dropout: while training, the probability that a row of the history is left out of an
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
@@ -67,7 +68,7 @@ class TargetAttentionConfig:
     init: Literal["recency", "mha"] = "recency"
     encoder_layers: int = 0
     score: Literal["softmax", "silu", "sigmoid"] = "softmax"
-    value_projection: bool = True
+    value_projection: bool | None = None
     row_dropout: float = 0.0
     max_history: int | None = None
     encoder_causal: bool = False

@@ -36,19 +36,21 @@ __all__ = ["JaggedTargetAttention"]
 class JaggedTargetAttention(nn.Module):
     r"""Multi-head attention with targets as queries and their user's history as keys and values.
 
-    The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads, kdim=history_dim,
-    vdim=history_dim)`` on each sample for itself, with the same parameter names and shapes; plus,
-    unless ``recency_bias=False``, a learned bias by position in the history (see
-    :class:`RecencyBias`). Targets may have a width of their own, too. Where they are few, no key
-    and no value is made: the projections are absorbed on the targets' side,
+    Queries and keys are those of ``torch.nn.MultiheadAttention(embed_dim, num_heads,
+    kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
+    switch: scores have a learned bias by position in the history (``recency_bias``, see
+    :class:`RecencyBias`), and pooled rows stay in the embedding's own space
+    (``value_projection``). Without the first and with the second, it is the same function, with the
+    same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
+    no key and no value is made: the projections are absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
 
     and softmax drops the constant. With ``H`` heads that is ``H`` times the arithmetic for each
     pair of a target and a row, so that many targets are better served by explicit keys and values,
-    made once for each row. The attention of a sample with an empty history is zero, so
-    that its output is the bias of ``out_proj``.
+    made once for each row. The attention of a sample with an empty history is zero: with a
+    value projection, its output is the bias of ``out_proj``.
 
     Args:
         embed_dim: ``E``, width of outputs.
@@ -59,8 +61,9 @@ class JaggedTargetAttention(nn.Module):
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
-            alone: queries at zero, and value and output projections at the identity, where ``D =
-            E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention`` does.
+            alone: queries at zero, and value and output projections, if any, at the identity,
+            where ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention``
+            does.
         keys_and_values: ``"absorbed"``, ``"explicit"``, or ``"auto"`` for what should take less
             time with so many targets per sample (of jagged targets, in the mean). It chooses by
             shapes alone; results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T``
@@ -75,7 +78,8 @@ class JaggedTargetAttention(nn.Module):
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
             the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
             C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
-            queries alone: a bias of keys changes nothing.
+            queries alone: a bias of keys changes nothing. ``None``, the default, projects where it
+            has to: where ``D`` is not ``E``, or ``init="mha"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         device: of the parameters.
@@ -111,7 +115,7 @@ class JaggedTargetAttention(nn.Module):
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
         score: Literal["softmax", "silu", "sigmoid"] = "softmax",
-        value_projection: bool = True,
+        value_projection: bool | None = None,
         row_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -142,6 +146,8 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError(f"target_dim must be an int, got {target_dim!r}")
         if self.target_dim < 1:
             raise ValueError(f"target_dim must be at least 1, got {target_dim}")
+        if value_projection is None:
+            value_projection = self.history_dim != embed_dim or init == "mha"
         if not value_projection and self.history_dim != embed_dim:
             raise ValueError(
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
