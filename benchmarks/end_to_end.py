@@ -2,6 +2,7 @@
 
     python benchmarks/end_to_end.py --means 50,200,1000,4000 --gpus 1 --csv end_to_end.csv
     python benchmarks/end_to_end.py --search --csv search.csv   # how long, how many fit in memory
+    python benchmarks/end_to_end.py --quality data/ml-1m --csv quality.csv
     python benchmarks/end_to_end.py --quick --host              # where the host's time goes
 
 ``DistributedModelParallel``, fused RowWiseAdagrad, ``TrainPipelineSparseDist``; on GPUs NCCL,
@@ -71,9 +72,13 @@ from end_to_end_models import (
     check_attentions,
     in_a_line,
     make_batches,
+    make_model,
     make_pipeline,
     share_tables,
 )
+from end_to_end_quality import BATCH as BATCH_OF_CURVES
+from end_to_end_quality import WIDTH as WIDTH_OF_CURVES
+from end_to_end_quality import curve
 
 import torchrec_jagged_attn
 
@@ -88,6 +93,8 @@ OUT_OF_MEMORY = "out of memory"
 MAX_PARTS = 30  # of the host's time, which are shown
 SEARCHED = ("padded", "padded-din", "linear-varlen", "ours", "ours-single-lookup", "sum")
 """What --search tries, unless --providers says so."""
+SAME = ("padded", "linear-varlen", "ours-explicit", "ours")
+"""What --quality trains, unless --providers says so: one function, computed in several ways."""
 CLOSE = 1.1
 """Between the largest size that fits and the smallest tried that does not."""
 PARTS = ("lookups", "attention", "dense", "communication", "copies")
@@ -118,7 +125,7 @@ class Options:
 
     steps: int = 20
     rounds: int = 5
-    round_s: float = 0.6
+    round_s: float = 0.4
     warmup: int = 10
     recency_bias: bool = False
     cuda_graph: bool = False
@@ -280,12 +287,11 @@ class Training:
         batches = make_batches(sizes, num_batches, device, dist.get_rank())
         lengths = [b.sparse_features.lengths()[-sizes.histories * sizes.batch :] for b in batches]
         self.rows_per_sample = int(torch.cat(lengths).sum()) / len(batches) / sizes.batch
+        torch.manual_seed(0)
+        provider = PROVIDERS[name]
+        model = make_model(provider, sizes, options.recency_bias)
         self.pipeline = make_pipeline(
-            PROVIDERS[name],
-            sizes,
-            device,
-            recency_bias=options.recency_bias,
-            cuda_graph=options.cuda_graph,
+            provider, model, sizes.batch, device, cuda_graph=options.cuda_graph
         )
         shared = 0 if known is None else share_tables(self.pipeline._model, known)
         self.batches: Iterator[Batch] = itertools.cycle(batches)
@@ -447,7 +453,7 @@ class Results:
         """The rows that have ``labels``."""
         frame = pd.DataFrame(columns=self.columns)
         if self.csv.exists():
-            frame = pd.read_csv(self.csv)
+            frame = pd.read_csv(self.csv, dtype={"note": str})
             frame["note"] = frame["note"].fillna("")
         for name, value in labels.items():
             frame = frame[frame[name] == value]
@@ -711,6 +717,64 @@ class Search:
         return {**labels, "provider": self.name}
 
 
+def compare_curves(args: argparse.Namespace, options: Options, csv: Path) -> None:
+    """Trains each provider on data with something to learn, from the same weights."""
+    results = Results(csv)
+    with Workers(args.gpus) as workers:
+        for name in args.providers:
+            labels = {"suite": "end_to_end_quality", "provider": name, "gpus": args.gpus}
+            stand = results.of(labels)
+            last = f"{Path(args.quality).name}-{args.epochs}.0"
+            if (stand["case"] == last).any() and not args.again:
+                continue
+            if time.time() > options.deadline:
+                print(f"{name}: not trained, the time is up", flush=True)
+                continue
+            try:
+                workers.run(train_curve, name, args.quality, args.epochs, options, csv)
+            except Exception as error:  # what cannot run here leaves the others their turn
+                print(f"{name}: not trained, {in_a_line(error)}", flush=True)
+
+
+def train_curve(
+    rank: int,
+    ranks: int,
+    port: int,
+    name: str,
+    data: str,
+    epochs: int,
+    options: Options,
+    csv: Path,
+) -> None:
+    """Adds losses, NE and AUC of a provider to the CSV, once all is trained."""
+    rows = []
+    with process_group(rank, ranks, port) as device:
+        for point in curve(PROVIDERS[name], data, epochs, device):
+            case = f"{Path(data).name}-{point.epoch:.1f}"
+            label = {"suite": "end_to_end_quality", "case": case, "provider": name, "gpus": ranks,
+                     "batch": BATCH_OF_CURVES // ranks, "width": WIDTH_OF_CURVES}  # fmt: skip
+            for (mode, metric), value in point.figures.items():
+                quantiles = dict.fromkeys(("median", "p20", "p80"), value)
+                unit = metric.upper() if metric != "loss" else "nats"
+                rows.append({**label, "mode": mode, "metric": metric, "unit": unit, **quantiles})
+            if rank == 0:
+                print(f"{name}, epoch {point.epoch:.1f}: {point}", flush=True)
+        if rank == 0:
+            results = Results(csv)
+            results.drop({"suite": "end_to_end_quality", "gpus": ranks}, [name])
+            results.add([{**row, **stamp()} for row in rows])
+
+
+def print_curves(frame: pd.DataFrame, console: Console) -> None:
+    """A table of NE in test, by the part of training that is done."""
+    frame = frame[(frame["mode"] == "test") & (frame["metric"] == "ne")]
+    of = frame.pivot_table(index="case", columns="provider", values="median", sort=False)
+    table = Table("NE in test, epoch", *of.columns, box=None)
+    for case, row in of.iterrows():
+        table.add_row(str(case), *(f"{x:.4f}" for x in row))
+    console.print(table)
+
+
 def print_results(frame: pd.DataFrame, console: Console) -> None:
     """Tables for each case: figures of a step, and where the GPU's time goes."""
     columns = {
@@ -780,13 +844,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--search", action="store_true",
                         help="the longest history, and the largest batch, that fit in memory; "
                              "from the first of --means on, 1000 by default")
+    parser.add_argument("--quality", nargs="?", const="planted", metavar="DATA",
+                        help="losses, NE and AUC from the same weights, at each tenth of an "
+                             "epoch, on planted data or a folder of MovieLens-1M")
+    parser.add_argument("--epochs", type=int, default=1, help="of --quality")
     parser.add_argument("--quick", action="store_true", help="tiny sizes; always so without a GPU")
     for name in ("histories", "features", "feature_rows", "item_rows", "width", "heads"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="see Sizes")
     parser.add_argument("--skew", type=float, help="of ids; 1 is none")
     parser.add_argument("--steps", type=int, default=20, help="of a round, at most")
     parser.add_argument("--rounds", type=int, default=5, help="whose median is a step's time")
-    parser.add_argument("--round-s", type=float, default=0.6, help="seconds of a round, at most")
+    parser.add_argument("--round-s", type=float, default=0.4, help="seconds of a round, at most")
     parser.add_argument("--warmup", type=int, default=10, help="steps that are not timed")
     parser.add_argument("--recency-bias", action="store_true",
                         help="attentions of ours have it; peers cannot")
@@ -803,7 +871,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--{'search' if args.search else 'cuda-graph'} needs a GPU, got none")
     if on_gpu and args.gpus > torch.cuda.device_count():
         parser.error(f"--gpus must be at most {torch.cuda.device_count()}, got {args.gpus}")
-    for name, least in (("gpus", 1), ("rounds", 2), ("steps", 2), ("warmup", 1)):
+    for name, least in (("gpus", 1), ("epochs", 1), ("rounds", 2), ("steps", 2), ("warmup", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     is_quick = args.quick or not on_gpu
@@ -826,7 +894,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         replace(base, mean=mean, batch=batch, **given)
         for mean, batch in zip(means, batches, strict=True)
     ]
-    args.providers = args.providers or [*(SEARCHED if args.search else PROVIDERS)]
+    by_default = SEARCHED if args.search else SAME if args.quality else PROVIDERS
+    args.providers = args.providers or [*by_default]
     return args
 
 
@@ -845,8 +914,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         csv = (args.csv or Path(folder, "results.csv")).resolve()
-        (search if args.search else compare)(args, options, csv)
-        (print_search if args.search else print_results)(Results(csv).of({}), Console())
+        measure_all, print_all = compare, print_results
+        if args.search:
+            measure_all, print_all = search, print_search
+        elif args.quality:
+            measure_all, print_all = compare_curves, print_curves
+        measure_all(args, options, csv)
+        print_all(Results(csv).of({}), Console())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterable
@@ -60,7 +61,9 @@ __all__ = [
     "check_attentions",
     "in_a_line",
     "make_batches",
+    "make_collection",
     "make_lengths",
+    "make_model",
     "make_pipeline",
     "share_tables",
     "table_operators",
@@ -114,8 +117,9 @@ def make_lengths(sizes: Sizes, generator: torch.Generator) -> Tensor:
     return (sizes.mean * (normal - 0.5).exp()).round().long().clamp(1, CLIP * sizes.mean)
 
 
+@functools.lru_cache(maxsize=1)
 def make_batches(sizes: Sizes, count: int, device: torch.device, rank: int = 0) -> list[Batch]:
-    """Random batches in the host's memory."""
+    """Random batches in the host's memory, the same for all providers."""
     generator = torch.Generator().manual_seed(rank)
 
     def ids(rows: int, number: int) -> Tensor:
@@ -317,9 +321,8 @@ LADDER = ("padded", "linear-varlen", "ours-explicit", "ours-absorbed", "ours",
 """Each has one optimization more than the one before."""
 
 
-def make_model(provider: Provider, sizes: Sizes, recency_bias: bool) -> DLRMTrain:
+def make_model(provider: Provider, sizes: Sizes, recency_bias: bool = False) -> DLRMTrain:
     """A DLRM on the meta device; with ``recency_bias``, attentions of ours have it."""
-    meta = torch.device("meta")
     histories = [f"history_{i}" for i in range(sizes.histories)]
     tables = [
         EmbeddingBagConfig(
@@ -338,34 +341,20 @@ def make_model(provider: Provider, sizes: Sizes, recency_bias: bool) -> DLRMTrai
             feature_names=["item", *histories],
         )
     )
-    if provider == PROVIDERS["sum"]:
-        collection = EmbeddingBagCollection(tables, device=meta)
-    else:
-        is_peer = provider.din or provider.attend is not None
-        configs = [
-            TargetAttentionConfig(
-                target="item",
-                history=history,
-                num_heads=sizes.heads,
-                recency_bias=recency_bias and not is_peer,
-                init="mha",
-            )
-            for history in histories
-        ]
-        collection = TargetAttentionEmbeddingBagCollection(
-            tables, configs, device=meta, single_lookup=provider.single_lookup
+    is_peer = provider.din or provider.attend is not None
+    configs = [
+        TargetAttentionConfig(
+            target="item",
+            history=history,
+            num_heads=sizes.heads,
+            recency_bias=recency_bias and not is_peer,
+            init="mha",
         )
-        attentions = collection.pooling.attentions
-        for i, attention in enumerate(attentions):
-            if provider.din:
-                attentions[i] = PaddedDIN(sizes.width, CLIP * sizes.mean, meta)
-            elif provider.attend is not None:
-                attentions[i] = Explicit(attention, provider.attend, CLIP * sizes.mean)
-            else:
-                attention.keys_and_values = provider.keys_and_values
+        for history in histories
+    ]
     return DLRMTrain(
         DLRM(
-            embedding_bag_collection=collection,  # pyright: ignore[reportArgumentType]
+            embedding_bag_collection=make_collection(provider, tables, configs, CLIP * sizes.mean),  # pyright: ignore[reportArgumentType]
             dense_in_features=NUM_DENSE,
             dense_arch_layer_sizes=[*sizes.dense, sizes.width],
             over_arch_layer_sizes=[*sizes.over],
@@ -374,24 +363,56 @@ def make_model(provider: Provider, sizes: Sizes, recency_bias: bool) -> DLRMTrai
     )
 
 
+def make_collection(
+    provider: Provider,
+    tables: list[EmbeddingBagConfig],
+    configs: list[TargetAttentionConfig],
+    max_length: int,
+) -> EmbeddingBagCollection | TargetAttentionEmbeddingBagCollection:
+    """What looks up and pools, on the meta device, with the attentions of ``provider``.
+
+    Args:
+        max_length: no history is longer.
+    """
+    meta = torch.device("meta")
+    if provider == PROVIDERS["sum"]:
+        return EmbeddingBagCollection(tables, device=meta)
+    collection = TargetAttentionEmbeddingBagCollection(
+        tables, configs, device=meta, single_lookup=provider.single_lookup
+    )
+    attentions = collection.pooling.attentions
+    for i, attention in enumerate(attentions):
+        if provider.din:
+            attentions[i] = PaddedDIN(attention.embed_dim, max_length, meta)
+        elif provider.attend is not None:
+            attentions[i] = Explicit(attention, provider.attend, max_length)
+        else:
+            attention.keys_and_values = provider.keys_and_values
+    return collection
+
+
 def make_pipeline(
     provider: Provider,
-    sizes: Sizes,
+    model: DLRMTrain,
+    batch: int,
     device: torch.device,
     *,
-    recency_bias: bool = False,
     cuda_graph: bool = False,
+    table_lr: float = 0.01,
 ) -> TrainPipelineSparseDist:
-    """The model, sharded, with its optimizers; with ``cuda_graph``, dense layers are replayed.
+    """A model of ``provider``, sharded, with its optimizers.
 
-    Among several GPUs, the table of items is spread row by row, and others table by table.
+    Among several GPUs, the largest table is spread row by row, and others table by table.
+
+    Args:
+        batch: samples of a step, of each rank.
+        cuda_graph: whether dense layers are replayed, and Adam is one kernel.
+        table_lr: learning rate of RowWiseAdagrad.
     """
-    torch.manual_seed(0)
-    model = make_model(provider, sizes, recency_bias)
     if cuda_graph:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            replay_dense_layers(model.model, sizes.batch, device, torch.bfloat16)
-    apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": 0.01})
+            replay_dense_layers(model.model, batch, device, torch.bfloat16)
+    apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": table_lr})
     fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
     sharders: list[ModuleSharder] = [
         EmbeddingBagCollectionSharder(fused_params={**fused}),
@@ -400,21 +421,24 @@ def make_pipeline(
             use_index_dedup=provider.index_dedup,
         ),
     ]
-    tables = [*(f"table_{i}" for i in range(sizes.features)), "table_item"]
+    tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
+    largest = max(tables, key=lambda table: table.num_embeddings)
     ranks = dist.get_world_size()
-    # TorchRec offers no bags by row on a CPU.
-    by_row = {"table_item"} if ranks > 1 and device.type == "cuda" else set()
+
+    def sharding(table: EmbeddingBagConfig) -> ShardingType:
+        # TorchRec offers no bags by row on a CPU.
+        by_row = table is largest and ranks > 1 and device.type == "cuda"
+        return ShardingType.ROW_WISE if by_row else ShardingType.TABLE_WISE
+
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=ranks, compute_device=device.type),
-        batch_size=sizes.batch,
+        batch_size=batch,
         constraints={
-            name: ParameterConstraints(
-                sharding_types=[
-                    (ShardingType.ROW_WISE if name in by_row else ShardingType.TABLE_WISE).value
-                ],
+            table.name: ParameterConstraints(
+                sharding_types=[sharding(table).value],
                 compute_kernels=[EmbeddingComputeKernel.FUSED.value],
             )
-            for name in tables
+            for table in tables
         },
         debug=False,
     )

@@ -13,8 +13,11 @@ pytest.importorskip("rich")
 
 import end_to_end
 import end_to_end_models
+import end_to_end_quality
 from end_to_end import QUICK, Options, Trace, largest, main, measure
 from end_to_end_models import CLIP, LADDER, PROVIDERS, Sizes, make_lengths
+from events import Events
+from planted import planted_log
 
 from tests.processes import start_method
 
@@ -215,6 +218,44 @@ def test_marks_enclose_the_attention_and_leave_its_results(tmp_path):
         assert len(names) == 2 * (end_to_end.STEPS_TO_PROFILE + 1)
         plain.step(), training.step()
         assert training.step().item() == plain.step().item() != loss.item()
+
+
+@pytest.fixture
+def few_events(monkeypatch):
+    events = Events(planted_log(num_users=40, num_steps=40), max_history=50)
+    monkeypatch.setattr(end_to_end_quality, "read_events", lambda data: events)
+    monkeypatch.setattr(end_to_end_quality, "BATCH", 256)
+    monkeypatch.setattr(end_to_end_quality, "POINTS", 4)
+
+
+def test_curves_are_the_same_where_the_function_is(few_events):
+    curves = {}
+    with end_to_end.process_group(0, 1, free_port()) as device:
+        for name in ("padded", "ours", "sum"):
+            points = end_to_end_quality.curve(PROVIDERS[name], "planted", 1, device)
+            curves[name] = {(p.epoch, *key): x for p in points for key, x in p.figures.items()}
+    assert {*curves["ours"]} == {
+        ((i + 1) / 4, mode, metric)
+        for i in range(4)
+        for mode in ("train", "test")
+        for metric in ("loss", "ne", "auc")
+    }
+    tolerance = 2e-2 if ON_GPU else 2e-3
+    assert curves["ours"] == pytest.approx(curves["padded"], abs=tolerance)
+    assert curves["ours"] != pytest.approx(curves["sum"], abs=tolerance)
+    assert 0.9 < curves["ours"][0.25, "train", "ne"] < 1.1
+
+
+def test_curves_that_stand_are_not_trained_again(few_events, in_process, tmp_path, capsys):
+    csv = tmp_path / "quality.csv"
+    frames = []
+    for providers in (["padded"], ["padded", "ours"]):
+        main(["--quality", "--csv", str(csv), "--providers", *providers])
+        frames.append(pd.read_csv(csv))
+    assert "padded, epoch" not in capsys.readouterr().out.partition("ours, epoch")[2]
+    assert len(frames[1]) == 2 * len(frames[0])
+    assert not frames[1].duplicated(["case", "provider", "mode", "metric", "unit"]).any()
+    assert {*frames[1]["case"]} == {f"planted-{x}" for x in ("0.2", "0.5", "0.8", "1.0")}
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 7, 1000, 1499, 40000])
