@@ -3,18 +3,20 @@
     python benchmarks/quality.py --data data/ml-1m video_games.txt.gz --csv quality.csv
     python benchmarks/quality.py --poolings mean attention          # of made-up data
 
-Data are folders of MovieLens-1M in GroupLens' form, or files of ``user item`` lines in order of
-time. A user's last event is for the test, the one before it for tuning, those before train. An
-example is an event and the user's newest events before it; events of one second are in the order of
-the file. While training, each event has one negative beside it, drawn by popularity; in tuning and
-test, an event has 49, never taken before.
+Data are folders of MovieLens-1M in GroupLens' form, or of KuaiRand's logs; Taobao's user behavior,
+a CSV; or files of ``user item`` lines in order of time. ``PATH@1000`` takes the 1000 users of the
+lowest ids. A user's last event is for the test, the one before it for tuning, those before train.
+An example is an event and the user's newest events before it; events of one second are in the order
+of the file. While training, each event has one negative beside it, drawn by popularity; in tuning
+and test, an event has 49, never taken before.
 
 Each pooling is tuned on the same grid, by the AUC of the tuning events with seed 0: learning rate
 and weight decay of Adam, and then the half-life of recency pooling. All stop early by these events,
 too. The best run again with each seed, and on the test events. Finished runs are written to --csv
 at once; those that are in it are not run again.
 
-    auc       share of an event's negatives that score below it, mean of all users; ties count half
+    auc       share of an event's negatives that score below it, mean of all users, that is, grouped
+              by user (gAUC); ties count half
     hr@10     share of events among the 10 best of their 50 candidates
     ne        cross-entropy of all candidates, in that of the base rate
 """
@@ -30,6 +32,7 @@ import gzip
 import importlib.metadata
 import multiprocessing
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -50,6 +53,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from events import DataError
 from movielens import read_movielens
+from quality_logs import first_users, is_kuairand, is_taobao, read_kuairand, read_taobao
 from quality_models import POOLINGS, Ranker
 
 import torchrec_jagged_attn
@@ -91,8 +95,10 @@ def log_of(user: np.ndarray, item: np.ndarray) -> Log:
     return Log(items, np.concatenate([[0], np.cumsum(counts[counts >= 3])]))
 
 
-def read_lines(path: Path) -> Log:
-    """A text file, perhaps compressed by gzip, of ``user item`` lines in order of time."""
+def read_lines(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Users and items of a text file, perhaps compressed by gzip: ``user item`` lines in order of
+    time.
+    """
     opened = gzip.open if path.suffix == ".gz" else open
     rows = []
     with opened(path, "rt") as file:
@@ -104,7 +110,7 @@ def read_lines(path: Path) -> Log:
     if not rows:
         raise DataError(f"{path} has no line")
     users, items = np.array(rows).T
-    return log_of(users, items)
+    return users, items
 
 
 def make_up(seed: int = 0, users: int = 1500, items: int = 400, kinds: int = 20) -> Log:
@@ -129,13 +135,21 @@ def read(source: str) -> Log:
     """The events that ``source`` names."""
     if source == MADE_UP:
         return make_up()
-    path = Path(source)
-    if path.is_dir():
-        log = read_movielens(path)
-        return log_of(log.user, log.item)
+    name, _, count = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
+    path = Path(name)
     if not path.exists():
-        raise DataError(f"--data must name a folder of MovieLens-1M or a file, got {source!r}")
-    return read_lines(path)
+        raise DataError(
+            "--data must name a folder of MovieLens-1M or KuaiRand, or a file, each perhaps with "
+            f"@ and a number of users; got {source!r}"
+        )
+    if is_kuairand(path):
+        user, item = read_kuairand(path)
+    elif path.is_dir():
+        log = read_movielens(path)
+        user, item = log.user, log.item
+    else:
+        user, item = (read_taobao if is_taobao(path) else read_lines)(path)
+    return log_of(*first_users(user, item, int(count)) if count else (user, item))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,81 @@ def test_users_of_two_events_are_left_out():
         quality.log_of(np.array([0, 0]), np.array([1, 2]))
 
 
+KUAIRAND_COLUMNS = (
+    "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,"
+    "long_view,play_time_ms,duration_ms,profile_stay_time,comment_stay_time,is_profile_enter,"
+    "is_rand,tab"
+)
+
+
+def kuairand_line(user: int, video: int, time_ms: int, is_click: int) -> str:
+    signals = ",".join("0" * 10)
+    return f"{user},{video},20220408,100,{time_ms},{is_click},{signals},0,0,1"
+
+
+@pytest.fixture
+def kuairand(tmp_path):
+    """A folder in KuaiRand's form: a user's log is spread over two files."""
+    early = [kuairand_line(7, 40, 200, 1), kuairand_line(7, 90, 100, 1), kuairand_line(2, 40, 1, 1)]
+    late = [
+        kuairand_line(7, 50, 400, 1),
+        kuairand_line(7, 60, 300, 0),  # not clicked
+        kuairand_line(2, 90, 500, 1),
+        kuairand_line(2, 90, 600, 1),
+    ]
+    for name, lines in (("4_22_to_5_08_1k", late), ("4_08_to_4_21_1k", early)):
+        text = "\n".join([KUAIRAND_COLUMNS, *lines])
+        (tmp_path / f"log_standard_{name}.csv").write_text(f"{text}\n")
+    (tmp_path / "log_random_4_22_to_5_08_1k.csv").write_text("not read\n")
+    return tmp_path
+
+
+def test_clicks_of_kuairand(kuairand):
+    log = quality.read(str(kuairand))
+    assert log.offsets.tolist() == [0, 3, 6]
+    assert log.items.tolist() == [0, 2, 2, 2, 0, 1]  # of videos 40, 50 and 90
+    assert quality.read(f"{kuairand}@1").items.tolist() == [0, 1, 1]
+
+
+TAOBAO_LINES = """\
+1,2268318,2520377,pv,1511544070
+1,2333346,2520771,pv,1511540000
+1,2333346,2520771,buy,1511561733
+100,2268318,149192,pv,1512316799
+1,5002615,2520377,pv,1511733732
+100,2268318,149192,pv,1512316800
+100,2333346,149192,pv,1511539200
+100,5002615,149192,fav,1511600000
+100,5002615,149192,pv,1511600001
+"""
+
+
+@pytest.mark.parametrize("name", ["UserBehavior.csv", "UserBehavior.csv.gz"])
+def test_page_views_of_taobao(name, tmp_path):
+    path = tmp_path / name
+    with (gzip.open if name.endswith(".gz") else open)(path, "wt") as file:
+        file.write(TAOBAO_LINES)
+    log = quality.read(str(path))
+    assert log.offsets.tolist() == [0, 3, 6]
+    assert log.items.tolist() == [1, 0, 2, 1, 2, 0]  # the last second counts, the next does not
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("UserBehavior.csv", "1,2,3,pv\n", "UserBehavior.csv:1: expected user,item,category"),
+        ("UserBehavior.csv", "1,x,3,pv,1511544070\n", "UserBehavior.csv: expected integers in"),
+        ("UserBehavior.csv", "1,2,3,buy,1511544070\n", "UserBehavior.csv has no event"),
+        ("log_standard_1.csv", "user_id,video_id\n1,2\n", "log_standard_1.csv: expected integers"),
+        ("log_standard_1.csv", f"{KUAIRAND_COLUMNS}\n1,2,\n", "expected integers in user_id"),
+    ],
+)
+def test_logs_of_another_form_are_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        quality.read(str(tmp_path if name.startswith("log") else tmp_path / name))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
