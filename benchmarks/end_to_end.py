@@ -619,10 +619,15 @@ def compare(args: argparse.Namespace, options: Options, csv: Path) -> None:
                     continue
                 print(what, flush=True)
                 results.drop(labels, missing)
-                try:
-                    workers.run(measure, missing, sizes, options, csv)
-                except Exception as error:  # what fails here leaves the others their turn
-                    print(f"{type(error).__name__}: {error}", flush=True)
+                groups = collections.deque([missing])
+                while groups and time.time() < options.deadline:
+                    group = groups.popleft()
+                    try:
+                        workers.run(measure, group, sizes, options, csv)
+                    except Exception as error:  # what fails alone leaves the others their turn
+                        print(f"{', '.join(group)}: failed, {in_a_line(error)}", flush=True)
+                        stand = {*results.of(labels)["provider"]}
+                        groups += [[n] for n in group if n not in stand and len(group) > 1]
 
 
 @contextlib.contextmanager

@@ -73,6 +73,8 @@ NUM_DENSE = 13
 CLIP = 4
 """The longest history, as a multiple of the mean."""
 DIN_LAYERS = (256, 64)
+MAX_PADDED = 2**31 - 1
+"""Elements that FBGEMM's jagged_to_padded_dense can make. Of more, columns are padded in parts."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,15 @@ def make_batches(sizes: Sizes, count: int, device: torch.device, rank: int = 0) 
 
 def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, Tensor]:
     """``[B, L, C]`` of ``rows`` ``[N, C]``, and which of them are real, ``[B, L]``."""
-    padded = torch.ops.fbgemm.jagged_to_padded_dense(rows, [history.offsets()], [max_length], 0.0)
+    offsets = history.offsets()
+    columns = max(1, MAX_PADDED // ((offsets.numel() - 1) * max_length))
+    parts = [
+        torch.ops.fbgemm.jagged_to_padded_dense(part.contiguous(), [offsets], [max_length], 0.0)
+        for part in rows.split(columns, dim=1)
+    ]
     places = torch.arange(max_length, device=rows.device)
-    return padded, places < history.lengths().unsqueeze(1)
+    visible = places < history.lengths().unsqueeze(1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2), visible
 
 
 def padded_sdpa(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:

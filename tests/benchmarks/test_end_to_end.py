@@ -18,6 +18,7 @@ from end_to_end import QUICK, Options, Trace, largest, main, measure
 from end_to_end_models import CLIP, LADDER, PROVIDERS, Sizes, make_lengths
 from events import Events
 from planted import planted_log
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.processes import start_method
 
@@ -107,6 +108,33 @@ def test_a_wrong_attention_is_not_timed(tmp_path, in_process, monkeypatch):
     frame = run(tmp_path / "steps.csv", "--providers", "sum", "padded").set_index("provider")
     assert frame.loc["padded", "note"].startswith("AssertionError: out: error")
     assert frame.loc["sum", "note"].isna().all()
+
+
+def test_what_fails_leaves_the_others_their_turn(tmp_path, in_process, monkeypatch, capsys):
+    real = end_to_end.Training.time_round
+
+    def broken(training):
+        if training.name == "padded":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        real(training)
+
+    monkeypatch.setattr(end_to_end.Training, "time_round", broken)
+    frame = run(tmp_path / "steps.csv", "--providers", "padded", "sum")
+    assert {*frame["provider"]} == {"sum"}
+    printed = capsys.readouterr().out
+    assert "\npadded, sum: failed, RuntimeError: CUDA error" in printed
+    assert "\npadded: failed, " in printed
+
+
+def test_padding_in_parts(monkeypatch):
+    rows = torch.randn(5, 6)
+    history = JaggedTensor(rows, lengths=torch.tensor([2, 0, 3]))
+    whole, visible = end_to_end_models.pad(rows, history, 4)
+    assert whole.shape == (3, 4, 6)
+    assert whole[visible].equal(rows)
+    for most in (1, 3 * 4 * 4):
+        monkeypatch.setattr(end_to_end_models, "MAX_PADDED", most)
+        assert end_to_end_models.pad(rows, history, 4)[0].equal(whole)
 
 
 def test_out_of_memory_is_a_result(tmp_path, in_process, monkeypatch):
