@@ -34,15 +34,16 @@ SCORES = ("softmax", "silu", "sigmoid")
 
 
 class Biases(NamedTuple):
-    """What is added to the scores of ``H`` heads. ``N`` are the rows of keys.
+    """What is added to the scores of ``H`` heads, and what is dropped. ``N`` are the rows of keys.
 
     Attributes:
         bias: ``[N, H]``; or ``[N]`` prior weights, whose logarithm is the bias of all heads.
         position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
         age_bias: ``[A, H]``, by the bucket of a row's age.
         timestamps: ``[N]``, of which the ages are taken.
-        row_dropout: ``[2]`` int64, see ``ops/row_dropout.py``: rows that it drops have a bias of
+        row_dropout: ``[2]`` int64, see ``ops/dropout.py``: rows that it drops have a bias of
             ``-inf``.
+        dropout: ``[2]`` int64, see there: weights that it drops are zero, and the others larger.
         relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
     """
 
@@ -51,6 +52,7 @@ class Biases(NamedTuple):
     age_bias: Tensor | None = None
     timestamps: Tensor | None = None
     row_dropout: Tensor | None = None
+    dropout: Tensor | None = None
     relative_bias: Tensor | None = None
 
     @property
@@ -78,6 +80,7 @@ class TargetArguments(NamedTuple):
     age_bias: Tensor | None
     timestamps: Tensor | None
     row_dropout: Tensor | None
+    dropout: Tensor | None
     scale: float
     score: str
     for_backward: bool
@@ -86,7 +89,12 @@ class TargetArguments(NamedTuple):
     def biases(self) -> Biases:
         """What is added to the scores."""
         return Biases(
-            self.bias, self.position_bias, self.age_bias, self.timestamps, self.row_dropout
+            self.bias,
+            self.position_bias,
+            self.age_bias,
+            self.timestamps,
+            self.row_dropout,
+            self.dropout,
         )
 
 
@@ -136,6 +144,7 @@ class FlashArguments(NamedTuple):
     age_bias: Tensor | None
     timestamps: Tensor | None
     row_dropout: Tensor | None
+    dropout: Tensor | None
     relative_bias: Tensor | None
     causal: bool
     window: int
@@ -151,6 +160,7 @@ class FlashArguments(NamedTuple):
             self.age_bias,
             self.timestamps,
             self.row_dropout,
+            self.dropout,
             self.relative_bias,
         )
 
@@ -200,7 +210,8 @@ class MultiHeadArguments(NamedTuple):
         age_bias: see there.
         timestamps: see there.
         row_dropout: see :class:`Biases`.
-        prior_weights: see there.
+        dropout: see there. It leaves the bias of values as it is.
+        prior_weights: see :func:`jagged_target_attention`.
         num_heads: ``H``.
         dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
             keys and values in that of ``history``.
@@ -223,6 +234,7 @@ class MultiHeadArguments(NamedTuple):
     age_bias: Tensor | None
     timestamps: Tensor | None
     row_dropout: Tensor | None
+    dropout: Tensor | None
     prior_weights: Tensor | None
     num_heads: int
     dtype: torch.dtype
@@ -234,7 +246,12 @@ class MultiHeadArguments(NamedTuple):
     def biases(self) -> Biases:
         """What is added to the scores."""
         return Biases(
-            self.prior_weights, self.position_bias, self.age_bias, self.timestamps, self.row_dropout
+            self.prior_weights,
+            self.position_bias,
+            self.age_bias,
+            self.timestamps,
+            self.row_dropout,
+            self.dropout,
         )
 
     @property
@@ -272,7 +289,8 @@ class MultiHeadOutputs(NamedTuple):
         pooled: ``[R, H, D]``, the pooled rows of the history, in its dtype.
         residual: that of ``pooled``, see :class:`TargetOutputs`.
         stats: of the attention.
-        values: ``[R, E]``; of no row where they are not projected: they are ``out``.
+        values: ``[R, E]``; of no row where they are not projected: they are ``out``. Explicit ones
+            are without their bias where weights are dropped.
         filled: ``[R]`` ones for targets with a history, zeros for others; empty where values have
             no bias.
     """

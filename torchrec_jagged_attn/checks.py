@@ -153,7 +153,7 @@ def check_biases(
 ) -> None:
     """What ``num_rows`` key rows may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, _, relative_bias = biases
+    bias, position_bias, age_bias, timestamps, _, _, relative_bias = biases
     check_same(
         query, query_name, dtype=False,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,

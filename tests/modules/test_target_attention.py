@@ -1326,6 +1326,7 @@ def op_arguments(
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
         "row_dropout": None,
+        "dropout": None,
         "prior_weights": prior_weights.requires_grad_() if prior else None,
         "num_heads": 2,
         "dtype": torch.float32,

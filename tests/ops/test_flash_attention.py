@@ -844,12 +844,12 @@ def test_opcheck(device):
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
     row_dropout = torch.tensor([7, 2**31], device=device)
-    others = (timestamps, row_dropout, relative_bias, True, 2, 0.25, True)
+    others = (timestamps, row_dropout, None, relative_bias, True, 2, 0.25, True)
     torch.library.opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     torch.library.opcheck(op, (*arguments, *biases, *others))
-    torch.library.opcheck(op, (*arguments, *[None] * 6, False, 0, 0.25, False))
-    torch.library.opcheck(op, (*arguments, *[None] * 6, True, 3, 0.25, False))
+    torch.library.opcheck(op, (*arguments, *[None] * 7, False, 0, 0.25, False))
+    torch.library.opcheck(op, (*arguments, *[None] * 7, True, 3, 0.25, False))
 
 
 @pytest.mark.reference  # kernels compute no fp64

@@ -20,7 +20,7 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.cpu.dropout import dropped_rows
-from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
@@ -52,11 +52,11 @@ def test_draws_are_those_of_splitmix64(seed):
 
 
 def test_as_many_rows_are_dropped_as_asked_for(device):
-    row_dropout = draw_row_dropout(drops_of(0.3), device)
+    row_dropout = draw_dropout(drops_of(0.3, "row_dropout"), device)
     assert row_dropout.device.type == device.type
     draws = dropped_rows(row_dropout, 100_000).double()
     assert abs(draws.mean() - 0.3) < 5 * (0.21 / 100_000) ** 0.5
-    other = dropped_rows(draw_row_dropout(drops_of(0.3), device), 100_000).double()
+    other = dropped_rows(draw_dropout(drops_of(0.3, "row_dropout"), device), 100_000).double()
     assert abs((draws * other).mean() - 0.09) < 5 * (0.09 / 100_000) ** 0.5
 
 
@@ -73,7 +73,7 @@ def seeded(function, **options):
 def kept(device, num_rows, p):
     """``[N]`` prior weights that leave out what ``seeded`` calls drop."""
     torch.manual_seed(5)
-    weights = (~dropped_rows(draw_row_dropout(drops_of(p), device), num_rows)).double()
+    weights = (~dropped_rows(draw_dropout(drops_of(p, "row_dropout"), device), num_rows)).double()
     assert 0 < weights.sum() < num_rows
     return weights
 

@@ -576,10 +576,10 @@ def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
     arguments = inputs["query"], inputs["history"], inputs["offsets"], None, inputs["bias"]
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    torch.library.opcheck(op, (*arguments, None, None, None, None, 0.25, "softmax", False))
+    torch.library.opcheck(op, (*arguments, None, None, None, None, None, 0.25, "softmax", False))
     inputs["query"].requires_grad_()
     with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
-        op(*arguments, None, None, None, None, 0.25, "softmax", False)[0].sum().backward()
+        op(*arguments, None, None, None, None, None, 0.25, "softmax", False)[0].sum().backward()
 
 
 @pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
@@ -601,6 +601,7 @@ def test_opcheck(device, jagged, prior):
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
         torch.tensor([7, 2**31], device=device),  # row_dropout
+        None,  # dropout
         0.25,
         "softmax",
         True,

@@ -147,6 +147,35 @@ std::pair<T, T> weight_and_slope(T x, int64_t score) {
   return {of_score, of_score * of_opposite};
 }
 
+// Which weights are dropped, drawn as `dropout.py` draws them, and what the others are multiplied by.
+struct Dropout {
+  uint64_t seed;
+  int64_t drops;
+
+  explicit Dropout(const Tensor& x)
+      : seed(x.const_data_ptr<int64_t>()[0]), drops(x.const_data_ptr<int64_t>()[1]) {}
+
+  double factor() const { return double(int64_t{1} << 32) / ((int64_t{1} << 32) - drops); }
+
+  uint32_t draw_of_query(int64_t r) const {
+    uint64_t x = seed + (r + 1) * 0x9E3779B97F4A7C15;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    return (x ^ (x >> 31)) >> 32;
+  }
+
+  bool is_dropped(uint32_t draw, int64_t n) const {
+    uint32_t x = draw ^ uint32_t(n) * 0x9E3779B1;
+    x = (x ^ (x >> 16)) * 0x85EBCA6B;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35;
+    return (x ^ (x >> 16)) < drops;
+  }
+};
+
+optional<Dropout> drawn(const optional<Tensor>& dropout) {
+  return dropout ? optional<Dropout>(*dropout) : std::nullopt;
+}
+
 struct Attention {
   int64_t heads, key_heads;
   const optional<Tensor>& bias;         // [H, ΣLk], added to scores
@@ -154,6 +183,8 @@ struct Attention {
   bool causal;
   int64_t window;  // how many keys a query sees at most; 0 for all
   int64_t score;
+  optional<Dropout> dropout;
+  int64_t first_key = 0;  // the number of the first row of keys
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
@@ -215,6 +246,32 @@ struct Attention {
       if (window > 0) hidden.logical_or_(pairs.tril(s.keys() - s.queries() - window));
       x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
     }
+  }
+
+  // Multiplies a row's weights, of a head and the keys between two of a sample: by zero what is
+  // dropped, else by what makes up for it.
+  template <typename T>
+  void drop(T* x, const Sample& s, int64_t i, int64_t h, int64_t from, int64_t to) const {
+    if (!dropout) return;
+    const uint32_t draw = dropout->draw_of_query((s.q_begin + i) * heads + h);
+    const int64_t first = first_key + s.k_begin;
+    const T factor = dropout->factor();
+    for (int64_t j = from; j < to; ++j) x[j] *= dropout->is_dropped(draw, first + j) ? 0 : factor;
+  }
+
+  // The same of all a sample's weights, or gradients of them, which are contiguous.
+  void drop_all(const Tensor& x, const Sample& s) const {
+    if (!dropout) return;
+    const int64_t group = heads / key_heads, rows = s.queries() * group, keys = s.keys();
+    AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "drop_all", [&] {
+      scalar_t* const data = x.data_ptr<scalar_t>();
+      at::parallel_for(0, key_heads * rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t head = row / rows * group + row % group;
+          drop(data + row * keys, s, row % rows / group, head, 0, keys);
+        }
+      });
+    });
   }
 
   // [Lq, H] of what a sample has for each row of a product.
@@ -286,7 +343,8 @@ struct Copy {
       : k(all_k.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
         v(all_v.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
         attention{whole.heads,  whole.key_heads, bias,       whole.by_distance,
-                  whole.causal, whole.window,    whole.score},
+                  whole.causal, whole.window,    whole.score, whole.dropout,
+                  whole.first_key + of.k_begin},
         s{of.q_begin, of.q_end, 0, of.keys(), of.distances_begin} {
     if (whole.bias) bias = whole.bias->slice(1, of.k_begin, of.k_end).contiguous();
   }
@@ -358,6 +416,7 @@ struct Loops {
       for (int64_t h = 0; h < attention.heads; ++h) {
         const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
         T* const own = out_rows.at(s.q_begin + i, h);
+        attention.drop(p.data(), s, i, h, seen_from(i), seen_by(i));
         for (int64_t j = seen_from(i), seen = seen_by(i); j < seen; ++j)
           add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
         if (stats.numel() == 0) continue;
@@ -385,12 +444,14 @@ struct Loops {
         weigh(own_q, k_rows, i, h);
         const int64_t from = seen_from(i), seen = seen_by(i);
         double mean = 0;
-        for (int64_t j = from; j < seen; ++j) {
+        for (int64_t j = from; j < seen; ++j)
           ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
-          mean += double{p[j]} * ds[j];
-        }
-        for (int64_t j = from; j < seen; ++j) {
+        attention.drop(ds.data(), s, i, h, from, seen);
+        for (int64_t j = from; j < seen; ++j) mean += double{p[j]} * ds[j];
+        for (int64_t j = from; j < seen; ++j)
           ds[j] = attention.score == SOFTMAX ? T(p[j] * (ds[j] - mean)) : slopes[j] * ds[j];
+        attention.drop(p.data(), s, i, h, from, seen);
+        for (int64_t j = from; j < seen; ++j) {
           const int64_t row = s.k_begin + j, head = h / group;
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
           add(grad_k_rows.at(row, head), ds[j], own_q, width);
@@ -409,8 +470,9 @@ struct Loops {
 Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
                const Tensor& kv_offsets, const optional<Tensor>& bias,
                const optional<Tensor>& by_distance, bool causal, int64_t window, int64_t score,
-               const Tensor& stats) {
-  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, window, score};
+               const optional<Tensor>& dropout, const Tensor& stats) {
+  const Attention attention{q.size(1), k.size(1), bias,  by_distance,
+                            causal,    window,    score, drawn(dropout)};
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
   const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v);
@@ -429,7 +491,9 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
     const Tensor p = score == SOFTMAX ? attention.weights(scores, s)
                                       : attention.weights_and_slopes(scores, s).first;
-    attention.put_queries(out_rows, s, p, own_v);
+    Tensor kept = p;
+    if (dropout) attention.drop_all(kept = p.clone(), s);
+    attention.put_queries(out_rows, s, kept, own_v);
     if (causal && !has_finite_queries(out, s)) {  // perhaps by 0 · NaN of a hidden key
       out.slice(0, s.q_begin, s.q_end).zero_();
       const Copy copy(attention, s, k, v, dtype);
@@ -498,6 +562,7 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
   const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
   const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
   const Tensor scores = product(own_q, own_k.mT()), dp = product(own_grad_out, own_v.mT());
+  attention.drop_all(dp, s);
   Tensor p, ds;
   if (score == SOFTMAX) {
     p = attention.weights(scores, s);
@@ -506,6 +571,7 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
     std::tie(p, ds) = attention.weights_and_slopes(scores, s);
     ds.mul_(dp);
   }
+  attention.drop_all(p, s);
   attention.put_queries(grad_q_rows, s, ds, own_k);
   if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
     grad_q.slice(0, s.q_begin, s.q_end).zero_();
@@ -581,9 +647,10 @@ void differentiate_blocks(const Attention& attention, const Queries& queries, co
 Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& bias,
                 const optional<Tensor>& by_distance, bool causal, int64_t window, int64_t score,
-                const Tensor& grad_k, const optional<Tensor>& grad_v,
+                const optional<Tensor>& dropout, const Tensor& grad_k, const optional<Tensor>& grad_v,
                 const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
-  const Attention attention{q.size(1), k.size(1), bias, by_distance, causal, window, score};
+  const Attention attention{q.size(1), k.size(1), bias,  by_distance,
+                            causal,    window,    score, drawn(dropout)};
   const Tensor grad_q = q.new_zeros(q.sizes());
   const Queries queries{attention, grad_out, q, grad_q, grad_by_distance};
   const Keys keys{k, v, grad_k, grad_v, bias, grad_bias};
@@ -602,11 +669,12 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
 TORCH_LIBRARY(torchrec_jagged_attn_cpu, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, Tensor? bias,"
-      " Tensor? by_distance, bool causal, int window, int score, Tensor(a!) stats) -> Tensor",
+      " Tensor? by_distance, bool causal, int window, int score, Tensor? dropout,"
+      " Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
       "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
       " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
-      " Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
+      " Tensor? dropout, Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
       backward);
 }

@@ -26,7 +26,7 @@ from torchrec_jagged_attn.arguments import (
     FlashOutputs,
 )
 from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.cpu.dropout import dropped_rows
+from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["backward", "compute_dtype", "forward"]
@@ -47,7 +47,8 @@ def forward(args: FlashArguments, score: str = "softmax") -> FlashOutputs:
     attend = _attend if (compiled := extension.library()) is None else compiled.forward
     out = attend(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
-        args.causal, args.window, SCORES.index(score), stats if args.needs_stats else stats[:0],
+        args.causal, args.window, SCORES.index(score), args.dropout,
+        stats if args.needs_stats else stats[:0],
     )  # fmt: skip
     if args.needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
@@ -85,8 +86,8 @@ def backward(
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
         grad_out.to(dtype).contiguous(), (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets,
-        kv_offsets, bias_HN, by_distance, args.causal, args.window, SCORES.index(score), grad_k,
-        grad_v, grad_bias_HN, grad_by_distance,
+        kv_offsets, bias_HN, by_distance, args.causal, args.window, SCORES.index(score),
+        args.dropout, grad_k, grad_v, grad_bias_HN, grad_by_distance,
     )  # fmt: skip
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     position_bucket, age_bucket = buckets
@@ -112,6 +113,7 @@ def _attend(
     causal: bool,
     window: int,
     score: int,
+    dropout: Tensor | None,
     stats: Tensor,
 ) -> Tensor:
     """Outputs of scaled ``q``, in its dtype, and statistics if ``stats`` has room for them."""
@@ -121,7 +123,8 @@ def _attend(
         scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
         hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window) if causal else None
         p_HLS, _ = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
-        out[queries] = _product(p_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
+        kept_HLS = _dropped(p_HLS, dropout, queries, keys)
+        out[queries] = _product(kept_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
         if score:
             stats[1:, queries] = 1
             continue
@@ -142,6 +145,7 @@ def _differentiate(
     causal: bool,
     window: int,
     score: int,
+    dropout: Tensor | None,
     grad_k: Tensor,
     grad_v: Tensor | None,
     grad_bias_HN: Tensor | None,
@@ -162,6 +166,7 @@ def _differentiate(
             hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window)
             hidden_SL = hidden_LS.T
             dp_HLS.masked_fill_(hidden_LS, 0)
+        dp_HLS = _dropped(dp_HLS, dropout, queries, keys)
         p_HLS, slopes_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
         if slopes_HLS is not None:
             ds_HLS = slopes_HLS * dp_HLS
@@ -170,12 +175,13 @@ def _differentiate(
         if hidden_LS is not None:
             ds_HLS.masked_fill_(hidden_LS, 0)
         grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
+        kept_HLS = _dropped(p_HLS, dropout, queries, keys)
         grad_k_SKD, grad_v_SKD = (
             _product(a_HLS.mT, b_HLD, hidden_SL)
             .unflatten(0, (k.shape[1], -1))
             .sum(1)
             .transpose(0, 1)
-            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (p_HLS, grad_out_HLD))
+            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (kept_HLS, grad_out_HLD))
         )
         if grad_v is None:
             grad_k_SKD += grad_v_SKD
@@ -239,6 +245,17 @@ def _weights(
     return of_score, of_score * of_opposite
 
 
+def _dropped(x_HLS: Tensor, dropout: Tensor | None, queries: slice, keys: slice) -> Tensor:
+    """``x_HLS``, weights or their gradients: zero of those that are dropped, the others larger."""
+    if dropout is None:
+        return x_HLS
+    heads, num_rows, num_keys = x_HLS.shape
+    r = queries.start * heads + torch.arange(num_rows * heads)
+    n = keys.start + torch.arange(num_keys)
+    factors = weight_factors(dropout, r, n).view(num_rows, heads, num_keys)
+    return x_HLS * factors.to(x_HLS.dtype).transpose(0, 1)
+
+
 def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
     """``[L, S]``: whether a key comes after a query, where the last of both are at one place; or as
     many rows before it as a ``window`` that is not 0, or more.
@@ -279,7 +296,7 @@ def _bias_of_keys(
     q: Tensor, kv_offsets: Tensor, biases: Biases
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
-    bias, position_bias, age_bias, timestamps, row_dropout, _ = biases
+    bias, position_bias, age_bias, timestamps, row_dropout, _, _ = biases
     dtype, positions, ages = compute_dtype(q), None, None
     parts = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:

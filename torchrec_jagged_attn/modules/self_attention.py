@@ -21,8 +21,8 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.flash_attention import flash_attention, jagged_flash_attention
-from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
 
@@ -86,7 +86,9 @@ class JaggedSelfAttention(nn.Module):
         self.causal = causal
         self.window = window
         self.row_dropout = row_dropout
-        self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
+        self._drops = drops_of(
+            row_dropout, "row_dropout"
+        )  # an int: compilers take a float for one that varies
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -172,8 +174,8 @@ def _attend(
     q, k, v = qkv.unbind(1)
     if is_scripting():
         scale = 1 / math.sqrt(width)
-        dropped = draw_row_dropout(drops, q.device) if drops > 0 else None
-        biases = (prior_weights, None, None, None, dropped, relative_bias)
+        dropped = draw_dropout(drops, q.device) if drops > 0 else None
+        biases = (prior_weights, None, None, None, dropped, None, relative_bias)
         most = 0 if window is None else window
         out, _ = _flash_attention_packet(
             q, k, v, offsets, offsets, *biases, causal, most, scale, False
@@ -182,6 +184,7 @@ def _attend(
         out = jagged_flash_attention(
             q, k, v, offsets,
             prior_weights=prior_weights, relative_bias=relative_bias, row_dropout=drops / 2**32,
+            dropout=0.0,
             causal=causal, window=window,
         )  # fmt: skip
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)

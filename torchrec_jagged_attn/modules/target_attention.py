@@ -24,11 +24,11 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     multi_head_target_attention,
 )
-from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["JaggedTargetAttention"]
 
@@ -160,7 +160,9 @@ class JaggedTargetAttention(nn.Module):
         self.score = score
         self.value_projection = value_projection
         self.row_dropout = row_dropout
-        self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
+        self._drops = drops_of(
+            row_dropout, "row_dropout"
+        )  # an int: compilers take a float for one that varies
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -336,7 +338,8 @@ def _attend(
         position_bias,
         age_bias,
         timestamps,
-        draw_row_dropout(drops, rows.device) if drops > 0 else None,
+        draw_dropout(drops, rows.device) if drops > 0 else None,
+        None,
         prior_weights,
         num_heads,
         dtype,

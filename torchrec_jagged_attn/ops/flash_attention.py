@@ -24,9 +24,9 @@ from torchrec_jagged_attn.cpu import attention as cpu
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
-from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["flash_attention", "jagged_flash_attention"]
 
@@ -46,6 +46,7 @@ def jagged_flash_attention(
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
+    dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -68,6 +69,7 @@ def jagged_flash_attention(
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
+    dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -89,6 +91,7 @@ def jagged_flash_attention(
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
+    dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -137,6 +140,9 @@ def jagged_flash_attention(
             On a GPU, of up to 2^30 - 129 rows of queries and of keys.
         row_dropout: the probability that a key is left out, for all queries and heads: as if its
             prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
+        dropout: the probability that a weight :math:`p_{ij}` of a head is set to zero, as in
+            ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The softmax
+            is over all of them, and so is its log-sum-exp. Drawn as ``row_dropout`` is.
         causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query sees them all.
         window: how many keys a row sees at most: the newest of those that ``causal`` lets it see,
@@ -152,7 +158,7 @@ def jagged_flash_attention(
 
     Raises:
         TypeError: a dtype does not fit, or ``window`` is no int.
-        ValueError: a shape, a device, ``row_dropout``, ``window`` or (on CPU, or under
+        ValueError: a shape, a device, ``row_dropout``, ``dropout``, ``window`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
 
@@ -188,13 +194,15 @@ def jagged_flash_attention(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
     check_window(window, causal)
-    drops = drops_of(row_dropout)
-    dropped = draw_row_dropout(drops, q.device) if drops > 0 else None
+    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
+    dropped = draw_dropout(drops, q.device) if drops > 0 else None
+    dropped_weights = draw_dropout(drops_weights, q.device) if drops_weights > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(q.shape[2])
     arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
-        age_bias, timestamps, dropped, relative_bias, causal, window or 0, scale, return_lse,
+        age_bias, timestamps, dropped, dropped_weights, relative_bias, causal, window or 0, scale,
+        return_lse,
     )  # fmt: skip
     if not return_lse:
         return _call_flash_attention(*arguments)
@@ -210,7 +218,10 @@ def forward(args: FlashArguments) -> FlashOutputs:
     check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
     if args.bias is not None and args.bias.dim() == 1:
         check_prior_weights_values(args.bias)
-    return _implementation(args.q).forward(args)
+    attention = _implementation(args.q)
+    if args.dropout is not None and attention is kernels:
+        raise NotImplementedError("dropout must be 0 on a GPU")
+    return attention.forward(args)
 
 
 def _fake(args: FlashArguments) -> FlashOutputs:
@@ -255,7 +266,7 @@ flash_attention, _call_flash_attention = register_op(
     forward=forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("timestamps", "row_dropout"),
+    non_differentiable=("timestamps", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "out"),
         0,

@@ -16,6 +16,9 @@ Without an output weight, values are the rows themselves, each head's its own co
 ``W_V`` and ``W_O`` fixed at the identity. Then ``D = E``, and ``out`` are the columns of each head
 of what it pooled.
 
+With dropout, the weights ``p_nh`` have no longer a sum of one. The bias of values is added once all
+the same: explicit values then have none, and it is added to what is pooled of them.
+
 Forward is two products before the attention and two after it, and so is backward: each two are one
 kernel (``kernels/target/head_products.py``). One more has all gradients of weights and biases
 (``kernels/target/projections.py``). ``q`` and ``u`` take 2·E·(C + D) FLOPs a target; ``target ·
@@ -107,7 +110,8 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         if args.out_weight is None:
             out, values = values, values.new_empty(0, args.embed_dim)
         else:
-            out = F.linear(values, args.out_weight.to(dtype), _cast(args.out_bias, dtype))
+            biased = _with_bias(args, values, filled)
+            out = F.linear(biased, args.out_weight.to(dtype), _cast(args.out_bias, dtype))
         stats = stats.view(2, *_query_shape(args)[:-1])
         u, pooled, residual = _empty_absorbed(args)
     else:
@@ -175,6 +179,7 @@ def _backward(
             grad_values, pooled_values = grad_out @ args.out_weight.to(dtype), values
             grad_k, grad_v = _by_head(grad_made, args.num_heads)
         pooled_values = pooled_values.to(dtype=history.dtype).view_as(q)
+        values = _with_bias(args, values, filled)
         of_scores = flash_attention.backward(
             grad_values.reshape_as(q).to(dtype=history.dtype),
             _over_keys(args, q, k, v),
@@ -287,7 +292,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        *args.biases[:5], args.scale, args.score, args.for_backward,
+        *args.biases[:6], args.scale, args.score, args.for_backward,
     )  # fmt: skip
 
 
@@ -343,10 +348,18 @@ def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
             half.copy_(weight)
     else:
         w_kv = weights[0][embed_dim:].to(history.dtype)
-    if args.in_bias is not None:
+    if args.in_bias is not None and args.dropout is None:
         b_kv = history.new_zeros(2 * embed_dim)
         b_kv[embed_dim:].copy_(args.in_bias[2 * embed_dim :])
     return *_by_head(F.linear(history, w_kv, b_kv), args.num_heads), w_kv
+
+
+def _with_bias(args: MultiHeadArguments, values: Tensor, filled: Tensor) -> Tensor:
+    """Explicit ``values`` ``[R, E]`` with the bias that :func:`_keys_and_values` left out."""
+    if args.dropout is None or args.in_bias is None or args.out_weight is None:
+        return values
+    b_v = args.in_bias[2 * args.embed_dim :].to(values.dtype)
+    return torch.addcmul(values, filled.unsqueeze(1), b_v)
 
 
 def _by_head(kv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -388,7 +401,7 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("timestamps", "row_dropout"),
+    non_differentiable=("timestamps", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         (
             "target",

@@ -31,9 +31,9 @@ from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.kernels.target import attention as kernels
 from torchrec_jagged_attn.kernels.target.records import Listing
 from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
-from torchrec_jagged_attn.ops.row_dropout import draw_row_dropout, drops_of
 
 __all__ = ["jagged_target_attention"]
 
@@ -50,6 +50,7 @@ def jagged_target_attention(
     timestamps: Tensor | None = None,
     prior_weights: Tensor | None = None,
     row_dropout: float = 0.0,
+    dropout: float = 0.0,
     scale: float | None = None,
     score: Literal["softmax", "silu", "sigmoid"] = "softmax",
 ) -> Tensor:
@@ -87,6 +88,9 @@ def jagged_target_attention(
             they are.
         row_dropout: the probability that a row is left out, for all queries and heads: as if its
             prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
+        dropout: the probability that a weight :math:`p_n` of a query row and head is set to zero,
+            as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The
+            softmax is over all of them. Drawn as ``row_dropout`` is.
         scale: factor of the dot products; ``1/√D`` by default.
         score: what makes weights :math:`p_n` of the scores :math:`s_n`: their ``"softmax"``; or, of
             each row by itself, ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
@@ -98,7 +102,7 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, a device, ``row_dropout`` or (on CPU, or under
+        ValueError: a shape, a device, ``row_dropout``, ``dropout`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
@@ -138,13 +142,15 @@ def jagged_target_attention(
     biases = Biases(bias, position_bias, age_bias, timestamps)
     check_biases(query, "query", history.shape[0], biases, prior_weights)
     check_score(score, prior_weights)
-    drops = drops_of(row_dropout)
-    dropped = draw_row_dropout(drops, query.device) if drops > 0 else None
+    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
+    dropped = draw_dropout(drops, query.device) if drops > 0 else None
+    dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(width)
     out = _call_target_attention(
         query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, dropped, scale, score, torch.is_grad_enabled(),
+        position_bias, age_bias, timestamps, dropped, dropped_weights, scale, score,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -159,7 +165,10 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
         check_prior_weights_values(args.bias)
     if listing is not None:
         return kernels.forward(args, listing)
-    return _implementation(args.query).forward(args)
+    attention = _implementation(args.query)
+    if args.dropout is not None and attention is kernels:
+        raise NotImplementedError("dropout must be 0 on a GPU")
+    return attention.forward(args)
 
 
 def fake(args: TargetArguments) -> TargetOutputs:
@@ -206,7 +215,7 @@ _, _call_target_attention = register_op(
     forward=forward,
     fake=fake,
     backward=backward,
-    non_differentiable=("timestamps", "row_dropout"),
+    non_differentiable=("timestamps", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         ("query", "history", "offsets", "query_offsets", "bias", "timestamps", "out", "residual"),
         0,

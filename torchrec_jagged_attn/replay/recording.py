@@ -729,6 +729,11 @@ def _add_product(x: Traced, a: Traced, b: Traced) -> Traced:
     return x
 
 
+def _plus_product(x: Traced, a: Traced, b: Traced) -> Traced:
+    arguments = (_same_sizes(x), a, b, 1)
+    return x.recorder.operator(torch.ops.aten.addcmul.default, arguments, x.sizes)
+
+
 def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
     ends = [*itertools.accumulate(sizes)] if isinstance(sizes, list | tuple) else [-1]
     if dim != 0 or ends[-1] != x.sizes[0]:
@@ -823,6 +828,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.cumsum: _elementwise(torch.ops.aten.cumsum.default),
     Tensor.matmul: _matmul,
     F.linear: _linear,
+    torch.addcmul: _plus_product,
     Tensor.copy_: _copy_into,
     Tensor.addmm_: _add_product,
     Tensor.clone: _clone,

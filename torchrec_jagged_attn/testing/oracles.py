@@ -31,9 +31,12 @@ def target_attention_oracle(
     prior_weights: Tensor | None = None,
     scale: float | None = None,
     score: str = "softmax",
+    weight_factors: Tensor | None = None,
 ) -> Tensor:
     """``jagged_target_attention``: flash attention with a query for each target, whose heads share
     the rows of the history; give it fp64 tensors.
+
+    ``weight_factors``, ``[B · T, H, N]`` or ``[ΣT, H, N]``, are what weights are multiplied with.
     """
     shape = query.shape
     if query_offsets is None:
@@ -43,13 +46,14 @@ def target_attention_oracle(
         query_offsets = torch.arange(shape[0] + 1, device=query.device) * num_targets
     if score != "softmax":
         bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
-        return _own_scores_oracle(query, history, offsets, query_offsets, bias, scale, score).view(
-            shape
+        out = _own_scores_oracle(
+            query, history, offsets, query_offsets, bias, scale, score, weight_factors
         )
+        return out.view(shape)
     rows = history.unsqueeze(1)
     out = flash_attention_oracle(
         query, rows, rows, query_offsets, offsets, bias, position_bias, age_bias, timestamps,
-        prior_weights, scale=scale,
+        prior_weights, scale=scale, weight_factors=weight_factors,
     )  # fmt: skip
     return out.view(shape)
 
@@ -62,6 +66,7 @@ def _own_scores_oracle(
     bias: Tensor | None,
     scale: float | None,
     score: str,
+    weight_factors: Tensor | None,
 ) -> Tensor:
     """Target attention of weights that are a function of their own score, sample by sample."""
     weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
@@ -79,6 +84,8 @@ def _own_scores_oracle(
             scores = scores + bias[begin:end].T
             seen = (bias[begin:end] > -torch.inf).T.expand_as(scores)
         weights = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
+        if weight_factors is not None:
+            weights = weights * weight_factors[q_begin:q_end, :, begin:end]
         outs.append(torch.einsum("thn,nd->thd", weights, x))
     return torch.cat(outs)
 
@@ -95,6 +102,7 @@ def target_attention_plain(
     prior_weights: Tensor | None = None,
     scale: float | None = None,
     score: str = "softmax",
+    weight_factors: Tensor | None = None,
 ) -> Tensor:
     """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
     bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
@@ -120,6 +128,12 @@ def target_attention_plain(
         seen = real[:, None, None] & (scores > -torch.inf)
         weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
         weights = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
+    if weight_factors is not None:
+        if query_offsets is None:
+            factors = weight_factors.view(*weights.shape[:3], -1)
+        else:
+            factors = _pad(weight_factors, query_index)
+        weights = weights * _of_keys(factors, index, weights.dtype)
     out = torch.einsum("bthl,bld->bthd", weights, x_BLD)
     if query_offsets is not None:
         return out[query_real]
@@ -164,8 +178,12 @@ def flash_attention_oracle(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    weight_factors: Tensor | None = None,
 ) -> Tensor:
-    """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors."""
+    """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
+
+    ``weight_factors``, ``[ΣLq, H, ΣLk]``, are what weights are multiplied with: those of a softmax.
+    """
     group = q.shape[1] // k.shape[1]
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
@@ -174,9 +192,13 @@ def flash_attention_oracle(
         bias = bias.masked_fill(~left.unsqueeze(1), -torch.inf)
     q_lengths, kv_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
     biases = [None] * len(q_lengths) if bias is None else bias.to(q.dtype).split(kv_lengths)
+    factors = [None] * len(q_lengths)
+    if weight_factors is not None:
+        by_sample = enumerate(weight_factors.split(q_lengths))
+        factors = [x.split(kv_lengths, 2)[b] for b, x in by_sample]
     outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
-    for q_LHD, k_LHD, v_LHD, bias_LH in zip(
-        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), biases, strict=True
+    for q_LHD, k_LHD, v_LHD, bias_LH, factors_LHS in zip(
+        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), biases, factors, strict=True
     ):
         q_HLD = q_LHD.transpose(0, 1)
         k_HLD = k_LHD.repeat_interleave(group, 1).transpose(0, 1)
@@ -192,7 +214,12 @@ def flash_attention_oracle(
                 visible = visible.triu(num_keys - num_rows - window + 1)
             mask = mask.masked_fill(visible == 0, -torch.inf)
         seeing = (mask > -torch.inf).any(2).all(0)
-        if seeing.any():
+        if factors_LHS is not None and seeing.any():
+            factor = q.shape[2] ** -0.5 if scale is None else scale
+            scores = q_HLD[:, seeing] @ k_HLD.mT * factor + mask[:, seeing]
+            weights = torch.softmax(scores, 2) * factors_LHS[seeing].transpose(0, 1)
+            out[:, seeing] = weights @ v_HLD
+        elif seeing.any():
             out[:, seeing] = F.scaled_dot_product_attention(
                 q_HLD[:, seeing], k_HLD, v_HLD, mask[:, seeing], scale=scale
             )
@@ -214,6 +241,7 @@ def flash_attention_plain(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    weight_factors: Tensor | None = None,
 ) -> Tensor:
     """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
     group = q.shape[1] // k.shape[1]
@@ -238,7 +266,11 @@ def flash_attention_plain(
     scores = torch.einsum("bihd,bjhd->bhij", q_BLHD, k_BLHD) * factor
     if bias is not None:
         scores = scores + _pad(bias, kv_index).transpose(1, 2).unsqueeze(2)
-    out = torch.einsum("bhij,bjhd->bihd", _masked_softmax(scores, visible), v_BLHD)
+    weights = _masked_softmax(scores, visible)
+    if weight_factors is not None:
+        factors = _of_keys(_pad(weight_factors, q_index), kv_index, weights.dtype)
+        weights = weights * factors.transpose(1, 2)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v_BLHD)
     return out[q_real]
 
 
@@ -265,6 +297,12 @@ def _padding(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 def _pad(x: Tensor, index: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
+
+
+def _of_keys(factors: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, T, H, L]`` of ``[B, T, H, N]``: of each sample its own columns, zeros beyond."""
+    padded = torch.cat([factors, factors.new_zeros(*factors.shape[:3], 1)], 3).to(dtype)
+    return padded.take_along_dim(index[:, None, None], 3)
 
 
 def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:

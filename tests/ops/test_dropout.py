@@ -1,0 +1,281 @@
+"""Weights that attention drops: which, and what comes of the others."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.conftest import skip_unless_supported
+from tests.ops.test_row_dropout import LENGTHS, splitmix64
+from tests.ops.test_target_attention import inputs_of
+from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
+from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.testing import (
+    Case,
+    assert_matches_oracle,
+    flash_attention_oracle,
+    flash_attention_plain,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+P = 0.4
+
+
+def finalizer(x: int) -> int:
+    """MurmurHash3's, as it was published, in integers without an end."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+    return x ^ (x >> 16)
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, -(2**63), 2**63 - 1])
+def test_draws(seed):
+    """Also of rows beyond 2^32."""
+    drops = 2**30
+    query_rows, rows = [0, 1, 2, 2**33 + 5], [0, 1, 2, 1000, 2**32 - 1, 2**33 + 1]
+    expected = [
+        [
+            0.0
+            if finalizer((splitmix64(seed, r + 1) >> 32) ^ (n * 0x9E3779B1 % 2**32)) < drops
+            else 4 / 3
+            for n in rows
+        ]
+        for r in query_rows
+    ]
+    dropout = torch.tensor([seed, drops])
+    actual = weight_factors(dropout, torch.tensor(query_rows), torch.tensor(rows))
+    assert actual.tolist() == expected
+
+
+def is_dropped(dropout, num_query_rows, num_rows):
+    return weight_factors(dropout, torch.arange(num_query_rows), torch.arange(num_rows)) == 0
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_weights_are_dropped_as_asked_for(p):
+    """Of each query row and of each row, alike; and no two of these have draws in common."""
+    torch.manual_seed(0)
+    draws = is_dropped(draw_dropout(drops_of(p, "dropout"), torch.device("cpu")), 400, 300).double()
+    deviation = (p * (1 - p)) ** 0.5
+    assert abs(draws.mean() - p) < 5 * deviation / draws.numel() ** 0.5
+    for axis, number in ((0, 400), (1, 300)):
+        means = draws.mean(axis)
+        assert abs(means - p).max() < 5 * deviation / number**0.5
+        assert abs(means.std() / deviation * number**0.5 - 1) < 0.25
+    normed = (draws - p) / deviation
+    for x in (normed, normed.T):
+        correlations = (x @ x.T / x.shape[1]).fill_diagonal_(0)
+        assert correlations.max() < 0.7
+        assert abs(correlations.std() * x.shape[1] ** 0.5 - 1) < 0.05
+
+
+def test_both_dropouts_are_independent():
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    drops = drops_of(0.5, "dropout")
+    rows = dropped_rows(draw_dropout(drops, device), 500).double()
+    weights = is_dropped(draw_dropout(drops, device), 100, 500).double()
+    both = (rows * weights).mean()
+    assert abs(both - rows.mean() * 0.5) < 5 * 0.5 / (100 * 250) ** 0.5
+
+
+def seeded(function, **options):
+    """``function``, which draws the same weights each time."""
+
+    def call(*args, **kwargs):
+        torch.manual_seed(5)
+        return function(*args, **kwargs, **options)
+
+    return call
+
+
+def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
+    """``[rows, H, N]``: what ``seeded`` calls multiply weights with."""
+    torch.manual_seed(5)
+    dropout = draw_dropout(drops_of(p, "dropout"), device).cpu()
+    r, n = torch.arange(num_query_rows * num_heads), torch.arange(num_rows)
+    factors = weight_factors(dropout, r, n)
+    assert 0 < factors.count_nonzero() < factors.numel()
+    return factors.view(num_query_rows, num_heads, num_rows).to(device)
+
+
+def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num_rows, device):
+    attend, oracle, plain = functions
+    factors = factors_of(device, num_query_rows, num_heads, num_rows)
+    assert_matches_oracle(
+        seeded(attend, dropout=P),
+        functools.partial(oracle, weight_factors=factors),
+        functools.partial(plain, weight_factors=factors),
+        inputs,
+    )
+
+
+@pytest.fixture(params=["compiled", "python"])
+def without_a_compiler(request, device, monkeypatch):
+    """On a CPU, also what runs where nothing can be compiled."""
+    if request.param == "python":
+        if device.type != "cpu":
+            pytest.skip("kernels are compiled")
+        monkeypatch.setattr(extension, "library", lambda: None)
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize(
+    ("layout", "num_targets", "dtype", "tables", "score"),
+    [
+        ("own", 1, torch.float32, True, "softmax"),
+        ("own", 1, torch.bfloat16, False, "softmax"),
+        ("own", 9, torch.float16, True, "softmax"),
+        ("own", 9, torch.float32, False, "silu"),
+        ("own", 40, torch.float16, False, "softmax"),
+        ("own", 40, torch.float32, True, "softmax"),
+        ("shared", 9, torch.bfloat16, True, "softmax"),
+        ("jagged", 9, torch.float32, True, "softmax"),
+        ("jagged", 9, torch.bfloat16, True, "sigmoid"),
+    ],
+    ids=str,
+)
+def test_target_attention(layout, num_targets, dtype, tables, score, device):
+    skip_unless_supported(Case("dropout", 5, 300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    num_query_rows = num_targets * len(LENGTHS)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        num_query_rows = 32
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    if tables:
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    else:
+        del inputs["bias"]
+    functions = [
+        functools.partial(function, score=score)
+        for function in (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    ]
+    assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(LENGTHS), device)
+
+
+def flash_inputs(lengths, width, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.randn(sum(lengths), heads, width, generator=generator).to(device, dtype)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
+    return inputs
+
+
+FLASH = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 9)], ids=["full", "causal", "9"]
+)
+@pytest.mark.parametrize("width", [16, 64])
+def test_flash_attention(width, causal, window, dtype, device):
+    inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
+    functions = [functools.partial(function, causal=causal, window=window) for function in FLASH]
+    assert_weights_are_dropped(functions, inputs, 93, 4, 93, device)
+
+
+def test_cross_attention_with_all_biases(device):
+    """Queries and keys have numbers of their own."""
+    inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)
+    generator = torch.Generator().manual_seed(1)
+    inputs["q"] = torch.randn(14, 4, 16, generator=generator).to(device)
+    inputs["kv_offsets"] = inputs["q_offsets"]
+    inputs["q_offsets"] = torch.tensor([0, 5, 7, 7, 14], device=device)
+    inputs["position_bias"] = torch.randn(9, 4, generator=generator).to(device)
+    inputs["bias"] = torch.randn(93, 4, generator=generator).to(device)
+    assert_weights_are_dropped(FLASH, inputs, 14, 4, 93, device)
+
+
+def test_beside_distances(device):
+    """They have a kernel of their own; the oracle is the same op on one-hot values."""
+    q, k, v = (torch.randn(93, 2, 16, device=device) for _ in range(3))
+    relative_bias = torch.randn(6, 2, device=device)
+    offsets = torch.tensor([0, 70, 70, 93], device=device)
+    factors = factors_of(device, 93, 2, 93).float()
+
+    def by_weights(q, k, v, relative_bias):
+        """All weights by values that are rows of a unit matrix, then dropped and multiplied."""
+        ones = torch.eye(93, device=device).unsqueeze(1).expand(-1, 2, -1)
+        weights = jagged_flash_attention(
+            q, k, ones.contiguous(), offsets, relative_bias=relative_bias, causal=True
+        )
+        return torch.einsum("ihj,jhd->ihd", weights * factors, v)
+
+    inputs = {"q": q, "k": k, "v": v, "relative_bias": relative_bias}
+    attend = seeded(jagged_flash_attention, q_offsets=offsets, causal=True, dropout=P)
+    grad_out = torch.randn(93, 2, 16, device=device)
+    actual = outputs_and_gradients(attend, inputs, grad_out)
+    for name, value in outputs_and_gradients(by_weights, inputs, grad_out).items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_with_row_dropout(device):
+    """Rows are left out before the softmax, weights after it, by two draws."""
+    inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)
+    torch.manual_seed(5)
+    rows = draw_dropout(drops_of(0.3, "row_dropout"), device)
+    weights = draw_dropout(drops_of(P, "dropout"), device).cpu()
+    factors = weight_factors(weights, torch.arange(93 * 4), torch.arange(93))
+    prior_weights = (~dropped_rows(rows, 93)).double()
+    options = {
+        "prior_weights": prior_weights,
+        "weight_factors": factors.view(93, 4, 93).to(device),
+    }
+    assert_matches_oracle(
+        seeded(jagged_flash_attention, row_dropout=0.3, dropout=P),
+        functools.partial(flash_attention_oracle, **options),
+        functools.partial(flash_attention_plain, **options),
+        inputs,
+    )
+
+
+def test_the_mean_of_outputs_is_that_without_dropout(device):
+    inputs = inputs_of([40, 7], device, num_targets=3)
+    expected = jagged_target_attention(**inputs)
+    torch.manual_seed(0)
+    outs = torch.stack([jagged_target_attention(**inputs, dropout=0.2) for _ in range(300)])
+    error = (outs.mean(0) - expected).abs() / (outs.std(0) / 300**0.5)
+    assert error.max() < 5
+    assert not torch.equal(outs[0], outs[1])
+
+
+def test_of_zero_nothing_is_drawn(device):
+    inputs = inputs_of([40, 7], device)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    out = jagged_target_attention(**inputs, dropout=0.0)
+    assert torch.equal(out, jagged_target_attention(**inputs))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_log_sum_exps_count_all_keys(device):
+    inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)
+    dropped, with_dropout = jagged_flash_attention(**inputs, dropout=P, return_lse=True)
+    out, lse = jagged_flash_attention(**inputs, return_lse=True)
+    assert torch.equal(with_dropout, lse)
+    assert not torch.allclose(dropped, out)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
+def test_refused(p):
+    q, offsets = torch.randn(93, 1, 16), torch.tensor([0, 70, 70, 73, 93])
+    calls = (
+        lambda: jagged_target_attention(q[:4], q[:, 0], offsets, dropout=p),
+        lambda: jagged_flash_attention(q, q, q, offsets, dropout=p),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"^dropout must be at least 0 and below 1, got"):
+            call()

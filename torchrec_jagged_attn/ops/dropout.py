@@ -1,0 +1,28 @@
+"""``draw_dropout``: which rows and which weights attention leaves out while it trains."""
+
+# torch.jit.script reads annotations, so they are no strings here.
+import torch
+from torch import Tensor
+
+__all__ = ["draw_dropout", "drops_of"]
+
+
+def drops_of(p: float, name: str) -> int:
+    """How many of 2^32 draws drop, with a probability ``p`` below one, the argument ``name``."""
+    if not 0 <= p < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {p!r}")
+    return int(p * 2**32)
+
+
+def draw_dropout(drops: int, device: torch.device) -> Tensor:
+    """``[2]`` int64: a new seed, of PyTorch's generator for ``device``, and ``drops``.
+
+    Attention drops a row, or a weight, if the draw of its number is among these: nothing else is
+    stored, forward and backward draw alike, and so do CPU and GPU. A CUDA graph has a new seed each
+    time that it is replayed.
+    """
+    dropout = torch.randint(
+        -4611686018427387904, 4611686018427387904, [2], dtype=torch.int64, device=device
+    )
+    dropout[1:].fill_(drops)  # not a copy from the host, which a graph would not capture
+    return dropout
