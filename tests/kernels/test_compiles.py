@@ -114,6 +114,7 @@ def target(
     biased: bool = False,
     jagged: bool = False,
     score: Any = "softmax",
+    dropout: float = 0.0,
 ) -> None:
     query = zeros(4, num_targets, 4, width, dtype=dtype)
     query_offsets = None
@@ -122,7 +123,7 @@ def target(
     biases = tables(4) if biased else {}
     history = zeros(N, width, dtype=dtype)
     jagged_target_attention(
-        query, history, OFFSETS, query_offsets=query_offsets, score=score, **biases
+        query, history, OFFSETS, query_offsets=query_offsets, score=score, dropout=dropout, **biases
     ).sum().backward()
 
 
@@ -132,12 +133,15 @@ def flash(
     biased: bool = False,
     relative: bool = False,
     window: int | None = None,
+    dropout: float = 0.0,
 ):
     biases = tables(2) if biased else {}
     if relative:
         biases["relative_bias"] = zeros(9, 2, dtype=FP32)
     q, k, v = (zeros(N, 2, width, dtype=dtype) for _ in range(3))
-    jagged_flash_attention(q, k, v, OFFSETS, causal=True, window=window, **biases).sum().backward()
+    jagged_flash_attention(
+        q, k, v, OFFSETS, causal=True, window=window, dropout=dropout, **biases
+    ).sum().backward()
 
 
 def table_1(dtype: torch.dtype) -> None:
@@ -181,6 +185,9 @@ CASES = {
     "general target, biased": Case(
         (80, 90), "target", lambda: target(2, BF16, 32, biased=True, jagged=True)
     ),
+    "general target, dropout": Case(
+        (80, 90), "general", lambda: target(2, BF16, 32, jagged=True, dropout=0.5)
+    ),
     "one warp, SiLU": Case((90,), "one_warp", lambda: target(1, BF16, score="silu")),
     "warpgroup, SiLU": Case((90,), "warpgroup", lambda: target(8, BF16, score="silu")),
     "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
@@ -202,6 +209,10 @@ CASES = {
         (90,), "flash", lambda: flash(32, biased=True, relative=True, window=70)
     ),
     "general flash of a window, fp32": Case((90,), "flash", lambda: flash(64, FP32, window=70)),
+    "general flash, dropout": Case((80, 90), "flash", lambda: flash(64, dropout=0.5)),
+    "general flash of a window, all biases, dropout": Case(
+        (90,), "flash", lambda: flash(32, biased=True, relative=True, window=70, dropout=0.5)
+    ),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
     "layer": Case((80, 90), "projections|head_products", layer),

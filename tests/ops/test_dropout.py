@@ -15,6 +15,7 @@ from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
+    error_bound,
     flash_attention_oracle,
     flash_attention_plain,
     offsets_of,
@@ -220,6 +221,35 @@ def test_beside_distances(device):
     actual = outputs_and_gradients(attend, inputs, grad_out)
     for name, value in outputs_and_gradients(by_weights, inputs, grad_out).items():
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_hidden_rows_do_not_matter(dtype, window, name, device):
+    """What they come into is computed once more, and drops the same."""
+    skip_unless_supported(Case("dropout", 4, 70, 2, 64, dtype=dtype), device)
+    inputs = flash_inputs([70, 0, 3, 20], 64, dtype, device)
+    inputs["grad_out"] = torch.ones_like(inputs["q"])
+    exact = {of: x.double() if x.is_floating_point() else x for of, x in inputs.items()}
+    poisoned = inputs | {name: inputs[name].clone()}
+    poisoned[name][12] = poisoned[name][80] = torch.nan
+
+    def run(function, inputs, **options):
+        inputs, options = {**inputs}, options | {"causal": True, "window": window}
+        return outputs_and_gradients(
+            functools.partial(function, **options), inputs, inputs.pop("grad_out")
+        )
+
+    attend, factors = seeded(jagged_flash_attention), factors_of(device, 93, 4, 93)
+    without, actual = run(attend, poisoned), run(attend, poisoned, dropout=P)
+    plain = run(flash_attention_plain, inputs, weight_factors=factors)
+    for of, value in run(flash_attention_oracle, exact, weight_factors=factors).items():
+        finite = torch.isfinite(actual[of])
+        assert finite.any()
+        assert torch.equal(finite, torch.isfinite(without[of])), of
+        error = (actual[of].double() - value)[finite].abs().max()
+        assert error <= error_bound(value, plain[of], gradient=of != "out"), of
 
 
 def test_with_row_dropout(device):

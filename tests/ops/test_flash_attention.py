@@ -844,7 +844,8 @@ def test_opcheck(device):
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
     row_dropout = torch.tensor([7, 2**31], device=device)
-    others = (timestamps, row_dropout, None, relative_bias, True, 2, 0.25, True)
+    dropout = torch.tensor([9, 2**30], device=device)
+    others = (timestamps, row_dropout, dropout, relative_bias, True, 2, 0.25, True)
     torch.library.opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     torch.library.opcheck(op, (*arguments, *biases, *others))

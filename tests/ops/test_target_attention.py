@@ -601,7 +601,7 @@ def test_opcheck(device, jagged, prior):
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
         torch.tensor([7, 2**31], device=device),  # row_dropout
-        None,  # dropout
+        torch.tensor([9, 2**30], device=device),  # dropout
         0.25,
         "softmax",
         True,

@@ -251,6 +251,16 @@ def of_dropped_flash(lengths, device):
     return attend, leaves, rest | {"row_dropout": 0.4}
 
 
+def of_dropped_weights_target(lengths, device):
+    attend, leaves, rest = of_dropped_target(lengths, device)
+    return attend, leaves, rest | {"dropout": 0.4}
+
+
+def of_dropped_weights_flash(lengths, device):
+    attend, leaves, rest = with_row_dropout(of_flash, lengths, device)
+    return attend, leaves, rest | {"dropout": 0.4}
+
+
 def of_dropped_module(lengths, device):
     kind = functools.partial(of_module, row_dropout=0.4)
     return with_row_dropout(kind, lengths, device)
@@ -329,7 +339,8 @@ KINDS = {
         of_window_flash, of_self_attention,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
-        of_dropped_target, of_dropped_flash, of_dropped_module, of_silu_target, of_sigmoid_module,
+        of_dropped_target, of_dropped_flash, of_dropped_module, of_dropped_weights_target,
+        of_dropped_weights_flash, of_silu_target, of_sigmoid_module,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows,
         *INTERACTIONS,

@@ -218,10 +218,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
     if args.bias is not None and args.bias.dim() == 1:
         check_prior_weights_values(args.bias)
-    attention = _implementation(args.q)
-    if args.dropout is not None and attention is kernels:
-        raise NotImplementedError("dropout must be 0 on a GPU")
-    return attention.forward(args)
+    return _implementation(args.q).forward(args)
 
 
 def _fake(args: FlashArguments) -> FlashOutputs:

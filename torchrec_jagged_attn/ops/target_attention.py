@@ -165,10 +165,7 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
         check_prior_weights_values(args.bias)
     if listing is not None:
         return kernels.forward(args, listing)
-    attention = _implementation(args.query)
-    if args.dropout is not None and attention is kernels:
-        raise NotImplementedError("dropout must be 0 on a GPU")
-    return attention.forward(args)
+    return _implementation(args.query).forward(args)
 
 
 def fake(args: TargetArguments) -> TargetOutputs:

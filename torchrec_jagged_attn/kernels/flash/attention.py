@@ -245,7 +245,7 @@ class _Call:
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
         *biases, relative_bias = args.biases
-        bias, position_bias, age_bias, _, row_dropout, _ = biases
+        bias, position_bias, age_bias, _, row_dropout, dropout = biases
         self.args = args
         self.num_samples = q_offsets.numel() - 1
         self.inputs = Inputs(_rows(q), _rows(k), _rows(v))
@@ -275,6 +275,7 @@ class _Call:
             has_bias=bias is not None,
             has_prior_weights=args.biases.are_prior_weights,
             has_row_dropout=row_dropout is not None,
+            has_dropout=dropout is not None,
             position_buckets=0 if position_bias is None else position_bias.shape[0],
             age_buckets=0 if age_bias is None else age_bias.shape[0],
             distance_buckets=0 if relative_bias is None else relative_bias.shape[0],

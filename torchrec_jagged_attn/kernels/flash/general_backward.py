@@ -2,10 +2,10 @@
 
     p = softmax(scores)    dv = pᵀ·do    ds = p · (do·vᵀ - delta)    dq = ds·k    dk = dsᵀ·q
 
-with ``delta`` = Σ do · out for each query. One kernel goes over tiles of queries and writes dq and
-``delta``; the next goes over tiles of keys and writes dk, dv and the gradients of biases. Each
-computes p and do·vᵀ anew: 4·D + 2·Dv and 4·D + 4·Dv FLOPs for each pair of rows and head. There
-are no atomics, so sums have one order.
+with ``delta`` = Σ do · out for each query. Where weights are dropped, so are do·vᵀ and the p of dv.
+One kernel goes over tiles of queries and writes dq and ``delta``; the next goes over tiles of keys
+and writes dk, dv and the gradients of biases. Each computes p and do·vᵀ anew: 4·D + 2·Dv and 4·D +
+4·Dv FLOPs for each pair of rows and head. There are no atomics, so sums have one order.
 
 Gradients of tables are summed by tile here, and over the tiles by the caller. The table of
 distances has a kernel of its own. It goes along diagonals of a sample's tiles of pairs: tiles of
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias, row_buckets
+from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.matmul import multiply, product
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, mean_grad
 from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
@@ -29,6 +30,7 @@ from torchrec_jagged_attn.kernels.flash.distance_bias import (
 )
 from torchrec_jagged_attn.kernels.flash.records import Arguments
 from torchrec_jagged_attn.kernels.flash.tiles import (
+    drop_pairs,
     key_weights,
     load_keys,
     load_queries,
@@ -45,6 +47,7 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
 
 __all__ = [
     "Keys",
+    "drop_keys",
     "grad_kv_kernel",
     "grad_q_kernel",
     "grad_relative_kernel",
@@ -80,6 +83,7 @@ def _grad_of_queries(
             rows.q, k, rows.maximum, rows.inverse, args, place, start, C, MASKED
         )
         dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
+        dp = drop_pairs(dp, args, place, start, C)
         if MASKED:
             if args.window is not None:  # which may hide from keys what makes this infinite or NaN
                 dp = tl.where(visible, dp, 0.0)
@@ -202,8 +206,8 @@ def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.con
     """Weights ``[BLOCK_N, BLOCK_M]`` of a head's keys for the queries from ``start`` on.
 
     Returns:
-        ``(p, seen, q, grad_out, delta)``: the weights, which pairs see each other whatever their
-        biases, and rows.
+        ``(p, seen, q, grad_out, delta, draws)``: the weights, which pairs see each other whatever
+        their biases, and rows; ``draws`` are for :func:`drop_keys`.
     """
     i = start + tl.arange(0, C.BLOCK_M)
     row, remaining = keys.base + start, keys.num_rows - start
@@ -244,7 +248,14 @@ def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.con
     p = softmax_of_stats(
         products, args.factor, scores_bias, visible, maximum[None, :], inverse[None, :], C, MASKED
     )
-    return p, seen, q, grad_out, delta
+    return p, seen, q, grad_out, delta, query_draws(args.biases.dropout, stat)
+
+
+@triton.jit
+def drop_keys(x, args, keys, draws, C: tl.constexpr):
+    """:func:`drop_weights` of ``x`` ``[BLOCK_N, BLOCK_M]``."""
+    n = keys.row + tl.arange(0, C.BLOCK_N)
+    return drop_weights(x, args.biases.dropout, draws[None, :], n[:, None])
 
 
 @triton.jit
@@ -254,9 +265,11 @@ def _grad_of_keys(
 ):  # fmt: skip
     """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``."""
     for start in range(first, last, C.BLOCK_M):
-        p, _, q, grad_out, delta = query_weights(keys, bias, args, head, start, C, MASKED)
-        acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
+        p, _, q, grad_out, delta, draws = query_weights(keys, bias, args, head, start, C, MASKED)
+        kept = drop_keys(p, args, keys, draws, C)
+        acc_v = multiply(kept.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
         dp = product(keys.v, tl.trans(grad_out), C.PRECISION)
+        dp = drop_keys(dp, args, keys, draws, C)
         ds = p * (dp - delta[None, :])
         acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
         if C.BIASED:
@@ -441,6 +454,8 @@ def grad_relative_kernel(
                 products, factor, scores_bias, visible, maximum[:, None], inverse[:, None], C
             )
             dp = product(grad_out, tl.trans(v), C.PRECISION)
+            draws = query_draws(biases.dropout, stat)
+            dp = drop_weights(dp, biases.dropout, draws[:, None], (key + j)[None, :])
             acc += p * (dp - delta[:, None])
         if C.CAUSAL:  # what is hidden is so all along the diagonal, and may have added NaN
             acc = tl.where(first + i[:, None] >= j[None, :], acc, 0.0)

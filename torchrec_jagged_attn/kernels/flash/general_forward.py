@@ -2,6 +2,8 @@
 
     out_i = Σ_j softmax_j(scale · q_i · k_j + bias_ij) · v_j       over the keys j of i's sample
 
+Weights are dropped as they are added up: the softmax is over all of them.
+
 A program has one tile of queries of one head. It goes over the keys of the sample from the last
 tile to the first, with an online softmax, so that scores stay in registers: 2·(D + Dv) FLOPs for
 each pair of rows and head. It reads q once, k and v once for each tile of queries, and writes out
@@ -19,6 +21,7 @@ import triton.language as tl
 from torchrec_jagged_attn.kernels.common.matmul import multiply, product
 from torchrec_jagged_attn.kernels.flash.records import Arguments
 from torchrec_jagged_attn.kernels.flash.tiles import (
+    drop_pairs,
     key_bias,
     load_keys,
     load_queries,
@@ -65,6 +68,7 @@ def _attend(
         p, rescale, maximum, total = online_softmax(
             products, args.factor, bias, visible, maximum, total, C.BIASED, MASKED
         )
+        p = drop_pairs(p, args, place, start, C)
         acc *= rescale[:, None]
     return acc, p, maximum, total
 
@@ -105,6 +109,7 @@ def forward_kernel(
     p, _, maximum, total = online_softmax(
         products, factor, bias, visible, maximum, total, C.BIASED, True
     )
+    p = drop_pairs(p, args, place, start, C)
     full = first
     if not C.BIASED:
         full = tl.minimum(seen_by_all // C.BLOCK_N * C.BLOCK_N, start)

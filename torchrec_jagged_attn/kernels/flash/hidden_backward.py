@@ -11,6 +11,7 @@ from torchrec_jagged_attn.kernels.common.matmul import multiply, product
 from torchrec_jagged_attn.kernels.common.tile_list import FIELDS
 from torchrec_jagged_attn.kernels.flash.general_backward import (
     Keys,
+    drop_keys,
     key_biases,
     query_weights,
     seeing_queries,
@@ -35,6 +36,7 @@ from torchrec_jagged_attn.kernels.flash.records import (
     Samples,
 )
 from torchrec_jagged_attn.kernels.flash.tiles import (
+    drop_pairs,
     is_finite,
     key_weights,
     load_keys,
@@ -70,6 +72,7 @@ def _mend_query_gradients(args, sample, row, end, head, C: tl.constexpr):
             v = load_values(args.inputs.v, place, start, C)
             p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
             dp = product(grad_out, tl.trans(v), C.PRECISION)
+            dp = drop_pairs(dp, args, place, start, C)
             seen = seen_pairs(args.window, place, j[None, :])
             ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
             k, bad = without_bad(k, j, seen, bad, args.window, C)
@@ -122,10 +125,11 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
             bias = key_biases(args, keys, head, C)
             grad_bias = tl.zeros([C.BLOCK_N], tl.float32)
             for start in range(tl.maximum(diagonal, 0) // C.BLOCK_M * C.BLOCK_M, last, C.BLOCK_M):
-                p, seen, q, grad_out, delta = query_weights(
+                p, seen, q, grad_out, delta, draws = query_weights(
                     keys, bias, args, head, start, C, MASKED=True
                 )
                 dp = product(v, tl.trans(grad_out), C.PRECISION)
+                dp = drop_keys(dp, args, keys, draws, C)
                 ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
                 grad_bias += tl.sum(ds, 1)
                 from_last = num_rows - 1 - start - i
@@ -134,6 +138,7 @@ def _mend_key_gradients(args, sample, row, end, kv_head, C: tl.constexpr):
                     grad_out, from_last, seen, bad_grad_out, args.window, C
                 )
                 acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
+                p = drop_keys(p, args, keys, draws, C)
                 acc_v = multiply(p.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
             store_bias_gradients(args, grad_bias, keys, tile, head, C)
         high = (num_rows - low)[:, None]

@@ -23,6 +23,7 @@ from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.arguments import FlashOutputs
+from torchrec_jagged_attn.kernels.common.dropout import query_draws
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import multiply
 from torchrec_jagged_attn.kernels.flash.records import (
@@ -34,6 +35,7 @@ from torchrec_jagged_attn.kernels.flash.records import (
 )
 from torchrec_jagged_attn.kernels.flash.tiles import (
     Place,
+    drop_pairs,
     is_finite,
     key_weights,
     load_keys,
@@ -128,9 +130,11 @@ def load_block(args, sample, row, end, head, C: tl.constexpr):
     diagonal = num_keys - count.to(tl.int32)
     high = tl.minimum(num_keys, diagonal + i + 1)[:, None]
     kv_head = head // (C.H // C.HK)
-    place = Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head)
     q = load_queries(args.inputs.q, row, count, head, C)
-    maximum, inverse = load_softmax_stats(args, (row + i) * C.H + head, i < count, C)
+    stat = (row + i) * C.H + head
+    draws = query_draws(args.biases.dropout, stat)
+    place = Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head, draws)
+    maximum, inverse = load_softmax_stats(args, stat, i < count, C)
     return place, q, maximum, inverse
 
 
@@ -184,6 +188,7 @@ def _mend_outputs(args, sample, row, end, head, C: tl.constexpr):
             k = load_keys(args.inputs.k, place, start, C)
             v = load_values(args.inputs.v, place, start, C)
             p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
+            p = drop_pairs(p, args, place, start, C)
             j = start + tl.arange(0, C.BLOCK_N)
             seen = seen_pairs(args.window, place, j[None, :])
             v, bad = without_bad(v, j, seen, bad, args.window, C)

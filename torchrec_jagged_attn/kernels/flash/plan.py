@@ -40,6 +40,7 @@ class Call(NamedTuple):
         has_bias: whether there is a ``bias``, which may be prior weights.
         has_prior_weights: whether it is those.
         has_row_dropout: whether rows of keys are dropped.
+        has_dropout: whether weights are.
         position_buckets: rows of ``position_bias``, 0 without it.
         age_buckets: those of ``age_bias``.
         distance_buckets: those of ``relative_bias``.
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     has_bias: bool
     has_prior_weights: bool
     has_row_dropout: bool
+    has_dropout: bool
     position_buckets: int
     age_buckets: int
     distance_buckets: int
@@ -100,6 +102,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 _HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
+_NO_DROPOUT = Condition("no dropout of weights", lambda call: not call.has_dropout)
 _NO_BIAS = Condition("no bias", lambda call: not call.biased)
 # The largest score is that of the largest product; the general kernels negate queries instead.
 _SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
@@ -113,6 +116,7 @@ PATHS = (
         "hopper_short",
         (
             _HALF,
+            _NO_DROPOUT,
             _NO_BIAS,
             _SCALE,
             Condition(
@@ -130,6 +134,7 @@ PATHS = (
         "general_short",
         (
             _HALF,
+            _NO_DROPOUT,
             _NO_BIAS,
             Condition("widths of at most 128", lambda call: call.padded_width <= 128),
         ),
@@ -139,6 +144,7 @@ PATHS = (
         "hopper",
         (
             _HALF,
+            _NO_DROPOUT,
             Condition("no bias but by distance", lambda call: not call.biased_by_keys),
             _SCALE,
             Condition("a larger width of 33 to 128", lambda call: call.padded_width in (64, 128)),

@@ -102,7 +102,7 @@ class Inputs(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to scores; the first five as in ``arguments.Biases``.
+    """What is added to scores, and what is dropped; the first six as in ``arguments.Biases``.
 
     Attributes:
         by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``.
@@ -113,6 +113,7 @@ class Biases(NamedTuple):
     age_bias: Any
     timestamps: Any
     row_dropout: Any
+    dropout: Any
     by_distance: Any
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
@@ -15,6 +16,7 @@ from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
 
 __all__ = [
     "Place",
+    "drop_pairs",
     "is_finite",
     "key_bias",
     "key_weights",
@@ -45,6 +47,7 @@ class Place(NamedTuple):
         high: end of the keys that each query sees, a scalar or ``[BLOCK_M, 1]``.
         diagonal: the key that is as far from the last key as the tile's first query is from the
             last query.
+        draws: ``[BLOCK_M]``, see ``query_draws``.
     """
 
     sample: Any
@@ -56,6 +59,7 @@ class Place(NamedTuple):
     diagonal: Any
     head: Any
     kv_head: Any
+    draws: Any
 
 
 @triton.jit
@@ -68,7 +72,8 @@ def locate_queries(args, C: tl.constexpr):
     if C.CAUSAL:
         high = high[:, None]
     kv_head = head // (C.H // C.HK)
-    return listed, Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head)
+    draws = query_draws(args.biases.dropout, (row + tl.arange(0, C.BLOCK_M)) * C.H + head)
+    return listed, Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head, draws)
 
 
 @triton.jit
@@ -247,6 +252,13 @@ def online_softmax(
         weights = tl.where(visible, weights, 0.0)
     rescale = tl.exp2(maximum - shift)
     return weights, rescale, new_maximum, total * rescale + tl.sum(weights, 1)
+
+
+@triton.jit
+def drop_pairs(x, args, place, start, C: tl.constexpr):
+    """:func:`drop_weights` of ``x`` ``[BLOCK_M, BLOCK_N]``, of the keys from ``start`` on."""
+    n = place.base + start + tl.arange(0, C.BLOCK_N)
+    return drop_weights(x, args.biases.dropout, place.draws[:, None], n[None, :])
 
 
 @triton.jit

@@ -317,6 +317,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         bias=bias is not None,
         prior=bias is not None and bias.dim() == 1,
         row_dropout=args.row_dropout is not None,
+        dropout=args.dropout is not None,
         element_size=history.element_size(),
         history_stride=history.stride(0),
         aligned=history.data_ptr() % 16 == 0,

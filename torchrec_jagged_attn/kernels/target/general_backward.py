@@ -5,6 +5,8 @@ With p the weights of the softmax, ``dp_rn = ∂out_r · x_n`` and ``delta_r = �
     ds_rn = p_rn · (dp_rn - delta_r)        ∂q_r = scale · Σ_n ds_rn · x_n
     ∂bias_n = Σ_r ds_rn, by head            ∂x_n = Σ_r p_rn · ∂out_r + scale · ds_rn · q_r
 
+Where weights are dropped, dp and the p that ∂out is multiplied with are dropped alike.
+
 ``grad_history_kernel`` computes all of it for samples whose query rows one block holds, in half
 precision: it reads x once and writes ∂x once, 2·N·D·e bytes and 10·N·R·D FLOPs. Otherwise
 ``grad_query_kernel`` computes ∂q and an exact delta first, and reads x once more: 14·N·R·D FLOPs.
@@ -23,6 +25,7 @@ from torchrec_jagged_attn.kernels.common.biases import (
     load_bias,
     row_buckets,
 )
+from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, softmax_weights
 from torchrec_jagged_attn.kernels.target.schedule import (
@@ -45,6 +48,7 @@ class Queries(NamedTuple):
         delta: ``[BLOCK_R]``, the mean of the gradients of weights.
         maximum: ``[BLOCK_R]``, the largest score.
         inverse: ``[BLOCK_R]``, one over the total of weights.
+        draws: ``[BLOCK_R]``, see ``query_draws``.
     """
 
     q: Any
@@ -52,21 +56,26 @@ class Queries(NamedTuple):
     delta: Any
     maximum: Any
     inverse: Any
+    draws: Any
 
 
 @triton.jit
-def _score_gradients(queries, x, bias, visible, alone, scale, C: tl.constexpr):
-    """Weights ``[rows, queries]``, and the gradients of their scores.
+def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
+    """Weights ``[rows, queries]``, of which some are dropped, and the gradients of their scores.
 
     A row that is ``alone`` in its sample has a softmax weight of one, whatever its score.
     """
     dots = tl.dot(x, tl.trans(queries.q), input_precision=C.PRECISION)
     dp = tl.dot(x, tl.trans(queries.grad_out), input_precision=C.PRECISION)
+    dropout, draws = biases.dropout, queries.draws[None, :]
+    dp = drop_weights(dp, dropout, draws, n)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
-        return p, tl.where(alone, 0.0, p * (dp - queries.delta[None, :]))
+        ds = tl.where(alone, 0.0, p * (dp - queries.delta[None, :]))
+        return drop_weights(p, dropout, draws, n), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
-    return tl.where(visible, p, 0.0), tl.where(visible, slope * dp, 0.0)
+    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, n)
+    return p, tl.where(visible, slope * dp, 0.0)
 
 
 @triton.jit
@@ -77,7 +86,9 @@ def _grad_history(acc, p, ds, queries, scale, dtype, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C: tl.constexpr):
+def _load_block(
+    query_ptr, grad_out_ptr, dropout_ptr, outputs, num_rows, work, r, d, C: tl.constexpr
+):
     """The rows ``r`` of a sample's queries, and their outputs ``[BLOCK_R, BLOCK_D]``."""
     query_row = 0 if C.LAYOUT == SHARED else work.row
     q = load_queries(query_ptr, query_row, r, work.count, d, C.D)
@@ -88,7 +99,8 @@ def _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C: tl.co
         exact += load_queries(outputs.residual, work.row, r, work.count, d, C.D).to(tl.float32)
     delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
     maximum, inverse = load_stats(outputs.stats, num_rows, work.row + r, r < work.count)
-    return Queries(q, grad_out, delta, maximum, inverse), out
+    draws = query_draws(dropout_ptr, work.row + r)
+    return Queries(q, grad_out, delta, maximum, inverse, draws), out
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -119,7 +131,9 @@ def grad_query_kernel(
         return
     r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
     d = tl.arange(0, C.BLOCK_D)
-    queries, out = _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C)
+    queries, out = _load_block(
+        query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
+    )
     delta = queries.delta
     alone = (work.end - work.begin == 1) & (work.slot < 0)
 
@@ -135,7 +149,7 @@ def grad_query_kernel(
             biases, samples.offsets, work.sample, n, visible, r[None, :], count,
             C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
-        _, ds = _score_gradients(queries, x, bias, visible, alone, scale, C)
+        _, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
         if C.SCORE == "softmax":
             ds_total += tl.sum(ds, 0)
@@ -188,7 +202,9 @@ def grad_history_kernel(
     h = tl.arange(0, C.BLOCK_H)
     r = tl.arange(0, C.BLOCK_R).to(tl.int64)
     if ONE_BLOCK:
-        queries, _ = _load_block(query_ptr, grad_out_ptr, outputs, num_rows, work, r, d, C)
+        queries, _ = _load_block(
+            query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
+        )
         acc_query = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
 
     index = tl.arange(0, C.BLOCK_N)
@@ -208,7 +224,7 @@ def grad_history_kernel(
                 biases, samples.offsets, work.sample, n, visible, r[None, :], count,
                 C.H, C.P, C.A, C.PRIOR,
             )  # fmt: skip
-            p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C)
+            p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
             acc_query = tl.dot(tl.trans(x), ds.to(x.dtype), acc_query, input_precision=C.PRECISION)
             grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
             heads = add_heads(heads, ds, r, h, x.dtype, C.H, C.ONE_TARGET)
@@ -223,8 +239,9 @@ def grad_history_kernel(
                     biases, samples.offsets, work.sample, n, visible, rows[None, :], count,
                     C.H, C.P, C.A, C.PRIOR,
                 )  # fmt: skip
-                queries = Queries(q, grad_out, delta, maximum, inverse)
-                p, ds = _score_gradients(queries, x, bias, visible, alone, scale, C)
+                draws = query_draws(biases.dropout, row + rows)
+                queries = Queries(q, grad_out, delta, maximum, inverse, draws)
+                p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
                 grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
         tl.store(grads.history + n * C.D + d[None, :], grad_x, mask=x_mask)

@@ -2,6 +2,9 @@
 
     out_r = Σ_n p_rn · x_n          p_rn = softmax_n(scale · q_r · x_n + bias_rn)
 
+Of the weights p, those that are dropped count nothing and the others more, once the softmax is
+taken.
+
 A program computes one block of query rows over one chunk of their sample's history, by an online
 softmax. The history is read once for each block of query rows: N·D·e bytes, 4·N·R·D FLOPs. Its rows
 are on the M side of the products, which they fill; few query rows would not.
@@ -15,6 +18,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update, store_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
@@ -52,6 +56,7 @@ def forward_kernel(
     r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
     d = tl.arange(0, C.BLOCK_D)
     q = load_queries(query_ptr, 0 if C.LAYOUT == SHARED else work.row, r, work.count, d, C.D)
+    draws = query_draws(biases.dropout, work.row + r)[None, :]
 
     index = tl.arange(0, C.BLOCK_N)
     # [BLOCK_D, BLOCK_R], so that history fills the M side of products
@@ -76,6 +81,7 @@ def forward_kernel(
         else:
             p = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)[0]
             p = tl.where(visible, p, 0.0)
+        p = drop_weights(p, biases.dropout, draws, n)
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
 
     if C.SCORE != "softmax":  # no total to divide by: one in all chunks of a sample together

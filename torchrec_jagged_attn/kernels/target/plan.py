@@ -60,6 +60,7 @@ class Call(NamedTuple):
         bias: whether history rows have biases or prior weights.
         prior: whether these are prior weights.
         row_dropout: whether history rows are dropped.
+        dropout: whether weights are.
         element_size: bytes of an element.
         history_stride: elements from one history row to the next.
         aligned: whether the history begins at a multiple of 16 bytes.
@@ -81,6 +82,7 @@ class Call(NamedTuple):
     bias: bool
     prior: bool
     row_dropout: bool
+    dropout: bool
     element_size: int
     history_stride: int
     aligned: bool
@@ -127,6 +129,7 @@ _GLUON = (
     Condition(
         f"tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
     ),
+    Condition("no dropout of weights", lambda x: not x.dropout),
 )
 _MORE_ROWS = (
     Condition(
