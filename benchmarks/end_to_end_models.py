@@ -158,7 +158,7 @@ def make_batches(sizes: Sizes, count: int, device: torch.device, rank: int = 0) 
 def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, Tensor]:
     """``[B, L, C]`` of ``rows`` ``[N, C]``, and which of them are real, ``[B, L]``."""
     offsets = history.offsets()
-    columns = max(1, MAX_PADDED // ((offsets.numel() - 1) * max_length))
+    columns = max(8, MAX_PADDED // ((offsets.numel() - 1) * max_length) // 8 * 8)
     parts = [
         torch.ops.fbgemm.jagged_to_padded_dense(part.contiguous(), [offsets], [max_length], 0.0)
         for part in rows.split(columns, dim=1)
@@ -170,8 +170,8 @@ def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, T
 
 def padded_sdpa(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
     """``F.scaled_dot_product_attention`` of padded histories, masked."""
-    rows, visible = pad(kv.flatten(1), history, max_length)
-    k, v = rows.unflatten(2, kv.shape[1:]).permute(2, 0, 3, 1, 4)  # [B, H, L, D] each
+    (k, visible), (v, _) = (pad(x.flatten(1), history, max_length) for x in kv.unbind(1))
+    k, v = (x.unflatten(2, q.shape[1:]).transpose(1, 2) for x in (k, v))  # [B, H, L, D]
     out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, visible[:, None, None])
     return out.squeeze(2)
 

@@ -127,12 +127,12 @@ def test_what_fails_leaves_the_others_their_turn(tmp_path, in_process, monkeypat
 
 
 def test_padding_in_parts(monkeypatch):
-    rows = torch.randn(5, 6)
+    rows = torch.randn(5, 20)
     history = JaggedTensor(rows, lengths=torch.tensor([2, 0, 3]))
     whole, visible = end_to_end_models.pad(rows, history, 4)
-    assert whole.shape == (3, 4, 6)
+    assert whole.shape == (3, 4, 20)
     assert whole[visible].equal(rows)
-    for most in (1, 3 * 4 * 4):
+    for most in (1, 3 * 4 * 17):
         monkeypatch.setattr(end_to_end_models, "MAX_PADDED", most)
         assert end_to_end_models.pad(rows, history, 4)[0].equal(whole)
 
