@@ -103,6 +103,7 @@ CONFIG = ("batch", "histories", "width", "table_rows", "skew", "gpus", "recency_
           "dense_layers", "backward_in")  # fmt: skip
 MEASURED = ("rows_per_sample", "gpu", "torch", "torchrec", "torchrec_jagged_attn", "replays",
             "date")  # fmt: skip
+NOTHING = {"median": 0, "p20": 0, "p80": 0, "unit": ""}
 FORM = {"index": False, "na_rep": "nan"}
 LOOKUP = re.compile(
     "embedding|rowwise_adagrad|radix|jagged|cumsum|lengths|bounds_check|linearize|permute|"
@@ -507,7 +508,7 @@ def measure(
                 held = torch.cuda.memory_allocated() / 2**30
                 failed[name] += f", of which other providers held {held:.1f} GiB"
             if name in failed:
-                add(name, [{"metric": "time", "unit": "ms", "note": failed[name]}])
+                add(name, [{"metric": "refused", **NOTHING, "note": failed[name]}])
                 print(f"{name}: not measured, {failed[name]}", flush=True)
         gc.collect()
         gc.freeze()  # the models of the others are no garbage, and take long to look through
@@ -549,8 +550,8 @@ def train_losses(
 def try_size(
     rank: int, ranks: int, port: int, name: str, sizes: Sizes, options: Options
 ) -> dict[str, Any]:
-    """Peak MiB of some steps; or no number, and a note why the size cannot be trained."""
-    peak, note = float("nan"), ""
+    """Peak MiB of some steps; or 0, and a note why the size cannot be trained."""
+    peak, note = 0.0, ""
     with process_group(rank, ranks, port) as device:
         try:
             training = Training(name, sizes, device, replace(options, warmup=3), None, 2)
@@ -714,7 +715,7 @@ class Search:
             peak = tried["note"] or f"{tried['median']:.0f} MiB"
             print(f"{self.name}: {self.field} {size}: {peak}", flush=True)
         self.trials[size] = rows.iloc[-1].to_dict()
-        return not pd.isna(self.trials[size]["median"])
+        return self.trials[size]["note"] == ""
 
     def _labels(self, size: int) -> dict[str, Any]:
         sizes = replace(self.first, **{self.field: size})
