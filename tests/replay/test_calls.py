@@ -36,7 +36,7 @@ LENGTHS = (
     [3, 0, 5],
     [1, 9, 2, 30],
     [0, 0],
-    [150, 1, 300],
+    [150, 1, 150],
     [4],
 )  # short ones, and some that are cut
 
