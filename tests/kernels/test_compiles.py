@@ -193,13 +193,12 @@ CASES = {
     "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
     "general target, SiLU": Case((80,), "general", lambda: target(2, BF16, 20, score="silu")),
     "hopper flash": Case((90,), "", lambda: flash(64)),
-    "hopper flash by distance": Case((90,), "hopper", lambda: flash(64, relative=True)),
     "general flash": Case((80,), "", lambda: flash(20)),
     "general flash of short samples": Case((90,), "short", lambda: flash(20)),
     "general flash by distance": Case((80,), "relative|distance", lambda: flash(20, relative=True)),
     "general flash, fp32": Case((80, 90), "", lambda: flash(64, FP32, relative=True)),
     "general flash, biased": Case((90,), "flash", lambda: flash(32, biased=True, relative=True)),
-    "hopper flash of a window": Case((90,), "", lambda: flash(64, window=70)),
+    "hopper flash of a window": Case((90,), "hopper", lambda: flash(64, window=70)),
     "hopper flash of a window, wide": Case((90,), "hopper", lambda: flash(128, window=70)),
     "hopper flash of a window by distance": Case(
         (90,), "hopper", lambda: flash(64, relative=True, window=70)
