@@ -73,6 +73,7 @@ def make_model(provider: Provider, events: Events) -> DLRMTrain:
         history=[f"{name}_history" for name in ATTENDED],
         num_heads=HEADS,
         recency_bias=False,
+        value_projection=True,
     )
     return DLRMTrain(
         DLRM(
