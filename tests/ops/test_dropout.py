@@ -4,11 +4,22 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.conftest import skip_unless_supported
-from tests.ops.test_row_dropout import LENGTHS, splitmix64
+from tests.ops.test_row_dropout import LENGTHS, make_history, splitmix64
 from tests.ops.test_target_attention import inputs_of
-from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
+from torchrec_jagged_attn import (
+    HistoryEncoderLayer,
+    JaggedSelfAttention,
+    JaggedTargetAttention,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    jagged_flash_attention,
+    jagged_target_attention,
+)
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
@@ -299,13 +310,157 @@ def test_log_sum_exps_count_all_keys(device):
     assert not torch.allclose(dropped, out)
 
 
+def randomized(module):
+    """``module`` with parameters that are all random, biases included."""
+    generator = torch.Generator().manual_seed(1)
+    for x in module.parameters():
+        x.data.copy_(torch.randn(x.shape, generator=generator) * 0.5)
+    return module
+
+
+def attend_by_hand(module, target, history, factors):
+    """``JaggedTargetAttention`` of one width, without recency bias, of ``[B, T, E]`` targets."""
+    num_heads, width = module.num_heads, module.head_dim
+    if module.value_projection:
+        w_q, w_k, w_v = module.in_proj_weight.chunk(3)
+        b_q, _, b_v = module.in_proj_bias.chunk(3)
+    else:
+        w_q, w_k, b_q = module.q_proj_weight, module.k_proj_weight, module.in_proj_bias
+    factors = factors.view(*target.shape[:2], num_heads, -1)
+    begin, outs = 0, []
+    for b, length in enumerate(history.lengths().tolist()):
+        rows = history.values()[begin : begin + length]
+        q = (target[b] @ w_q.T + b_q).unflatten(1, (num_heads, width))
+        k = (rows @ w_k.T).unflatten(1, (num_heads, width))
+        v = (rows @ w_v.T if module.value_projection else rows).unflatten(1, (num_heads, width))
+        weights = torch.softmax(torch.einsum("thd,nhd->thn", q, k) / width**0.5, 2)
+        weights = weights * factors[b, :, :, begin : begin + length]
+        out = torch.einsum("thn,nhd->thd", weights, v).flatten(1)
+        if module.value_projection:
+            out = module.out_proj(out + b_v if length else out)
+        outs.append(out)
+        begin += length
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("value_projection", [True, False])
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+def test_module(keys_and_values, value_projection, device):
+    """Output and all gradients; both ways drop the same, and add the bias of values once."""
+    attention = randomized(
+        JaggedTargetAttention(
+            16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
+            keys_and_values=keys_and_values, device=device,
+        )
+    )  # fmt: skip
+    history, target = make_history(device), torch.randn(4, 3, 16, device=device)
+    rows, grad_out = history.values().requires_grad_(), torch.randn(4, 3, 16, device=device)
+    leaves = [rows, target.requires_grad_(), *attention.parameters()]
+    expected = attend_by_hand(attention, target, history, factors_of(device, 12, 2, 93).float())
+    actual = seeded(attention)(target, history)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    expected, actual = (torch.autograd.grad(x, leaves, grad_out) for x in (expected, actual))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+    attention.eval()
+    assert torch.equal(attention(target, history), attention(target, history))
+
+
+def test_module_of_self_attention(device):
+    """As ``torch.nn.MultiheadAttention``: the bias of values is dropped with the weights."""
+    attention = randomized(JaggedSelfAttention(16, 2, recency_bias=False, dropout=P, device=device))
+    history, factors = make_history(device), factors_of(device, 93, 2, 93).float()
+    qkv = history.values() @ attention.in_proj_weight.T + attention.in_proj_bias
+    begin, outs = 0, []
+    for length in history.lengths().tolist():
+        own = slice(begin, begin + length)
+        q, k, v = qkv[own].view(length, 3, 2, 8).unbind(1)
+        weights = torch.softmax(torch.einsum("ihd,jhd->ihj", q, k) / 8**0.5, 2)
+        outs.append(torch.einsum("ihj,jhd->ihd", weights * factors[own, :, own], v).flatten(1))
+        begin += length
+    expected = attention.out_proj(torch.cat(outs))
+    actual = seeded(attention)(history).values()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    attention.eval()
+    assert torch.equal(attention(history).values(), attention(history).values())
+
+
+@pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
+def test_scripted(make):
+    module = make(16, 2, row_dropout=0.2, dropout=P)
+    inputs = [make_history("cpu")]
+    if make is JaggedTargetAttention:
+        inputs.insert(0, torch.randn(4, 16))
+    scripted = torch.jit.script(torch.fx.symbolic_trace(module))
+    values = [seeded(function)(*inputs) for function in (module, scripted)]
+    if make is JaggedSelfAttention:
+        values = [value.values() for value in values]
+    torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
+def test_compiles_once(make):
+    torch._dynamo.reset()
+    module = make(16, 2, dropout=P)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for num_rows in (93, 70):
+        offsets = torch.tensor([0, 20, 20, 30, num_rows])
+        inputs = [JaggedTensor(torch.randn(num_rows, 16), offsets=offsets)]
+        if make is JaggedTargetAttention:
+            inputs.insert(0, torch.randn(4, 16))
+        values = [seeded(function)(*inputs) for function in (module, compiled)]
+        if make is JaggedSelfAttention:
+            values = [value.values() for value in values]
+        torch.testing.assert_close(*values)
+    assert counter.frame_count == 1
+
+
+def test_of_a_collection():
+    tables = [
+        EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
+        )
+    ]
+    config = TargetAttentionConfig("item", "history", dropout=P, encoder_layers=1)
+    collection = TargetAttentionEmbeddingBagCollection(tables, config)
+    kinds = {type(x): x.dropout for x in collection.modules() if hasattr(x, "row_dropout")}
+    assert kinds == {JaggedTargetAttention: P, JaggedSelfAttention: P}
+    layers = [x for x in collection.modules() if isinstance(x, HistoryEncoderLayer)]
+    assert [x.dropout.p for x in layers] == [0.0]
+
+
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
 def test_refused(p):
     q, offsets = torch.randn(93, 1, 16), torch.tensor([0, 70, 70, 73, 93])
     calls = (
         lambda: jagged_target_attention(q[:4], q[:, 0], offsets, dropout=p),
         lambda: jagged_flash_attention(q, q, q, offsets, dropout=p),
+        lambda: JaggedTargetAttention(16, 2, dropout=p),
+        lambda: JaggedSelfAttention(16, 2, dropout=p),
+        lambda: HistoryEncoderLayer(16, 2, attention_dropout=p),
     )
     for call in calls:
-        with pytest.raises(ValueError, match=r"^dropout must be at least 0 and below 1, got"):
+        with pytest.raises(
+            ValueError, match=r"^(attention_)?dropout must be at least 0 and below 1, got"
+        ):
             call()
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_draws_anew_each_time():
+    history = make_history("cuda")
+    query, offsets = torch.randn(4, 2, 16, device="cuda"), history.offsets()
+
+    def attend():
+        return jagged_target_attention(query, history.values(), offsets, dropout=P)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    draws = []
+    for _ in range(3):
+        graph.replay()
+        draws.append(out.clone())
+    assert not torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[1], draws[2])

@@ -266,6 +266,16 @@ def of_dropped_module(lengths, device):
     return with_row_dropout(kind, lengths, device)
 
 
+def of_dropped_weights_module(lengths, device):
+    kind = functools.partial(of_module, dropout=0.4)
+    return with_row_dropout(kind, lengths, device)
+
+
+def of_dropped_weights_explicit_module(lengths, device):
+    kind = functools.partial(of_module, dropout=0.4, keys_and_values="explicit")
+    return with_row_dropout(kind, lengths, device)
+
+
 def of_silu_target(lengths, device):
     attend, leaves, rest = of_biased_target(lengths, device)
     return attend, leaves, rest | {"score": "silu"}
@@ -340,7 +350,8 @@ KINDS = {
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_flash, of_dropped_module, of_dropped_weights_target,
-        of_dropped_weights_flash, of_silu_target, of_sigmoid_module,
+        of_dropped_weights_flash, of_dropped_weights_module, of_dropped_weights_explicit_module,
+        of_silu_target, of_sigmoid_module,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows,
         *INTERACTIONS,

@@ -49,6 +49,8 @@ class TargetAttentionConfig:
             projects with ``init="mha"`` alone.
         row_dropout: while training, the probability that a row of the history is left out of an
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
+        dropout: while training, the probability that a weight of an attention is set to zero, of
+            encoder layers, too; as in :class:`JaggedTargetAttention`.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
             timestamps and weights. Older rows are dropped before the lookups, also for another
             table that pools the same feature. A training pipeline overlaps this, and the lookups,
@@ -74,6 +76,7 @@ class TargetAttentionConfig:
     encoder_causal: bool = False
     encoder_window: int | None = None
     user_column: bool = False
+    dropout: float = 0.0
 
     @property
     def targets(self) -> list[str]:

@@ -95,6 +95,7 @@ class TargetAttentionPooling(nn.Module):
                         window=config.encoder_window,
                         recency_bias=config.recency_bias,
                         row_dropout=config.row_dropout,
+                        attention_dropout=config.dropout,
                         device=device,
                     )
                     for _ in range(config.encoder_layers)
@@ -113,6 +114,7 @@ class TargetAttentionPooling(nn.Module):
                 score=config.score,
                 value_projection=config.value_projection,
                 row_dropout=config.row_dropout,
+                dropout=config.dropout,
                 device=device,
             )
             for config, attention in zip(attentions, self._attentions, strict=True)

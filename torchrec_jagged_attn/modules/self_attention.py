@@ -45,13 +45,15 @@ class JaggedSelfAttention(nn.Module):
         recency_bias: whether to add the learned score of the distance.
         row_dropout: while training, the probability that a row is attended by none. See
             :func:`jagged_flash_attention`.
+        dropout: while training, the probability that a weight is set to zero, as in
+            ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``window`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` is no probability
-            below one, or ``window`` is below one or goes without ``causal``.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` or ``dropout`` is
+            no probability below one, or ``window`` is below one or goes without ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -74,6 +76,7 @@ class JaggedSelfAttention(nn.Module):
         bias: bool = True,
         recency_bias: bool = True,
         row_dropout: float = 0.0,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -86,9 +89,10 @@ class JaggedSelfAttention(nn.Module):
         self.causal = causal
         self.window = window
         self.row_dropout = row_dropout
-        self._drops = drops_of(
-            row_dropout, "row_dropout"
-        )  # an int: compilers take a float for one that varies
+        self.dropout = dropout
+        # Integers: compilers take a float for one that varies.
+        self._drops = drops_of(row_dropout, "row_dropout")
+        self._weight_drops = drops_of(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -142,6 +146,7 @@ class JaggedSelfAttention(nn.Module):
             None if self.recency_bias is None else self.recency_bias.position_weight,
             self.num_heads,
             self._drops if self.training else 0,
+            self._weight_drops if self.training else 0,
             self.causal,
             self.window,
         )
@@ -149,7 +154,7 @@ class JaggedSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, "
-            f"window={self.window}, row_dropout={self.row_dropout}"
+            f"window={self.window}, row_dropout={self.row_dropout}, dropout={self.dropout}"
         )
 
 
@@ -164,6 +169,7 @@ def _attend(
     relative_bias: Tensor | None,
     num_heads: int,
     drops: int,
+    weight_drops: int,
     causal: bool,
     window: int | None,
 ) -> JaggedTensor:
@@ -175,7 +181,8 @@ def _attend(
     if is_scripting():
         scale = 1 / math.sqrt(width)
         dropped = draw_dropout(drops, q.device) if drops > 0 else None
-        biases = (prior_weights, None, None, None, dropped, None, relative_bias)
+        dropped_weights = draw_dropout(weight_drops, q.device) if weight_drops > 0 else None
+        biases = (prior_weights, None, None, None, dropped, dropped_weights, relative_bias)
         most = 0 if window is None else window
         out, _ = _flash_attention_packet(
             q, k, v, offsets, offsets, *biases, causal, most, scale, False
@@ -184,8 +191,7 @@ def _attend(
         out = jagged_flash_attention(
             q, k, v, offsets,
             prior_weights=prior_weights, relative_bias=relative_bias, row_dropout=drops / 2**32,
-            dropout=0.0,
-            causal=causal, window=window,
+            dropout=weight_drops / 2**32, causal=causal, window=window,
         )  # fmt: skip
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
@@ -231,18 +237,22 @@ class HistoryEncoderLayer(nn.Module):
         embed_dim: ``E``, width of the rows.
         num_heads: ``H``, a divisor of ``embed_dim``.
         feedforward_dim: width between ``W_1`` and ``W_2``; ``4 · E`` by default.
-        dropout: of the attention's output and of both sides of ``W_2``, while training.
+        dropout: of the attention's output and of both sides of ``W_2``, while training. That of
+            ``torch.nn.TransformerEncoderLayer`` is of the attention's weights, too: they have their
+            own here, ``attention_dropout``.
         causal: see :class:`JaggedSelfAttention`.
         window: see there.
         recency_bias: see there.
         row_dropout: see there.
+        attention_dropout: see its ``dropout`` there.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``window`` is no int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` is no probability
-            below one, or ``window`` is below one or goes without ``causal``.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` or
+            ``attention_dropout`` is no probability below one, or ``window`` is below one or goes
+            without ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -263,10 +273,12 @@ class HistoryEncoderLayer(nn.Module):
         window: int | None = None,
         recency_bias: bool = True,
         row_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        drops_of(attention_dropout, "attention_dropout")
         feedforward_dim = 4 * embed_dim if feedforward_dim is None else feedforward_dim
         # Names and shapes are those of torch.nn.TransformerEncoderLayer.
         self.self_attn = JaggedSelfAttention(
@@ -276,6 +288,7 @@ class HistoryEncoderLayer(nn.Module):
             window=window,
             recency_bias=recency_bias,
             row_dropout=row_dropout,
+            dropout=attention_dropout,
             device=device,
             dtype=dtype,
         )

@@ -82,6 +82,9 @@ class JaggedTargetAttention(nn.Module):
             has to: where ``D`` is not ``E``, or ``init="mha"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
+        dropout: while training, the probability that a weight of a target, head and row is set to
+            zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
+            See there. But the bias of values is added once, whatever is dropped.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -89,9 +92,9 @@ class JaggedTargetAttention(nn.Module):
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
-            ``recency_bias``, a ``row_dropout`` that is no probability below one, an unknown
-            ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of another score
-            than the softmax.
+            ``recency_bias``, a ``row_dropout`` or ``dropout`` that is no probability below one, an
+            unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of
+            another score than the softmax.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512.
 
@@ -117,6 +120,7 @@ class JaggedTargetAttention(nn.Module):
         score: Literal["softmax", "silu", "sigmoid"] = "softmax",
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -160,9 +164,10 @@ class JaggedTargetAttention(nn.Module):
         self.score = score
         self.value_projection = value_projection
         self.row_dropout = row_dropout
-        self._drops = drops_of(
-            row_dropout, "row_dropout"
-        )  # an int: compilers take a float for one that varies
+        self.dropout = dropout
+        # Integers: compilers take a float for one that varies.
+        self._drops = drops_of(row_dropout, "row_dropout")
+        self._weight_drops = drops_of(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -274,6 +279,7 @@ class JaggedTargetAttention(nn.Module):
             self.keys_and_values,
             self.score,
             self._drops if self.training else 0,
+            self._weight_drops if self.training else 0,
         )
 
     def extra_repr(self) -> str:
@@ -281,7 +287,8 @@ class JaggedTargetAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
-            f"value_projection={self.value_projection}, row_dropout={self.row_dropout}"
+            f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
+            f"dropout={self.dropout}"
         )
 
 
@@ -305,6 +312,7 @@ def _attend(
     keys_and_values: str,
     score: str,
     drops: int,
+    weight_drops: int,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
     query_offsets: Tensor | None = None
@@ -339,7 +347,7 @@ def _attend(
         age_bias,
         timestamps,
         draw_dropout(drops, rows.device) if drops > 0 else None,
-        None,
+        draw_dropout(weight_drops, rows.device) if weight_drops > 0 else None,
         prior_weights,
         num_heads,
         dtype,
