@@ -428,7 +428,7 @@ def _language(
     layouts = {name: Layout for name in dir(real) if name.endswith("Layout")}
     return types.SimpleNamespace(
         **layouts,
-        **{name: getattr(np, name) for name in ("float32", "int16", "int32", "int64")},
+        **{name: getattr(np, name) for name in ("float32", "int16", "int32", "int64", "uint32")},
         program_id=lambda axis: Block(np.int32(program)),
         num_programs=lambda axis: Block(np.int32(num_programs)),
         num_warps=lambda: num_warps,

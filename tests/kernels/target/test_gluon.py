@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
     FAR_TIMES,
@@ -207,6 +208,30 @@ def test_row_dropout(num_targets, dtype, groups, kernels):
     functions = jagged_target_attention, target_attention_oracle, target_attention_plain
     with gluon_in_numpy(groups) as launched:
         assert_rows_are_dropped(functions, inputs, sum(lengths), cpu)
+    assert set(launched) == kernels
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+@pytest.mark.parametrize(
+    ("num_targets", "dtype", "groups", "kernels"),
+    [
+        (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
+        (3, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
+    ],
+)
+def test_dropout(num_targets, dtype, groups, kernels, score):
+    lengths, cpu = [1100 if groups else 560, 0, 3, 64, 1], torch.device("cpu")
+    inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
+    del inputs["bias"]
+    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
+    inputs["position_bias"] = inputs["position_bias"].to(dtype)
+    functions = [
+        functools.partial(function, score=score)
+        for function in (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    ]
+    num_query_rows = num_targets * len(lengths)
+    with gluon_in_numpy(groups) as launched:
+        assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(lengths), cpu)
     assert set(launched) == kernels
 
 

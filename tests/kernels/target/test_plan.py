@@ -83,7 +83,7 @@ def test_paths_of_a_gpu(gpu, expected):
         ({"width": 20, "history_stride": 20} | FP32, "one_warp", "one_warp"),
         ({"history_stride": 68}, "general", "general"),
         ({"bias": True}, "one_warp", "one_warp"),
-        ({"dropout": True}, "general", "general"),
+        ({"dropout": True}, "one_warp", "one_warp"),
         (GROUP | {"dropout": True}, "general", "general"),
         (GROUP | FP32 | {"dropout": True}, "general", "general"),
         ({"bias": True, "num_targets": 2}, "general", "general"),

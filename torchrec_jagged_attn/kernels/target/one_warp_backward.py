@@ -32,6 +32,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     blocks_of,
     columns_at_once,
     copy_next,
+    drop_weights,
     exp,
     find_listed_chunk,
     indices_to_store,
@@ -42,6 +43,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     open_ring,
     product,
     program_of_sample,
+    query_draws,
     row_buckets,
     split,
     store_grad_of_bias,
@@ -299,6 +301,7 @@ def backward_kernel(
             delta = _delta_of_parts(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
 
         indices = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), history_ptr.dtype.element_ty)
@@ -319,6 +322,8 @@ def backward_kernel(
                 biases, chunk.first, of_position[:, None], of_age[:, None],
                 n[:, None], r[None, :], visible, count, C,
             )  # fmt: skip
+            numbers = (chunk.first + n)[:, None]
+            dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
@@ -327,7 +332,8 @@ def backward_kernel(
                 p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
-            _differentiate_rows(grads, p, ds * scale, both, indices, chunk.first, start, end, C)
+            kept = drop_weights(p, biases.dropout, draws, numbers)
+            _differentiate_rows(grads, kept, ds * scale, both, indices, chunk.first, start, end, C)
             accs = _add_to_queries(accs, tile, ds, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:

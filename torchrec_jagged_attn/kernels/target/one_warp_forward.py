@@ -30,6 +30,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     allocate_parts,
     columns_at_once,
     copy_next,
+    drop_weights,
     exp,
     find_listed_chunk,
     load_bias,
@@ -37,6 +38,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_parts,
     open_ring,
     product,
+    query_draws,
     row_buckets,
     split,
     store_parts,
@@ -79,6 +81,7 @@ def forward_kernel(
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+        draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
         COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
         accs = ()
@@ -115,6 +118,7 @@ def forward_kernel(
                 total = total * rescale + p
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
+            p = drop_weights(p, biases.dropout, draws, (chunk.first + n)[:, None])
             weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

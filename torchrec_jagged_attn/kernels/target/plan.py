@@ -129,8 +129,8 @@ _GLUON = (
     Condition(
         f"tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
     ),
-    Condition("no dropout of weights", lambda x: not x.dropout),
 )
+_NO_DROPOUT = Condition("no dropout of weights", lambda x: not x.dropout)
 _MORE_ROWS = (
     Condition(
         f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
@@ -156,6 +156,7 @@ PATHS = (
         "warpgroup",
         (
             *_MORE_ROWS,
+            _NO_DROPOUT,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
@@ -178,6 +179,7 @@ PATHS = (
         "few_warps",
         (
             *_MORE_ROWS,
+            _NO_DROPOUT,
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(

@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common import biases as in_triton
+from torchrec_jagged_attn.kernels.common import dropout as dropout_in_triton
 from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
     wait_for_last_kernel,
@@ -40,6 +41,7 @@ __all__ = [
     "blocks_of",
     "columns_at_once",
     "copy_next",
+    "drop_weights",
     "exp",
     "find_chunk",
     "find_listed_chunk",
@@ -51,6 +53,7 @@ __all__ = [
     "open_ring",
     "product",
     "program_of_sample",
+    "query_draws",
     "ring_layout",
     "row_buckets",
     "row_layout",
@@ -75,7 +78,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
-is_dropped = gluon.jit(in_triton.is_dropped.fn)
+is_dropped = gluon.jit(dropout_in_triton.is_dropped.fn)
+query_draws = gluon.jit(dropout_in_triton.query_draws.fn)
+drop_weights = gluon.jit(dropout_in_triton.drop_weights.fn)
 weights_and_slopes = gluon.jit(weights_in_triton.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
