@@ -189,6 +189,8 @@ CASES = {
         (80, 90), "general", lambda: target(2, BF16, 32, jagged=True, dropout=0.5)
     ),
     "one warp, dropout": Case((80, 90), "one_warp", lambda: target(1, BF16, dropout=0.5)),
+    "few warps, dropout": Case((90,), "few_warps", lambda: target(6, FP32, 32, dropout=0.5)),
+    "warpgroup, dropout": Case((90,), "warpgroup", lambda: target(8, BF16, dropout=0.5)),
     "one warp, SiLU": Case((90,), "one_warp", lambda: target(1, BF16, score="silu")),
     "warpgroup, SiLU": Case((90,), "warpgroup", lambda: target(8, BF16, score="silu")),
     "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),

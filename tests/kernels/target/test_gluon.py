@@ -217,6 +217,9 @@ def test_row_dropout(num_targets, dtype, groups, kernels):
     [
         (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
         (3, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
+        (9, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, torch.float16, False, {"few_warps_forward", "few_warps_backward"}),
+        (9, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
     ],
 )
 def test_dropout(num_targets, dtype, groups, kernels, score):

@@ -21,6 +21,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     blocks_of,
     columns_at_once,
     copy_next,
+    drop_weights,
     exp,
     find_chunk,
     indices_to_store,
@@ -29,6 +30,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_rows,
     open_ring,
     product,
+    query_draws,
     ring_layout,
     row_buckets,
     split,
@@ -170,6 +172,7 @@ def backward_kernel(
         of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
         of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        draws = query_draws(biases.dropout, row + r)[:, None]
         alone = (end - begin == 1) & (slot < 0)
 
         STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.PARTS == 1 else 32)
@@ -199,6 +202,8 @@ def backward_kernel(
                 biases, chunk.first, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, C,
             )  # fmt: skip
+            numbers = (chunk.first + n)[None, :]
+            dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[:, None], C.PARTS) * inverse[:, None]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
@@ -207,6 +212,7 @@ def backward_kernel(
                 p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
+            p = drop_weights(p, biases.dropout, draws, numbers)
             store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
             store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
             of_queries = split(gl.convert_layout(ds.to(dtype), left), C.PARTS)

@@ -23,6 +23,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     columns_at_once,
     copy_next,
+    drop_weights,
     exp,
     find_chunk,
     load_bias,
@@ -30,6 +31,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_rows,
     open_ring,
     product,
+    query_draws,
     ring_layout,
     row_buckets,
     split,
@@ -82,6 +84,7 @@ def forward_kernel(
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         r = gl.arange(0, C.BLOCK_R, by_query)
+        draws = query_draws(biases.dropout, row + r)[:, None]
         COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -117,6 +120,7 @@ def forward_kernel(
                 total = total * rescale + gl.sum(p, 1)
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
+            p = drop_weights(p, biases.dropout, draws, (chunk.first + n)[None, :])
             weights = split(gl.convert_layout(p.to(dtype), left), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

@@ -130,7 +130,6 @@ _GLUON = (
         f"tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
     ),
 )
-_NO_DROPOUT = Condition("no dropout of weights", lambda x: not x.dropout)
 _MORE_ROWS = (
     Condition(
         f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
@@ -156,7 +155,6 @@ PATHS = (
         "warpgroup",
         (
             *_MORE_ROWS,
-            _NO_DROPOUT,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
@@ -179,7 +177,6 @@ PATHS = (
         "few_warps",
         (
             *_MORE_ROWS,
-            _NO_DROPOUT,
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
@@ -319,7 +316,8 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     if path == "warpgroup":
         # Registers for as many programs on a multiprocessor as its shared memory holds, where none
         # has to lie in memory while rows are multiplied.
-        registers = 168 if x.backward or x.bias or x.buckets or x.row_dropout else 128
+        more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
+        registers = 168 if more else 128
         if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255
         return {

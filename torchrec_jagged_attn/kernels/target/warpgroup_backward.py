@@ -27,8 +27,10 @@ from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LN2,
     LOG2E,
+    drop_weights,
     find_listed_chunk,
     load_rows,
+    query_draws,
     row_buckets,
     row_layout,
     split,
@@ -138,6 +140,7 @@ def backward_kernel(
         maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
         inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
+        draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, mma))
@@ -162,6 +165,8 @@ def backward_kernel(
             BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
             if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
+            numbers = (chunk.first + n)[:, None]
+            dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)
                 ds = gl.where(alone, 0.0, p * (dp - delta))
@@ -184,6 +189,7 @@ def backward_kernel(
                     position_table = _add_to_table(position_table, of_position, parts)
                 if C.A > 0:
                     age_table = _add_to_table(age_table, of_age, parts)
+            p = drop_weights(p, biases.dropout, draws, numbers)
             weights = gl.convert_layout(p.to(dtype), left)
             of_dots = gl.convert_layout((ds * scale).to(dtype), left)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

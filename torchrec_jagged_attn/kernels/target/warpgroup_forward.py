@@ -31,7 +31,9 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LN2,
     LOG2E,
+    drop_weights,
     find_listed_chunk,
+    query_draws,
     weights_and_slopes,
 )
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
@@ -102,6 +104,7 @@ def forward_kernel(
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, mma))
         r = gl.arange(0, C.BLOCK_R, by_query)
+        draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
         acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
         total = zeros  # each row's own: summed up once
@@ -121,10 +124,11 @@ def forward_kernel(
             if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
+            numbers = (chunk.first + n)[:, None]
             if C.SCORE == "softmax":
                 below = scores - reference[None, :]
                 p = gl.exp2(below)
-                weights.store(p.to(dtype))
+                weights.store(drop_weights(p, biases.dropout, draws, numbers).to(dtype))
                 fence_async_shared()
                 of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, C.BLOCK_N // WARPS]), 1)
                 largest.store(of_warps)
@@ -132,13 +136,13 @@ def forward_kernel(
                 if gl.max(largest.load(all_in_each), 0) > MARGIN:
                     reference, total, acc = _raise_reference(scores, reference, total, acc)
                     p = gl.exp2(scores - reference[None, :])
-                    weights.store(p.to(dtype))
+                    weights.store(drop_weights(p, biases.dropout, draws, numbers).to(dtype))
                     fence_async_shared()
                     thread_barrier()
                 total += p
             else:
                 p = weights_and_slopes(scores * LN2, C.SCORE, False)[0]
-                weights.store(p.to(dtype))
+                weights.store(drop_weights(p, biases.dropout, draws, numbers).to(dtype))
                 fence_async_shared()
                 thread_barrier()
             acc = warpgroup_mma(x.permute((1, 0)), weights, acc, is_async=True)
