@@ -56,6 +56,17 @@ def flash_attention(offsets: torch.Tensor, num_rows: int) -> None:
             tell("flash attention", dtype, width, "causal, grouped" * causal, tables)
 
 
+def dropout(offsets: torch.Tensor, num_rows: int) -> None:
+    for dtype, rows in itertools.product(DTYPES, (1, 8, 20, 70)):
+        inputs = [draw(LENGTHS.numel(), rows, 1, 64, dtype=dtype), draw(num_rows, 64, dtype=dtype)]
+        jagged_target_attention(*inputs, offsets, dropout=0.2).sum().backward()
+        tell("target attention with dropout", dtype, rows, "query rows")
+    for dtype in DTYPES:
+        q, k, v = (draw(num_rows, 2, 64, dtype=dtype) for _ in range(3))
+        jagged_flash_attention(q, k, v, offsets, causal=True, dropout=0.2).sum().backward()
+        tell("flash attention with dropout", dtype)
+
+
 def projections(offsets: torch.Tensor, num_rows: int) -> None:
     for dtype in DTYPES:
         rows = [draw(num_rows, 64, dtype=dtype).detach() for _ in range(5)]
@@ -85,7 +96,8 @@ def pairs(offsets: torch.Tensor, num_rows: int) -> None:
         tell("pairs", dtype)
 
 
-PARTS = {part.__name__: part for part in (target_attention, flash_attention, projections, pairs)}
+FUNCTIONS = (target_attention, flash_attention, dropout, projections, pairs)
+PARTS = {part.__name__: part for part in FUNCTIONS}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PARTS:

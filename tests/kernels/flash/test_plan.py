@@ -51,7 +51,7 @@ def hopper(monkeypatch):
         ({"dtype": torch.float32}, "general", "general", 0),
         ({"has_bias": True}, "general", "general", 0),
         ({"has_row_dropout": True}, "general", "general", 0),
-        ({"has_dropout": True}, "general", "general", 0),
+        ({"has_dropout": True}, "general_short", "general", 32),
         ({"age_buckets": 9}, "general", "general", 0),
         ({"distance_buckets": 9}, "hopper", "hopper", 0),
     ],

@@ -89,9 +89,12 @@ def forward(args: FlashArguments) -> FlashOutputs:
     elif plan.most_short:
         _forward_short(
             (call.num_samples * q.shape[1],),
-            (call.inputs, outputs, samples, stats[0].numel(), call.window, call.factor),
+            (
+                call.inputs, outputs, samples, call.biases.dropout, stats[0].numel(), call.window,
+                call.factor,
+            ),
             call.for_short(),
-        )
+        )  # fmt: skip
     if plan.on_hopper:
         hopper_forward.forward(
             call.inputs, call.biases.by_distance, outputs, samples.tiles, call.window, call.factor,
@@ -200,7 +203,7 @@ def _backward_of_short(call: _Call, grads: Gradients, samples: Samples) -> None:
     elif call.plan.most_short:
         _backward_short(
             (call.num_samples * call.args.k.shape[1],),
-            (call.inputs, grads, samples, call.window, factor, scale),
+            (call.inputs, grads, samples, call.biases.dropout, call.window, factor, scale),
             call.for_short(),
         )
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.softmax import mean_grad
 from torchrec_jagged_attn.kernels.flash.tiles import (
     load_rows,
@@ -45,6 +46,14 @@ def _locate_sample(sample, samples, window, C: tl.constexpr):
 
 
 @triton.jit
+def _drop(x, dropout_ptr, q_row, kv_row, head, C: tl.constexpr):
+    """:func:`drop_weights` of a sample's weights, or their gradients."""
+    draws = query_draws(dropout_ptr, (q_row + tl.arange(0, C.BLOCK_M)) * C.H + head)
+    n = kv_row + tl.arange(0, C.BLOCK_N)
+    return drop_weights(x, dropout_ptr, draws[:, None], n[None, :])
+
+
+@triton.jit
 def _softmax(q, k, visible, factor, C: tl.constexpr):
     """``(p, maximum, total)`` of all scores of a sample; the weights are not yet divided."""
     products = tl.dot(-q if C.NEGATIVE else q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
@@ -61,6 +70,7 @@ def forward_short_kernel(
     inputs,  # Inputs
     outputs,  # arguments.FlashOutputs
     samples,  # Samples
+    dropout_ptr,  # see ``arguments.Biases``, or None
     num_stats,
     window,  # or None
     factor,
@@ -77,6 +87,7 @@ def forward_short_kernel(
         k = load_rows(inputs.k, kv_row, num_keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
         v = load_rows(inputs.v, kv_row, num_keys, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
         p, maximum, total = _softmax(q, k, visible, factor, C)
+        p = _drop(p, dropout_ptr, q_row, kv_row, head, C)
         out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
         store_rows(outputs.out, out, q_row, num_rows, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
         i = tl.arange(0, C.BLOCK_M)
@@ -91,6 +102,7 @@ def backward_short_kernel(
     inputs,  # Inputs
     grads,  # Gradients
     samples,  # Samples
+    dropout_ptr,  # see ``arguments.Biases``, or None
     window,  # or None
     factor,
     scale,
@@ -116,8 +128,10 @@ def backward_short_kernel(
             )
             p, _, total = _softmax(q, k, visible, factor, C)
             p /= tl.where(total != 0, total, 1.0)[:, None]
-            acc_v = tl.dot(tl.trans(p.to(grad_out.dtype)), grad_out, acc_v)
+            kept = _drop(p, dropout_ptr, q_row, kv_row, head, C)
+            acc_v = tl.dot(tl.trans(kept.to(grad_out.dtype)), grad_out, acc_v)
             dp = tl.dot(grad_out, tl.trans(v))
+            dp = _drop(dp, dropout_ptr, q_row, kv_row, head, C)
             delta = mean_grad(p, dp, visible, tl.zeros([C.BLOCK_M], tl.float32), True, 1)
             ds = (p * (dp - delta[:, None])).to(k.dtype)
             acc_k = tl.dot(tl.trans(ds), q, acc_k)

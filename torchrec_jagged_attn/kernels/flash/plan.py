@@ -134,7 +134,6 @@ PATHS = (
         "general_short",
         (
             _HALF,
-            _NO_DROPOUT,
             _NO_BIAS,
             Condition("widths of at most 128", lambda call: call.padded_width <= 128),
         ),
