@@ -5,7 +5,6 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -615,50 +614,27 @@ def causal_row_by_row(
     q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
     relative_bias=None, prior_weights=None, window=None,
 ):  # fmt: skip
-    """Each query as a sample of its own that has the keys that it sees, and no others.
-
-    The newest one stands, hidden, where others have more keys: no number is there that a query does
-    not see.
-    """
+    """Each query as a sample of its own that has the keys that it sees, and no others."""
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
-    bias = k.new_zeros(k.shape[0], q.shape[1]) if bias is None else bias.to(q.dtype)
-    outs = []
+    index, distance, num_seen = [], [], []
     bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
     for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
-        num_keys = kv_end - kv_begin
-        distance = list(range(num_keys if window is None else min(window, num_keys)))
-        newest = torch.arange(begin, end, device=q.device)[:, None] + kv_end - end
-        index = newest - torch.tensor(distance, dtype=torch.int64, device=q.device)  # [Lq, Lk]
-        seen = index >= kv_begin
-        index = torch.where(seen, index, newest.clamp(min=kv_begin))
-        mask = bias[index]  # [Lq, Lk, H]
-        if prior_weights is not None:
-            of_keys = prior_weights[index].unsqueeze(2)
-            left = of_keys > 0
-            mask = mask + of_keys.masked_fill(~left, 1).log().to(q.dtype)
-            mask = mask.masked_fill(~left, -torch.inf)
-        if relative_bias is not None:
-            last = len(relative_bias) - 1
-            bucket = [min(((1 + d) ** 4).bit_length() - 1, last) for d in distance]
-            mask = mask + relative_bias.to(q.dtype)[bucket]
-        mask = torch.where(seen[..., None], mask, -torch.inf)
-        sees = (mask > -torch.inf).any(1).all(1)
-
-        def each_with_its_head(x, index=index[sees]):  # [Lq · H, Lk, D]
-            rows = x[index].repeat_interleave(q.shape[1] // x.shape[1], 2)
-            return rows.transpose(1, 2).flatten(0, 1)
-
-        out = q.new_zeros(end - begin, q.shape[1], v.shape[2])
-        if sees.any():
-            given = F.scaled_dot_product_attention(
-                q[begin:end][sees].flatten(0, 1).unsqueeze(1),
-                each_with_its_head(k),
-                each_with_its_head(v),
-                mask[sees].transpose(1, 2).flatten(0, 1).unsqueeze(1),
-            )
-            out[sees] = given.view_as(out[sees])
-        outs.append(out)
-    return torch.cat(outs)
+        for after in range(end - begin - 1, -1, -1):
+            newer = max(kv_end - kv_begin - after, 0)
+            num_seen.append(newer if window is None else min(newer, window))
+            index += range(kv_end - after - num_seen[-1], kv_end - after)
+            distance += range(num_seen[-1] - 1, -1, -1)
+    index = torch.tensor(index, dtype=torch.int64, device=q.device)
+    biases = [] if bias is None else [bias.to(q.dtype)[index]]
+    if relative_bias is not None:
+        quarters = [((1 + d) ** 4).bit_length() - 1 for d in distance]
+        bucket = torch.tensor(quarters, device=q.device).clamp(max=len(relative_bias) - 1)
+        biases.append(relative_bias.to(q.dtype)[bucket])
+    return flash_attention_oracle(
+        q, k[index], v[index], torch.arange(len(num_seen) + 1),
+        offsets_of(torch.tensor(num_seen), torch.int64, CPU), bias=sum(biases) if biases else None,
+        prior_weights=None if prior_weights is None else prior_weights[index],
+    )  # fmt: skip
 
 
 def bad_rows(queries, keys):
