@@ -107,10 +107,13 @@ def check_same(
             )
 
 
-def check_score(score: str, prior_weights: Tensor | None = None) -> None:
-    """``score`` must be a known one, and of prior weights the softmax."""
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+def check_score(
+    score: str, prior_weights: Tensor | None = None, also: tuple[str, ...] = ()
+) -> None:
+    """``score`` must be a known one or one of ``also``, and of prior weights the softmax."""
+    known = (*SCORES, *also)
+    if score not in known:
+        raise ValueError(f"score must be one of {', '.join(known)}, got {score!r}")
     if prior_weights is not None and score != "softmax":
         raise NotImplementedError(
             f"prior_weights must be None unless score is 'softmax', got score={score!r}"

@@ -105,7 +105,7 @@ def backward(grad_out: Tensor, args: ActivationUnitArguments) -> ActivationUnitG
 
 def _layers(args: ActivationUnitArguments, dtype: torch.dtype) -> _Layers:
     w_1, b_1, w_2, b_2, w_3, b_3 = (x.to(dtype) for x in args.layers)
-    return _Layers(*w_1.chunk(4, 1), b_1, w_2, b_2, w_3.squeeze(0), b_3)
+    return _Layers._make((*w_1.chunk(4, 1), b_1, w_2, b_2, w_3.squeeze(0), b_3))
 
 
 def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:

@@ -113,6 +113,8 @@ class TargetAttentionPooling(nn.Module):
                 score=config.score,
                 value_projection=config.value_projection,
                 row_dropout=config.row_dropout,
+                hidden_dims=config.hidden_dims,
+                activation=config.activation,
                 device=device,
             )
             for config, attention in zip(attentions, self._attentions, strict=True)

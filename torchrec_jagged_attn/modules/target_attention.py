@@ -1,6 +1,7 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
 # FX and torch.jit.script read annotations, so they are no strings here.
+import itertools
 from numbers import Integral
 from typing import Literal
 
@@ -11,8 +12,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_activation,
     check_float,
     check_heads,
+    check_hidden_dims,
     check_offsets_metadata,
     check_prior_weights,
     check_same,
@@ -24,6 +27,11 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.activation_unit import (
+    activation_unit,
+    call_activation_unit,
+    check_one_target,
+)
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     multi_head_target_attention,
@@ -69,13 +77,18 @@ class JaggedTargetAttention(nn.Module):
             ``"silu"`` or ``"sigmoid"``, see :func:`jagged_target_attention`. Of the latter two, the
             weights of a history have no sum in common: outputs grow with its length, and the bias
             of values is added once. Their scores have no bias of keys, their keys and values are
-            absorbed, and prior weights are refused.
+            absorbed, and prior weights are refused. Or ``"din"``: a small network of a target and a
+            row weighs it, see :func:`jagged_activation_unit`. It has one head, one target per
+            sample, and ``C = D = E``, and values are not projected. Its parameters are those of
+            the network, ``unit``, alone, and the recency bias is the logarithm of a factor.
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
             the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
             C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
-            queries alone: a bias of keys changes nothing.
+            queries alone: a bias of keys changes nothing. By default they are, but of ``"din"``.
+        hidden_dims: sizes of the two hidden layers of ``"din"``, 1 to 128 each.
+        activation: of these: ``"sigmoid"``, ``"silu"`` or ``"relu"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         device: of the parameters.
@@ -87,9 +100,10 @@ class JaggedTargetAttention(nn.Module):
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
             ``recency_bias``, a ``row_dropout`` that is no probability below one, an unknown
             ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of another score
-            than the softmax.
+            than the softmax; or, for ``"din"``, several heads, widths that differ, projected
+            values, no ``bias``, or an unknown ``activation``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
-            and values, is over 512.
+            and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
     Example:
         >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
@@ -110,9 +124,11 @@ class JaggedTargetAttention(nn.Module):
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
-        score: Literal["softmax", "silu", "sigmoid"] = "softmax",
-        value_projection: bool = True,
+        score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax",
+        value_projection: bool | None = None,
         row_dropout: float = 0.0,
+        hidden_dims: tuple[int, int] = (80, 40),
+        activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -126,7 +142,9 @@ class JaggedTargetAttention(nn.Module):
             raise ValueError(
                 f"keys_and_values must be 'auto', 'absorbed' or 'explicit', got {keys_and_values!r}"
             )
-        check_score(score)
+        check_score(score, also=("din",))
+        if value_projection is None:
+            value_projection = score != "din"
         if keys_and_values == "explicit" and score != "softmax":
             raise ValueError(
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
@@ -147,12 +165,16 @@ class JaggedTargetAttention(nn.Module):
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
                 f"{self.history_dim}"
             )
+        if score == "din":
+            _check_unit(self, value_projection, bias, hidden_dims, activation)
         if keys_and_values == "explicit":
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
         self.keys_and_values = keys_and_values
         self.score = score
         self.value_projection = value_projection
+        self.hidden_dims = tuple(hidden_dims)
+        self.activation = activation
         self.row_dropout = row_dropout
         self._drops = drops_of(row_dropout)  # an int: compilers take a float for one that varies
 
@@ -161,14 +183,21 @@ class JaggedTargetAttention(nn.Module):
 
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
         self.in_proj_weight = self.v_proj_weight = self.in_proj_bias = self.out_proj = None
-        if value_projection and self.history_dim == self.target_dim == embed_dim:
+        self.unit = None
+        if score == "din":
+            sizes = 4 * embed_dim, *hidden_dims, 1
+            self.unit = nn.ModuleList(
+                NonDynamicallyQuantizableLinear(*pair, device=device, dtype=dtype)
+                for pair in itertools.pairwise(sizes)
+            )
+        elif value_projection and self.history_dim == self.target_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         else:
             self.q_proj_weight = parameter(embed_dim, self.target_dim)
             self.k_proj_weight = parameter(embed_dim, self.history_dim)
             if value_projection:
                 self.v_proj_weight = parameter(embed_dim, self.history_dim)
-        if bias:
+        if bias and score != "din":
             self.in_proj_bias = parameter((3 if value_projection else 1) * embed_dim)
         if value_projection:
             # As there: its weight is read, so it must not be replaced by a quantized one.
@@ -182,6 +211,15 @@ class JaggedTargetAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set all parameters as ``init`` says."""
+        if self.recency_bias is not None:
+            self.recency_bias.reset_parameters()
+        if self.unit is not None:
+            for layer in self.unit:
+                layer.reset_parameters()
+            if self.init == "recency":  # each row counts one
+                nn.init.zeros_(self.unit[2].weight)
+                nn.init.ones_(self.unit[2].bias)
+            return
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
@@ -205,8 +243,6 @@ class JaggedTargetAttention(nn.Module):
                 elif self.v_proj_weight is not None:
                     nn.init.eye_(self.v_proj_weight)
                 nn.init.eye_(self.out_proj.weight)
-        if self.recency_bias is not None:
-            self.recency_bias.reset_parameters()
 
     def forward(
         self,
@@ -242,6 +278,25 @@ class JaggedTargetAttention(nn.Module):
         if self.recency_bias is not None:
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
+        if self.unit is not None:
+            first, second, third = self.unit
+            return _pool_by_unit(
+                target,
+                history,
+                timestamps,
+                prior_weights,
+                first.weight,
+                first.bias,
+                second.weight,
+                second.bias,
+                third.weight,
+                third.bias,
+                position_bias,
+                age_bias,
+                self.history_dim,
+                self.activation,
+                self._drops if self.training else 0,
+            )
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -274,6 +329,11 @@ class JaggedTargetAttention(nn.Module):
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}"
+            + (
+                f", hidden_dims={self.hidden_dims}, activation={self.activation!r}"
+                if self.unit is not None
+                else ""
+            )
         )
 
 
@@ -343,8 +403,90 @@ def _attend(
     return _multi_head_target_attention(*inputs)[0]
 
 
+@torch.fx.wrap
+def _pool_by_unit(
+    target: Tensor | JaggedTensor,
+    history: JaggedTensor,
+    timestamps: Tensor | None,
+    prior_weights: Tensor | None,
+    weight_1: Tensor,
+    bias_1: Tensor,
+    weight_2: Tensor,
+    bias_2: Tensor,
+    weight_3: Tensor,
+    bias_3: Tensor,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    width: int,
+    activation: str,
+    drops: int,
+) -> Tensor:
+    """``JaggedTargetAttention.forward`` of ``score="din"``, with all it reads as arguments."""
+    if isinstance(target, JaggedTensor):
+        raise NotImplementedError(
+            "target must be a tensor [B, D], one target per sample, where score='din', got a "
+            "JaggedTensor"
+        )
+    if not is_scripting() and not isinstance(history, JaggedTensor):
+        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+    rows, offsets = history.values(), history.offsets()
+    dtype = weight_3.dtype
+    if not is_scripting():
+        check_tensor(target, "target", "a tensor")
+        check_one_target(target, "target")
+        _check(
+            target, None, rows, offsets, age_bias, timestamps, prior_weights, width, width,
+            "softmax",  # prior weights are served
+        )  # fmt: skip
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device_type)
+    inputs = (
+        target.to(rows.dtype),
+        rows,
+        offsets,
+        weight_1,
+        bias_1,
+        weight_2,
+        bias_2,
+        weight_3,
+        bias_3,
+        position_bias,
+        age_bias,
+        timestamps,
+        draw_row_dropout(drops, rows.device) if drops > 0 else None,
+        prior_weights,
+        activation,
+    )
+    if not is_scripting():
+        return call_activation_unit(*inputs).to(dtype)
+    return _activation_unit(*inputs)[0].to(dtype)
+
+
+def _check_unit(
+    module: JaggedTargetAttention,
+    value_projection: bool,
+    bias: bool,
+    hidden_dims: tuple[int, int],
+    activation: str,
+) -> None:
+    """What an activation unit has no use for must be left as it is."""
+    for name, got, wanted in (
+        ("num_heads", module.num_heads, 1),
+        ("value_projection", value_projection, False),
+        ("bias", bias, True),
+        ("history_dim", module.history_dim, module.embed_dim),
+        ("target_dim", module.target_dim, module.embed_dim),
+    ):
+        if got != wanted:
+            raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
+    check_hidden_dims(hidden_dims, module.embed_dim)
+    check_activation(activation)
+
+
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
+_activation_unit = activation_unit.overloadpacket
 
 
 def _check(
