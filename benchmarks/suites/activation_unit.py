@@ -29,7 +29,7 @@ CASES = {
         Case("mean-200-128", 4096, 1600, 1, 128, dtype=torch.bfloat16, lengths="log-normal"),
         Case("mean-50-64", 4096, 400, 1, 64, dtype=torch.bfloat16, lengths="log-normal"),
         Case("one-user-64", 1, 10000, 1, 64, dtype=torch.bfloat16, lengths="giant"),
-        Case("cpu-64", 64, 200, 1, 64, lengths="log-normal"),
+        Case("cpu-unit-64", 64, 200, 1, 64, lengths="log-normal"),
     )
 }
 
@@ -124,5 +124,4 @@ SUITE = Suite(
         "padded": padded,
         "padded-compiled": functools.partial(padded, compiled=True),
     },
-    default=tuple(name for name in CASES if not name.startswith("cpu")),
 )

@@ -243,7 +243,7 @@ FITS = {
     "hopper flash",
     "hopper flash of a window",
 }  # registers hold all
-SPILLS = {"unit": 96, "unit, wide": 96}  # at most so many bytes of them are in memory
+SPILLS = {"unit": 160, "unit, wide": 160}  # at most so many bytes of them are in memory
 
 
 def launches_of(name: str, launches: list[Launch]) -> list[Launch]:

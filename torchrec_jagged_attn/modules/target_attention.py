@@ -214,11 +214,12 @@ class JaggedTargetAttention(nn.Module):
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
         if self.unit is not None:
-            for layer in self.unit:
+            layers = _layers_of(self.unit)
+            for layer in layers:
                 layer.reset_parameters()
             if self.init == "recency":  # each row counts one
-                nn.init.zeros_(self.unit[2].weight)
-                nn.init.ones_(self.unit[2].bias)
+                nn.init.zeros_(layers[2].weight)
+                nn.init.ones_(layers[2].bias)
             return
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
@@ -279,7 +280,7 @@ class JaggedTargetAttention(nn.Module):
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
         if self.unit is not None:
-            first, second, third = self.unit
+            first, second, third = _layers_of(self.unit)
             return _pool_by_unit(
                 target,
                 history,
@@ -461,6 +462,10 @@ def _pool_by_unit(
     if not is_scripting():
         return call_activation_unit(*inputs).to(dtype)
     return _activation_unit(*inputs)[0].to(dtype)
+
+
+def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
+    return [layer for layer in unit if isinstance(layer, nn.Linear)]
 
 
 def _check_unit(
