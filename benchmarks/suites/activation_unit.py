@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,14 +22,15 @@ from torchrec_jagged_attn.testing import (
 )
 
 HIDDEN = (80, 40)
+BF16 = torch.bfloat16
+# Log-normal lengths have a mean of about an eighth of the longest.
 CASES = {
     case.name: case
     for case in (
-        # Log-normal lengths have a mean of about an eighth of the longest.
-        Case("mean-200-64", 4096, 1600, 1, 64, dtype=torch.bfloat16, lengths="log-normal"),
-        Case("mean-200-128", 4096, 1600, 1, 128, dtype=torch.bfloat16, lengths="log-normal"),
-        Case("mean-50-64", 4096, 400, 1, 64, dtype=torch.bfloat16, lengths="log-normal"),
-        Case("one-user-64", 1, 10000, 1, 64, dtype=torch.bfloat16, lengths="giant"),
+        Case("mean-200-64", 4096, 1600, 1, 64, 1, "log-normal", BF16, large=True),
+        Case("mean-200-128", 4096, 1600, 1, 128, 1, "log-normal", BF16, large=True),
+        Case("mean-50-64", 4096, 400, 1, 64, 1, "log-normal", BF16, large=True),
+        Case("one-user-64", 1, 10000, 1, 64, 1, "giant", BF16, large=True),
         Case("cpu-unit-64", 64, 200, 1, 64, lengths="log-normal"),
     )
 }
@@ -107,6 +109,7 @@ def padded(x: Inputs, compiled: bool = False) -> Callable[[], Tensor]:
     places = (x.offsets[:-1, None] + places).masked_fill(~real, 0)
     if compiled:
         torch.compiler.reset()  # a function is compiled for so many shapes only
+        torch._functorch.config.donated_buffer = False  # backward runs several times
     call = torch.compile(padded_formula, dynamic=False) if compiled else padded_formula
     return lambda: call(x, places, real)
 
