@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn import HistoryEncoderLayer, JaggedTargetAttention
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedLayout, JaggedTargetAttention
 
 __all__ = ["POOLINGS", "Ranker"]
 
@@ -110,6 +110,25 @@ class Attention(nn.Module):
         return self.attention(targets, self.layers(rows))
 
 
+class FusedActivationUnit(nn.Module):
+    """DIN's, fused, with a factor by recency."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = JaggedTargetAttention(width, 1, score="din")
+
+    def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
+        num_samples, num_targets, width = targets.shape
+        if num_targets == 1:
+            return self.attention(targets.squeeze(1), rows).unsqueeze(1)
+        index = torch.arange(num_samples, device=targets.device).repeat_interleave(num_targets)
+        repeated = JaggedLayout.from_lengths(rows.lengths()[index])
+        of_sample = index[repeated.sample_ids()]
+        there = rows.offsets()[1:][of_sample] - 1 - repeated.positions_from_end()
+        history = JaggedTensor(rows.values()[there], offsets=repeated.offsets)
+        return self.attention(targets.flatten(0, 1), history).view(num_samples, -1, width)
+
+
 class PaddedAttention(nn.Module):
     """The pooling ``attention-mha`` on padded rows; it starts from the same weights."""
 
@@ -178,6 +197,7 @@ POOLINGS: dict[str, Callable[[int, float], nn.Module]] = {
     ),
     "attention-padded": lambda width, half_life: PaddedAttention(width),
     "attention-silu": lambda width, half_life: Attention(width, score="silu"),
+    "attention-din": lambda width, half_life: FusedActivationUnit(width),
     "attention-sigmoid": lambda width, half_life: Attention(width, score="sigmoid"),
     "encoder+attention": lambda width, half_life: Attention(width, layers=1),
     "causal-encoder": lambda width, half_life: CausalEncoder(width),

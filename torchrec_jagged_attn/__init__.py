@@ -6,6 +6,7 @@ from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
+    jagged_activation_unit,
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
@@ -43,6 +44,7 @@ __all__ = [
     "embedding_bag_keys",
     "embedding_parameters",
     "jagged2_softmax",
+    "jagged_activation_unit",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",

@@ -52,7 +52,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["giant", "host", "serving", "serving_kernel", "skew", "table1"]
+    others = ["activation_unit", "giant", "host", "serving", "serving_kernel", "skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
     scores = ["target_attention_sigmoid", "target_attention_silu"]
     figure2 = ["figure2", "figure2_skewed"]
@@ -457,10 +457,13 @@ def test_tf32_is_said_in_the_figures(tf32, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["no-suite"], "no suite is called 'no-suite'; there are: figure2"),
-        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: length-64"),
+        (["no-suite"], "no suite is called 'no-suite'; there are: activation_unit"),
+        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: mean-200-64"),
         (["--providers", "ours,oars"], "no provider is called 'oars'; there are: ours"),
-        (["--modes", "sideways"], "no mode is called 'sideways'; there are: forward, both"),
+        (
+            ["--modes", "sideways"],
+            "no mode is called 'sideways'; there are: forward, backward, both",
+        ),
     ],
 )
 def test_an_unknown_name_lists_the_known_ones(argv, message):
@@ -502,6 +505,7 @@ def test_what_cannot_be_is_refused_before_anything_is_timed(
 def test_small_cases_are_the_default_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
+        "cpu-unit-64",
         "cpu-self-200",
         "cpu-self-1k",
         *(f"cpu-1k-window-{window}" for window in ("all", 256, 64)),

@@ -31,6 +31,7 @@ from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
     devices,
+    jagged_activation_unit,
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
@@ -169,6 +170,15 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
     module(zeros(4, 32), history).sum().backward()
 
 
+def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: Any = "sigmoid"):
+    shapes = (80, 4 * width), (80,), (40, 80), (40,), (1, 40), (1,)
+    layers = [zeros(*shape, dtype=FP32) for shape in shapes]
+    query, history = zeros(4, width, dtype=dtype), zeros(N, width, dtype=dtype)
+    biases = tables(1) if biased else {}
+    out = jagged_activation_unit(query, history, OFFSETS, *layers, activation=activation, **biases)
+    out.sum().backward()
+
+
 class Case(NamedTuple):
     archs: tuple[int, ...]
     kernels: str  # those to compile of what the call launches, as a regular expression
@@ -224,6 +234,12 @@ CASES = {
     "layer of rows, fp32": Case(
         (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
     ),
+    "unit": Case((80, 90), "activation_unit", lambda: unit(BF16)),
+    "unit, wide": Case((90,), "activation_unit", lambda: unit(BF16, 128)),
+    "unit, biased": Case(
+        (90,), "activation_unit", lambda: unit(BF16, biased=True, activation="silu")
+    ),
+    "unit, fp32": Case((80, 90), "activation_unit", lambda: unit(FP32)),
 }
 RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
 TYPES = {  # of parameters in PTX
@@ -240,6 +256,7 @@ FITS = {
     "hopper flash",
     "hopper flash of a window",
 }  # registers hold all
+SPILLS = {"unit": 160, "unit, wide": 160}  # at most so many bytes of them are in memory
 
 
 def launches_of(name: str, launches: list[Launch]) -> list[Launch]:
@@ -306,6 +323,8 @@ def test_compiles(name: str, arch: int) -> None:
                 assert of_type in TYPES[kind], label(kernel)
             if name in FITS and ".hidden_" not in label(kernel):  # which rarely computes
                 assert stack_bytes(compiled) == 0, label(kernel)
+            if name in SPILLS:
+                assert stack_bytes(compiled) <= SPILLS[name], label(kernel)
 
 
 def test_launches_of_a_layer() -> None:

@@ -165,7 +165,9 @@ class _Attending(torch.nn.Module):
 
 
 def test_module_refuses():
-    with pytest.raises(ValueError, match="score must be one of softmax, silu, sigmoid, got 'relu'"):
+    with pytest.raises(
+        ValueError, match="score must be one of softmax, silu, sigmoid, din, got 'r"
+    ):
         JaggedTargetAttention(16, 2, score="relu")
     with pytest.raises(ValueError, match="keys_and_values must be 'auto' or 'absorbed' unless"):
         JaggedTargetAttention(16, 2, score="silu", keys_and_values="explicit")

@@ -29,7 +29,7 @@ from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = ["backward", "compute_dtype", "forward"]
+__all__ = ["age_buckets", "backward", "compute_dtype", "forward", "recency_buckets"]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -312,7 +312,7 @@ def _bias_of_keys(
             parts.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
-            ages = _age_buckets(times.index_select(0, newest), times, len(age_bias))
+            ages = age_buckets(times.index_select(0, newest), times, len(age_bias))
             parts.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
         dropped = dropped_rows(row_dropout, int(kv_offsets[-1])).unsqueeze(1)
@@ -321,7 +321,7 @@ def _bias_of_keys(
     return total, (positions, ages)
 
 
-def _age_buckets(newest: Tensor, times: Tensor, num_buckets: int) -> Tensor:
+def age_buckets(newest: Tensor, times: Tensor, num_buckets: int) -> Tensor:
     """Buckets of the ages ``newest - times``, zero where that is negative.
 
     The last bucket is that of ages that no int64 holds.

@@ -43,14 +43,17 @@ class TargetAttentionConfig:
             (first) history. It is as wide as the histories together, and zeros where a history is
             empty. These keys come after all others, in the order of the attentions. Needs
             ``encoder_layers``.
-        score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in :class:`JaggedTargetAttention`.
+        score: ``"softmax"``, ``"silu"``, ``"sigmoid"`` or ``"din"``, as in
+            :class:`JaggedTargetAttention`.
         value_projection: whether attention projects the rows that it pools; as in
             :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
-            projects with ``init="mha"`` alone.
+            projects with ``init="mha"`` alone, and never for ``"din"``.
         row_dropout: while training, the probability that a row of the history is left out of an
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         dropout: while training, the probability that a weight of an attention is set to zero, of
             encoder layers, too; as in :class:`JaggedTargetAttention`.
+        hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
+        activation: of ``"din"``, likewise.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
             timestamps and weights. Older rows are dropped before the lookups, also for another
             table that pools the same feature. A training pipeline overlaps this, and the lookups,
@@ -69,7 +72,7 @@ class TargetAttentionConfig:
     recency_bias: bool = True
     init: Literal["recency", "mha"] = "recency"
     encoder_layers: int = 0
-    score: Literal["softmax", "silu", "sigmoid"] = "softmax"
+    score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax"
     value_projection: bool | None = None
     row_dropout: float = 0.0
     max_history: int | None = None
@@ -77,6 +80,8 @@ class TargetAttentionConfig:
     encoder_window: int | None = None
     user_column: bool = False
     dropout: float = 0.0
+    hidden_dims: tuple[int, int] = (80, 40)
+    activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
 
     @property
     def targets(self) -> list[str]:

@@ -115,6 +115,8 @@ class TargetAttentionPooling(nn.Module):
                 value_projection=config.value_projection,
                 row_dropout=config.row_dropout,
                 dropout=config.dropout,
+                hidden_dims=config.hidden_dims,
+                activation=config.activation,
                 device=device,
             )
             for config, attention in zip(attentions, self._attentions, strict=True)

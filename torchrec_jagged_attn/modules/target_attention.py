@@ -1,6 +1,7 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
 # FX and torch.jit.script read annotations, so they are no strings here.
+import itertools
 from numbers import Integral
 from typing import Literal
 
@@ -11,8 +12,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_activation,
     check_float,
     check_heads,
+    check_hidden_dims,
     check_offsets_metadata,
     check_prior_weights,
     check_same,
@@ -24,6 +27,11 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.activation_unit import (
+    activation_unit,
+    call_activation_unit,
+    check_one_target,
+)
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
@@ -72,14 +80,19 @@ class JaggedTargetAttention(nn.Module):
             ``"silu"`` or ``"sigmoid"``, see :func:`jagged_target_attention`. Of the latter two, the
             weights of a history have no sum in common: outputs grow with its length, and the bias
             of values is added once. Their scores have no bias of keys, their keys and values are
-            absorbed, and prior weights are refused.
+            absorbed, and prior weights are refused. Or ``"din"``: a small network of a target and a
+            row weighs it, see :func:`jagged_activation_unit`. It has one head, one target per
+            sample, and ``C = D = E``, and values are not projected. Its parameters are those of
+            the network, ``unit``, alone, and the recency bias is the logarithm of a factor.
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
             the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
             C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
             queries alone: a bias of keys changes nothing. ``None``, the default, projects where it
-            has to: where ``D`` is not ``E``, or ``init="mha"``.
+            has to: where ``D`` is not ``E``, or ``init="mha"``; never for ``"din"``.
+        hidden_dims: sizes of the two hidden layers of ``"din"``, 1 to 128 each.
+        activation: of these: ``"sigmoid"``, ``"silu"`` or ``"relu"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         dropout: while training, the probability that a weight of a target, head and row is set to
@@ -94,9 +107,10 @@ class JaggedTargetAttention(nn.Module):
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
             ``recency_bias``, a ``row_dropout`` or ``dropout`` that is no probability below one, an
             unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of
-            another score than the softmax.
+            another score than the softmax; or, for ``"din"``, several heads, widths that differ,
+            projected values, no ``bias``, a ``dropout``, or an unknown ``activation``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
-            and values, is over 512.
+            and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
     Example:
         >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
@@ -117,10 +131,12 @@ class JaggedTargetAttention(nn.Module):
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
-        score: Literal["softmax", "silu", "sigmoid"] = "softmax",
+        score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax",
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
         dropout: float = 0.0,
+        hidden_dims: tuple[int, int] = (80, 40),
+        activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -134,7 +150,7 @@ class JaggedTargetAttention(nn.Module):
             raise ValueError(
                 f"keys_and_values must be 'auto', 'absorbed' or 'explicit', got {keys_and_values!r}"
             )
-        check_score(score)
+        check_score(score, also=("din",))
         if keys_and_values == "explicit" and score != "softmax":
             raise ValueError(
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
@@ -151,18 +167,22 @@ class JaggedTargetAttention(nn.Module):
         if self.target_dim < 1:
             raise ValueError(f"target_dim must be at least 1, got {target_dim}")
         if value_projection is None:
-            value_projection = self.history_dim != embed_dim or init == "mha"
-        if not value_projection and self.history_dim != embed_dim:
+            value_projection = score != "din" and (self.history_dim != embed_dim or init == "mha")
+        if not value_projection and score != "din" and self.history_dim != embed_dim:
             raise ValueError(
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
                 f"{self.history_dim}"
             )
+        if score == "din":
+            _check_unit(self, value_projection, bias, dropout, hidden_dims, activation)
         if keys_and_values == "explicit":
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
         self.keys_and_values = keys_and_values
         self.score = score
         self.value_projection = value_projection
+        self.hidden_dims = tuple(hidden_dims)
+        self.activation = activation
         self.row_dropout = row_dropout
         self.dropout = dropout
         # Integers: compilers take a float for one that varies.
@@ -174,14 +194,21 @@ class JaggedTargetAttention(nn.Module):
 
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
         self.in_proj_weight = self.v_proj_weight = self.in_proj_bias = self.out_proj = None
-        if value_projection and self.history_dim == self.target_dim == embed_dim:
+        self.unit = None
+        if score == "din":
+            sizes = 4 * embed_dim, *hidden_dims, 1
+            self.unit = nn.ModuleList(
+                NonDynamicallyQuantizableLinear(*pair, device=device, dtype=dtype)
+                for pair in itertools.pairwise(sizes)
+            )
+        elif value_projection and self.history_dim == self.target_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         else:
             self.q_proj_weight = parameter(embed_dim, self.target_dim)
             self.k_proj_weight = parameter(embed_dim, self.history_dim)
             if value_projection:
                 self.v_proj_weight = parameter(embed_dim, self.history_dim)
-        if bias:
+        if bias and score != "din":
             self.in_proj_bias = parameter((3 if value_projection else 1) * embed_dim)
         if value_projection:
             # As there: its weight is read, so it must not be replaced by a quantized one.
@@ -195,6 +222,16 @@ class JaggedTargetAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set all parameters as ``init`` says."""
+        if self.recency_bias is not None:
+            self.recency_bias.reset_parameters()
+        if self.unit is not None:
+            layers = _layers_of(self.unit)
+            for layer in layers:
+                layer.reset_parameters()
+            if self.init == "recency":  # each row counts one
+                nn.init.zeros_(layers[2].weight)
+                nn.init.ones_(layers[2].bias)
+            return
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
@@ -218,8 +255,6 @@ class JaggedTargetAttention(nn.Module):
                 elif self.v_proj_weight is not None:
                     nn.init.eye_(self.v_proj_weight)
                 nn.init.eye_(self.out_proj.weight)
-        if self.recency_bias is not None:
-            self.recency_bias.reset_parameters()
 
     def forward(
         self,
@@ -255,6 +290,25 @@ class JaggedTargetAttention(nn.Module):
         if self.recency_bias is not None:
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
+        if self.unit is not None:
+            first, second, third = _layers_of(self.unit)
+            return _pool_by_unit(
+                target,
+                history,
+                timestamps,
+                prior_weights,
+                first.weight,
+                first.bias,
+                second.weight,
+                second.bias,
+                third.weight,
+                third.bias,
+                position_bias,
+                age_bias,
+                self.history_dim,
+                self.activation,
+                self._drops if self.training else 0,
+            )
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -289,6 +343,11 @@ class JaggedTargetAttention(nn.Module):
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
             f"dropout={self.dropout}"
+            + (
+                f", hidden_dims={self.hidden_dims}, activation={self.activation!r}"
+                if self.unit is not None
+                else ""
+            )
         )
 
 
@@ -360,8 +419,96 @@ def _attend(
     return _multi_head_target_attention(*inputs)[0]
 
 
+@torch.fx.wrap
+def _pool_by_unit(
+    target: Tensor | JaggedTensor,
+    history: JaggedTensor,
+    timestamps: Tensor | None,
+    prior_weights: Tensor | None,
+    weight_1: Tensor,
+    bias_1: Tensor,
+    weight_2: Tensor,
+    bias_2: Tensor,
+    weight_3: Tensor,
+    bias_3: Tensor,
+    position_bias: Tensor | None,
+    age_bias: Tensor | None,
+    width: int,
+    activation: str,
+    drops: int,
+) -> Tensor:
+    """``JaggedTargetAttention.forward`` of ``score="din"``, with all it reads as arguments."""
+    if isinstance(target, JaggedTensor):
+        raise NotImplementedError(
+            "target must be a tensor [B, D], one target per sample, where score='din', got a "
+            "JaggedTensor"
+        )
+    if not is_scripting() and not isinstance(history, JaggedTensor):
+        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+    rows, offsets = history.values(), history.offsets()
+    dtype = weight_3.dtype
+    if not is_scripting():
+        check_tensor(target, "target", "a tensor")
+        check_one_target(target, "target")
+        _check(
+            target, None, rows, offsets, age_bias, timestamps, prior_weights, width, width,
+            "softmax",  # prior weights are served
+        )  # fmt: skip
+        device_type = rows.device.type
+        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device_type)
+    inputs = (
+        target.to(rows.dtype),
+        rows,
+        offsets,
+        weight_1,
+        bias_1,
+        weight_2,
+        bias_2,
+        weight_3,
+        bias_3,
+        position_bias,
+        age_bias,
+        timestamps,
+        draw_dropout(drops, rows.device) if drops > 0 else None,
+        prior_weights,
+        activation,
+    )
+    if not is_scripting():
+        return call_activation_unit(*inputs).to(dtype)
+    return _activation_unit(*inputs)[0].to(dtype)
+
+
+def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
+    return [layer for layer in unit if isinstance(layer, nn.Linear)]
+
+
+def _check_unit(
+    module: JaggedTargetAttention,
+    value_projection: bool,
+    bias: bool,
+    dropout: float,
+    hidden_dims: tuple[int, int],
+    activation: str,
+) -> None:
+    """What an activation unit has no use for must be left as it is."""
+    for name, got, wanted in (
+        ("num_heads", module.num_heads, 1),
+        ("value_projection", value_projection, False),
+        ("bias", bias, True),
+        ("dropout", dropout, 0.0),
+        ("history_dim", module.history_dim, module.embed_dim),
+        ("target_dim", module.target_dim, module.embed_dim),
+    ):
+        if got != wanted:
+            raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
+    check_hidden_dims(hidden_dims, module.embed_dim)
+    check_activation(activation)
+
+
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
+_activation_unit = activation_unit.overloadpacket
 
 
 def _check(

@@ -1,6 +1,7 @@
 """The ops: functions of tensors, each one registered torch op with a fake and a gradient."""
 
 from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.ops.activation_unit import jagged_activation_unit
 from torchrec_jagged_attn.ops.flash_attention import jagged_flash_attention
 from torchrec_jagged_attn.ops.interaction import (
     array_jagged_bmm_jagged_out,
@@ -18,6 +19,7 @@ __all__ = [
     "array_jagged_bmm_jagged_out",
     "implementation",
     "jagged2_softmax",
+    "jagged_activation_unit",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",

@@ -9,6 +9,8 @@ from torchrec_jagged_attn.testing.cases import (
     offsets_of,
 )
 from torchrec_jagged_attn.testing.oracles import (
+    activation_unit_oracle,
+    activation_unit_plain,
     flash_attention_oracle,
     flash_attention_plain,
     recency_bias_oracle,
@@ -28,6 +30,8 @@ __all__ = [
     "CASES",
     "Case",
     "TF32Products",
+    "activation_unit_oracle",
+    "activation_unit_plain",
     "assert_close",
     "assert_matches_oracle",
     "error_bound",

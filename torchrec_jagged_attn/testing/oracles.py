@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "activation_unit_oracle",
+    "activation_unit_plain",
     "flash_attention_oracle",
     "flash_attention_plain",
     "recency_bias_oracle",
@@ -138,6 +140,63 @@ def target_attention_plain(
     if query_offsets is not None:
         return out[query_real]
     return out.squeeze(1) if query.dim() == 3 else out
+
+
+def activation_unit_oracle(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    weight_1: Tensor,
+    bias_1: Tensor,
+    weight_2: Tensor,
+    bias_2: Tensor,
+    weight_3: Tensor,
+    bias_3: Tensor,
+    activation: str = "sigmoid",
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+) -> Tensor:
+    """``jagged_activation_unit`` by the network on each row's features; give it fp64 tensors."""
+    return activation_unit_plain(
+        query, history, offsets, weight_1, bias_1, weight_2, bias_2, weight_3, bias_3, activation,
+        position_bias, age_bias, timestamps, prior_weights,
+    )  # fmt: skip
+
+
+def activation_unit_plain(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    weight_1: Tensor,
+    bias_1: Tensor,
+    weight_2: Tensor,
+    bias_2: Tensor,
+    weight_3: Tensor,
+    bias_3: Tensor,
+    activation: str = "sigmoid",
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+) -> Tensor:
+    """``jagged_activation_unit`` as people write it, padded, in the inputs' dtype."""
+    activate = {"sigmoid": torch.sigmoid, "silu": F.silu, "relu": F.relu}[activation]
+    index, real = _padding(offsets, history.shape[0])
+    u = _pad(history, index)  # [B, L, D]
+    q = query.unsqueeze(1).expand_as(u)
+    x = torch.cat([q, u, q - u, q * u], -1)
+    for weight, bias in ((weight_1, bias_1), (weight_2, bias_2)):
+        x = activate(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)))
+    weights = F.linear(x, weight_3.to(x.dtype), bias_3.to(x.dtype)).squeeze(-1)
+    logs = recency_bias_oracle(offsets, None, position_bias, age_bias, timestamps)
+    if logs is not None:
+        weights = weights * _pad(logs.exp().squeeze(1), index)
+    if prior_weights is not None:
+        weights = weights * _pad(prior_weights, index)
+    weights = weights.masked_fill(~real, 0).to(u.dtype)
+    return torch.einsum("bl,bld->bd", weights, u)
 
 
 def recency_bias_oracle(
