@@ -15,6 +15,7 @@ from torchrec_jagged_attn.ops import (
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
     jagged_target_attention,
+    jagged_target_attention_weights,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
+    "jagged_target_attention_weights",
     "rename_keys",
 ]
 

@@ -39,6 +39,7 @@ from torchrec_jagged_attn import (
     jagged_jagged_bmm,
     jagged_softmax,
     jagged_target_attention,
+    jagged_target_attention_weights,
     kernels,
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
@@ -128,6 +129,13 @@ def target(
     ).sum().backward()
 
 
+def target_weights(dtype: torch.dtype, biased: bool = False, score: Any = "softmax") -> None:
+    biases = tables(4) if biased else {}
+    biases.pop("row_dropout", None)
+    query, history = zeros(4, 2, 4, 32, dtype=dtype), zeros(N, 32, dtype=dtype)
+    jagged_target_attention_weights(query, history, OFFSETS, score=score, **biases)
+
+
 def flash(
     width: int,
     dtype: torch.dtype = BF16,
@@ -205,6 +213,13 @@ CASES = {
     "warpgroup, SiLU": Case((90,), "warpgroup", lambda: target(8, BF16, score="silu")),
     "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
     "general target, SiLU": Case((80,), "general", lambda: target(2, BF16, 20, score="silu")),
+    "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
+    "weights of target attention, biased": Case(
+        (80, 90), "weights", lambda: target_weights(BF16, biased=True)
+    ),
+    "weights of target attention, SiLU": Case(
+        (90,), "weights", lambda: target_weights(BF16, score="silu")
+    ),
     "hopper flash": Case((90,), "", lambda: flash(64)),
     "general flash": Case((80,), "", lambda: flash(20)),
     "general flash of short samples": Case((90,), "short", lambda: flash(20)),

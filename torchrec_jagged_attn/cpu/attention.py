@@ -29,7 +29,7 @@ from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = ["age_buckets", "backward", "compute_dtype", "forward", "recency_buckets"]
+__all__ = ["age_buckets", "backward", "compute_dtype", "forward", "recency_buckets", "weights"]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -100,6 +100,23 @@ def backward(
         age_bias=_bias_gradient(grad_bias_NH, age_bucket, args.age_bias),
         relative_bias=_bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
     )
+
+
+def weights(args: FlashArguments, num_queries: int, score: str = "softmax") -> Tensor:
+    """``[N, L, H]``: what the ``L`` queries of each key's sample give it, as many in each."""
+    q, k = args.q, args.k
+    dtype = compute_dtype(q)
+    bias_HN, _ = _bias_of_keys(q, args.kv_offsets, args.biases)
+    out = q.new_empty(k.shape[0], num_queries, q.shape[1])
+    if num_queries == 0:
+        return out
+    q = q.to(dtype) * args.scale
+    for queries, keys, _ in _samples(args.q_offsets, args.kv_offsets):
+        own_bias = None if bias_HN is None else bias_HN[:, keys]
+        scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
+        p_HLS, _ = _weights(scores_HLS, own_bias, None, None, SCORES.index(score))
+        out[keys] = p_HLS.permute(2, 1, 0)
+    return out
 
 
 def _attend(

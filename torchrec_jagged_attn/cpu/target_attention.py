@@ -13,7 +13,7 @@ from torchrec_jagged_attn.arguments import (
 )
 from torchrec_jagged_attn.cpu import attention
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "weights"]
 
 
 def forward(args: TargetArguments) -> TargetOutputs:
@@ -54,6 +54,12 @@ def backward(
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
     )
+
+
+def weights(args: TargetArguments) -> Tensor:
+    """``[N, T, H]``: what the targets of each row's sample give it; queries are not jagged."""
+    query = args.query.expand(args.offsets.numel() - 1, -1, -1, -1)
+    return attention.weights(_over_history(args, query), query.shape[1], args.score)
 
 
 def _over_history(args: TargetArguments, query: Tensor) -> FlashArguments:

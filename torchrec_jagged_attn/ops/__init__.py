@@ -14,6 +14,7 @@ from torchrec_jagged_attn.ops.interaction import (
     jagged_softmax,
 )
 from torchrec_jagged_attn.ops.target_attention import jagged_target_attention
+from torchrec_jagged_attn.ops.target_attention_weights import jagged_target_attention_weights
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
@@ -28,4 +29,5 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
+    "jagged_target_attention_weights",
 ]

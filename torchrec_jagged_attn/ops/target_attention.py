@@ -118,6 +118,38 @@ def jagged_target_attention(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
         of the first three rows of its Table 1.
     """
+    biases = Biases(bias, position_bias, age_bias, timestamps)
+    per_sample = check_arguments(
+        query, history, offsets, query_offsets, biases, prior_weights, score
+    )
+    if per_sample:
+        query = query.unsqueeze(1)
+    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
+    dropped = draw_dropout(drops, query.device) if drops > 0 else None
+    dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    out = _call_target_attention(
+        query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
+        position_bias, age_bias, timestamps, dropped, dropped_weights, scale, score,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out.squeeze(1) if per_sample else out
+
+
+def check_arguments(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    biases: Biases,
+    prior_weights: Tensor | None,
+    score: str,
+) -> bool:
+    """Check what :func:`jagged_target_attention` is given, but for values and probabilities.
+
+    Returns whether ``query`` is ``[B, H, D]``.
+    """
     check_tensor(query, "query")
     check_offsets_metadata(offsets, "offsets")
     num_samples = offsets.numel() - 1
@@ -130,7 +162,6 @@ def jagged_target_attention(
         check_shape(query, "query", "[1, T, H, D]", (1, None, None, None))
     elif per_sample:
         check_shape(query, "query", "[B, H, D]", (num_samples, None, None))
-        query = query.unsqueeze(1)
     else:
         check_shape(query, "query", "[B, T, H, D]", (num_samples, None, None, None))
     width = query.shape[-1]
@@ -139,33 +170,32 @@ def jagged_target_attention(
     check_shape(history, "history", "[N, D]", (None, width))
     check_same(query, "query", dtype=True, history=history)
     check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
-    biases = Biases(bias, position_bias, age_bias, timestamps)
     check_biases(query, "query", history.shape[0], biases, prior_weights)
     check_score(score, prior_weights)
-    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
-    dropped = draw_dropout(drops, query.device) if drops > 0 else None
-    dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
-    if scale is None:
-        scale = 1 / math.sqrt(width)
-    out = _call_target_attention(
-        query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, dropped, dropped_weights, scale, score,
-        torch.is_grad_enabled(),
-    )  # fmt: skip
-    return out.squeeze(1) if per_sample else out
+    return per_sample
 
 
-def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
-    """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
+def check_values(args: TargetArguments) -> None:
+    """Check the values of offsets and prior weights, where reading them would not wait."""
     check_offsets_values(args.offsets, args.history.shape[0], "offsets")
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:
         check_score(args.score, args.bias)
         check_prior_weights_values(args.bias)
+
+
+def implementation_of(x: Tensor) -> ModuleType:
+    """What attends on the device of ``x``."""
+    return cpu if implementation(x.device)[0] == "reference" else kernels
+
+
+def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
+    """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
+    check_values(args)
     if listing is not None:
         return kernels.forward(args, listing)
-    return _implementation(args.query).forward(args)
+    return implementation_of(args.query).forward(args)
 
 
 def fake(args: TargetArguments) -> TargetOutputs:
@@ -196,13 +226,8 @@ def backward(
     if listing is not None:
         grads = kernels.backward(grad_out, args, outputs, needs_bias, listing)
     else:
-        grads = _implementation(args.query).backward(grad_out, args, outputs, needs_bias)
+        grads = implementation_of(args.query).backward(grad_out, args, outputs, needs_bias)
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
-
-
-def _implementation(x: Tensor) -> ModuleType:
-    """What attends on the device of ``x``."""
-    return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
 _, _call_target_attention = register_op(

@@ -16,6 +16,7 @@ from torchrec_jagged_attn.testing.oracles import (
     recency_bias_oracle,
     target_attention_oracle,
     target_attention_plain,
+    target_attention_weights,
 )
 from torchrec_jagged_attn.testing.tolerance import (
     TF32Products,
@@ -46,4 +47,5 @@ __all__ = [
     "recency_bias_oracle",
     "target_attention_oracle",
     "target_attention_plain",
+    "target_attention_weights",
 ]

@@ -29,7 +29,16 @@ from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
 from torchrec_jagged_attn.paths import Condition, Path, choose
 
-__all__ = ["DENSE", "JAGGED", "PATHS", "SHARED", "Call", "Plan", "plan_of"]
+__all__ = [
+    "DENSE",
+    "JAGGED",
+    "PATHS",
+    "SHARED",
+    "Call",
+    "Plan",
+    "constants_of_weights",
+    "plan_of",
+]
 
 # As plain numbers: comparing those of Triton takes host time.
 DENSE, SHARED, JAGGED = (
@@ -296,6 +305,22 @@ def _arguments(**values: Any) -> dict[str, Any]:
 
 
 plan_of = functools.lru_cache(maxsize=1024)(Plan)
+
+
+@functools.lru_cache(maxsize=1024)
+def constants_of_weights(x: Call) -> dict[str, Any]:
+    """Compile-time arguments of the kernel that computes weights of rows, which takes any call."""
+    return _arguments(
+        LAYOUT=x.layout,
+        H=x.num_heads,
+        D=x.width,
+        P=x.num_positions,
+        A=x.num_ages,
+        PRIOR=x.prior,
+        SCORE=x.score,
+        PRECISION=x.precision,
+        **tiles_of("general", x),
+    )
 
 
 def tiles_of(path: str, x: Call) -> dict[str, int]:
