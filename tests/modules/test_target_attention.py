@@ -21,6 +21,7 @@ from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
 from torchrec_jagged_attn.testing import (
     CASES,
+    Case,
     assert_close,
     assert_matches_oracle,
     flash_attention_plain,
@@ -122,12 +123,14 @@ def attend_by_sample(
     target_offsets=None,
     timestamps=None,
     prior_weights=None,
+    weights=None,
     **parameters,
 ):
     """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
 
     And with the logarithms of prior weights, on the rows that these leave. Values that the module
-    does not project are projected by the identity.
+    does not project are projected by the identity. Weights ``[L, T, H]`` of each sample are added
+    to the list ``weights``.
     """
     if not module.value_projection:
         parameters = with_identities(module, parameters)
@@ -160,6 +163,9 @@ def attend_by_sample(
     outs = [target.new_zeros(0, module.embed_dim)]
     for q_TE, x_LD, t_L, w_L in zip(targets, history.split(lengths), times, priors, strict=True):
         left = w_L > 0
+        p_LTH = x_LD.new_zeros(len(x_LD), len(q_TE), module.num_heads)
+        if weights is not None:
+            weights.append(p_LTH)
         if not left.any():
             out_bias = parameters.get("out_proj.bias")
             outs.append(F.linear(torch.zeros_like(q_TE), parameters["out_proj.weight"], out_bias))
@@ -177,10 +183,10 @@ def attend_by_sample(
             mask = mask + table[[bucket(age, len(table)) for age in ages]]
         x_LD, mask = x_LD[left], mask[left].to(x_LD.dtype)
         mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
-        out, _ = functional_call(
-            mha, parameters, (q_TE, x_LD, x_LD), {"attn_mask": mask}, strict=True
-        )
+        options = {"attn_mask": mask, "average_attn_weights": False}
+        out, p_HTL = functional_call(mha, parameters, (q_TE, x_LD, x_LD), options, strict=True)
         outs.append(out)
+        p_LTH[left] = p_HTL.detach().permute(2, 1, 0).to(p_LTH.dtype)
     out = torch.cat(outs)
     return out if target_offsets is not None else out.view(target.shape)
 
@@ -1099,6 +1105,121 @@ def test_copies_compute_the_same(name, tmp_path):
         assert torch.equal(other(*arguments), expected)
 
 
+# Attention weights
+
+
+def with_parameters(name, inputs, **options):
+    """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these."""
+    module = JaggedTargetAttention(16, 2, **OPTIONS[name], **options)
+    module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
+    return module.to(inputs["history"].device)
+
+
+def weights_of(module, *, target, history, offsets, **more):
+    return module.attention_weights(target, JaggedTensor(history, offsets=offsets), **more).values()
+
+
+@pytest.mark.parametrize("targets", [None, 3, 40])
+@pytest.mark.parametrize("prior", [False, True], ids=["", "prior"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, device):
+    dtype = OPTIONS[name].get("dtype", torch.float32)
+    skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
+    lengths = [70, 0, 30, 1, 20]
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    inputs = make_inputs(module, lengths, device, dtype, targets=targets)
+    if prior:
+        inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
+    times = {}
+    if OPTIONS[name].get("age_bias"):
+        times["timestamps"] = torch.arange(121, device=device) ** 2
+    exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    expected, plain = [], []
+    for some, weights in ((exact, expected), (inputs, plain)):
+        attend_by_sample(module, **some, **times, weights=weights)
+    expected, plain = (torch.cat(weights) for weights in (expected, plain))
+    if targets is None:
+        expected, plain = expected.squeeze(1), plain.squeeze(1)
+    actual = weights_of(with_parameters(name, inputs), **inputs, **times)
+    assert_close(actual, expected, plain)
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu", "sigmoid"])
+@pytest.mark.parametrize("name", ["default", "values", "another-width", "no-recency"])
+def test_outputs_are_sums_by_attention_weights(name, score, device):
+    """While training, too, which drops rows and weights of outputs alone."""
+    dropout = {"row_dropout": 0.5, "dropout": 0.5, "score": score}
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    inputs = make_inputs(module, [70], device, targets=3)
+    module = with_parameters(name, inputs, **dropout)
+    assert module.training
+    pooled = torch.einsum("nth,nd->thd", weights_of(module, **inputs), inputs["history"])
+    if module.value_projection:
+        if module.in_proj_weight is not None:
+            w_v = module.in_proj_weight[32:]
+        else:
+            w_v = module.v_proj_weight
+        values = torch.einsum("thd,hed->the", pooled, w_v.view(2, 8, -1)).flatten(1)
+        expected = module.out_proj(values + module.in_proj_bias[32:])
+    else:
+        expected = torch.cat([pooled[:, 0, :8], pooled[:, 1, 8:]], dim=1)
+    history = JaggedTensor(inputs["history"], offsets=inputs["offsets"])
+    actual = module.eval()(inputs["target"], history)[0]
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(device):
+    module = JaggedTargetAttention(16, 2, init="mha").to(device)
+    target, history = example(module, [5, 0, 40], device)
+    weights = module.attention_weights(target.requires_grad_(), history)
+    assert weights.lengths().tolist() == [5, 0, 40]
+    assert weights.values().shape == (45, 3, 2)
+    assert not weights.values().requires_grad
+    of_one = module.attention_weights(target[:, 1], history).values()
+    torch.testing.assert_close(of_one, weights.values()[:, 1])
+
+
+def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
+    module = JaggedTargetAttention(16, 2, init="mha").to(device)
+    target, history = example(module, [5, 0, 40], device)
+    expected = module.attention_weights(target, history).values()
+    with torch.autocast(device.type, torch.bfloat16):
+        weights = module.attention_weights(target, history).values()
+    assert weights.dtype == torch.float32
+    assert not torch.equal(weights, expected)
+    torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.02)
+
+
+def test_attention_weights_compile_once_for_all_batches(device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        module.attention_weights, backend=counter, fullgraph=True, dynamic=True
+    )
+    for lengths, num_targets in (([9, 0, 2, 23], 3), ([30, 1, 0, 5, 8, 70, 4], 6)):
+        arguments = example(module, lengths, device, num_targets)
+        expected = module.attention_weights(*arguments).values()
+        torch.testing.assert_close(compiled(*arguments).values(), expected)
+    assert counter.frame_count == 1
+
+
+def test_attention_weights_of_an_activation_unit_are_refused():
+    module = JaggedTargetAttention(16, 1, score="din")
+    with pytest.raises(NotImplementedError, match="score must be one of softmax, silu, sigmoid f"):
+        module.attention_weights(torch.zeros(2, 16), zeros([2, 3], 16))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)
+def test_attention_weights_at_edges(lengths, device):
+    for num_targets in (0, 2):
+        module = JaggedTargetAttention(16, 2, device="meta")
+        inputs = make_inputs(module, lengths, device, targets=num_targets)
+        weights = weights_of(with_parameters("default", inputs), **inputs)
+        assert weights.shape == (sum(lengths), num_targets, 2)
+        assert torch.isfinite(weights).all()
+
+
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize(
     "name",
@@ -1617,3 +1738,27 @@ def test_errors_name_the_argument(change, error, message):
         JaggedTargetAttention(**options)(**arguments)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"target": zeros([1, 3])},
+            TypeError,
+            "target must be a tensor [B, C] or [B, T, C], got a JaggedTensor",
+        ),
+        ({"target": None}, TypeError, "target must be a tensor or a JaggedTensor, got a NoneType"),
+        ({"target": torch.zeros(3, 8)}, ValueError, "target must have shape [B, target_dim] = [2,"),
+        ({"history": torch.zeros(2, 5, 8)}, TypeError, "history must be a JaggedTensor, got a Te"),
+        ({"timestamps": torch.zeros(5)}, ValueError, "timestamps must be None unless age_bias=Tr"),
+        ({"prior_weights": torch.ones(4)}, ValueError, "prior_weights must have shape [N] = [5]"),
+        ({"prior_weights": -torch.ones(5)}, ValueError, "prior_weights must be finite and not neg"),
+    ],
+    ids=str,
+)
+def test_errors_of_attention_weights_name_the_argument(change, error, message):
+    arguments = {"target": torch.zeros(2, 8), "history": zeros([2, 3])}
+    with pytest.raises(error) as raised:
+        JaggedTargetAttention(8, 2).attention_weights(**arguments | change)
+    assert str(raised.value).startswith(message)

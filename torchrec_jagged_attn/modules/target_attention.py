@@ -6,11 +6,13 @@ from numbers import Integral
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_jagged_attn.arguments import SCORES
 from torchrec_jagged_attn.checks import (
     check_activation,
     check_float,
@@ -37,6 +39,7 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     multi_head_target_attention,
 )
+from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
 
 __all__ = ["JaggedTargetAttention"]
 
@@ -336,6 +339,79 @@ class JaggedTargetAttention(nn.Module):
             self._weight_drops if self.training else 0,
         )
 
+    @torch.no_grad()
+    def attention_weights(
+        self,
+        target: Tensor,
+        history: JaggedTensor,
+        timestamps: Tensor | None = None,
+        prior_weights: Tensor | None = None,
+    ) -> JaggedTensor:
+        """What each head of each target gives each row of its history, to be looked at.
+
+        The weights that :meth:`forward` sums up the rows by, with nothing dropped, but for
+        rounding. No key is made, and they have no gradient.
+
+        Args:
+            target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
+            history: see :meth:`forward`, as for all that follow.
+            timestamps: see there.
+            prior_weights: see there.
+
+        Returns:
+            ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, in the dtype of ``history``,
+            and with its lengths.
+
+        Raises:
+            TypeError: as in :meth:`forward`, and where ``target`` is a JaggedTensor.
+            ValueError: as in :meth:`forward`.
+            NotImplementedError: ``score`` is ``"din"``.
+
+        Example:
+            >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2, recency_bias=False)
+            >>> history = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
+            >>> attention.attention_weights(torch.zeros(3, 8), history).values()[:3]
+            tensor([[0.5000, 0.5000],
+                    [0.5000, 0.5000],
+                    [0.3333, 0.3333]])
+        """
+        if self.unit is not None:
+            raise NotImplementedError(
+                f"score must be one of {', '.join(SCORES)} for attention weights, got 'din'"
+            )
+        if isinstance(target, JaggedTensor):
+            raise TypeError("target must be a tensor [B, C] or [B, T, C], got a JaggedTensor")
+        if not isinstance(history, JaggedTensor):
+            raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+        position_bias = age_bias = b_q = None
+        if self.recency_bias is not None:
+            position_bias = self.recency_bias.position_weight
+            age_bias = self.recency_bias.age_weight
+        rows, offsets = history.values(), history.offsets()
+        _check(
+            target, None, rows, offsets, age_bias, timestamps, prior_weights, self.target_dim,
+            self.history_dim, self.score,
+        )  # fmt: skip
+        if self.in_proj_weight is not None:
+            w_q, w_k, _ = self.in_proj_weight.chunk(3)
+        else:
+            w_q, w_k = self.q_proj_weight, self.k_proj_weight
+        dtype = _dtype_of_products(w_q.dtype, rows)
+        if self.in_proj_bias is not None:
+            b_q = self.in_proj_bias[: self.embed_dim].to(dtype)
+        q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
+        by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, self.history_dim)
+        u = torch.einsum("...he,hed->...hd", q.unflatten(-1, by_head.shape[:2]), by_head)
+        weights = target_attention_weights(
+            (u.unsqueeze(1) if target.dim() == 2 else u).to(rows.dtype), rows, offsets,
+            prior_weights, position_bias, age_bias, timestamps, self.head_dim**-0.5, self.score,
+        )  # fmt: skip
+        return JaggedTensor(
+            weights.squeeze(1) if target.dim() == 2 else weights,
+            lengths=history.lengths(),
+            offsets=offsets,
+        )
+
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
@@ -388,9 +464,7 @@ def _attend(
             query, query_offsets, rows, offsets, age_bias, timestamps, prior_weights, target_dim,
             history_dim, score,
         )  # fmt: skip
-        device_type = rows.device.type
-        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype = _dtype_of_products(dtype, rows)
     inputs = (
         query,
         rows,
@@ -454,9 +528,7 @@ def _pool_by_unit(
             target, None, rows, offsets, age_bias, timestamps, prior_weights, width, width,
             "softmax",  # prior weights are served
         )  # fmt: skip
-        device_type = rows.device.type
-        if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype = _dtype_of_products(dtype, rows)
     inputs = (
         target.to(rows.dtype),
         rows,
@@ -504,6 +576,14 @@ def _check_unit(
             raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
     check_hidden_dims(hidden_dims, module.embed_dim)
     check_activation(activation)
+
+
+def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
+    """That of the parameters, or of autocast."""
+    device_type = rows.device.type
+    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
+        return torch.get_autocast_dtype(device_type)
+    return dtype
 
 
 # torch.jit.script takes the packet of an op, not its overloads.

@@ -17,7 +17,7 @@ from torchrec_jagged_attn.ops.target_attention import (
     implementation_of,
 )
 
-__all__ = ["jagged_target_attention_weights"]
+__all__ = ["jagged_target_attention_weights", "target_attention_weights"]
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def jagged_target_attention_weights(
     per_sample = check_arguments(query, history, offsets, None, biases, prior_weights, score)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    weights = _target_attention_weights(
+    weights = target_attention_weights(
         query.unsqueeze(1) if per_sample else query, history, offsets,
         bias_or_prior_weights(bias, prior_weights), position_bias, age_bias, timestamps, scale,
         score,
@@ -112,6 +112,6 @@ def _fake(query: Tensor, history: Tensor, *_: object) -> Tensor:
     return query.new_empty(history.shape[0], *query.shape[1:3])
 
 
-_target_attention_weights = register_op_without_grad(
+target_attention_weights = register_op_without_grad(
     "target_attention_weights", forward=_forward, fake=_fake
 )
