@@ -7,6 +7,9 @@ From the checkpoint to the scores: the tables are quantized to int8, the model i
 number of candidates and history rows, and compiled ahead of time into one file. A user's history is
 looked up and read once for all candidates; training looks it up for each of them.
 
+With --explain K, it also shows which K events of the history each of the best candidates looks at
+most, and the weight that each head of the attention gives them.
+
 A request names the user's features, the history from the oldest event to the newest, and the
 candidates, with counts as they are, and at most 10,000 rows of either:
 
@@ -63,6 +66,9 @@ def parse_args() -> argparse.Namespace:
                         help="how often to score the request (default: %(default)s)")
     parser.add_argument("--top", type=number(int, 1, 10**6), default=5,
                         help="candidates to show (default: %(default)s)")
+    parser.add_argument("--explain", type=number(int, 0, MAX_ROWS), default=0, metavar="K",
+                        help="events to show of the history for each of them, those of the largest "
+                             "weight, mean of the heads, as trained (default: %(default)s)")
     # fmt: on
     return parser.parse_args()
 
@@ -123,20 +129,9 @@ class Scorer(nn.Module):
         """
         collection = self.dlrm.sparse_arch.embedding_bag_collection
         count = dense.shape[0]
-        features = KeyedJaggedTensor(keys=TARGETS + HISTORIES, values=ids, lengths=lengths)
-        (lookup,) = collection.embedding_collections.values()  # of one width
-        rows = lookup(features)
-        columns = {name: rows[name].values() for name in TARGETS}
-        for column in columns.values():
-            torch._check(column.shape[0] == count)
-        item_history, category_history = (rows[name].values() for name in HISTORIES)
-        torch._check(item_history.shape[0] == category_history.shape[0])
-        history = JaggedTensor(
-            torch.cat([item_history, category_history], dim=1), lengths=lengths[2:3]
-        )
+        columns, targets, history = self._rows(count, ids, lengths)
         attended = collection.pooling.attentions[0](
-            JaggedTensor(torch.cat(list(columns.values()), dim=1), lengths=lengths[:1]),
-            collection.pooling.encoders[0](history),
+            JaggedTensor(targets, lengths=lengths[:1]), history
         )
         columns |= zip(HISTORIES, attended.chunk(2, dim=1), strict=True)
         users = KeyedJaggedTensor(
@@ -151,6 +146,35 @@ class Scorer(nn.Module):
             sparse_features=torch.stack([columns[name] for name in names], dim=1),
         )
         return self.dlrm.over_arch(interacted).squeeze(1).sigmoid()
+
+    def explain(self, dense: Tensor, ids: Tensor, lengths: Tensor, user: Tensor) -> Tensor:
+        """Weights `[L, C, H]` that each head of each candidate gives each row of the history.
+
+        The arguments are those of `forward`. Encoder layers have mixed the rows before, if there
+        are any.
+        """
+        pooling = self.dlrm.sparse_arch.embedding_bag_collection.pooling
+        _, targets, history = self._rows(dense.shape[0], ids, lengths)
+        return pooling.attentions[0].attention_weights(targets.unsqueeze(0), history).values()
+
+    def _rows(
+        self, count: int, ids: Tensor, lengths: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor, JaggedTensor]:
+        """Rows of the candidates by their key, side by side, and those of the encoded history."""
+        collection = self.dlrm.sparse_arch.embedding_bag_collection
+        features = KeyedJaggedTensor(keys=TARGETS + HISTORIES, values=ids, lengths=lengths)
+        (lookup,) = collection.embedding_collections.values()  # of one width
+        rows = lookup(features)
+        columns = {name: rows[name].values() for name in TARGETS}
+        for column in columns.values():
+            torch._check(column.shape[0] == count)
+        item_history, category_history = (rows[name].values() for name in HISTORIES)
+        torch._check(item_history.shape[0] == category_history.shape[0])
+        history = JaggedTensor(
+            torch.cat([item_history, category_history], dim=1), lengths=lengths[2:3]
+        )
+        targets = torch.cat(list(columns.values()), dim=1)
+        return columns, targets, collection.pooling.encoders[0](history)
 
 
 class Requests:
@@ -270,6 +294,21 @@ def score(
     return scores, 1000 * (time.perf_counter() - start)
 
 
+@torch.no_grad()
+def explain(
+    scorer: Scorer, requests: Requests, request: dict, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The events that each candidate looks at most, `most` or all, from the largest weight on.
+
+    Returns:
+        `[C, K]`, places in the history; and `[C, K, H]`, the weight by each head, whose mean ranks.
+    """
+    weights = scorer.explain(*requests.tensors(request)).cpu().numpy()
+    weights = weights.swapaxes(0, 1)[: len(request["candidates"])]
+    events = np.argsort(-weights.mean(axis=2), axis=1, kind="stable")[:, :most]
+    return events, np.take_along_axis(weights, events[:, :, None], axis=1)
+
+
 def read_request(path: Path) -> object:
     """What the file holds; integers past 64 bits as text, for a message that names their field.
 
@@ -308,10 +347,14 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
     best = Table("candidate", title=f"The best {min(args.top, len(scores))} of {len(scores)}")
     best.add_column(name, justify="right")
     best.add_column("as trained", justify="right")
-    for index in np.argsort(-scores, kind="stable")[: args.top]:
+    shown = np.argsort(-scores, kind="stable")[: args.top]
+    for index in shown:
         item = request["candidates"][index]["item"]
         best.add_row(f"item {item}", f"{scores[index]:.4f}", f"{exact[index]:.4f}")
     console.print(best)
+    if args.explain:
+        some = {**request, "candidates": [request["candidates"][index] for index in shown]}
+        console.print(table_of_weights(some, *explain(trained, requests, some, args.explain)))
     console.print(f"largest difference of all scores: {np.abs(scores - exact).max():.2g}")
 
     latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
@@ -323,6 +366,20 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
     console.print(latency)
     if args.compile:
         print(f"the compiled model: {args.package}")
+
+
+def table_of_weights(request: dict, events: np.ndarray, weights: np.ndarray) -> Table:
+    """What `explain` returns, a row for each candidate and event."""
+    table = Table("candidate", "event", title="What they look at, as trained")
+    for name in ("mean", *(f"head {head}" for head in range(weights.shape[2]))):
+        table.add_column(name, justify="right")
+    for candidate, *looked_at in zip(request["candidates"], events, weights, strict=True):
+        for event, by_head in zip(*looked_at, strict=True):
+            seen = request["history"][event]["item"]
+            numbers = (f"{weight:.3f}" for weight in (by_head.mean(), *by_head))
+            table.add_row(f"item {candidate['item']}", f"{event}: item {seen}", *numbers)
+        table.add_section()
+    return table
 
 
 def main(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ def test_from_ids_to_a_picture_of_weights():
     client = nbclient.NotebookClient(
         notebook, kernel_name="python3", timeout=120, resources={"metadata": {"path": EXAMPLES}}
     )
-    client.execute()  # it holds its weights against the module's output; old outputs are dropped
+    client.execute()  # it holds sums by its weights against the output; old outputs are dropped
     drawn = [
         cell.source
         for cell in notebook.cells
@@ -22,4 +22,4 @@ def test_from_ids_to_a_picture_of_weights():
         if "image/png" in output.get("data", {})
     ]
     assert len(drawn) == 1
-    assert "imshow" in drawn[0]
+    assert "plot_weights(" in drawn[0]

@@ -16,6 +16,7 @@ from serve_dlrm import (
     TARGETS,
     RequestError,
     Requests,
+    explain,
     export_scorer,
     load_scorer,
     read_request,
@@ -92,6 +93,38 @@ def test_a_history_looked_up_once_scores_as_in_training(run: Path, shape: str):
     np.testing.assert_allclose(scores, logits.squeeze(1).sigmoid().numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("most", [1, 3, 10_000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: str, most: int):
+    scorer, features = load_scorer(run, CPU)
+    request = request_of(*SHAPES[shape])
+    requests = Requests(features, scorer.user_keys, CPU)
+    events, weights = explain(scorer, requests, request, most)
+    count, length = SHAPES[shape]
+    assert events.shape == weights.shape[:2] == (count, min(most, length))
+    means = weights.mean(axis=2)
+    assert (np.diff(means, axis=1) <= 0).all()
+    if most >= length > 0:
+        np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-5)
+        assert all(sorted(of_one) == [*range(length)] for of_one in events.tolist())
+
+
+def test_an_explained_output_is_the_sum_of_its_events(run: Path):
+    """Of each head its own columns of the rows, by the weights of all events."""
+    scorer, features = load_scorer(run, CPU)
+    tensors = Requests(features, scorer.user_keys, CPU).tensors(REQUEST)
+    attended = []
+    attention = scorer.dlrm.sparse_arch.embedding_bag_collection.pooling.attentions[0]
+    attention.register_forward_hook(lambda _, inputs, out: attended.append((inputs[1], out)))
+    with torch.no_grad():
+        scorer(*tensors)
+        weights = scorer.explain(*tensors)
+    ((history, out),) = attended
+    columns = history.values().unflatten(1, (attention.num_heads, -1))
+    sums = torch.einsum("lch,lhd->chd", weights, columns).flatten(1)
+    torch.testing.assert_close(sums, out)
+
+
 @pytest.mark.parametrize("tables", ["fp32", "int8"])
 def test_the_exported_model_takes_any_candidates_and_history(
     run: Path, tables: str, device: torch.device, fake_classes: None
@@ -116,7 +149,7 @@ packages_load = pytest.mark.skipif(
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The compiled model, and what the script prints."""
     package = tmp_path_factory.mktemp("package") / "scorer.pt2"
-    options = [f"--run={run}", f"--package={package}", "--times=3", "--top=4"]
+    options = [f"--run={run}", f"--package={package}", "--times=3", "--top=4", "--explain=2"]
     done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -134,6 +167,24 @@ def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tupl
     assert f"{scores.max():.4f}" in printed
     for percentile in ("p50", "p90", "p99"):
         assert percentile in printed
+
+
+@packages_load
+def test_what_the_best_candidates_look_at_is_printed(run: Path, served: tuple[Path, str]):
+    scorer, features = load_scorer(run, CPU)
+    requests = Requests(features, scorer.user_keys, CPU)
+    scores, _ = score(scorer, requests, REQUEST)
+    events, weights = explain(scorer, requests, REQUEST, 2)
+    _, printed = served
+    lines = [line.split() for line in printed.partition("What they look at")[2].splitlines()]
+    best = int(scores.argmax())
+    item = str(REQUEST["candidates"][best]["item"])
+    for event, by_head in zip(events[best], weights[best], strict=True):
+        seen = str(REQUEST["history"][event]["item"])
+        (line,) = (x for x in lines if x[1:3] == ["item", item] and x[4:7:2] == [f"{event}:", seen])
+        assert [x for x in line[7:] if x != "│"] == [
+            f"{weight:.3f}" for weight in (by_head.mean(), *by_head)
+        ]
 
 
 @packages_load
@@ -336,6 +387,7 @@ BAD_OPTIONS = {
     "--times 0": "argument --times: must be an integer from 1 to 1000000, got '0'",
     "--times 1e30": "argument --times: must be an integer from 1 to 1000000, got '1e30'",
     "--top -1": "argument --top: must be an integer from 1 to 1000000, got '-1'",
+    "--explain -1": "argument --explain: must be an integer from 0 to 10000, got '-1'",
     "--package scorer": "argument --package: must be a file that ends in .pt2, got 'scorer'",
     "--package folder.pt2": "must be a file that ends in .pt2, got 'folder.pt2'",
     "--package file/x.pt2": "argument --package: must be a folder that can be written, got 'file'",

@@ -1,0 +1,41 @@
+"""A picture of what an attention looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_weights(
+    weights: Tensor, candidates: Sequence[str], events: Sequence[str], bold: Sequence[bool]
+) -> Figure:
+    """Heat maps of one user's history, one for each candidate: a row for each event, a column for
+    each head.
+
+    Args:
+        weights: `[L, T, H]`, as `JaggedTargetAttention.attention_weights` returns them.
+        candidates: `T` titles.
+        events: `L` labels, from the oldest to the newest.
+        bold: `L`, which labels are bold.
+    """
+    import matplotlib.pyplot as plt
+
+    num_events, num_candidates, num_heads = weights.shape
+    size = 5.5 * num_candidates, 0.24 * num_events + 1
+    figure, panels = plt.subplots(1, num_candidates, figsize=size, sharey=True, squeeze=False)
+    for panel, title, each in zip(panels[0], candidates, weights.unbind(1), strict=True):
+        image = panel.imshow(each, aspect="auto", cmap="viridis", vmin=0, vmax=float(weights.max()))
+        panel.set_title(title, fontsize=10)
+        panel.set_xticks(range(num_heads), [f"head {head}" for head in range(num_heads)])
+    first = panels[0, 0]
+    first.set_yticks(range(num_events), events, fontsize=8)
+    first.set_ylabel("history, the newest row below")
+    for label, is_bold in zip(first.get_yticklabels(), bold, strict=True):
+        label.set_fontweight("bold" if is_bold else "normal")
+    figure.colorbar(image, ax=panels, label="weight")
+    return figure
