@@ -1,6 +1,6 @@
 # make demo    train the example model on made-up data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
-# make check   format, lint, types, doctests, tables of the docs
+# make check   format, lint, types, doctests, tables and plots of the docs
 # make docs    the documentation site, into site/
 #
 # Each makes what it needs in $(VENV) first. The CPU or the CUDA stack is chosen by whether the
@@ -43,6 +43,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python benchmarks/tables.py --check
+	$(BIN)/python benchmarks/report.py --check
 	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
 
 docs: $(READY)
