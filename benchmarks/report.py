@@ -18,10 +18,11 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -41,6 +42,16 @@ STYLE = """<style>
 """
 # Told apart by readers of all colour vision, on light and on dark (Okabe and Ito, 2008).
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"]
+LOOK: dict[Any, Any] = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "axes.prop_cycle": cycler(color=COLOURS),
+    "axes.titlesize": 10,
+    "font.size": 9,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "",  # the same file each time
+}
 MODES = {"forward": "forward", "both": "forward and backward"}
 
 
@@ -221,7 +232,13 @@ def figures_of(plot: Plot) -> Figures:
 
 def digest(plot: Plot) -> str:
     """Of a plot's figures and of the code that draws it."""
-    drawn_by = (inspect.getsource(plot.draw), inspect.getsource(_bars), repr(plot[2:]), STYLE)
+    drawn_by = (
+        inspect.getsource(plot.draw),
+        inspect.getsource(_bars),
+        repr(plot[2:]),
+        repr(LOOK),
+        STYLE,
+    )
     figures = (RESULTS / f"{name}.csv" for name in plot.results)
     parts = [*(part.encode() for part in drawn_by), *(path.read_bytes() for path in figures)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -229,13 +246,7 @@ def digest(plot: Plot) -> str:
 
 def drawn(plot: Plot) -> Figure:
     """A plot, with a line below that says on what and when its figures were measured."""
-    colours = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color"), INK)
-    style = {
-        **colours, "ytick.color": INK, "axes.prop_cycle": plt.cycler(color=COLOURS),
-        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-        "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "", "svg.fonttype": "none",
-    }  # fmt: skip
-    with plt.rc_context(style):
+    with plt.rc_context(LOOK):
         figure = plt.figure(figsize=plot.size, layout="constrained")
         figures = figures_of(plot)
         plot.draw(figures, figure)
@@ -248,7 +259,7 @@ def drawn(plot: Plot) -> Figure:
 def svg(plot: Plot) -> str:
     """A plot as the text of a file."""
     file = io.StringIO()
-    with plt.rc_context({"svg.hashsalt": "", "svg.fonttype": "none"}):
+    with plt.rc_context(LOOK):
         drawn(plot).savefig(
             file, format="svg", transparent=True,
             metadata={"Date": None, "Title": plot.heading, "Description": digest(plot)},
