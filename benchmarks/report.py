@@ -1,7 +1,7 @@
-"""Draw the figures under ``results/``: the plots of the docs, and the page that shows them.
+"""Draw the plots of the docs from the figures under ``results/``.
 
-    python benchmarks/report.py            # docs/plots/ and docs/benchmarks.md
-    python benchmarks/report.py --check    # change nothing; exit with 1 if one of them is stale
+    python benchmarks/report.py            # into docs/plots/
+    python benchmarks/report.py --check    # change nothing; exit with 1 if one is stale
 
 A plot is one SVG for light and dark pages: its ink follows the reader's colour scheme. It holds a
 digest of what it was drawn from, so that ``--check`` asks for the same figures, not for the same
@@ -32,7 +32,7 @@ from tables import RESULTS, ROOT, Figures
 
 matplotlib.use("Agg")
 
-DOCS = ROOT / "docs"
+PLOTS_OF_DOCS = ROOT / "docs" / "plots"
 INK = "#010203"  # of what is drawn as text and axes; the reader's scheme decides instead
 STYLE = """<style>
 :root { --ink: #1f2328; }
@@ -162,60 +162,33 @@ def pooling(figures: Figures, figure: Figure) -> None:
 
 
 class Plot(NamedTuple):
-    """A plot of the page.
+    """A plot of the docs.
 
     Attributes:
         draw: puts axes into a figure.
         results: files that it is drawn from, without ``.csv``.
-        ours: the provider that ratios are to.
         size: in inches.
-        text: what it shows, below its heading.
-        command: what measured it.
+        title: of the file.
     """
 
     draw: Callable[[Figures, Figure], None]
     results: tuple[str, ...]
     size: tuple[float, float]
-    heading: str
-    text: str
-    command: str
+    title: str
 
 
 PLOTS = (
+    Plot(pooling, ("train_dlrm",), (8, 4), "AUC by pooling"),
+    Plot(dlrm_step, ("dlrm_step",), (10, 4.5), "A step of a whole model"),
+    Plot(figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length"),
+    Plot(table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops"),
     Plot(
-        figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length",
-        "The paper's Figure 2, with FlashAttention-3 beside it: what a peer takes for the same "
-        "samples, over what `jagged_flash_attention` takes. Above the dashed line, ours is faster.",
-        "benchmarks/run.py figure2 --graph",
-    ),
-    Plot(
-        table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops",
-        "The paper's Table 1: the padded form's time over the jagged op's, at the paper's shapes. "
-        "The paper's were measured on another GPU.",
-        "benchmarks/run.py table1 --graph",
-    ),
-    Plot(
-        roofline, ("target_attention_kernel", "self_attention", "table1"), (9, 7),
+        roofline,
+        ("target_attention_kernel", "self_attention", "table1"),
+        (9, 7),
         "How near the roofline",
-        "The least time that the bytes or the products of a call can take on this GPU, over the "
-        "time of our kernels. 100 % would be a copy, or products, and nothing else.",
-        "benchmarks/run.py target_attention_kernel self_attention table1 --graph",
     ),
-    Plot(
-        dlrm_step, ("dlrm_step",), (10, 4.5), "A step of a whole model",
-        "A DLRM of TorchRec on one GPU, without CUDA graphs: 4,096 samples a step on the left, "
-        "2,048 on the right. Where the step takes longer than the GPU is busy, the GPU waits for "
-        "the host.",
-        "benchmarks/end_to_end.py, with the options that README names",
-    ),
-    Plot(
-        pooling, ("train_dlrm",), (8, 4), "AUC by pooling",
-        "`examples/train_dlrm.py`, with the same data, seed, learning rates and steps for each. "
-        "The half-life of recency pooling is the one that does best on the test set.",
-        "examples/train_dlrm.py",
-    ),
-)  # fmt: skip
-"""In the order of the page."""
+)
 
 
 def name_of(plot: Plot) -> str:
@@ -253,50 +226,25 @@ def svg(plot: Plot) -> str:
     with plt.rc_context(LOOK):
         drawn(plot).savefig(
             file, format="svg", transparent=True,
-            metadata={"Date": None, "Title": plot.heading, "Description": digest(plot)},
+            metadata={"Date": None, "Title": plot.title, "Description": digest(plot)},
         )  # fmt: skip
     text = file.getvalue().replace(INK, "var(--ink)")
     return text.replace(" <metadata>", f" {STYLE} <metadata>", 1)
 
 
-def page() -> str:
-    """``docs/benchmarks.md``."""
-    parts = [
-        "# Benchmarks",
-        "Each plot is drawn by `python benchmarks/report.py` from figures under "
-        "`benchmarks/results/`; the line\nbelow it names the hardware, the versions and the date. "
-        "The guides have the same figures as tables, and\nthe [notebook](notebook.md) what was "
-        "tried.",
-    ]
-    for plot in PLOTS:
-        files = ", ".join(f"`{name}.csv`" for name in plot.results)
-        parts += [
-            f"## {plot.heading}",
-            _wrapped(plot.text),
-            f"![{plot.heading}](plots/{name_of(plot)}.svg)",
-            _wrapped(f"From {files}, measured by `{plot.command}`."),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def main(argv: list[str] | None = None, docs: Path = DOCS) -> int:
+def main(argv: list[str] | None = None, plots: Path = PLOTS_OF_DOCS) -> int:
     """Draw all, or check; 1 if something that was checked is stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a plot is stale")
     args = parser.parse_args(argv)
     stale = []
     for plot in PLOTS:
-        path = docs / "plots" / f"{name_of(plot)}.svg"
+        path = plots / f"{name_of(plot)}.svg"
         if not path.exists() or digest(plot) not in path.read_text():
             stale.append(path)
             if not args.check:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(svg(plot))
-    path = docs / "benchmarks.md"
-    if not path.exists() or path.read_text() != page():
-        stale.append(path)
-        if not args.check:
-            path.write_text(page())
     for path in stale:
         print(f"{path.name}: {'stale; run python benchmarks/report.py' if args.check else 'new'}")
     return int(args.check and bool(stale))
@@ -315,10 +263,6 @@ def _bars(
         ax.bar_label(bars, texts, fontsize=7, padding=1)
     (ax.set_yticks if horizontal else ax.set_xticks)(range(len(labels)), labels)
     ax.legend()
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 104, break_on_hyphens=False))
 
 
 def _number(x) -> float:

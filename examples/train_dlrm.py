@@ -134,7 +134,7 @@ from events import (
 )
 from movielens import download_movielens, read_movielens
 from planted import planted_log
-from report import Progress, plot, print_table, write_json
+from progress import Progress, plot, print_table, write_json
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import binary_auroc

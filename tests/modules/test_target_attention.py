@@ -1755,7 +1755,7 @@ def test_errors_name_the_argument(change, error, message):
         ({"prior_weights": torch.ones(4)}, ValueError, "prior_weights must have shape [N] = [5]"),
         ({"prior_weights": -torch.ones(5)}, ValueError, "prior_weights must be finite and not neg"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_errors_of_attention_weights_name_the_argument(change, error, message):
     arguments = {"target": torch.zeros(2, 8), "history": zeros([2, 3])}
