@@ -173,7 +173,7 @@ class _Sightings:
 
 
 class Examples(Dataset):
-    """Examples to be indexed with a tensor of positions: a whole batch at once, without a loop.
+    """Examples to be indexed with many positions: a whole batch at once, without a loop.
 
     Args:
         events: whose log holds the histories; an example is its row number, never a copy.
@@ -209,7 +209,7 @@ class Examples(Dataset):
     def __len__(self) -> int:
         return len(self.label)
 
-    def __getitem__(self, index: Tensor) -> Batch:
+    def __getitem__(self, index: Tensor | list[int]) -> Batch:
         """The batch of the examples at `index` `[B]`; histories are oldest first."""
         user, item, end = self.user[index], self.item[index], self.history_end[index]
         lengths = end - self.history_start[index]

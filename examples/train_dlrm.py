@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -68,6 +68,8 @@ def parse_args() -> argparse.Namespace:
                           help="passes; without it, 12 on MovieLens and 2 on made-up data")
     training.add_argument("--batch-size", type=number(int, 1, 10**9), default=1024,
                           help="of all ranks together")
+    training.add_argument("--balance", action="store_true",
+                          help="share the history rows of each batch out evenly among the ranks")
     training.add_argument("--lr", type=number(float, 0, 100), default=1e-3,
                           help="of Adam, for dense layers")
     training.add_argument("--table-lr", type=number(float, 0, 100), default=0.05,
@@ -153,6 +155,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tqdm import tqdm
 
 from torchrec_jagged_attn import (
+    BalancedBatchSampler,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
@@ -280,27 +283,21 @@ class Training:
         """Trains the rest of the epoch, or, if a stop comes, a part of it: then it returns True."""
         args, progress = self.args, self.progress
         examples = self.events.training(progress.epoch, self.half_life)
-        batches = training_batches(
-            len(examples),
-            args.batch_size,
-            seed=args.seed,
-            epoch=progress.epoch,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        batches = self._training_batches(examples)
+        num_batches = len(examples) // args.batch_size
         self.model.train()
-        loader = self._load(examples, batches[progress.batch :])
+        loader = self._load(examples, batches)
         with tqdm(
             desc=f"{progress.pooling}, epoch {progress.epoch + 1} of {args.epochs}",
-            total=len(batches) * args.batch_size,
+            total=num_batches * args.batch_size,
             initial=progress.batch * args.batch_size,
             unit=" samples",
             unit_scale=True,
             leave=False,
             disable=self.rank > 0,
         ) as bar:
-            while progress.batch < len(batches):
-                steps = min(STEPS_PER_LOOK, len(batches) - progress.batch)
+            while progress.batch < num_batches:
+                steps = min(STEPS_PER_LOOK, num_batches - progress.batch)
                 start = time.perf_counter()
                 report = [self.pipeline.progress(loader)[0] for _ in range(steps)]
                 report.append(torch.tensor(float(stop.number > 0), device=self.device))
@@ -313,9 +310,34 @@ class Training:
                 progress.speeds.append(steps * args.batch_size / (time.perf_counter() - start))
                 bar.set_postfix(loss=f"{sum(losses) / steps:.4f}", refresh=False)
                 bar.update(steps * args.batch_size)
-                if stopped and progress.batch < len(batches):
+                if stopped and progress.batch < num_batches:
                     return True
         return False
+
+    def _training_batches(self, examples: Examples) -> Iterable[Tensor | list[int]]:
+        """This rank's batches of the epoch that were not trained on yet."""
+        args, progress = self.args, self.progress
+        if not args.balance:
+            batches = training_batches(
+                len(examples),
+                args.batch_size,
+                seed=args.seed,
+                epoch=progress.epoch,
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+            return batches[progress.batch :]
+        sampler = BalancedBatchSampler(
+            examples.history_end - examples.history_start,
+            args.batch_size // self.world_size,
+            self.world_size,
+            self.rank,
+            cost="quadratic" if args.encoder_layers else "linear",
+            seed=args.seed,
+            drop_last=True,
+        )
+        sampler.load_state_dict({"epoch": progress.epoch, "batches": progress.batch})
+        return sampler
 
     def _evaluate(self) -> tuple[float, float]:
         """AUC and normalised entropy on the test examples, each on one of the ranks."""
@@ -341,7 +363,7 @@ class Training:
         )
         return binary_auroc(predictions, labels.long()).item(), ne.item()
 
-    def _load(self, examples: Examples, batches: list[Tensor]) -> Iterator[Batch]:
+    def _load(self, examples: Examples, batches: Iterable[Tensor | list[int]]) -> Iterator[Batch]:
         loader = DataLoader(
             examples,
             batch_size=None,

@@ -13,6 +13,7 @@ BELOW = {  # what the files of a folder may import, beside their own folder and 
     "ops": {"cpu", "kernels", "replay"},
     "replay": {"kernels"},
     "cpu": set(),
+    "data": set(),
     "kernels": set(),
     "testing": set(),
 }

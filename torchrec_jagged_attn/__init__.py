@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from torchrec_jagged_attn.data import BalancedBatchSampler
 from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BalancedBatchSampler",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",

@@ -452,6 +452,13 @@ def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     return out, run(out, "--epochs=2")
 
 
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Attention after two epochs of batches whose histories are shared out evenly."""
+    out = tmp_path_factory.mktemp("balanced")
+    return out, run(out, "--epochs=2", "--pooling=attention", "--balance")
+
+
 def test_all_poolings_train_and_are_compared(finished):
     out, process = finished
     assert process.returncode == 0, process.stderr
@@ -486,6 +493,15 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
     assert process.returncode == 0, process.stderr
     for pooling, result in results(tmp_path).items():
         np.testing.assert_allclose(result["losses"], one[pooling]["losses"], rtol=1e-4)
+
+
+def test_two_ranks_with_even_shares_train_as_one_does(finished, balanced, tmp_path):
+    assert balanced[1].returncode == 0, balanced[1].stderr
+    process = run_command(tmp_path, "--epochs=1", "--pooling=attention", "--balance", ranks=2)
+    assert process.returncode == 0, process.stderr
+    one, two = (results(out)["attention"]["losses"] for out in (balanced[0], tmp_path))
+    np.testing.assert_allclose(two, one[: len(two)], rtol=1e-4)
+    assert len(one) == len(results(finished[0])["attention"]["losses"])
 
 
 @pytest.mark.gpu
@@ -546,10 +562,18 @@ def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
     assert replays == layers
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "whole", "options"),
+    [
+        (signal.SIGINT, "finished", []),
+        (signal.SIGTERM, "finished", []),
+        (signal.SIGINT, "balanced", ["--balance"]),
+    ],
+)
+def test_a_stopped_training_resumes_where_it_was(tmp_path, request, number, whole, options):
+    whole, options = request.getfixturevalue(whole)[0], ["--pooling=attention", *options]
     with subprocess.Popen(
-        command(tmp_path, "--epochs=50", "--pooling=attention", "--workers=1"),
+        command(tmp_path, "--epochs=50", "--workers=1", *options),
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
@@ -565,9 +589,9 @@ def test_a_stopped_training_resumes_where_it_was(finished, tmp_path, number):
     (checkpoint,) = (tmp_path / "attention").iterdir()
     assert (checkpoint / "run.json").exists()
 
-    process = run(tmp_path, "--epochs=2", "--pooling=attention", "--resume")
+    process = run(tmp_path, "--epochs=2", "--resume", *options)
     assert process.returncode == 0, process.stderr
-    resumed, uninterrupted = results(tmp_path)["attention"], results(finished[0])["attention"]
+    resumed, uninterrupted = results(tmp_path)["attention"], results(whole)["attention"]
     assert resumed["losses"] == uninterrupted["losses"]
     assert resumed["auc"] == uninterrupted["auc"]
 

@@ -1,0 +1,5 @@
+"""How batches are drawn, on the host; needs torch alone."""
+
+from torchrec_jagged_attn.data.balanced_batches import BalancedBatchSampler
+
+__all__ = ["BalancedBatchSampler"]

@@ -1,0 +1,237 @@
+"""``BalancedBatchSampler``: batches of equal size and nearly equal cost on all ranks."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+__all__ = ["BalancedBatchSampler"]
+
+POWERS = {"linear": 1, "quadratic": 2}
+"""Of the length, by the name of the cost."""
+
+
+class BalancedBatchSampler(Sampler[list[int]]):
+    r"""Draws batches whose histories cost all ranks nearly the same.
+
+    Ranks wait for the slowest in each step. Here the longest histories are dealt first, each to the
+    rank with the least cost so far that still has room. Each epoch is shuffled by ``seed`` and
+    ``epoch`` as by :class:`torch.utils.data.DistributedSampler`, and cut into global batches of
+    ``batch_size * num_replicas`` examples. Who takes which example of a global batch is all that
+    balancing changes, unless ``balanced_steps`` is more than 1. All ranks compute the same shares
+    without communication.
+
+    Args:
+        lengths: ``[S]`` integers, the rows of each example's history: a tensor, an array or a list.
+        batch_size: examples of a rank in a step.
+        num_replicas: number of ranks; without it, that of the default process group.
+        rank: this one of them; without it, that of the default process group.
+        cost: of a batch: ``"linear"``, :math:`\sum L`, as of lookups and target attention, or
+            ``"quadratic"``, :math:`\sum L^2`, as of self-attention, over its histories of ``L``
+            rows.
+        balanced_steps: consecutive global batches whose examples are shared out together, so that
+            steps cost nearly the same, too. 1 leaves each global batch as it was shuffled. With
+            more, an example still comes once in an epoch, and in each step with equal probability,
+            but lengths in one step are no longer independent.
+        seed: of the shuffle; the same on all ranks.
+        drop_last: leave out the examples that fill no global batch. Otherwise they are a smaller
+            one, filled up to a multiple of ``num_replicas`` with the first examples of the epoch.
+
+    Yields:
+        ``batch_size`` indices into ``lengths``, in their shuffled order. All ranks yield equally
+        many, also in a smaller last batch.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: an argument is out of its range, or ``num_replicas`` or ``rank`` is missing
+            without a process group.
+
+    Example:
+        >>> lengths = [900, 10, 20, 30, 400, 300, 40, 200]
+        >>> for rank in range(2):
+        ...     sampler = BalancedBatchSampler(lengths, batch_size=4, num_replicas=2, rank=rank)
+        ...     print([sorted(lengths[i] for i in batch) for batch in sampler])
+        [[30, 200, 300, 400]]
+        [[10, 20, 40, 900]]
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *,
+        cost: str = "linear",
+        balanced_steps: int = 1,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if (num_replicas is None or rank is None) and not (
+            dist.is_available() and dist.is_initialized()
+        ):
+            missing = "num_replicas" if num_replicas is None else "rank"
+            raise ValueError(f"{missing} must be given before init_process_group, got None")
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_replicas", num_replicas, 1),
+            ("rank", rank, 0),
+            ("balanced_steps", balanced_steps, 1),
+            ("seed", seed, 0),
+        ):
+            _check_int(value, name, least)
+        if rank >= num_replicas:
+            raise ValueError(f"rank must be less than num_replicas {num_replicas}, got {rank}")
+        if cost not in POWERS:
+            raise ValueError(f"cost must be one of {', '.join(POWERS)}, got {cost!r}")
+        self._costs = _checked_lengths(lengths).double() ** POWERS[cost]
+        self._batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
+        self._balanced_steps, self._seed = balanced_steps, seed
+        self._full_steps, self._rest = divmod(len(self._costs), batch_size * num_replicas)
+        if drop_last:
+            self._rest = 0
+        if len(self) == 0:
+            raise ValueError(
+                f"batch_size * num_replicas must be at most the {len(self._costs)} examples of "
+                f"lengths with drop_last=True, got {batch_size} * {num_replicas}"
+            )
+        self._epoch = self._given = self._resume_at = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self._full_steps + (self._rest > 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The batches of this epoch, or, once after ``load_state_dict``, the rest of them."""
+        # At the first batch, not before: a loader with workers makes two iterators and uses one.
+        start, self._resume_at = self._resume_at, 0
+        self._given = start
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        shuffled = torch.randperm(len(self._costs), generator=generator)
+        windows = self._windows(shuffled, start // self._balanced_steps * self._balanced_steps)
+        for step, examples, num_steps in windows:
+            for batch in self._share(examples, num_steps)[max(start - step, 0) :]:
+                self._given += 1
+                yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the shuffle of the next iteration, as ``DistributedSampler.set_epoch`` does.
+
+        The epoch of a state just loaded keeps its position; another one starts at its beginning.
+
+        Args:
+            epoch: number of the epoch, from 0.
+        """
+        _check_int(epoch, "epoch", 0)
+        if epoch != self._epoch:
+            self._epoch, self._given, self._resume_at = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """``epoch``, and how many of its ``batches`` were given; the same on all ranks.
+
+        A loader with workers asks ahead. Its batches that were not trained on are given again if
+        the number of those that were is saved as ``batches`` instead. A loader that keeps the state
+        of its sampler for each batch, as torchdata's ``StatefulDataLoader`` does, needs no such
+        care.
+        """
+        return {"epoch": self._epoch, "batches": self._given}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Let the next iteration go on behind the batches given, by a sampler of equal arguments.
+
+        Args:
+            state_dict: ``epoch`` and ``batches``, as ``state_dict`` returns them.
+
+        Raises:
+            TypeError: one of them is no int.
+            ValueError: one is missing, negative, or more than an epoch has.
+        """
+        if missing := {"epoch", "batches"} - set(state_dict):
+            raise ValueError(f"state_dict must have {min(missing)}, got {sorted(state_dict)}")
+        epoch, batches = state_dict["epoch"], state_dict["batches"]
+        _check_int(epoch, "state_dict['epoch']", 0)
+        _check_int(batches, "state_dict['batches']", 0)
+        if batches > len(self):
+            raise ValueError(
+                f"state_dict['batches'] must be at most the {len(self)} of an epoch, got {batches}"
+            )
+        self._epoch, self._given, self._resume_at = epoch, batches, batches
+
+    def _windows(self, shuffled: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
+        """First step, examples and number of steps of what is shared out together."""
+        size = self._batch_size * self._num_replicas
+        for step in range(first, self._full_steps, self._balanced_steps):
+            end = min(step + self._balanced_steps, self._full_steps)
+            yield step, shuffled[step * size : end * size], end - step
+        if self._rest:
+            rest = shuffled[self._full_steps * size :]
+            missing = -len(rest) % self._num_replicas
+            again = shuffled.repeat(-(-missing // len(shuffled)))[:missing]
+            yield self._full_steps, torch.cat([rest, again]), 1
+
+    def _share(self, examples: Tensor, num_steps: int) -> list[list[int]]:
+        """This rank's batches of ``num_steps`` steps.
+
+        Shares of like cost become one step: of what is too long to be balanced, ranks have some
+        each. Which step comes first, and which rank has which share, goes by the first of their
+        examples in the shuffle: that does not depend on lengths.
+        """
+        costs = self._costs[examples]
+        shares = _equal_shares(costs, num_steps * self._num_replicas)
+        order = costs[torch.tensor(shares)].sum(1).argsort(stable=True).tolist()
+        steps = [
+            sorted(shares[i] for i in order[begin : begin + self._num_replicas])
+            for begin in range(0, len(order), self._num_replicas)
+        ]
+        return [examples[torch.tensor(step[self._rank])].tolist() for step in sorted(steps)]
+
+
+def _equal_shares(costs: Tensor, num_shares: int) -> list[list[int]]:
+    """Positions in ``costs``, ascending, in shares of equal size and nearly equal sum.
+
+    The greedy rule "longest processing time first": the largest cost left goes to the share with
+    the least sum that has room.
+    """
+    size = len(costs) // num_shares
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    with_room = [(0.0, share) for share in range(num_shares)]
+    largest_first, positions = costs.sort(descending=True, stable=True)
+    for cost, position in zip(largest_first.tolist(), positions.tolist(), strict=True):
+        total, share = with_room[0]
+        shares[share].append(position)
+        if len(shares[share]) < size:
+            heapq.heapreplace(with_room, (total + cost, share))
+        else:
+            heapq.heappop(with_room)
+    return [sorted(share) for share in shares]
+
+
+def _checked_lengths(lengths: Any) -> Tensor:
+    try:
+        lengths = torch.as_tensor(lengths, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"lengths must be a tensor or an array of integers, got {error}") from error
+    if lengths.dim() != 1 or lengths.numel() == 0:
+        raise ValueError(f"lengths must have shape [S], S > 0, got {list(lengths.shape)}")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+    if (least := int(lengths.min())) < 0:
+        at = int(lengths.argmin())
+        raise ValueError(f"lengths must not be negative, got {least} at position {at}")
+    return lengths
+
+
+def _check_int(value: object, name: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
