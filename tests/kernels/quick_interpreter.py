@@ -49,8 +49,14 @@ def install() -> None:
 
 
 def _product_rounded_once(_builder: Any, a: Any, b: Any, acc: Any, *_options: Any) -> TensorHandle:
-    product = np.matmul(a.data, b.data, dtype=np.float64)
+    product = np.matmul(_numbers(a), _numbers(b), dtype=np.float64)
     return TensorHandle(product.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+
+def _numbers(operand: Any) -> np.ndarray:
+    if operand.dtype.scalar == core.bfloat16:  # the interpreter has the upper half of an fp32
+        return (operand.data.astype(np.uint32) << 16).view(np.float32)
+    return operand.data
 
 
 def _patch_once(patch: Any, patched: set[int], function: Any) -> Any:

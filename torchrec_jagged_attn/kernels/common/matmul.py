@@ -130,14 +130,18 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
         b_high, b_middle, b_low = _parts(b)
         if PRECISION == "bf16x8":
             out = tl.dot(a_low, b_middle)
-            out = tl.dot(a_middle, b_low, out)
             out = tl.dot(a_low, b_high, out)
+            out = tl.dot(a_middle, b_high, out)
+            mirrored = tl.dot(a_middle, b_low)
+            mirrored = tl.dot(a_high, b_low, mirrored)
+            mirrored = tl.dot(a_high, b_middle, mirrored)
+            out = tl.dot(a_middle, b_middle, out + mirrored)
         else:
             out = tl.dot(a_low, b_high)
-        out = tl.dot(a_middle, b_middle, out)
-        out = tl.dot(a_high, b_low, out)
-        out = tl.dot(a_middle, b_high, out)
-        out = tl.dot(a_high, b_middle, out)
+            out = tl.dot(a_middle, b_middle, out)
+            out = tl.dot(a_high, b_low, out)
+            out = tl.dot(a_middle, b_high, out)
+            out = tl.dot(a_high, b_middle, out)
         out = tl.where(out == out, out, 0.0)
         if PRECISION == "bf16x8":
             acc += _product_apart(a_high, b_high) + out

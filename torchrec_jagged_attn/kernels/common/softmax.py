@@ -84,15 +84,14 @@ def softmax_weights(
 
 
 @triton.jit
-def mean_grad(p, dp, visible, delta, whole, AXIS: tl.constexpr):
+def mean_grad(p, dp, delta, whole, AXIS: tl.constexpr):
     """``delta = Σ p·dp`` of the softmax's gradient, from this very tile where it is the ``whole``.
 
-    Taken from the largest ``dp`` on, and by weights that sum to one, it is exact where a single key
-    is visible: that key gets a gradient of zero.
+    The mean of ``dp`` by weights that sum to one, and then the mean of what is left: that is exact
+    where a single key is visible, whose gradient is zero, and else rounds as ``delta`` itself does.
     """
-    largest = tl.max(tl.where(visible, dp, -float("inf")), AXIS)
-    largest = tl.where(largest == -float("inf"), 0.0, largest)
     total = tl.sum(p, AXIS)
-    below = tl.sum(p * (dp - tl.expand_dims(largest, AXIS)), AXIS)
-    of_tile = largest + tl.div_rn(below, tl.where(total > 0, total, 1.0))
-    return tl.where(whole, of_tile, delta)
+    total = tl.where(total > 0, total, 1.0)
+    mean = tl.div_rn(tl.sum(p * dp, AXIS), total)
+    left = tl.sum(p * (dp - tl.expand_dims(mean, AXIS)), AXIS)
+    return tl.where(whole, mean + tl.div_rn(left, total), delta)

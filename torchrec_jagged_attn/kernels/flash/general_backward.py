@@ -87,7 +87,7 @@ def _grad_of_queries(
         if MASKED:
             if args.window is not None:  # which may hide from keys what makes this infinite or NaN
                 dp = tl.where(visible, dp, 0.0)
-            delta = mean_grad(p, dp, visible, delta, alone, 1)
+            delta = mean_grad(p, dp, delta, alone, 1)
         ds = p * (dp - delta[:, None])
         # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
         acc += product(ds.to(k.dtype), k, C.PRECISION) * args.scale

@@ -334,7 +334,7 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
-    # From the largest on, as common.mean_grad: exact where a single key is visible.
+    # From the largest on: exact where a single key is visible.
     largest = gl.max(gl.where(visible, dp, -float("inf")), 1)
     largest = gl.where(largest == -float("inf"), 0.0, largest)
     delta = largest + gl.sum(p * (dp - largest[:, None]), 1) * inverse
