@@ -1,18 +1,40 @@
-"""What ``end_to_end.py --quality`` trains: a DLRM on logs of users, from the same weights."""
+"""Compare losses, NE and AUC of one attention as it is computed by ours and by peers.
+
+    python benchmarks/end_to_end_quality.py --csv quality.csv
+    python benchmarks/end_to_end_quality.py data/ml-1m --csv quality.csv
+
+Trains a DLRM on logs of users with each provider of ``end_to_end.py``, from the same weights and
+with the same batches, and takes figures ten times in each epoch. What stands in the CSV is not
+trained again.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import itertools
+import logging
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+if __name__ == "__main__":  # TorchRec and FBGEMM say much about themselves
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)
+
 import torch
 import torch.distributed as dist
-from end_to_end_models import Provider, make_collection, make_pipeline
+
+sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from end_to_end_models import make_pipeline, process_group
+from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection, replays_of
+from end_to_end_results import add, matching, stamp
 from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, training_batches
 from movielens import read_movielens
+from options import HelpFormatter, number
 from planted import planted_log
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
@@ -23,8 +45,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn import TargetAttentionConfig
 
-__all__ = ["BATCH", "WIDTH", "Point", "curve", "read_events"]
-
+PLANTED = "planted"
+SAME = ("padded", "linear-varlen", "ours-explicit", "ours")
+"""One function, computed in several ways."""
 BATCH = 1024  # of all ranks
 WIDTH, HEADS = 16, 4
 MAX_HISTORY = 200
@@ -52,8 +75,8 @@ class Point:
 
 
 def read_events(data: str) -> Events:
-    """Of ``"planted"``, or of a folder of MovieLens-1M."""
-    log = planted_log() if data == "planted" else read_movielens(Path(data))
+    """Of ``PLANTED``, or of a folder of MovieLens-1M."""
+    log = planted_log() if data == PLANTED else read_movielens(Path(data))
     return Events(log, max_history=MAX_HISTORY)
 
 
@@ -86,16 +109,8 @@ def make_model(provider: Provider, events: Events) -> DLRMTrain:
     )
 
 
-def curve(
-    provider: Provider, data: str, epochs: int, device: torch.device, events: Events | None = None
-) -> Iterator[Point]:
-    """Trains, and gives figures ``POINTS`` times in each epoch; on a GPU with autocast to bf16.
-
-    Args:
-        data: as for :func:`read_events`.
-        events: what that gives, if it is known.
-    """
-    events = read_events(data) if events is None else events
+def curve(provider: Provider, events: Events, epochs: int, device: torch.device) -> Iterator[Point]:
+    """Trains, and gives figures ``POINTS`` times in each epoch; on a GPU with autocast to bf16."""
     torch.manual_seed(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pipeline = make_pipeline(
@@ -111,16 +126,12 @@ def curve(
             point = Point(epoch + i / POINTS)
             parts = [("train", examples, batches[first:last])]
             testing = events.testing()
-            parts.append(
-                (
-                    "test",
-                    testing,
-                    evaluation_batches(len(testing), BATCH, rank=rank, world_size=ranks),
-                )
-            )
+            every = evaluation_batches(len(testing), BATCH, rank=rank, world_size=ranks)
+            parts.append(("test", testing, every))
             for mode, of, some in parts:
                 if some:
-                    logits, labels = run(pipeline, of, some, mode == "train", device)
+                    with replays_of(provider):
+                        logits, labels = run(pipeline, of, some, mode == "train", device)
                     for name, value in rate(logits, labels).items():
                         point.figures[mode, name] = value
             yield point
@@ -139,7 +150,7 @@ def run(
     made = (examples[index] for index in batches)
     loader = iter([batch.pin_memory() for batch in made] if on_gpu else made)
     logits, labels = [], []
-    autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext()
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=on_gpu)
     with torch.set_grad_enabled(trains), autocast:
         for _ in batches:
             _, of_logits, of_labels = pipeline.progress(loader)
@@ -165,3 +176,46 @@ def rate(logits: Tensor, labels: Tensor) -> dict[str, float]:
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), labels.double())
     auc = binary_auroc(logits.sigmoid(), labels.long())
     return {"loss": loss.item(), "ne": ne.item(), "auc": auc.item()}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("data", nargs="?", default=PLANTED, help="or a folder of MovieLens-1M")
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*SAME])
+    parser.add_argument("--epochs", type=number(int, 1, 1000), default=1)
+    parser.add_argument("--csv", type=Path, required=True)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    events, data = read_events(args.data), Path(args.data).name
+    with process_group() as device:
+        gpus = dist.get_world_size()
+        suite = {"suite": "end_to_end_quality", "gpus": gpus}
+        last = f"{data}-{args.epochs}.0"
+        stand = {*matching(args.csv, {**suite, "case": last})["provider"]}
+        for name in args.providers:
+            if name in stand:
+                continue
+            rows = []
+            try:
+                for point in curve(PROVIDERS[name], events, args.epochs, device):
+                    label = {**suite, **stamp(), "case": f"{data}-{point.epoch:.1f}",
+                             "provider": name, "batch": BATCH // gpus, "width": WIDTH}  # fmt: skip
+                    for (mode, metric), value in point.figures.items():
+                        unit = "nats" if metric == "loss" else metric.upper()
+                        rows.append(
+                            {**label, "mode": mode, "metric": metric, "unit": unit, "median": value}
+                        )
+                    if dist.get_rank() == 0:
+                        print(f"{name}, epoch {point.epoch:.1f}: {point}", flush=True)
+            except (ImportError, RuntimeError) as error:  # what cannot run here
+                print(f"{name}: not trained, {in_a_line(error)}", flush=True)
+                continue
+            if dist.get_rank() == 0:
+                add(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

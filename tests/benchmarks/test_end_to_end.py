@@ -1,6 +1,7 @@
 """The benchmark of whole steps: what it writes, and that it times nothing that is wrong."""
 
 import dataclasses
+import os
 import socket
 from pathlib import Path
 
@@ -9,63 +10,39 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-pytest.importorskip("rich")
+pytest.importorskip("torchrec")
 
 import end_to_end
+import end_to_end_memory
 import end_to_end_models
+import end_to_end_peers
 import end_to_end_quality
-from end_to_end import QUICK, Options, Trace, largest, main, measure
-from end_to_end_models import CLIP, LADDER, PROVIDERS, Sizes, make_lengths
+import end_to_end_results
+import end_to_end_trace
+from end_to_end import QUICK, Training, main
+from end_to_end_memory import largest
+from end_to_end_models import CLIP, Sizes, make_lengths, process_group
+from end_to_end_peers import LADDER, PROVIDERS
+from end_to_end_trace import Trace
 from events import Events
 from planted import planted_log
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.processes import start_method
 
-FEW_STEPS = Options(steps=2, rounds=2, warmup=1)
 ON_GPU = torch.cuda.is_available()
 CANNOT = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
 NO_GPU = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 LAUNCHED = {name for name, provider in PROVIDERS.items() if not provider.replays}
 
 
-class InProcess:
-    """Workers of one rank, in this process."""
-
-    ranks = 1
-
-    def __init__(self, ranks: int) -> None:
-        assert ranks == 1
-
-    def run(self, task, *args):
-        return task(0, 1, free_port(), *args)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
-def free_port() -> int:
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return any_port.getsockname()[1]
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(end_to_end, "Workers", InProcess)
-
-
-def run(csv: Path, *options: str) -> pd.DataFrame:
-    few = ["--quick", "--steps", "2", "--rounds", "2", "--warmup", "1", "--csv", str(csv)]
-    main([*few, *options])
+def run(csv: Path, *options: str, status: int = 0) -> pd.DataFrame:
+    assert main(["--quick", "--rounds", "2", "--csv", str(csv), *options]) == status
     return pd.read_csv(csv)
 
 
-def test_each_provider_is_timed_or_refused(tmp_path, in_process, capsys):
-    frame = run(tmp_path / "steps.csv", "--providers", *PROVIDERS)
+def test_each_provider_is_timed_or_refused(tmp_path, capsys):
+    frame = run(tmp_path / "steps.csv")
     refused = frame[frame["metric"] == "refused"].set_index("provider")
     assert {*refused.index} == CANNOT
     assert refused["note"].notna().all()
@@ -73,40 +50,59 @@ def test_each_provider_is_timed_or_refused(tmp_path, in_process, capsys):
     assert {*steps.index} == {*PROVIDERS} - CANNOT
     assert (steps["p20"] > 0).all()
     assert (steps["p20"] <= steps["median"]).all()
-    assert (steps.loc[[*LAUNCHED], "replays"] == 0).all()
+    assert (steps["median"] <= steps["p80"]).all()
+    assert {*steps.index[steps["replays"] == 0]} == LAUNCHED
     # As of all files from which the docs are made.
     assert (frame["median"] >= 0).all()
     assert frame[["gpu", "date"]].notna().all(axis=None)
     printed = capsys.readouterr().out
     assert "× padded" in printed
-    assert f"ladder: {LADDER[0]}, " in printed
+    assert all(f"\n{name}: " in printed for name in CANNOT)
+    assert all(adds in printed for name, adds in LADDER.items() if name not in CANNOT)
 
 
-def test_what_stands_is_not_measured_again(tmp_path, in_process, monkeypatch):
-    csv, asked = tmp_path / "steps.csv", []
+def test_providers_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
+    went, real = [], Training.run
 
-    def counted(rank, ranks, port, names, *rest):
+    def run(training, steps):
+        ids = {next(training.batches).sparse_features.values().data_ptr() for _ in range(steps)}
+        went.append((training.name, ids))
+        return real(training, steps)
+
+    with process_group() as device:
+        measurement = end_to_end.Measurement(QUICK, device, tmp_path / "steps.csv", tmp_path)
+        for name in ("sum", "ours"):
+            measurement.build(name)
+        monkeypatch.setattr(Training, "run", run)
+        monkeypatch.setattr(measurement, "finish", lambda name: None)
+        measurement.run([], rounds=3)
+    assert [name for name, _ in went] == 3 * ["sum", "sum", "ours", "ours"]
+    assert len(went[0][1]) == end_to_end.NUM_BATCHES
+    assert all(ids == went[0][1] for _, ids in went)
+
+
+def test_what_stands_is_not_measured_again(tmp_path, monkeypatch):
+    csv, asked, real = tmp_path / "steps.csv", [], end_to_end.Measurement.run
+
+    def counted(measurement, names, rounds):
         asked.append(names)
-        measure(rank, ranks, port, names, *rest)
+        real(measurement, names, rounds)
 
-    monkeypatch.setattr(end_to_end, "measure", counted)
+    monkeypatch.setattr(end_to_end.Measurement, "run", counted)
     first = run(csv, "--providers", "sum")
     second = run(csv, "--providers", "sum", "padded")
     assert asked == [["sum"], ["padded"]]
     pd.testing.assert_frame_equal(second.iloc[: len(first)], first, check_dtype=False)
-    third = run(csv, "--providers", "sum", "--width", "32")
-    fourth = run(csv, "--providers", "sum", "--again")
-    assert asked[2:] == [["sum"], ["sum"]]
-    assert len(fourth) == len(third) == len(second) + len(first)
+    run(csv, "--providers", "sum", "padded")
+    assert len(asked) == 2
+    other = {**end_to_end_results.stamp(), "gpu": "another"}
+    for module in (end_to_end, end_to_end_results):
+        monkeypatch.setattr(module, "stamp", lambda: other)
+    run(csv, "--providers", "sum")
+    assert asked[2:] == [["sum"]]
 
 
-def test_nothing_begins_when_the_time_is_up(tmp_path, in_process, capsys):
-    main(["--quick", "--csv", str(tmp_path / "steps.csv"), "--limit-s", "-1"])
-    assert "mean-5, batch 16: sum, padded" in capsys.readouterr().out
-    assert not (tmp_path / "steps.csv").exists()
-
-
-def test_a_wrong_attention_is_not_timed(tmp_path, in_process, monkeypatch):
+def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
     padded = PROVIDERS["padded"]
     wrong = dataclasses.replace(padded, attend=lambda *args: 1.1 * padded.attend(*args))
     monkeypatch.setitem(PROVIDERS, "padded", wrong)
@@ -115,55 +111,82 @@ def test_a_wrong_attention_is_not_timed(tmp_path, in_process, monkeypatch):
     assert frame.loc["sum", "note"].isna().all()
 
 
-def test_what_fails_leaves_the_others_their_turn(tmp_path, in_process, monkeypatch, capsys):
-    real = end_to_end.Training.time_round
+def test_what_fails_leaves_the_others_their_turn(tmp_path, monkeypatch, capsys):
+    real = Training.time_round
 
     def broken(training):
         if training.name == "padded":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         real(training)
 
-    monkeypatch.setattr(end_to_end.Training, "time_round", broken)
-    frame = run(tmp_path / "steps.csv", "--providers", "padded", "sum")
+    monkeypatch.setattr(Training, "time_round", broken)
+    frame = run(tmp_path / "steps.csv", "--providers", "padded", "sum").set_index("provider")
+    assert frame.loc["padded", "metric"] == "refused"
+    assert (frame.loc["sum", "median"] > 0).all()
+    assert "\npadded: RuntimeError: CUDA error: an illegal" in capsys.readouterr().out
+
+
+def test_what_needs_the_memory_alone_is_left_for_another_call(tmp_path, monkeypatch, capsys):
+    real, csv, fits_alone = Training.__init__, tmp_path / "steps.csv", {"padded"}
+    built = []
+
+    def full(training, name, *args, **kwargs):
+        big = name in ("padded", "padded-din")
+        if big and (built or name not in fits_alone):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        real(training, name, *args, **kwargs)
+        built.append(name)
+
+    monkeypatch.setattr(Training, "__init__", full)
+    names = ("--providers", "sum", "padded", "padded-din")
+    frame = run(csv, *names, status=1)
     assert {*frame["provider"]} == {"sum"}
-    printed = capsys.readouterr().out
-    assert "\npadded, sum: failed, RuntimeError: CUDA error" in printed
-    assert "\npadded: failed, " in printed
+    assert "\npadded, padded-din: out of memory beside the others" in capsys.readouterr().out
+    for left, status in ((["padded-din"], 1), ([], 0)):
+        built.clear()
+        frame = run(csv, *names, status=status)
+        assert {"sum", "padded", "padded-din"} - {*frame["provider"]} == {*left}
+    of = frame.set_index("provider")
+    assert (of.loc["padded", "median"] > 0).all()
+    assert of.loc["padded-din", "note"].startswith("OutOfMemoryError: CUDA out of memory")
 
 
 def test_padding_in_parts(monkeypatch):
     rows = torch.randn(5, 20)
     history = JaggedTensor(rows, lengths=torch.tensor([2, 0, 3]))
-    whole, visible = end_to_end_models.pad(rows, history, 4)
+    whole, visible = end_to_end_peers.pad(rows, history, 4)
     assert whole.shape == (3, 4, 20)
     assert whole[visible].equal(rows)
     for most in (1, 3 * 4 * 17):
-        monkeypatch.setattr(end_to_end_models, "MAX_PADDED", most)
-        assert end_to_end_models.pad(rows, history, 4)[0].equal(whole)
+        monkeypatch.setattr(end_to_end_peers, "MAX_PADDED", most)
+        assert end_to_end_peers.pad(rows, history, 4)[0].equal(whole)
 
 
-def test_out_of_memory_is_a_result(tmp_path, in_process, monkeypatch):
-    class Full(end_to_end.Training):
-        def __init__(self, name, *rest):
-            if name == "padded":
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-            super().__init__(name, *rest)
+def train_losses(names: list[str], **environment: str) -> dict[str, list[float]]:
+    """Of the first steps of each provider, from the same weights, each with tables of its own."""
+    os.environ.update(environment)
+    sizes, losses = dataclasses.replace(QUICK, histories=2), {}
+    with process_group() as device:
+        for name in names:
+            training = Training(name, sizes, device, warmup=0)
+            losses[name] = [training.step().item() for _ in range(4)]
+            del training
+            end_to_end.clear_memory()
+    return losses
 
-    monkeypatch.setattr(end_to_end, "Training", Full)
-    frame = run(tmp_path / "steps.csv", "--providers", "padded", "sum").set_index("provider")
-    assert frame.loc["padded", "note"].startswith("out of memory, of which other providers held")
-    assert (frame.loc["sum", "median"] > 0).all()
 
-
-def losses(ranks: int, names: list[str]) -> dict[str, list[float]]:
-    """Of the first steps from the same weights; those of the first rank."""
-    sizes = dataclasses.replace(QUICK, histories=2)
-    arguments = (ranks, free_port(), names, sizes, 4)
+def losses_of(ranks: int, names: list[str]) -> dict[str, list[float]]:
+    """Those of the first rank."""
     if ranks == 1:
-        return end_to_end.train_losses(0, *arguments)
-    with mp.get_context(start_method()).Pool(ranks) as pool:
+        return train_losses(names)
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        port = any_port.getsockname()[1]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with mp.get_context(start_method()).Pool(ranks, maxtasksperchild=1) as pool:
         every = [
-            pool.apply_async(end_to_end.train_losses, (rank, *arguments)) for rank in range(ranks)
+            pool.apply_async(train_losses, (names,), {**group, "RANK": rank, "LOCAL_RANK": rank})
+            for rank in map(str, range(ranks))
         ]
         of_first, *_ = [result.get(timeout=100) for result in every]
         return of_first
@@ -175,7 +198,7 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
         pytest.skip("needs two GPUs")
     few = ("sum", "padded", "ours")
     names = [name for name in (PROVIDERS if ranks == 1 else few) if name not in CANNOT]
-    all_losses = losses(ranks, names)
+    all_losses = losses_of(ranks, names)
     ours = all_losses["ours"]
     assert abs(ours[0] - ours[-1]) > 1e-4
     tolerance = 2e-3 if ON_GPU else 1e-5
@@ -187,12 +210,9 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
 
 
 def test_trainings_share_tables_and_learn_in_them(tmp_path):
-    with end_to_end.process_group(0, 1, free_port()) as device:
+    with process_group() as device:
         known = {}
-        ours, padded = (
-            end_to_end.Training(name, QUICK, device, FEW_STEPS, known)
-            for name in ("ours", "padded")
-        )
+        ours, padded = (Training(name, QUICK, device, known=known) for name in ("ours", "padded"))
         tables = [
             [
                 table
@@ -205,8 +225,7 @@ def test_trainings_share_tables_and_learn_in_them(tmp_path):
         assert [x.data_ptr() for x in tables[0]] == [x.data_ptr() for x in tables[1]]
         assert len({x.data_ptr() for x in tables[0]}) == 2
         before = [table.clone() for table in tables[0]]
-        padded.step()
-        padded.synchronize()
+        padded.run(1)
         assert not any(map(torch.equal, before, tables[0]))
         total = sum(table.numel() for table in before)
         assert total == QUICK.table_rows * QUICK.width
@@ -214,7 +233,7 @@ def test_trainings_share_tables_and_learn_in_them(tmp_path):
 
 def test_parts_of_a_trace():
     events = [
-        {"cat": "user_annotation", "name": end_to_end.MARK, "tid": 1, "ts": 10, "dur": 10},
+        {"cat": "user_annotation", "name": end_to_end_trace.MARK, "tid": 1, "ts": 10, "dur": 10},
         {"cat": "cuda_runtime", "tid": 1, "ts": 12, "dur": 1, "args": {"correlation": 1}},
         {"cat": "cuda_driver", "tid": 1, "ts": 22, "dur": 1, "args": {"correlation": 2}},
         {"cat": "cuda_driver", "tid": 2, "ts": 12, "dur": 1, "args": {"correlation": 3}},
@@ -233,21 +252,20 @@ def test_parts_of_a_trace():
 
 
 def test_marks_enclose_the_attention_and_leave_its_results(tmp_path):
-    with end_to_end.process_group(0, 1, free_port()) as device:
-        training = end_to_end.Training("ours", QUICK, device, FEW_STEPS)
-        plain = end_to_end.Training("ours", QUICK, device, FEW_STEPS)
+    with process_group() as device:
+        training, plain = (Training("ours", QUICK, device) for _ in range(2))
         for _ in range(end_to_end.STEPS_TO_PROFILE + 1):
             loss = plain.step()
         names = []
-        real = end_to_end.record_function
+        real = end_to_end_trace.record_function
 
         def counted(name):
             names.append(name)
             return real(name)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(end_to_end, "record_function", counted)
-            training.trace()
+            patch.setattr(end_to_end_trace, "record_function", counted)
+            training.trace(tmp_path / "trace.json")
         assert len(names) == 2 * (end_to_end.STEPS_TO_PROFILE + 1)
         plain.step(), training.step()
         assert training.step().item() == plain.step().item() != loss.item()
@@ -259,13 +277,14 @@ def few_events(monkeypatch):
     monkeypatch.setattr(end_to_end_quality, "read_events", lambda data: events)
     monkeypatch.setattr(end_to_end_quality, "BATCH", 256)
     monkeypatch.setattr(end_to_end_quality, "POINTS", 4)
+    return events
 
 
 def test_curves_are_the_same_where_the_function_is(few_events):
     curves = {}
-    with end_to_end.process_group(0, 1, free_port()) as device:
+    with process_group() as device:
         for name in ("padded", "ours", "sum"):
-            points = end_to_end_quality.curve(PROVIDERS[name], "planted", 1, device)
+            points = end_to_end_quality.curve(PROVIDERS[name], few_events, 1, device)
             curves[name] = {(p.epoch, *key): x for p in points for key, x in p.figures.items()}
     assert {*curves["ours"]} == {
         ((i + 1) / 4, mode, metric)
@@ -279,11 +298,11 @@ def test_curves_are_the_same_where_the_function_is(few_events):
     assert 0.9 < curves["ours"][0.25, "train", "ne"] < 1.1
 
 
-def test_curves_that_stand_are_not_trained_again(few_events, in_process, tmp_path, capsys):
+def test_curves_that_stand_are_not_trained_again(few_events, tmp_path, capsys):
     csv = tmp_path / "quality.csv"
     frames = []
     for providers in (["padded"], ["padded", "ours"]):
-        main(["--quality", "--csv", str(csv), "--providers", *providers])
+        end_to_end_quality.main(["--csv", str(csv), "--providers", *providers])
         frames.append(pd.read_csv(csv))
     assert "padded, epoch" not in capsys.readouterr().out.partition("ours, epoch")[2]
     assert len(frames[1]) == 2 * len(frames[0])
@@ -301,46 +320,65 @@ def test_the_largest_size_that_fits_is_found(capacity: int):
 
     best = largest(fits, 1000)
     assert best <= capacity
-    assert capacity < max(best + 1, end_to_end.CLOSE * best)
+    assert capacity < max(best + 1, end_to_end_memory.CLOSE * best)
     assert len(tried) == len(set(tried)) <= 20
 
 
-def test_a_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    results, tried = end_to_end.Results(tmp_path / "search.csv"), []
+FIRST = dataclasses.replace(QUICK, mean=100, batch=256)
 
-    def try_size(rank, ranks, port, name, sizes, options):
-        tried.append((sizes.mean, sizes.batch))
-        fits = sizes.mean * sizes.batch <= 100_000
-        figures = dict.fromkeys(("median", "p20", "p80"), 5.0 if fits else 0.0)
-        return {**figures, "note": "" if fits else "out of memory", "gpu": "of this test"}
 
-    monkeypatch.setattr(end_to_end, "try_size", try_size)
-    first = dataclasses.replace(QUICK, mean=100, batch=256)
+def try_size(name: str, sizes: Sizes, device: torch.device) -> str:
+    return "out of memory" if sizes.mean * sizes.batch > 100_000 else ""
 
-    def searched(field: str, options: Options) -> None:
-        end_to_end.Search(InProcess(1), results, options, "ours", first, field).run()
 
-    for _ in range(2):
-        searched("mean", Options())
-        searched("batch", Options())
-    assert len(tried) == len(set(tried))  # (100, 256), where both begin, among them
-    frame = pd.read_csv(results.csv).set_index("metric")
-    found = frame.loc["longest_history"]
-    assert 100_000 / 256 / 1.1 < found["median"] / CLIP <= 100_000 / 256
-    assert 1000 / 1.1 < frame.loc["largest_batch", "median"] <= 1000
-    assert found["note"].endswith(": out of memory")
-    with pytest.raises(end_to_end.TimeIsUpError):
-        searched("mean", Options(deadline=0.0, recency_bias=True))
+def test_a_search_writes_what_it_found_and_why_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(end_to_end_memory, "try_size", try_size)
+    monkeypatch.setattr(end_to_end_memory, "clear_memory", lambda: None)
+    csv = tmp_path / "memory.csv"
+    with process_group() as device:
+        for field in ("mean", "batch"):
+            end_to_end_memory.search(csv, "ours", FIRST, field, device)
+    frame = pd.read_csv(csv).set_index("metric")
+    for metric, most, factor in (
+        ("longest_history", 100_000 / 256, CLIP), ("largest_batch", 1000, 1)
+    ):  # fmt: skip
+        found = frame.loc[metric]
+        assert most / 1.1 < found["median"] / factor <= most
+        beyond, _, reason = found["note"].partition(": ")
+        assert most < int(beyond) / factor <= 1.1 * found["median"] / factor
+        assert reason == "out of memory"
+
+
+def test_a_search_ends_with_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(end_to_end_memory, "try_size", try_size)
+    real, tries = end_to_end_memory.clear_memory, []
+
+    def lost():
+        tries.append(1)
+        if len(tries) == 3:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        real()
+
+    monkeypatch.setattr(end_to_end_memory, "clear_memory", lost)
+    csv = tmp_path / "memory.csv"
+    with process_group() as device, pytest.raises(RuntimeError, match="illegal"):
+        end_to_end_memory.search(csv, "ours", FIRST, "mean", device)
+    found = pd.read_csv(csv).set_index("metric").loc["longest_history"]
+    assert (found["median"], found["note"]) == (200 * CLIP, f"{400 * CLIP}: out of memory")
+
+
+def test_a_size_that_cannot_be_trained_has_a_reason(monkeypatch):
+    with process_group() as device:
+        assert end_to_end_memory.try_size("ours", QUICK, device) == ""
+        reason = end_to_end_memory.try_size("ours", dataclasses.replace(QUICK, heads=3), device)
+        assert reason.startswith("ValueError: ")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "0"], "--gpus must be at least 1, got 0"),
-        (["--means", "5,6", "--batches", "4"], "--batches must be one for each of [5, 6], got [4]"),
-        (["--means", "5,0"], "argument --means: invalid"),
-        (["--rounds", "1"], "--rounds must be at least 2, got 1"),
-        pytest.param(["--search"], "--search needs a GPU, got none", marks=NO_GPU),
+        (["--mean", "0"], "argument --mean: must be an integer from 1 to 1000000, got '0'"),
+        (["--rounds", "1"], "argument --rounds: must be an integer from 2 to 1000, got '1'"),
         pytest.param(["--cuda-graph"], "--cuda-graph needs a GPU, got none", marks=NO_GPU),
     ],
 )
