@@ -1,4 +1,4 @@
-"""The extras, and what the README says about them."""
+"""The extras, and what the documents say about them."""
 
 import re
 from importlib.metadata import requires, version
@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer has it")
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+INSTALL = (ROOT / "docs" / "install.md").read_text()
 EXTRAS = {
     extra: {requirement.name: requirement for requirement in map(Requirement, requirements)}
     for extra, requirements in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
@@ -21,8 +21,8 @@ TORCHREC = EXTRAS["torchrec"]["torchrec"]
 
 
 def rows() -> list[dict[str, str]]:
-    """The README's table of sets, and what ran with each."""
-    table = re.search(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    """The table of sets, and what ran with each."""
+    table = re.search(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)+)", INSTALL, re.MULTILINE)
     assert table
     heads = ("torch", "triton", "torchrec", "fbgemm-gpu", "python", "device", "tests")
     cells = [re.findall(r"[^|]+", row) for row in table[1].splitlines()]
@@ -36,7 +36,7 @@ def test_both_extras_ask_for_one_torch_and_one_fbgemm():
     assert "torchrec" not in cpu  # would bring fbgemm-gpu along
 
 
-def test_extras_take_the_newest_set_of_the_readme_and_no_other():
+def test_extras_take_the_newest_set_of_the_table_and_no_other():
     def taken(row: dict[str, str]) -> bool:
         return all(
             requirement.specifier.contains(row[name])
@@ -48,8 +48,8 @@ def test_extras_take_the_newest_set_of_the_readme_and_no_other():
     assert not any(taken(row) for row in rows() if row["torchrec"] != newest["torchrec"])
 
 
-def test_readme_installs_the_torchrec_of_the_extra_without_its_needs():
-    assert f"pip install --no-deps '{TORCHREC}'" in README
+def test_the_page_installs_the_torchrec_of_the_extra_without_its_needs():
+    assert f"pip install --no-deps '{TORCHREC}'" in INSTALL
 
 
 def test_the_cpu_extra_has_all_else_that_torchrec_needs():
