@@ -10,10 +10,14 @@ An example is an event and the user's newest events before it; events of one sec
 of the file. While training, each event has one negative beside it, drawn by popularity; in tuning
 and test, an event has 49, never taken before.
 
-Each pooling is tuned on the same grid, by the AUC of the tuning events with seed 0: learning rate
-and weight decay of Adam, and then the half-life of recency pooling. All stop early by these events,
-too. The best run again with each seed, and on the test events. Finished runs are written to --csv
-at once; those that are in it are not run again.
+Each pooling is tuned on the same grid, by the AUC of the tuning events with seed 0: first Adam's
+learning rate, then its weight decay, then the half-life of recency pooling, each at the best of
+those before it. All stop early by these events, too. The best is trained with the other seeds. A
+run's figures are those of the test events at the epoch that is best by the tuning events. Finished
+runs are written to --csv at once; those that are in it are not run again.
+
+On a GPU, a step is a CUDA graph, and --jobs trainings share the device, each in a thread and on a
+stream of its own; on a CPU, each in a process.
 
     auc       share of an event's negatives that score below it, mean of all users, that is, grouped
               by user (gAUC); ties count half
@@ -30,12 +34,14 @@ import datetime
 import functools
 import gzip
 import importlib.metadata
+import itertools
 import multiprocessing
 import platform
 import re
 import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,14 +63,24 @@ from quality_logs import first_users, is_kuairand, is_taobao, read_kuairand, rea
 from quality_models import POOLINGS, Ranker
 
 import torchrec_jagged_attn
+from torchrec_jagged_attn import JaggedLayout
 
 MADE_UP = "made-up"
 NEGATIVES = 49  # beside an event that is looked at, 1 while training
 BATCH = 1024
-GRID = {"lr": (1e-3, 3e-3, 1e-2), "weight_decay": (0.0, 1e-5, 1e-4)}
-HALF_LIVES = (1.5, 3.0, 6.0, 12.0, 20.0, 40.0)
-HALF_LIFE = 6.0  # while the others are tuned
+BATCH_OF_USERS = 256  # with 50 candidates each
+GRID = {
+    "lr": (1e-3, 3e-3, 1e-2),
+    "weight_decay": (0.0, 1e-5, 1e-4),
+    "half_life": (1.5, 3.0, 6.0, 12.0, 20.0, 40.0),
+}
+"""What is tuned, in this order."""
+UNTUNED = {"lr": 3e-3, "weight_decay": 1e-5, "half_life": 6.0}
 PATIENCE = 4  # epochs without a better AUC; the first may be spent on a slow start
+MOST_JOBS = 32  # PyTorch has as many streams on a GPU
+EAGER_CALLS = 2  # before a graph is captured: kernels are compiled, and states of Adam made
+SETTING_UP = threading.Lock()  # of what all threads share: random generators, compiled kernels
+THREAD = threading.local()
 
 
 class Log(NamedTuple):
@@ -154,16 +170,11 @@ def read(source: str) -> Log:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training.
-
-    Attributes:
-        stage: ``"tune"``, or ``"test"``, which looks at the test events at last.
-    """
+    """One training."""
 
     data: str
     max_history: int
     pooling: str
-    stage: str
     lr: float
     weight_decay: float
     half_life: float
@@ -195,16 +206,19 @@ def rate(logits: Tensor) -> Scores:
     entropy = F.binary_cross_entropy_with_logits(corrected, labels)
     of_base = -(base * np.log(base) + (1 - base) * np.log(1 - base))
     return Scores(
-        below.mean().item(), (ahead < 10).double().mean().item(), entropy.item() / of_base
+        below.mean().item(), (ahead < 10).double().mean().item(), float(entropy.item() / of_base)
     )
 
 
 class Examples:
-    """A log as batches on a device, built there by arithmetic of indices.
+    """A log on a device, whose events are examples.
 
     Attributes:
+        items: ``[N]`` of all events.
+        lengths: ``[N]`` events in the history of each.
         train: ``[M]`` places of training events that have one before them.
         tune, test: ``[U]`` places of the events that are looked at.
+        negatives: ``[U, 49]`` of ``"tune"`` and ``"test"``.
     """
 
     def __init__(self, log: Log, max_history: int, device: torch.device, seed: int = 0) -> None:
@@ -218,7 +232,8 @@ class Examples:
         def to(x: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(x)).to(device)
 
-        self.items, self.begins = to(log.items), to(begins[user])
+        self.items = to(log.items)
+        self.lengths = to((place - begins[user]).clip(max=max_history))
         self.train = to(place[is_train & (place > begins[user])])
         self.tune, self.test = to(ends - 2), to(ends - 1)
         self.popularity = to(np.cumsum(counts) / counts.sum())
@@ -233,54 +248,153 @@ class Examples:
         log: Log, counts: np.ndarray, places: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
         """``[U, 49]`` items by popularity, none of which a user has taken up to ``places``."""
-        taken = np.concatenate(
-            [
-                u * log.num_items + log.items[log.offsets[u] : place + 1]
-                for u, place in enumerate(places)
-            ]
-        )
-        taken = np.unique(taken)
-        users = np.arange(len(places))[:, None] * log.num_items
+        user = np.repeat(np.arange(len(places)), np.diff(log.offsets))
+        is_before = np.arange(len(log.items)) <= places[user]
+        taken = np.unique(user[is_before] * log.num_items + log.items[is_before])
+        of_user = np.repeat(np.arange(len(places)), NEGATIVES) * log.num_items
         bounds = np.cumsum(counts) / counts.sum()
-        drawn = np.searchsorted(bounds, rng.random((len(places), NEGATIVES)), side="right")
+        drawn, pending = np.empty_like(of_user), np.arange(len(of_user))
         for _ in range(1000):
-            wrong = np.isin(users + drawn, taken)
-            if not wrong.any():
-                return drawn
-            drawn[wrong] = np.searchsorted(bounds, rng.random(wrong.sum()), side="right")
+            drawn[pending] = np.searchsorted(bounds, rng.random(len(pending)), side="right")
+            pending = pending[np.isin(of_user[pending] + drawn[pending], taken)]
+            if not len(pending):
+                return drawn.reshape(-1, NEGATIVES)
         raise DataError("a user has taken nearly all that is popular: no negatives are left")
 
-    def history(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Items of the newest events before ``places``, ``[N]``, and ``[B + 1]`` offsets."""
-        lengths = (places - self.begins[places]).clamp(max=self.max_history)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        rows = torch.arange(int(offsets[-1]), device=self.device)
-        return self.items[rows + (places - offsets[1:]).repeat_interleave(lengths)], offsets
+    def training(self, epochs: int, generator: torch.Generator) -> Batches:
+        """All training events in another order each epoch, each with a negative.
 
-    def batches(self, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """An epoch: history, offsets, and ``[B, 2]`` of an event and a negative."""
-        order = torch.randperm(len(self.train), generator=generator, device=self.device)
-        for places in self.train[order].split(BATCH):
-            drawn = torch.rand(len(places), generator=generator, device=self.device)
-            drawn = torch.searchsorted(self.popularity, drawn.double(), right=True)
-            events = self.items[places]
-            yield *self.history(places), torch.stack([events, drawn], 1)
+        What fills no batch is left out of an epoch.
+        """
+        size = min(BATCH, len(self.train))
+        steps = len(self.train) // size
+        places = torch.stack(
+            [
+                self.train[
+                    torch.randperm(len(self.train), generator=generator, device=self.device)
+                ][: steps * size]
+                for _ in range(epochs)
+            ]
+        ).view(-1, size)
+        shape, options = (*places.shape, 1), {"generator": generator, "device": self.device}
+        drawn = torch.rand(shape, dtype=torch.float64, **options)
+        negatives = torch.searchsorted(self.popularity, drawn, right=True)
+        return Batches(self, places, negatives, steps)
 
-    def looked_at(self, stage: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """History, offsets, and ``[B, 50]`` of an event and its negatives."""
-        places = self.tune if stage == "tune" else self.test
-        for some, negatives in zip(
-            places.split(256), self.negatives[stage].split(256), strict=True
-        ):
-            candidates = torch.cat([self.items[some].unsqueeze(1), negatives], 1)
-            yield *self.history(some), candidates
+    def looking(self) -> Batches:
+        """All tuning events, and then as many batches of test events.
+
+        The last user stands again for those that a last batch lacks.
+        """
+        size = min(BATCH_OF_USERS, len(self.test))
+        steps = -(-len(self.test) // size)
+        users = torch.arange(steps * size, device=self.device).clamp(max=len(self.test) - 1)
+        users = users.view(steps, size)
+        places = torch.cat([self.tune[users], self.test[users]])
+        negatives = torch.cat([self.negatives["tune"][users], self.negatives["test"][users]])
+        return Batches(self, places, negatives, steps)
 
 
-def evaluate(model: Ranker, examples: Examples, stage: str) -> Scores:
-    """Of all users."""
-    model.eval()
-    with torch.no_grad():
-        return rate(torch.cat([model(*batch) for batch in examples.looked_at(stage)]))
+class Batches:
+    """Batches of one shape, so that a CUDA graph can take the next one each time it is replayed.
+
+    Users are added whose histories fill a batch up to as many rows as the largest has, with
+    whatever events: they have a place in the batch, but no loss and no logits.
+
+    Args:
+        examples: of which they are.
+        places: ``[S, B]`` of the events of all batches.
+        negatives: ``[S, B, T - 1]``.
+        steps: batches of an epoch, or of a stage.
+    """
+
+    def __init__(self, examples: Examples, places: Tensor, negatives: Tensor, steps: int) -> None:
+        self.examples, self.steps = examples, steps
+        self.places, self.negatives = places.int(), negatives.int()
+        self.size = places.shape[1]
+        totals = examples.lengths[places].sum(1)
+        self.num_rows = int(totals.max())
+        self.num_added = -(-(self.num_rows - int(totals.min())) // examples.max_history)
+        self.step = torch.zeros(1, dtype=torch.int64, device=places.device)
+
+    def next(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Items of histories, ``[N]``, their ``[B + added + 1]`` offsets, and the candidates.
+
+        These are ``[B + added, T]``: an event and its negatives, each.
+        """
+        places = self.places.index_select(0, self.step).squeeze(0).long()
+        negatives = self.negatives.index_select(0, self.step).squeeze(0).long()
+        self.step += 1
+        max_history, items = self.examples.max_history, self.examples.items
+        ends = self.examples.lengths[places].cumsum(0)
+        added = torch.arange(1, self.num_added + 1, device=ends.device) * max_history
+        ends = torch.cat([ends, (ends[-1] + added).clamp(max=self.num_rows)])
+        offsets = F.pad(ends, (1, 0))
+        sample = JaggedLayout(offsets, self.num_rows).sample_ids()
+        # An added user's rows are those of the log's begin.
+        shift = F.pad(places - ends[: self.size], (0, self.num_added))
+        rows = torch.arange(self.num_rows, device=ends.device)
+        history = items[(rows + shift[sample]) % len(items)]
+        candidates = torch.cat([items[places].unsqueeze(1), negatives], 1)
+        return history, offsets, F.pad(candidates, (0, 0, 0, self.num_added))
+
+
+class Replayed:
+    """A function that is called again and again: on a GPU, a CUDA graph of it.
+
+    Args:
+        function: takes nothing and returns nothing; its shapes never change.
+        generator: of what it draws, where it runs on a GPU.
+    """
+
+    def __init__(self, function: Callable[[], None], generator: torch.Generator) -> None:
+        self.function, self.generator = function, generator
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls = 0
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.generator.device.type == "cuda":
+            self._set_up()
+        else:
+            self.function()
+
+    def _set_up(self) -> None:
+        """Calls the function, at last captures it, and draws from its own generator in both."""
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        with SETTING_UP:
+            of_all = default.graphsafe_get_state()
+            default.graphsafe_set_state(self.generator)
+            try:
+                if self.calls < EAGER_CALLS:
+                    self.calls += 1
+                    self.function()
+                    return
+                graph = captured(self.function)
+            finally:
+                default.graphsafe_set_state(of_all)
+        self.graph = graph
+        graph.replay()
+
+
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """On the thread's stream and of its memory; ``torch.cuda.graph`` waits for other threads."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(THREAD.pool, capture_error_mode="thread_local")
+    try:
+        function()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+def start_thread() -> None:
+    """Gives it a stream, and memory for its graphs, which one of them keeps for those to come."""
+    torch.cuda.set_stream(torch.cuda.Stream())
+    THREAD.pool = torch.cuda.graph_pool_handle()
+    with SETTING_UP:
+        THREAD.graph = captured(lambda: torch.zeros(1, device="cuda"))
 
 
 @functools.cache
@@ -290,37 +404,67 @@ def examples_of(data: str, max_history: int, device: str) -> Examples:
 
 
 def train(run: Run, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A training's figures, by the events of its stage."""
+    """A training's figures."""
     start = time.perf_counter()
-    examples = examples_of(run.data, run.max_history, device)
-    torch.manual_seed(run.seed)
-    model = Ranker(run.pooling, examples.num_items, run.width, run.half_life).to(device, dtype)
     generator = torch.Generator(device).manual_seed(run.seed)
+    with SETTING_UP:
+        examples = examples_of(run.data, run.max_history, device)
+        torch.manual_seed(run.seed)
+        model = Ranker(
+            run.pooling, examples.num_items, run.width, run.half_life, run.max_history
+        ).to(device, dtype)
     optimizer = torch.optim.Adam(
-        model.parameters(), lr=run.lr, weight_decay=run.weight_decay, fused=device == "cuda"
+        model.parameters(),
+        lr=run.lr,
+        weight_decay=run.weight_decay,
+        fused=True,
+        capturable=device == "cuda",
     )
-    best, kept, epoch, best_epoch = -1.0, {}, 0, 0
-    for epoch in range(1, run.epochs + 1):
+    training, looking = examples.training(run.epochs, generator), examples.looking()
+    labels = torch.tensor([[1.0, 0.0]], dtype=dtype, device=device).expand(training.size, 2)
+    logits = torch.empty(
+        *looking.places.shape, 1 + NEGATIVES, dtype=dtype, device=looking.places.device
+    )
+
+    def learn() -> None:
         model.train()
-        for history, offsets, candidates in examples.batches(generator):
-            logits = model(history, offsets, candidates)
-            labels = torch.zeros_like(logits)
-            labels[:, 0] = 1
-            optimizer.zero_grad()
-            F.binary_cross_entropy_with_logits(logits, labels).backward()
-            optimizer.step()
-        auc = evaluate(model, examples, "tune").auc
-        if auc > best:
-            best, best_epoch = auc, epoch
-            kept = {name: x.clone() for name, x in model.state_dict().items()}
+        optimizer.zero_grad()
+        scores = model(*training.next())[: training.size]
+        F.binary_cross_entropy_with_logits(scores, labels).backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def look() -> None:
+        model.eval()
+        step = looking.step.clone()
+        scores = model(*looking.next())[: looking.size]
+        logits.index_copy_(0, step, scores.unsqueeze(0))
+
+    learn_next, look_next = Replayed(learn, generator), Replayed(look, generator)
+
+    def scores_of(first: int) -> Scores:
+        """Of a stage that begins with this batch."""
+        looking.step.fill_(first)
+        for _ in range(looking.steps):
+            look_next()
+        of_users = logits[first : first + looking.steps].flatten(0, 1)
+        return rate(of_users[: len(examples.test)])
+
+    tune_auc, scores, epoch, best_epoch = -1.0, Scores(0, 0, 0), 0, 0
+    for epoch in range(1, run.epochs + 1):
+        for _ in range(training.steps):
+            learn_next()
+        auc = scores_of(0).auc
+        if auc > tune_auc:
+            tune_auc, best_epoch, scores = auc, epoch, scores_of(looking.steps)
         elif epoch - best_epoch >= PATIENCE:
             break
-    model.load_state_dict(kept)
-    scores = evaluate(model, examples, run.stage)
     return {
         **dataclasses.asdict(run),
+        "tune_auc": tune_auc,
         **scores._asdict(),
         "best_epoch": best_epoch,
+        "epochs_trained": epoch,
         "seconds": time.perf_counter() - start,
     }
 
@@ -329,7 +473,7 @@ KEY = [field.name for field in dataclasses.fields(Run)]
 
 
 class Runs:
-    """Trainings, by some processes at a time; what is finished is in a file at once."""
+    """Trainings, some at a time; what is finished is in a file at once."""
 
     def __init__(self, args: argparse.Namespace, device: str) -> None:
         self.csv, self.jobs, self.device = args.csv, args.jobs, device
@@ -340,16 +484,15 @@ class Runs:
                 self.done[Run(**{name: row[name] for name in KEY})] = row
 
     def results(self, runs: Iterable[Run]) -> pd.DataFrame:
-        """Of all ``runs``; those that are not done are trained."""
-        runs = list(dict.fromkeys(runs))
-        missing = [run for run in runs if run not in self.done]
-        if self.jobs == 1:
+        """A row for each of ``runs``; those that are not done are trained."""
+        runs = list(runs)
+        missing = [run for run in dict.fromkeys(runs) if run not in self.done]
+        if self.jobs == 1 and self.device == "cpu":
             for run in missing:
                 self._finish(run, train(run, self.device))
         elif missing:
             if self.pool is None:
-                context = multiprocessing.get_context("spawn")
-                self.pool = concurrent.futures.ProcessPoolExecutor(self.jobs, context)
+                self.pool = workers(self.jobs, self.device)
             started = {self.pool.submit(train, run, self.device): run for run in missing}
             for future in concurrent.futures.as_completed(started):
                 self._finish(started[future], future.result())
@@ -369,6 +512,13 @@ class Runs:
             row.to_csv(self.csv, mode="a", header=not self.csv.exists(), index=False)
 
 
+def workers(jobs: int, device: str) -> concurrent.futures.Executor:
+    """Threads that share a GPU, each on a stream; or processes, each with a generator."""
+    if device == "cuda":
+        return concurrent.futures.ThreadPoolExecutor(jobs, initializer=start_thread)
+    return concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+
+
 def stamp(device: str) -> dict[str, str]:
     """What figures were taken with."""
     return {
@@ -382,46 +532,26 @@ def stamp(device: str) -> dict[str, str]:
 
 def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:
     """For each data set, history length and pooling: what was tuned, and the test's figures."""
-    cases = [
-        (data, max_history, pooling)
-        for data in args.data
-        for max_history in args.max_history
-        for pooling in args.poolings
-    ]
-    grid = [
-        {"lr": lr, "weight_decay": weight_decay}
-        for lr in (GRID["lr"] if not args.quick else (3e-3,))
-        for weight_decay in (GRID["weight_decay"] if not args.quick else (1e-5,))
-    ]
+    cases = list(itertools.product(args.data, args.max_history, args.poolings))
+    chosen = {case: dict(UNTUNED) for case in cases}
 
-    def run_of(case: tuple, stage: str, seed: int, half_life: float = HALF_LIFE, **tuned) -> Run:
-        return Run(
-            *case, stage=stage, half_life=half_life, seed=seed, epochs=args.epochs,
-            width=args.width, **tuned,
-        )  # fmt: skip
+    def run_of(case: tuple, seed: int, **tuned: float) -> Run:
+        return Run(*case, seed=seed, epochs=args.epochs, width=args.width, **tuned)
 
-    def best(results: pd.DataFrame, case: tuple) -> dict[str, float]:
-        of_case = results[(results[["data", "max_history", "pooling"]] == case).all(axis=1)]
-        row = of_case.loc[of_case["auc"].idxmax()]
-        return {name: float(row[name]) for name in ("lr", "weight_decay", "half_life")}
+    for name, values in GRID.items() if not args.quick else ():
+        tuned = [case for case in cases if name != "half_life" or case[2] == "recency"]
+        points = [(case, chosen[case] | {name: value}) for case in tuned for value in values]
+        results = runs.results(run_of(case, 0, **point) for case, point in points)
+        aucs = dict.fromkeys(tuned, -1.0)
+        for (case, point), auc in zip(points, results.get("tune_auc", ()), strict=True):
+            if auc > aucs[case]:
+                aucs[case], chosen[case] = auc, point
 
-    tuned = runs.results(run_of(case, "tune", 0, **point) for case in cases for point in grid)
-    chosen = {case: best(tuned, case) for case in cases}
-    of_recency = [case for case in cases if case[2] == "recency"]
-    half_lives = HALF_LIVES if not args.quick else HALF_LIVES[:1]
-    if of_recency:
-        tuned = runs.results(
-            run_of(case, "tune", 0, **chosen[case] | {"half_life": half_life})
-            for case in of_recency
-            for half_life in half_lives
-        )
-        chosen |= {case: best(tuned, case) for case in of_recency}
-    tested = runs.results(
-        run_of(case, "test", seed, **chosen[case]) for case in cases for seed in range(args.seeds)
-    )
+    best = [(case, seed) for case in cases for seed in range(args.seeds)]
+    tested = runs.results(run_of(case, seed, **chosen[case]) for case, seed in best)
     rows = []
     for case in cases:
-        of_case = tested[(tested[["data", "max_history", "pooling"]] == case).all(axis=1)]
+        of_case = tested[[other == case for other, _ in best]]
         row = dict(zip(("data", "max_history", "pooling"), case, strict=True)) | chosen[case]
         for name in (*Scores._fields, "seconds"):
             row[name] = of_case[name].mean()
@@ -463,17 +593,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", nargs="+", default=[MADE_UP], help=f"default: {MADE_UP}")
     parser.add_argument("--max-history", nargs="+", type=int, default=[50], help="newest events")
     parser.add_argument("--poolings", nargs="+", choices=POOLINGS, default=[*POOLINGS])
-    parser.add_argument("--seeds", type=int, default=3, help="tests of each pooling")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of the best")
     parser.add_argument("--epochs", type=int, default=20, help="at most")
     parser.add_argument("--width", type=int, default=32, help="of embeddings")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--csv", type=Path, help="of all trainings; those in it are not run again")
-    parser.add_argument("--quick", action="store_true", help="one point of the grid")
+    parser.add_argument("--quick", action="store_true", help="nothing is tuned")
     # fmt: on
     args = parser.parse_args(argv)
     for name in ("seeds", "epochs", "jobs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.jobs > MOST_JOBS:
+        parser.error(f"--jobs must be at most {MOST_JOBS}, got {args.jobs}")
     if min(args.max_history) < 1:
         parser.error(f"--max-history must be at least 1, got {min(args.max_history)}")
     if args.width < 4 or args.width % 4:

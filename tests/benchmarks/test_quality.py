@@ -12,10 +12,12 @@ import torch
 pytest.importorskip("rich")
 
 import quality
+import quality_models
 from events import DataError
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 CPU = torch.device("cpu")
-RUN = quality.Run(quality.MADE_UP, 50, "mean", "tune", 3e-3, 1e-5, 6.0, 0, 2, 8)
+RUN = quality.Run(quality.MADE_UP, 50, "mean", 3e-3, 1e-5, 6.0, 0, 2, 8)
 
 
 @pytest.fixture
@@ -44,21 +46,48 @@ def test_figures_of_known_logits():
     assert quality.rate(third)[:2] == (pytest.approx(46 / 49), 1)
 
 
-def test_histories_are_the_users_own_and_earlier(few):
+def assert_batches_are_of_the_log(batches, log, max_history):
+    """Each is what its places say, and has the shapes of the others."""
+    shapes = set()
+    for places, negatives in zip(batches.places, batches.negatives, strict=True):
+        history, offsets, candidates = batches.next()
+        shapes.add((history.shape, offsets.shape, candidates.shape))
+        assert offsets[-1] == len(history)
+        assert offsets.diff().min() >= 0
+        assert offsets.diff().max() <= max_history
+        assert candidates[: len(places), 0].tolist() == log.items[places].tolist()
+        assert torch.equal(candidates[: len(places), 1:], negatives.long())
+        for place, begin, end in zip(places.tolist(), offsets[:-1], offsets[1:], strict=False):
+            user = np.searchsorted(log.offsets, place, side="right") - 1
+            first = max(log.offsets[user], place - max_history)
+            assert history[begin:end].tolist() == log.items[first:place].tolist()
+    assert len(shapes) == 1
+
+
+def test_histories_are_the_users_own_and_earlier(few, monkeypatch):
+    monkeypatch.setattr(quality, "BATCH", 100)
+    monkeypatch.setattr(quality, "BATCH_OF_USERS", 16)
     log = quality.read(few)
     examples = quality.Examples(log, 7, CPU)
     assert len(log.offsets) == 61
-    users = np.searchsorted(log.offsets, np.arange(len(log.items)), side="right") - 1
-    for places in (examples.train, examples.tune, examples.test):
-        items, offsets = examples.history(places)
-        for place, begin, end in zip(places.tolist(), offsets[:-1], offsets[1:], strict=True):
-            first = max(log.offsets[users[place]], place - 7)
-            assert items[begin:end].tolist() == log.items[first:place].tolist()
     ends = log.offsets[1:]
-    assert examples.test.tolist() == (ends - 1).tolist()
-    assert examples.tune.tolist() == (ends - 2).tolist()
-    looked_at = {*examples.test.tolist(), *examples.tune.tolist()}
-    assert looked_at.isdisjoint(examples.train.tolist())
+
+    training = examples.training(2, torch.Generator())
+    assert training.places.shape == (2 * training.steps, 100)
+    assert training.steps == (len(log.items) - 3 * 60) // 100
+    first, second = training.places.view(2, -1)
+    for epoch in (first, second):
+        assert len(epoch.unique()) == len(epoch)
+        assert np.isin(epoch, examples.train).all()
+    assert not torch.equal(first, second)
+    assert_batches_are_of_the_log(training, log, 7)
+
+    looking = examples.looking()
+    of_tuning, of_test = looking.places.split(looking.steps)
+    assert of_tuning.flatten()[:60].tolist() == (ends - 2).tolist()
+    assert of_test.flatten()[:60].tolist() == (ends - 1).tolist()
+    assert np.isin([*of_tuning, *of_test], examples.train).sum() == 0
+    assert_batches_are_of_the_log(looking, log, 7)
 
 
 def test_negatives_are_items_that_the_user_has_not_taken(few):
@@ -68,7 +97,7 @@ def test_negatives_are_items_that_the_user_has_not_taken(few):
         for user, place in enumerate(places.tolist()):
             taken = log.items[log.offsets[user] : place + 1]
             assert not np.isin(examples.negatives[stage][user], taken).any()
-    drawn = torch.cat([batch[2][:, 1] for batch in examples.batches(torch.Generator())])
+    drawn = examples.training(1, torch.Generator()).negatives
     counts = np.bincount(log.items, minlength=log.num_items)
     popular = np.argsort(counts)[-10:]
     assert np.isin(drawn, popular).mean() > 0.25 * 1.2  # of 40 items
@@ -179,6 +208,7 @@ def test_bad_lines_are_named(text, message, tmp_path, capsys):
     [
         (["--width", "6"], "--width must be a multiple of 4, got 6"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--jobs", "33"], "--jobs must be at most 32, got 33"),
         (["--max-history", "0"], "--max-history must be at least 1, got 0"),
     ],
 )
@@ -216,6 +246,94 @@ def test_jagged_and_padded_attention_have_the_same_auc(few):
     assert aucs[0] == pytest.approx(aucs[1], abs=5e-5)
 
 
+def test_users_that_fill_a_batch_up_change_nothing(few, monkeypatch):
+    monkeypatch.setattr(quality, "BATCH", 100)
+    batches = quality.Examples(quality.read(few), 7, CPU).training(1, torch.Generator())
+    for pooling in quality.POOLINGS:
+        torch.manual_seed(0)
+        model = quality.Ranker(pooling, 40, 8, 6.0, 7).double().eval()
+        batches.step.zero_()
+        for _ in range(3):
+            history, offsets, candidates = batches.next()
+            own = offsets[: batches.size + 1]
+            expected = model(history[: own[-1]], own, candidates[: batches.size])
+            logits = model(history, offsets, candidates)[: batches.size]
+            torch.testing.assert_close(logits, expected)
+
+
+def test_sums_by_position():
+    x = torch.arange(1.0, 7).view(6, 1)
+    rows = JaggedTensor(x, lengths=torch.tensor([2, 0, 4]))
+    for pooling, expected in (
+        ("sum", (3, 0, 18)),
+        ("mean", (1.5, 0, 4.5)),
+        ("recency", ((1 + 2 * 2) / 3, 0, (3 + 4 * 2 + 5 * 4 + 6 * 8) / 15)),
+    ):
+        pooled = quality.POOLINGS[pooling](1, 1.0, 4)(torch.zeros(3, 1, 1), rows)
+        torch.testing.assert_close(pooled.flatten(), torch.tensor(expected).float())
+
+
+def test_the_most_similar_rows_are_attended(monkeypatch):
+    monkeypatch.setattr(quality_models, "SIMILAR", 2)
+    pooling = quality.POOLINGS["sim"](8, 1.0, 5).double()
+    torch.nn.init.normal_(pooling.attention.q_proj_weight)
+    rows = JaggedTensor(torch.randn(8, 8).double(), lengths=torch.tensor([1, 2, 5]))
+    targets = torch.randn(3, 4, 8).double()
+    pooled = pooling(targets, rows)
+    for target, of_user, x in zip(targets, pooled, rows.values().split([1, 2, 5]), strict=True):
+        for one, out in zip(target, of_user, strict=True):
+            chosen = (x @ one).topk(min(2, len(x))).indices.sort().values
+            few = JaggedTensor(x[chosen], lengths=torch.tensor([len(chosen)]))
+            torch.testing.assert_close(out, pooling.attention(one.unsqueeze(0), few)[0])
+
+
+class FakeTraining:
+    """Stands for ``train``: figures by a run's points, and a list of the runs."""
+
+    def __init__(self):
+        self.runs = []
+
+    def __call__(self, run, device):
+        self.runs.append(run)
+        distance = abs(run.lr - 1e-2) + abs(run.weight_decay - 1e-4) + abs(run.half_life - 1.5)
+        return {**dataclasses.asdict(run), "tune_auc": 1 - distance / 100, "auc": run.seed / 10,
+                "hit_rate_10": 0.5, "ne": 1.0, "best_epoch": 1, "seconds": 1.0}  # fmt: skip
+
+
+def test_what_is_tuned_in_which_order(monkeypatch, few):
+    fake = FakeTraining()
+    monkeypatch.setattr(quality, "train", fake)
+    args = quality.parse_args(["--data", few, "--poolings", "mean", "recency"])
+    frame = quality.compare(args, quality.Runs(args, "cpu")).set_index("pooling")
+    # Three learning rates, two more decays and seeds; of recency five more half-lives.
+    assert {name: sum(run.pooling == name for run in fake.runs) for name in frame.index} == {
+        "mean": 3 + 2 + 2,
+        "recency": 3 + 2 + 5 + 2,
+    }
+    assert frame["lr"].tolist() == [1e-2] * 2
+    assert frame["weight_decay"].tolist() == [1e-4] * 2
+    assert frame["half_life"].tolist() == [quality.UNTUNED["half_life"], 1.5]
+    np.testing.assert_allclose(frame["auc"], 0.1)
+    np.testing.assert_allclose(frame["auc_se"], 0.1 / 3**0.5)
+
+
+def test_test_events_do_not_choose_the_epoch(few, monkeypatch):
+    figures = iter([(0.6, 0.9), (0.7, 0.5), (0.65, 0.8), (0.7, 0.9)])
+    scores = []
+
+    def rate(logits):
+        if not scores:
+            tuning, test = next(figures)
+            scores.extend([tuning, test] if tuning > max(best) else [tuning])
+            best.append(tuning)
+        return quality.Scores(scores.pop(0), 0.5, 1.0)
+
+    best = [0.0]
+    monkeypatch.setattr(quality, "rate", rate)
+    result = quality.train(dataclasses.replace(RUN, data=few, epochs=4), "cpu")
+    assert (result["tune_auc"], result["auc"], result["best_epoch"]) == (0.7, 0.5, 2)
+
+
 def test_what_is_finished_is_not_run_again(few, tmp_path, monkeypatch, capsys):
     csv, runs, train = tmp_path / "quality.csv", [], quality.train
 
@@ -226,12 +344,12 @@ def test_what_is_finished_is_not_run_again(few, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quality, "train", counted)
     options = ["--data", few, "--quick", "--epochs", "1", "--width", "8", "--csv", str(csv)]
     assert quality.main([*options, "--poolings", "mean", "recency", "--seeds", "2"]) == 0
-    assert [run.stage for run in runs] == ["tune"] * 3 + ["test"] * 4
+    assert [run.seed for run in runs] == [0, 1] * 2
     first = capsys.readouterr().out
     runs.clear()
     assert quality.main([*options, "--poolings", "mean", "recency", "none", "--seeds", "2"]) == 0
     assert {run.pooling for run in runs} == {"none"}
-    assert len(pd.read_csv(csv)) == 10
+    assert len(pd.read_csv(csv)) == 6
     second = capsys.readouterr().out.splitlines()
     for line in first.splitlines():
         if "mean" in line or "recency" in line:
@@ -239,22 +357,27 @@ def test_what_is_finished_is_not_run_again(few, tmp_path, monkeypatch, capsys):
 
 
 def test_results_do_not_depend_on_how_many_run_at_a_time(few, tmp_path):
-    options = [
-        "--data",
-        few,
-        "--quick",
-        "--epochs",
-        "1",
-        "--width",
-        "8",
-        "--poolings",
-        "mean",
-        "din",
-    ]
+    options = ["--data", few, "--quick", "--epochs", "3", "--width", "8", "--seeds", "1"]
+    poolings = ["mean", "din", "attention-dropout"]
     frames = []
     for jobs in ("1", "2"):
         csv = tmp_path / f"{jobs}.csv"
-        assert quality.main([*options, "--seeds", "1", "--jobs", jobs, "--csv", str(csv)]) == 0
+        more = ["--poolings", *poolings, "--jobs", jobs, "--csv", str(csv)]
+        assert quality.main([*options, *more]) == 0
         frame = pd.read_csv(csv).sort_values(quality.KEY).reset_index(drop=True)
         frames.append(frame[[*quality.KEY, *quality.Scores._fields]])
     pd.testing.assert_frame_equal(*frames)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pooling", quality.POOLINGS)
+def test_a_graph_trains_as_its_function_does(pooling, few, monkeypatch):
+    monkeypatch.setattr(quality, "BATCH", 100)
+    run = dataclasses.replace(RUN, data=few, pooling=pooling)
+    figures = []
+    for eager_calls in (2, 10**6):
+        monkeypatch.setattr(quality, "EAGER_CALLS", eager_calls)
+        with quality.workers(1, "cuda") as threads:
+            result = threads.submit(quality.train, run, "cuda").result()
+        figures.append({name: result[name] for name in quality.Scores._fields})
+    assert figures[0] == figures[1]
