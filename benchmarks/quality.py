@@ -393,8 +393,9 @@ def start_thread() -> None:
     """Gives it a stream, and memory for its graphs, which one of them keeps for those to come."""
     torch.cuda.set_stream(torch.cuda.Stream())
     THREAD.pool = torch.cuda.graph_pool_handle()
+    kept = torch.zeros(1, device="cuda") + 1  # kernels are loaded before they are captured
     with SETTING_UP:
-        THREAD.graph = captured(lambda: torch.zeros(1, device="cuda"))
+        THREAD.graph = captured(lambda: kept + 1)
 
 
 @functools.cache
@@ -493,7 +494,8 @@ class Runs:
         elif missing:
             if self.pool is None:
                 self.pool = workers(self.jobs, self.device)
-            started = {self.pool.submit(train, run, self.device): run for run in missing}
+            # The slowest poolings are the last of their list: they begin.
+            started = {self.pool.submit(train, run, self.device): run for run in missing[::-1]}
             for future in concurrent.futures.as_completed(started):
                 self._finish(started[future], future.result())
         return pd.DataFrame([self.done[run] for run in runs])
