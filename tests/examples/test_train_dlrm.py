@@ -564,11 +564,7 @@ def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
 
 @pytest.mark.parametrize(
     ("number", "whole", "options"),
-    [
-        (signal.SIGINT, "finished", []),
-        (signal.SIGTERM, "finished", []),
-        (signal.SIGINT, "balanced", ["--balance"]),
-    ],
+    [(signal.SIGTERM, "finished", []), (signal.SIGINT, "balanced", ["--balance"])],
 )
 def test_a_stopped_training_resumes_where_it_was(tmp_path, request, number, whole, options):
     whole, options = request.getfixturevalue(whole)[0], ["--pooling=attention", *options]

@@ -47,7 +47,7 @@ def test_kernels_for_hopper(causal, width, hopper):
 )
 def test_windows_on_hopper(window, width, more_keys, hopper):
     device, launched = hopper
-    lengths = [400, 33, 0, 130, 65, 1, 17, 64, 256]
+    lengths = [330, 33, 0, 130, 65, 1, 17, 64, 128]
     kv_lengths = [max(length + more_keys, 0) for length in lengths]
     inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width)
     assert_right(inputs, True, window=window)
@@ -101,7 +101,7 @@ def test_rows_that_a_window_hides_do_not_matter_on_hopper(
     width, kv_heads, window, more_keys, relative, hopper
 ):
     device, _ = hopper
-    lengths = [33, 64, 190, 130, 50, 260, 40, 100]
+    lengths = [33, 64, 150, 90, 50, 140, 40, 100]
     kv_lengths = [length + more_keys for length in lengths]
     inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=width, kv_heads=kv_heads)
     if relative:
