@@ -5,6 +5,7 @@ from itertools import cycle, pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
@@ -612,29 +613,32 @@ def test_strided_inputs_and_gradients(device):
 
 def causal_row_by_row(
     q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
-    relative_bias=None, prior_weights=None, window=None,
+    relative_bias=None, window=None,
 ):  # fmt: skip
-    """Each query as a sample of its own that has the keys that it sees, and no others."""
+    """Each query with the keys that it sees, and no others; those of as many keys side by side."""
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
-    index, distance, num_seen = [], [], []
+    seen = []  # by each query
     bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
     for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
-        for after in range(end - begin - 1, -1, -1):
-            newer = max(kv_end - kv_begin - after, 0)
-            num_seen.append(newer if window is None else min(newer, window))
-            index += range(kv_end - after - num_seen[-1], kv_end - after)
-            distance += range(num_seen[-1] - 1, -1, -1)
-    index = torch.tensor(index, dtype=torch.int64, device=q.device)
-    biases = [] if bias is None else [bias.to(q.dtype)[index]]
-    if relative_bias is not None:
-        quarters = [((1 + d) ** 4).bit_length() - 1 for d in distance]
-        bucket = torch.tensor(quarters, device=q.device).clamp(max=len(relative_bias) - 1)
-        biases.append(relative_bias.to(q.dtype)[bucket])
-    return flash_attention_oracle(
-        q, k[index], v[index], torch.arange(len(num_seen) + 1),
-        offsets_of(torch.tensor(num_seen), torch.int64, CPU), bias=sum(biases) if biases else None,
-        prior_weights=None if prior_weights is None else prior_weights[index],
-    )  # fmt: skip
+        for last in range(kv_end - (end - begin), kv_end):
+            first = kv_begin if window is None else max(kv_begin, last - window + 1)
+            seen.append(range(first, last + 1))
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    for num_seen in {len(keys) for keys in seen} - {0}:
+        rows = [row for row, keys in enumerate(seen) if len(keys) == num_seen]
+        keys = torch.tensor([list(seen[row]) for row in rows], device=q.device)
+        k_BHSD, v_BHSD = (
+            x[keys].repeat_interleave(q.shape[1] // k.shape[1], 2).transpose(1, 2) for x in (k, v)
+        )
+        biases = [] if bias is None else [bias.to(q.dtype)[keys].mT]
+        if relative_bias is not None:
+            quarters = [((1 + d) ** 4).bit_length() - 1 for d in range(num_seen - 1, -1, -1)]
+            bucket = torch.tensor(quarters, device=q.device).clamp(max=len(relative_bias) - 1)
+            biases.append(relative_bias.to(q.dtype)[bucket].T)
+        mask = sum(biases).expand(k_BHSD.shape[:3]).unsqueeze(2) if biases else None
+        of_rows = F.scaled_dot_product_attention(q[rows].unsqueeze(2), k_BHSD, v_BHSD, mask)
+        out[rows] = of_rows.squeeze(2)
+    return out
 
 
 def bad_rows(queries, keys):
