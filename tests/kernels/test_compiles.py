@@ -233,7 +233,7 @@ CASES = {
         (90,), "hopper", lambda: flash(64, relative=True, window=70)
     ),
     "general flash of a window": Case((80,), "", lambda: flash(20, window=70)),
-    "general flash of a window, fp32": Case((90,), "flash", lambda: flash(32, FP32, window=70)),
+    "general flash of a window, fp32": Case((90,), "flash", lambda: flash(64, FP32, window=70)),
     "general flash, dropout": Case((80,), "flash", lambda: flash(64, dropout=0.5)),
     "general flash of short samples, dropout": Case((90,), "short", lambda: flash(64, dropout=0.5)),
     "general flash of a window, all biases, dropout": Case(
