@@ -21,6 +21,7 @@ __all__ = [
     "check_offsets_metadata",
     "check_prior_weights",
     "check_prior_weights_values",
+    "check_rows",
     "check_same",
     "check_score",
     "check_shape",
@@ -105,6 +106,14 @@ def check_same(
             raise TypeError(
                 f"{name} must be {reference.dtype} as {reference_name} is, got {tensor.dtype}"
             )
+
+
+def check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:
+    """``x`` must be two-dimensional, of a supported dtype, and where its offsets are."""
+    check_offsets_metadata(offsets, offsets_name)
+    check_float(x, name)
+    check_shape(x, name, symbols, (None, None))
+    check_same(x, name, dtype=False, **{offsets_name: offsets})
 
 
 def check_score(

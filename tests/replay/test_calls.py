@@ -30,7 +30,7 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
     layout,
 )
-from torchrec_jagged_attn.ops import interaction_gradients
+from torchrec_jagged_attn.ops import interaction_gradients, target_attention
 from torchrec_jagged_attn.replay import calls
 
 LENGTHS = (
@@ -63,7 +63,7 @@ def programs(device, monkeypatch):
     monkeypatch.setattr(calls, "record", record)
     monkeypatch.setattr(calls, "DEVICES", {torch.device(device).type})
     monkeypatch.setattr(calls, "ENABLED", True)
-    for module in (calls, checks, layout, interaction_gradients):
+    for module in (checks, layout, interaction_gradients):
         monkeypatch.setattr(module, "should_validate", lambda x: False)
     return recorded
 
@@ -570,7 +570,7 @@ def test_rows_that_are_not_aligned(device, monkeypatch):
 def forgets():
     """What is kept of calls is forgotten after the test."""
     yield
-    calls.ReplayedOp.replay.cache_clear()
+    target_attention.call_target_attention.replay = None
 
 
 @pytest.mark.usefixtures("forgets")
@@ -611,8 +611,28 @@ def test_a_scale_whose_value_may_change(device, programs):
     assert len(programs) <= 1
 
 
+def test_what_does_not_fit_is_refused_after_replays(device, monkeypatch, programs):
+    """A program is for what its checks passed alone; and what is refused ends no replays."""
+    width = 24  # of no other test: the kind is new
+
+    def call(num_samples, lengths):
+        x, y = draw(sum(lengths), width, device=device), draw(num_samples, width, device=device)
+        return jagged_dense_mul(x, y, offsets_of(lengths, device))
+
+    call(2, [3, 4])
+    with must_replay(monkeypatch):
+        call(3, [1, 0, 2])
+        assert len(programs) == 1
+        for num_samples, lengths in ((3, [3, 4]), (2, [3, 4, 0])):
+            with pytest.raises(ValueError, match=r"y must have shape \[B, D\] = "):
+                call(num_samples, lengths)
+        assert len(programs) == 1
+        call(0, [])
+    assert len(programs) == 2
+
+
 def test_values_are_validated_if_asked_for(device, monkeypatch):
-    monkeypatch.setattr(calls, "should_validate", lambda x: True)
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
     attend, leaves, rest = of_target(LENGTHS[0], device)
     called = []
     monkeypatch.setattr(calls.ReplayedOp, "plainly", lambda self, *_: called.append(self))
@@ -793,7 +813,7 @@ def test_where_tangents_may_come(device, monkeypatch, programs):
 
 
 def test_without_a_library(device, monkeypatch, programs):
-    monkeypatch.setattr(calls.ReplayedOp, "replay", lambda self: None, raising=False)
+    monkeypatch.setattr(target_attention.call_target_attention, "replay", lambda *_: None)
     attend, leaves, rest = of_target(LENGTHS[0], device)
     attend(**leaves, **rest).sum().backward()
     assert leaves["query"].grad is not None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec_jagged_attn.checks import (
     check_float,
     check_offsets_metadata,
+    check_rows,
     check_same,
     check_shape,
     check_tensor,
@@ -60,9 +61,6 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    _check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
-    check_same(x, "x", dtype=True, y=y)
     return registered.call_jagged_dense_bmm(x, y, offsets)
 
 
@@ -93,9 +91,6 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    _check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[N, T]", (x.shape[0], None))
-    check_same(x, "x", dtype=True, y=y)
     return registered.call_jagged_jagged_bmm(x, y, offsets)
 
 
@@ -124,7 +119,6 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    _check_rows(x, "x", "[N, T]", offsets, "offsets")
     return registered.call_softmax(x, offsets, None)
 
 
@@ -165,8 +159,8 @@ def jagged_jagged_bmm_jagged_out(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
-    _check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")
-    _check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
+    check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")
+    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
     check_shape(y, "y", "[Ny, D]", (None, x.shape[1]))
     check_same(x, "x", dtype=True, y=y)
     pair_offsets = _pair_offsets(x, "x", x_offsets, y_offsets)
@@ -219,7 +213,7 @@ def array_jagged_bmm_jagged_out(
     y_offsets = x_offsets if y_offsets is None else y_offsets
     check_float(p, "p")
     check_shape(p, "p", "[Σ Lx·Ly]", (None,))
-    _check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
+    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
     check_same(p, "p", dtype=True, y=y)
     pair_offsets = _pair_offsets(p, "p", x_offsets, y_offsets)
     return registered.call_array_jagged_bmm(
@@ -286,7 +280,6 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
                 [12.],
                 [23.]])
     """
-    _check_elementwise(x, y, offsets)
     return registered.call_jagged_dense_add(x, y, offsets)
 
 
@@ -312,16 +305,7 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
                 [20.],
                 [60.]])
     """
-    _check_elementwise(x, y, offsets)
     return registered.call_jagged_dense_mul(x, y, offsets)
-
-
-def _check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:
-    """``x`` must be two-dimensional, of a supported dtype, and where its offsets are."""
-    check_offsets_metadata(offsets, offsets_name)
-    check_float(x, name)
-    check_shape(x, name, symbols, (None, None))
-    check_same(x, name, dtype=False, **{offsets_name: offsets})
 
 
 def _last(offsets: Tensor) -> int:
@@ -332,12 +316,6 @@ def _last(offsets: Tensor) -> int:
     elif size < 0:
         raise ValueError(f"offsets must not end below 0, got {size}")
     return size
-
-
-def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    _check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[B, D]", (offsets.numel() - 1, x.shape[1]))
-    check_same(x, "x", dtype=True, y=y)
 
 
 def _pair_offsets(x: Tensor, name: str, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import should_validate
+from torchrec_jagged_attn.checks import check_rows, check_same, check_shape, should_validate
 from torchrec_jagged_attn.cpu import interaction as reference
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.kernels.interaction import product_gradients as gradient_kernels
@@ -67,6 +67,12 @@ def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     return reference if implementation(x.device)[0] == "reference" else of_triton
 
 
+def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
+    check_same(x, "x", dtype=True, y=y)
+
+
 def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] × [B, D, T] → [N, T]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
@@ -86,11 +92,18 @@ def _dense_backward(
 
 jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
     "jagged_dense_bmm",
+    check=_check_dense,
     forward=_dense_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
     saves=("x", "y", "offsets"),
     backward=_dense_backward,
 )
+
+
+def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[N, T]", (x.shape[0], None))
+    check_same(x, "x", dtype=True, y=y)
 
 
 def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -112,6 +125,7 @@ def _jagged_backward(
 
 jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
     "jagged_jagged_bmm",
+    check=_check_jagged,
     forward=_jagged_forward,
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
     saves=("x", "y", "offsets"),
@@ -252,6 +266,11 @@ array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
 )
 
 
+def _check_softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> None:
+    if y_offsets is None:  # else the caller has made the offsets of pairs
+        check_rows(x, "x", "[N, T]", offsets, "offsets")
+
+
 def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
     """Of columns of ``[N, T]``; or, with ``y_offsets`` and the offsets of pairs, of their rows."""
     if y_offsets is None:
@@ -275,6 +294,7 @@ def _softmax_grad(
 
 softmax, call_softmax = register_op_of_ops(
     "jagged_softmax",
+    check=_check_softmax,
     forward=_softmax_forward,
     fake=lambda x, offsets, y_offsets: x.new_empty(x.shape),
     saves=("offsets", "y_offsets", "out"),
@@ -302,6 +322,12 @@ softmax_backward, _ = register_op_of_ops(
 )
 
 
+def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[B, D]", (offsets.numel() - 1, x.shape[1]))
+    check_same(x, "x", dtype=True, y=y)
+
+
 def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] + [B, D] → [N, D]``."""
     check_offsets_values(offsets, x.shape[0], "offsets")
@@ -318,6 +344,7 @@ def _add_backward(
 
 jagged_dense_add, call_jagged_dense_add = register_op_of_ops(
     "jagged_dense_add",
+    check=_check_elementwise,
     forward=_add_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
     saves=("offsets",),
@@ -342,6 +369,7 @@ def _mul_backward(
 
 jagged_dense_mul, call_jagged_dense_mul = register_op_of_ops(
     "jagged_dense_mul",
+    check=_check_elementwise,
     forward=_mul_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
     saves=("x", "y", "offsets"),

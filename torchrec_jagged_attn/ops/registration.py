@@ -177,6 +177,7 @@ def register_op_of_ops(
     fake: Callable[..., Tensor],
     saves: tuple[str, ...],
     backward: Callable[..., tuple[Tensor | None, ...]],
+    check: Callable[..., object] | None = None,
     lengths: tuple[str, ...] = (),
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, with a gradient made of other ops.
@@ -193,6 +194,7 @@ def register_op_of_ops(
         backward: ``(call, grad_out, needs_grad, *inputs, out)`` to a gradient or ``None`` for each
             input. ``call`` calls an op; ``needs_grad`` has a bool for each input; tensors that are
             not saved are ``None``.
+        check: of the inputs, raises if they do not fit; by what is returned second alone.
         lengths: names of the integers that differ from call to call, which follow the tensors.
 
     Returns:
@@ -222,6 +224,7 @@ def register_op_of_ops(
     return op, ReplayedOp(
         op,
         differentiable=[not x.endswith("offsets") for x in tensors],
+        check=check,
         num_lengths=len(lengths),
         axes=[0] * (num_tensors + 2),
         saved=saved,

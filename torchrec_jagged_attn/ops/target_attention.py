@@ -129,7 +129,7 @@ def jagged_target_attention(
     dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
-    out = _call_target_attention(
+    out = call_target_attention(
         query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
         position_bias, age_bias, timestamps, dropped, dropped_weights, scale, score,
         torch.is_grad_enabled(),
@@ -230,7 +230,7 @@ def backward(
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
 
 
-_, _call_target_attention = register_op(
+_, call_target_attention = register_op(
     "target_attention",
     arguments=TargetArguments,
     outputs=TargetOutputs,

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from triton.knobs import runtime
 
 from torchrec_jagged_attn import paths
-from torchrec_jagged_attn.checks import should_validate
 from torchrec_jagged_attn.extension import Extension
 from torchrec_jagged_attn.replay.recording import record
 
@@ -46,6 +45,8 @@ class ReplayedOp:
 
     Args:
         op: from the arguments to all outputs, or to the only one. Only the first has a gradient.
+        check: of the same arguments, raises if they do not fit. It is recorded, too: where it was
+            passed, a program has guards that say so, and it is not called again.
         differentiable: of each tensor among the arguments, whether it may have a gradient. Tensors
             come first; the very first is no ``None``.
         num_lengths: how many of the arguments after these are lengths, which differ from call to
@@ -64,6 +65,7 @@ class ReplayedOp:
         self,
         op: torch._ops.OpOverload,
         *,
+        check: Callable[..., object] | None = None,
         differentiable: Sequence[bool],
         num_lengths: int = 0,
         axes: Sequence[int],
@@ -74,31 +76,37 @@ class ReplayedOp:
         has_second_derivatives: bool = False,
     ) -> None:
         self.op, self.num_tensors, self.num_lengths = op, len(differentiable), num_lengths
+        self.check = check or (lambda *_: None)
         self.differentiable, self.axes, self.saved = list(differentiable), list(axes), list(saved)
         self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
         self.has_second_derivatives = has_second_derivatives
+        self.replay: Callable[..., Tensor | None] | None = None
 
     def __call__(self, *arguments: Any) -> Tensor:
         if ENABLED and not torch.compiler.is_compiling() and self._may_replay(arguments[0]):
-            with _building:  # else two threads that come first make two
-                replay = self.replay()
-            out = None if replay is None else replay(*arguments)
+            out = (self.replay or self._make_replay())(*arguments)
             if out is not None:
                 return out
+        self.check(*arguments)
         return self.plainly(*arguments)
 
-    def _may_replay(self, first: Tensor) -> bool:
+    def _may_replay(self, first: object) -> bool:
         hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-        return first.device.type in DEVICES and not hooks and not should_validate(first)
+        return isinstance(first, Tensor) and first.device.type in DEVICES and not hooks
 
     def plainly(self, *arguments: Any) -> Tensor:
         """The op's first output, by the op."""
         outputs = self.op(*arguments)
         return outputs if isinstance(outputs, Tensor) else outputs[0]
 
-    @functools.cache  # noqa: B019  an op lives as long as the process
-    def replay(self) -> Any | None:
-        """``Call`` of ``replay.cpp``, where that can be built, and finds what it needs."""
+    def _make_replay(self) -> Callable[..., Tensor | None]:
+        """What ``replay.cpp`` calls the op by, where that can be built and finds what it needs."""
+        with _building:  # else two threads that come first make two
+            if self.replay is None:
+                self.replay = self._replay_of_library() or (lambda *_: None)
+        return self.replay
+
+    def _replay_of_library(self) -> Callable[..., Tensor | None] | None:
         library = replay_extension.library()
         if library is None:
             return None
@@ -106,9 +114,9 @@ class ReplayedOp:
             try:
                 library.check_driver()
             except RuntimeError as error:
-                warnings.warn(f"{replay_extension.without}: {error}", stacklevel=3)
+                warnings.warn(f"{replay_extension.without}: {error}", stacklevel=4)
                 return None
-        return library.Call(
+        return library.replay_of(
             self.op._schema.name,
             self.num_lengths,
             self.differentiable,
@@ -121,8 +129,13 @@ class ReplayedOp:
         )
 
     def _record(self, tensors: tuple, lengths: list, constants: tuple) -> Any | None:
-        axes = self.axes[1 : 1 + self.num_tensors]
-        return _record(lambda *traced: self.run(*traced, *constants), tensors, axes, lengths)
+        self.check(*tensors, *lengths, *constants)
+
+        def run(*traced: Any) -> Sequence[Tensor]:
+            self.check(*traced, *constants)
+            return self.run(*traced, *constants)
+
+        return _record(run, tensors, self.axes[1 : 1 + self.num_tensors], lengths)
 
     def _record_backward(
         self, tensors: tuple, needs: tuple, lengths: list, constants: tuple

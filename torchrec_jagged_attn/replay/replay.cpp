@@ -367,7 +367,9 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
   const bool on_gpu = first.is_cuda();
   if (on_gpu) ensure_context(first.get_device());
   const CUstream stream = on_gpu ? current_stream(first.get_device()) : nullptr;
-  std::vector<Tensor> memories = inputs;
+  std::vector<Tensor> memories;
+  memories.reserve(inputs.size() + program.steps.size());
+  memories.insert(memories.end(), inputs.begin(), inputs.end());
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const auto& step = program.steps[i];
     if (const auto* allocate = std::get_if<Allocate>(&step)) {
@@ -383,6 +385,7 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
     for (const int64_t memory : program.last_uses[i]) memories[memory].reset();
   }
   std::vector<Tensor> outputs;
+  outputs.reserve(program.outputs.size());
   for (const auto& output : program.outputs)
     outputs.push_back(output ? view(*output, memories, values) : Tensor());
   return outputs;
@@ -553,7 +556,10 @@ int64_t matmul_precision() {
 // What programs are looked up by. Of each tensor, it also says which one before it has the same
 // address: an op may treat two that are one in another way.
 Numbers kind_of(const Constants& constants, const std::vector<Tensor>& tensors, const int64_t* axes) {
-  Numbers kind = {constants.number, matmul_precision()};
+  Numbers kind;
+  kind.reserve(2 + 8 * tensors.size());
+  kind.push_back(constants.number);
+  kind.push_back(matmul_precision());
   c10::SmallVector<const void*, 32> addresses;
   for (size_t i = 0; i < tensors.size(); ++i) {
     describe(tensors[i], axes[i], kind);
@@ -679,6 +685,12 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
   }
 };
 
+// Whether values must be checked, which ops do: see checks.py.
+bool must_validate() {
+  const char* const value = std::getenv("TORCHREC_JAGGED_ATTN_VALIDATE");
+  return value && std::strcmp(value, "1") == 0;
+}
+
 struct Call {
   // Both are never freed: nodes of autograd point to them, and may outlive this.
   Op* op;
@@ -686,14 +698,16 @@ struct Call {
   std::unordered_set<Numbers, HashNumbers> once;  // sets that came, and are not kept
 
   // The op's first output, or None where the call is not replayed.
-  py::object operator()(const py::args& arguments) {
-    if (!is_plain_thread()) return py::none();
+  py::object operator()(PyObject* const* arguments, size_t count) {
+    const size_t first = op->num_tensors + op->num_lengths;
+    if (count < first || count > op->types.size()) return py::none();
+    if (!is_plain_thread() || must_validate()) return py::none();
     Inputs inputs;
     auto& tensors = inputs.tensors;
     tensors.reserve(op->num_tensors + 8);
     bool needs_grad = false;
     for (size_t i = 0; i < op->num_tensors; ++i) {
-      PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), i);
+      PyObject* const object = arguments[i];
       if (object == Py_None) {
         tensors.emplace_back();
         continue;
@@ -704,7 +718,7 @@ struct Call {
       needs_grad |= op->differentiable[i] && tensors.back().requires_grad();
     }
     for (size_t i = 0; i < op->num_lengths; ++i) {
-      PyObject* const object = PyTuple_GET_ITEM(arguments.ptr(), op->num_tensors + i);
+      PyObject* const object = arguments[op->num_tensors + i];
       if (!PyLong_CheckExact(object)) return py::none();
       inputs.lengths.push_back(PyLong_AsLongLong(object));
       if (PyErr_Occurred()) throw py::error_already_set();
@@ -712,7 +726,7 @@ struct Call {
     needs_grad &= at::GradMode::is_enabled();
     if (needs_grad && at::SavedTensorDefaultHooks::get_hooks()) return py::none();
     RECORD_FUNCTION(op->name, std::vector<c10::IValue>());
-    Constants* const constants = constants_of(arguments);
+    Constants* const constants = constants_of(arguments, first, count);
     if (!constants) return py::none();
     const auto outputs = replay_forward(*op, inputs, *constants);
     if (outputs.empty()) return py::none();
@@ -726,11 +740,11 @@ struct Call {
   }
 
  private:
-  Constants* constants_of(const py::args& arguments) {
-    const size_t first = op->num_tensors + op->num_lengths;
+  Constants* constants_of(PyObject* const* arguments, size_t first, size_t count) {
     Numbers key;
-    for (size_t i = first; i < arguments.size(); ++i)
-      if (!add_constant(PyTuple_GET_ITEM(arguments.ptr(), i), op->types[i], key)) return nullptr;
+    key.reserve(count - first);
+    for (size_t i = first; i < count; ++i)
+      if (!add_constant(arguments[i], op->types[i], key)) return nullptr;
     if (const auto found = kept.find(key); found != kept.end()) return found->second;
     if (kept.size() == MOST_CONSTANTS) return nullptr;
     if (kept.size() >= CONSTANTS_KEPT_AT_ONCE && once.erase(key) == 0) {
@@ -738,15 +752,36 @@ struct Call {
       once.insert(std::move(key));
       return nullptr;
     }
-    py::tuple objects(arguments.size() - first);
+    py::tuple objects(count - first);
     for (size_t i = 0; i < objects.size(); ++i) {
-      py::object object = arguments[first + i];
+      auto object = py::reinterpret_borrow<py::object>(arguments[first + i]);
       if (PyUnicode_CheckExact(object.ptr())) PyUnicode_InternInPlace(&object.ptr());
       objects[i] = object;
     }
     return kept[key] = new Constants{objects, int64_t(kept.size())};
   }
 };
+
+// A function of Python that calls `call`, which is never freed, as its op: pybind11's takes longer.
+py::object as_function(Call* call) {
+  static PyMethodDef method = {
+      "replay",
+      reinterpret_cast<PyCFunction>(
+          +[](PyObject* self, PyObject* const* arguments, Py_ssize_t count) -> PyObject* {
+            HANDLE_TH_ERRORS
+            auto* const call = static_cast<Call*>(PyCapsule_GetPointer(self, nullptr));
+            try {
+              return (*call)(arguments, count).release().ptr();
+            } catch (py::error_already_set& error) {
+              error.restore();
+              return nullptr;
+            }
+            END_HANDLE_TH_ERRORS
+          }),
+      METH_FASTCALL, nullptr};
+  const auto self = py::capsule(call);
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method, self.ptr()));
+}
 
 View view_of(const py::tuple& t) {
   return {t[0].cast<int64_t>(), t[1].cast<int64_t>(), t[2].cast<Numbers>(), t[3].cast<Numbers>()};
@@ -836,26 +871,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         else
           self.outputs.emplace_back(view_of(output.cast<py::tuple>()));
       });
-  py::class_<Call>(m, "Call")
-      .def(py::init([](const std::string& name, size_t num_lengths,
-                       std::vector<bool> differentiable, std::vector<bool> saved, Numbers axes,
-                       bool has_second_derivatives, py::object record_forward,
-                       py::object record_backward, py::object run_backward) {
-        auto* const op = new Op();
-        op->name = name;
-        op->num_tensors = differentiable.size();
-        op->num_lengths = num_lengths;
-        const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
-        for (const auto& argument : handle.schema().arguments())
-          op->types.push_back(argument.real_type()->kind());
-        op->differentiable = std::move(differentiable);
-        op->saved = std::move(saved);
-        op->axes = std::move(axes);
-        op->has_second_derivatives = has_second_derivatives;
-        op->record_forward = std::move(record_forward);
-        op->record_backward = std::move(record_backward);
-        op->run_backward = std::move(run_backward);
-        return Call{op, {}, {}};
-      }))
-      .def("__call__", &Call::operator());
+  m.def("replay_of",
+        [](const std::string& name, size_t num_lengths, std::vector<bool> differentiable,
+           std::vector<bool> saved, Numbers axes, bool has_second_derivatives,
+           py::object record_forward, py::object record_backward, py::object run_backward) {
+          auto* const op = new Op();
+          op->name = name;
+          op->num_tensors = differentiable.size();
+          op->num_lengths = num_lengths;
+          const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+          for (const auto& argument : handle.schema().arguments())
+            op->types.push_back(argument.real_type()->kind());
+          op->differentiable = std::move(differentiable);
+          op->saved = std::move(saved);
+          op->axes = std::move(axes);
+          op->has_second_derivatives = has_second_derivatives;
+          op->record_forward = std::move(record_forward);
+          op->record_backward = std::move(record_backward);
+          op->run_backward = std::move(run_backward);
+          return as_function(new Call{op, {}, {}});
+        });
 }
