@@ -30,6 +30,7 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
     layout,
 )
+from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.ops import interaction_gradients, target_attention
 from torchrec_jagged_attn.replay import calls
 
@@ -564,6 +565,50 @@ def test_rows_that_are_not_aligned(device, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(calls, "ENABLED", False)
             assert torch.equal(out, attend(leaves["query"], moved, **rest))
+
+
+class Kernel(Launcher):
+    """Sees what it is launched with."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.launched = []
+
+    def launch(self, grid, arguments, constants):
+        self.launched.append(arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_allocations"),
+    [(3, 3), (2**17, 4), (2**20 + 1, 5)],
+    ids=["all-scratch-fits", "one-does-not", "none-fits"],
+)
+def test_scratch_is_one_allocation(rows, num_allocations, device, monkeypatch, programs):
+    """Of up to 1 MiB. Neither what is returned nor what an operator takes is scratch."""
+    kernel = Kernel()
+
+    def run(x):
+        dtypes = torch.uint8, torch.float64, torch.float32
+        scratch = [x.new_empty(x.shape[0], dtype=dtype) for dtype in dtypes]
+        out, zeros = x.new_empty(x.shape[0]), x.new_zeros(x.shape[0])
+        kernel((1,), (*scratch, out, zeros), {})
+        return [out, zeros]
+
+    op, x = made_of(run), torch.ones(rows, device=device)
+    op(x)
+    with must_replay(monkeypatch):
+        returned = op(x)
+    assert len(programs) == 1
+    made = kernel.launched[-1]
+    assert len({x.untyped_storage().data_ptr() for x in made}) == num_allocations
+    assert returned.data_ptr() == made[3].data_ptr()
+    for x in made[3:]:
+        assert x.untyped_storage().nbytes() == 4 * rows
+    assert not made[4].any()
+    for value, x in enumerate(made):
+        assert x.data_ptr() % 16 == 0
+        x.fill_(value)
+    assert all(bool((x == value).all()) for value, x in enumerate(made))
 
 
 @pytest.fixture

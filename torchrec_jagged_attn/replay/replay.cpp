@@ -124,6 +124,7 @@ struct View {  // of a tensor's memory; all else are places of expressions, in e
 struct Allocate {
   at::ScalarType dtype;
   Numbers sizes;
+  bool is_scratch = true;  // for kernels alone, which keep none of it
 };
 
 struct CallOperator {  // of PyTorch, which returns one contiguous tensor
@@ -182,27 +183,37 @@ struct Program {
   std::vector<Numbers> last_uses;  // of each step, memories that none after it reads
 };
 
-// Fill in `last_uses`.
+// Fill in `last_uses`, and what is scratch: an operator may return what it is given.
 void finish(Program& program, int64_t num_inputs) {
   std::unordered_map<int64_t, size_t> last;
-  int64_t memory = num_inputs;
-  const auto use = [&](const auto& arguments, size_t i) {
-    for (const auto& argument : arguments)
-      if (const auto* of = std::get_if<View>(&argument)) last[of->memory] = i;
+  std::vector<Allocate*> made(num_inputs);  // of each memory, the step, if it allocates
+  const auto use = [&](const auto& arguments, size_t i, bool keeps) {
+    for (const auto& argument : arguments) {
+      const auto* of = std::get_if<View>(&argument);
+      if (!of) continue;
+      last[of->memory] = i;
+      if (keeps && made[of->memory]) made[of->memory]->is_scratch = false;
+    }
   };
   for (size_t i = 0; i < program.steps.size(); ++i) {
-    const auto& step = program.steps[i];
-    if (const auto* call = std::get_if<CallOperator>(&step)) use(call->arguments, i);
-    if (const auto* call = std::get_if<CallPython>(&step)) use(call->arguments, i);
-    if (std::holds_alternative<Allocate>(step) || std::holds_alternative<CallOperator>(step))
-      last[memory++] = i;
+    auto& step = program.steps[i];
+    auto* const allocate = std::get_if<Allocate>(&step);
+    if (const auto* call = std::get_if<CallOperator>(&step)) use(call->arguments, i, true);
+    if (const auto* call = std::get_if<CallPython>(&step)) use(call->arguments, i, false);
+    if (allocate || std::holds_alternative<CallOperator>(step)) {
+      last[made.size()] = i;
+      made.push_back(allocate);
+    }
     if (const auto* kernel = std::get_if<Launch>(&step))
       for (const auto& parameter : kernel->parameters)
         if (parameter.kind == Parameter::POINTER || parameter.kind == Parameter::DESCRIPTOR)
           last[parameter.memory] = i;
   }
-  for (const auto& output : program.outputs)
-    if (output) last.erase(output->memory);
+  for (const auto& output : program.outputs) {
+    if (!output) continue;
+    last.erase(output->memory);
+    if (made[output->memory]) made[output->memory]->is_scratch = false;
+  }
   program.last_uses.resize(program.steps.size());
   for (const auto& [of, i] : last) program.last_uses[i].push_back(of);
 }
@@ -358,6 +369,20 @@ void call_python(const CallPython& step, const std::vector<Tensor>& memories, co
   step.function(grid, arguments);
 }
 
+// Scratch of a run is one allocation, up to what PyTorch's allocator on CUDA cuts out of its small
+// blocks. Beyond that, what is freed between steps is worth more.
+constexpr int64_t MOST_WORKSPACE = 1 << 20, ALIGNMENT = 256;  // bytes
+
+// A tensor at a byte of the workspace.
+Tensor in_workspace(const Tensor& workspace, int64_t begin, at::ScalarType dtype,
+                    at::IntArrayRef sizes) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(workspace.storage()), workspace.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_storage_offset(begin / int64_t(c10::elementSize(dtype)));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
 std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& inputs,
                         const Numbers& values) {
   const Tensor& first = inputs[0];
@@ -370,11 +395,29 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
   std::vector<Tensor> memories;
   memories.reserve(inputs.size() + program.steps.size());
   memories.insert(memories.end(), inputs.begin(), inputs.end());
+  c10::SmallVector<int64_t, 16> begins;  // in the workspace, of what is allocated; -1 elsewhere
+  int64_t workspace_size = 0;
+  for (const auto& step : program.steps) {
+    const auto* const allocate = std::get_if<Allocate>(&step);
+    if (!allocate) continue;
+    int64_t size = c10::elementSize(allocate->dtype);
+    for (const int64_t place : allocate->sizes) size *= values[place];
+    const int64_t end = workspace_size + (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    const bool fits = allocate->is_scratch && size > 0 && end <= MOST_WORKSPACE;
+    begins.push_back(fits ? workspace_size : -1);
+    if (fits) workspace_size = end;
+  }
+  Tensor workspace;
+  if (workspace_size > 0)
+    workspace = at::empty({workspace_size}, first.options().dtype(at::kByte));
+  auto begin = begins.begin();
   for (size_t i = 0; i < program.steps.size(); ++i) {
     const auto& step = program.steps[i];
     if (const auto* allocate = std::get_if<Allocate>(&step)) {
       const auto sizes = select(allocate->sizes, values);
-      memories.push_back(at::empty(sizes, first.options().dtype(allocate->dtype)));
+      memories.push_back(*begin < 0 ? at::empty(sizes, first.options().dtype(allocate->dtype))
+                                    : in_workspace(workspace, *begin, allocate->dtype, sizes));
+      ++begin;
     } else if (const auto* call = std::get_if<CallOperator>(&step)) {
       memories.push_back(call_operator(*call, memories, values));
     } else if (const auto* kernel = std::get_if<Launch>(&step)) {
