@@ -676,6 +676,24 @@ def test_what_does_not_fit_is_refused_after_replays(device, monkeypatch, program
     assert len(programs) == 2
 
 
+def test_offsets_of_pairs_are_checked_after_replays(device, monkeypatch):
+    lengths = LENGTHS[0]
+    attend, leaves, rest = of_pairs(lengths, device)
+    attend(**leaves, **rest)
+    x, y, x_offsets = leaves["x"], leaves["y"], rest["x_offsets"]
+    fewer, num_pairs = x_offsets[:-1].contiguous(), sum(n * n for n in lengths)
+    p = draw(num_pairs, device=device)
+    with must_replay(monkeypatch):
+        attend(**leaves, **rest)
+        for call in (
+            lambda: jagged_jagged_bmm_jagged_out(x, y, x_offsets, fewer, total=num_pairs),
+            lambda: array_jagged_bmm_jagged_out(p, y, x_offsets, fewer, num_rows=len(x)),
+            lambda: jagged2_softmax(p, x_offsets, fewer),
+        ):
+            with pytest.raises(ValueError, match=r"y_offsets must have shape \[B \+ 1\] = \[4\]"):
+                call()
+
+
 def test_values_are_validated_if_asked_for(device, monkeypatch):
     monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
     attend, leaves, rest = of_target(LENGTHS[0], device)

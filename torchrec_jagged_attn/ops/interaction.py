@@ -7,15 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import (
-    check_float,
-    check_offsets_metadata,
-    check_rows,
-    check_same,
-    check_shape,
-    check_tensor,
-    should_validate,
-)
+from torchrec_jagged_attn.checks import check_tensor, should_validate
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import interaction_gradients as registered
 
@@ -159,11 +151,7 @@ def jagged_jagged_bmm_jagged_out(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
-    check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")
-    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
-    check_shape(y, "y", "[Ny, D]", (None, x.shape[1]))
-    check_same(x, "x", dtype=True, y=y)
-    pair_offsets = _pair_offsets(x, "x", x_offsets, y_offsets)
+    pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
     if total is None:
         total = _last(pair_offsets)
     return registered.call_pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
@@ -206,16 +194,12 @@ def array_jagged_bmm_jagged_out(
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    check_offsets_metadata(x_offsets, "x_offsets")
     check_tensor(y, "y")
-    if num_rows is None:
-        num_rows = y.shape[0] if y_offsets is None else _last(x_offsets)
+    same_offsets = y_offsets is None
     y_offsets = x_offsets if y_offsets is None else y_offsets
-    check_float(p, "p")
-    check_shape(p, "p", "[Σ Lx·Ly]", (None,))
-    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
-    check_same(p, "p", dtype=True, y=y)
-    pair_offsets = _pair_offsets(p, "p", x_offsets, y_offsets)
+    pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
+    if num_rows is None:
+        num_rows = y.shape[0] if same_offsets else _last(x_offsets)
     return registered.call_array_jagged_bmm(
         p, y, x_offsets, y_offsets, pair_offsets, num_rows, False
     )
@@ -247,12 +231,8 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
-    check_offsets_metadata(x_offsets, "x_offsets")
-    check_offsets_metadata(y_offsets, "y_offsets")
-    check_float(p, "p")
-    check_shape(p, "p", "[Σ Lx·Ly]", (None,))
-    pair_offsets = _pair_offsets(p, "p", x_offsets, y_offsets)
-    if should_validate(p):
+    pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
+    if should_validate(x_offsets):
         check_offsets_values(x_offsets, int(x_offsets[-1]), "x_offsets")
         check_offsets_values(y_offsets, int(y_offsets[-1]), "y_offsets")
     return registered.call_softmax(p, pair_offsets, y_offsets)
@@ -316,10 +296,3 @@ def _last(offsets: Tensor) -> int:
     elif size < 0:
         raise ValueError(f"offsets must not end below 0, got {size}")
     return size
-
-
-def _pair_offsets(x: Tensor, name: str, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """``[B + 1]`` int64: where each sample's pairs begin."""
-    check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
-    check_same(x, name, dtype=False, x_offsets=x_offsets, y_offsets=y_offsets)
-    return registered.call_pair_offsets(x_offsets, y_offsets)

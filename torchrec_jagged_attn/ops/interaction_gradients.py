@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_rows, check_same, check_shape, should_validate
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_offsets_metadata,
+    check_rows,
+    check_same,
+    check_shape,
+    should_validate,
+)
 from torchrec_jagged_attn.cpu import interaction as reference
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.kernels.interaction import product_gradients as gradient_kernels
@@ -163,6 +170,13 @@ jagged_jagged_bmm_backward = register_op_without_grad(
 )
 
 
+def _check_offsets(x_offsets: Tensor, y_offsets: Tensor) -> None:
+    check_offsets_metadata(x_offsets, "x_offsets")
+    check_offsets_metadata(y_offsets, "y_offsets")
+    check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
+    check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
+
+
 def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """``[B + 1]`` int64: where each sample's pairs begin, made without waiting for the device."""
     return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
@@ -170,6 +184,7 @@ def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
 
 pair_offsets, call_pair_offsets = register_op_of_ops(
     "jagged_pair_offsets",
+    check=_check_offsets,
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
     saves=(),
@@ -190,6 +205,13 @@ def _check_pairs(
 def _check_total(pair_offsets: Tensor, total: int) -> None:
     if should_validate(pair_offsets) and int(pair_offsets[-1]) != total:
         raise ValueError(f"offsets must make the {total} pairs, got {int(pair_offsets[-1])}")
+
+
+def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_: Any) -> None:
+    check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")
+    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
+    check_shape(y, "y", "[Ny, D]", (None, x.shape[1]))
+    check_same(x, "x", dtype=True, y=y)
 
 
 def _pair_forward(
@@ -216,12 +238,25 @@ def _pair_backward(
 
 pair_bmm, call_pair_bmm = register_op_of_ops(
     "jagged_jagged_bmm_jagged_out",
+    check=_check_pair_bmm,
     forward=_pair_forward,
     fake=lambda x, y, x_offsets, y_offsets, pair_offsets, total: x.new_empty(total),
     saves=("x", "y", *PAIR_OFFSETS),
     lengths=("total",),
     backward=_pair_backward,
 )
+
+
+def _check_pair_values(p: Tensor, offsets: Tensor) -> None:
+    check_float(p, "p")
+    check_shape(p, "p", "[Σ Lx·Ly]", (None,))
+    check_same(p, "p", dtype=False, x_offsets=offsets)
+
+
+def _check_array(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_: Any) -> None:
+    _check_pair_values(p, x_offsets)
+    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
+    check_same(p, "p", dtype=True, y=y)
 
 
 def _array_forward(
@@ -256,6 +291,7 @@ def _array_backward(
 
 array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
     "array_jagged_bmm_jagged_out",
+    check=_check_array,
     forward=_array_forward,
     fake=lambda p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed: y.new_empty(
         num_rows, y.shape[1]
@@ -267,8 +303,10 @@ array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
 
 
 def _check_softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> None:
-    if y_offsets is None:  # else the caller has made the offsets of pairs
+    if y_offsets is None:
         check_rows(x, "x", "[N, T]", offsets, "offsets")
+    else:  # the offsets of pairs, made of checked ones
+        _check_pair_values(x, offsets)
 
 
 def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
