@@ -19,6 +19,7 @@ which waits for the slowest rank, copies, and the dense rest, optimizer included
 
 What stands in the CSV is not measured again. A provider that ran out of memory beside the others is
 left for the next call of the same command, which then measures it alone, and the exit status is 1.
+On several GPUs it ends the run, and nothing of that run is written: name fewer providers.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from options import HelpFormatter, number
 
 from torchrec_jagged_attn.replay import calls
 
-OUT_OF_MEMORY = "out of memory"
+LACKS_MEMORY = ("out of memory", "alloc_failed")  # of CUDA, and of its libraries
 BATCHES = {50: 16384, 200: 8192, 1000: 4096, 4000: 2048}
 """Samples of a step, unless --batch says so: of this mean, or of the next smaller one."""
 QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=16, heads=2,
@@ -233,16 +234,17 @@ class Measurement:
             do(name)
         except Exception as error:  # whatever a peer, or this machine's FBGEMM, has not
             self.trainings.pop(name, None)
-            if OUT_OF_MEMORY not in str(error).lower():
-                self.refuse(name, in_a_line(error))
-            elif dist.get_world_size() > 1:
+            lacks_memory = any(words in str(error).lower() for words in LACKS_MEMORY)
+            if lacks_memory and dist.get_world_size() > 1:
                 raise  # the other ranks wait in vain
-            elif self.trainings:
+            if lacks_memory and self.trainings:
                 self.left.append(name)
             else:
                 self.refuse(name, in_a_line(error))
         if name not in self.trainings:
+            gc.unfreeze()
             clear_memory()
+            gc.freeze()
 
     def build(self, name: str) -> None:
         self.trainings[name] = Training(

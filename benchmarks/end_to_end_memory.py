@@ -78,8 +78,8 @@ def search(csv: Path, name: str, first: Sizes, field: str, device: torch.device)
         field: of ``first``, which varies.
 
     Raises:
-        RuntimeError: if the process has lost its GPU, or some of its memory. What was found until
-            then is added.
+        RuntimeError: if the process has lost its GPU, or some of its memory. A size that was found
+            until then is added, with a note that it is no more than that.
     """
     reasons: dict[int, str] = {}
 
@@ -91,19 +91,19 @@ def search(csv: Path, name: str, first: Sizes, field: str, device: torch.device)
             raise RuntimeError(f"{held} bytes are held by nothing: call this once more")
         return not reasons[size]
 
-    def write() -> None:
+    def write(more: str = "") -> None:
         metric, unit, factor = FOUND[field]
         found = max((size for size, reason in reasons.items() if not reason), default=0)
         beyond = min(size for size, reason in reasons.items() if reason)
         row = {"metric": metric, "median": found * factor, "unit": unit,
-               "note": f"{beyond * factor}: {reasons[beyond]}"}  # fmt: skip
+               "note": f"{beyond * factor}: {reasons[beyond]}{more}"}  # fmt: skip
         add(csv, [{**labels(first), **stamp(), "provider": name, **row}])
 
     try:
         largest(fits, getattr(first, field))
     except RuntimeError:
-        if any(reasons.values()):
-            write()
+        if any(reasons.values()) and not all(reasons.values()):
+            write("; not bisected")
         raise
     write()
 

@@ -20,7 +20,7 @@ import torchrec_jagged_attn
 
 __all__ = ["SIZES", "add", "by_provider", "ladder_table", "matching", "stamp", "step_table"]
 
-SIZES = ("batch", "histories", "width", "table_rows", "skew")
+SIZES = ("batch", "histories", "width", "heads", "table_rows", "skew")
 COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit", "note",
            *SIZES, "gpus", "dense_layers", "rows_per_sample", "replays",
            "gpu", "torch", "triton", "torchrec", "torchrec_jagged_attn", "date")  # fmt: skip
@@ -77,9 +77,10 @@ def step_table(frame: pd.DataFrame) -> str:
 
 def ladder_table(frame: pd.DataFrame) -> str:
     """Milliseconds of a step; each rung has one optimization more than the one before."""
-    ms = by_provider(frame).reindex(index=[*LADDER], columns=["time"])["time"].dropna()
-    if ms.empty:
-        return ""
+    ms = by_provider(frame).reindex(index=[*LADDER], columns=["time"])["time"]
     rungs = pd.DataFrame({"time": ms, "× before": ms.shift() / ms, "× first": ms.iloc[0] / ms})
     rungs.insert(0, "adds", [LADDER[name] for name in rungs.index])
+    rungs = rungs.dropna(subset="time")
+    if rungs.empty:
+        return ""
     return rungs.to_string(float_format="{:.3g}".format, na_rep="–")

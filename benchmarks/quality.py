@@ -198,7 +198,7 @@ def rate(logits: Tensor) -> Scores:
     """
     positive, negatives = logits.double().split([1, logits.shape[1] - 1], dim=1)
     below = (negatives < positive).double() + (negatives == positive).double() / 2
-    ahead = (negatives >= positive).sum(1)
+    ahead = (~(negatives < positive)).sum(1)  # also what is NaN
     base = 1 / logits.shape[1]
     labels = torch.zeros_like(logits, dtype=torch.float64)
     labels[:, 0] = 1
@@ -481,7 +481,10 @@ class Runs:
         self.pool: concurrent.futures.Executor | None = None
         self.done: dict[Run, dict[str, Any]] = {}
         if args.csv is not None and args.csv.exists():
-            for row in pd.read_csv(args.csv, float_precision="round_trip").to_dict("records"):
+            frame = pd.read_csv(args.csv, float_precision="round_trip")
+            if missing := {*KEY, "tune_auc", *Scores._fields} - {*frame.columns}:
+                raise DataError(f"--csv {args.csv} has no column {', '.join(sorted(missing))}")
+            for row in frame.to_dict("records"):
                 self.done[Run(**{name: row[name] for name in KEY})] = row
 
     def results(self, runs: Iterable[Run]) -> pd.DataFrame:

@@ -66,7 +66,7 @@ def test_providers_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
 
     def run(training, steps):
         ids = {next(training.batches).sparse_features.values().data_ptr() for _ in range(steps)}
-        went.append((training.name, ids))
+        went.append((training.name, steps, ids))
         return real(training, steps)
 
     with process_group() as device:
@@ -76,9 +76,11 @@ def test_providers_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
         monkeypatch.setattr(Training, "run", run)
         monkeypatch.setattr(measurement, "finish", lambda name: None)
         measurement.run([], rounds=3)
-    assert [name for name, _ in went] == 3 * ["sum", "sum", "ours", "ours"]
-    assert len(went[0][1]) == end_to_end.NUM_BATCHES
-    assert all(ids == went[0][1] for _, ids in went)
+    once, twice = end_to_end.NUM_BATCHES, 2 * end_to_end.NUM_BATCHES
+    turns = [(name, steps) for name in ("sum", "ours") for steps in (once, twice)]
+    assert [(name, steps) for name, steps, _ in went] == 3 * turns
+    assert len(went[0][2]) == once
+    assert all(ids == went[0][2] for *_, ids in went)
 
 
 def test_what_stands_is_not_measured_again(tmp_path, monkeypatch):
@@ -100,6 +102,10 @@ def test_what_stands_is_not_measured_again(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "stamp", lambda: other)
     run(csv, "--providers", "sum")
     assert asked[2:] == [["sum"]]
+    with process_group():
+        for heads, is_known in ((QUICK.heads, True), (1, False)):
+            labels = end_to_end.labels_of(dataclasses.replace(QUICK, heads=heads))
+            assert end_to_end_results.matching(csv, labels).empty != is_known
 
 
 def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
@@ -149,6 +155,17 @@ def test_what_needs_the_memory_alone_is_left_for_another_call(tmp_path, monkeypa
     of = frame.set_index("provider")
     assert (of.loc["padded", "median"] > 0).all()
     assert of.loc["padded-din", "note"].startswith("OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_rung_is_compared_with_the_one_before_it_alone():
+    names = [*LADDER]
+    missing = names.pop(1)
+    rows = [{"provider": name, "metric": "time", "median": 2.0 ** -len(name)} for name in names]
+    table = end_to_end_results.ladder_table(pd.DataFrame(rows))
+    lines = {line.split()[0]: line.split() for line in table.splitlines()[1:]}
+    assert missing not in lines
+    assert lines[names[1]][-2] == "–"  # what comes after the missing one
+    assert "–" not in lines[names[2]]
 
 
 def test_padding_in_parts(monkeypatch):
@@ -364,7 +381,23 @@ def test_a_search_ends_with_the_gpu(tmp_path, monkeypatch):
     with process_group() as device, pytest.raises(RuntimeError, match="illegal"):
         end_to_end_memory.search(csv, "ours", FIRST, "mean", device)
     found = pd.read_csv(csv).set_index("metric").loc["longest_history"]
-    assert (found["median"], found["note"]) == (200 * CLIP, f"{400 * CLIP}: out of memory")
+    assert (found["median"], found["note"]) == (
+        200 * CLIP,
+        f"{400 * CLIP}: out of memory; not bisected",
+    )
+
+
+def test_a_search_that_ends_before_anything_fits_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(end_to_end_memory, "try_size", lambda *_: "out of memory")
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(end_to_end_memory, "clear_memory", lost)
+    csv = tmp_path / "memory.csv"
+    with process_group() as device, pytest.raises(RuntimeError, match="illegal"):
+        end_to_end_memory.search(csv, "ours", FIRST, "mean", device)
+    assert not csv.exists()
 
 
 def test_a_size_that_cannot_be_trained_has_a_reason(monkeypatch):

@@ -44,6 +44,7 @@ def test_figures_of_known_logits():
     third = torch.arange(50.0).repeat(4, 1)
     third[:, 0] = 46.5  # below 47, 48 and 49
     assert quality.rate(third)[:2] == (pytest.approx(46 / 49), 1)
+    assert quality.rate(best * torch.nan)[:2] == (0, 0)
 
 
 def assert_batches_are_of_the_log(batches, log, max_history):
@@ -381,3 +382,10 @@ def test_a_graph_trains_as_its_function_does(pooling, few, monkeypatch):
             result = threads.submit(quality.train, run, "cuda").result()
         figures.append({name: result[name] for name in quality.Scores._fields})
     assert figures[0] == figures[1]
+
+
+def test_figures_of_another_form_are_refused(tmp_path, capsys):
+    csv = tmp_path / "old.csv"
+    csv.write_text("data,max_history,pooling,stage,auc\nmade-up,50,mean,tune,0.5\n")
+    assert quality.main(["--quick", "--poolings", "mean", "--csv", str(csv)]) == 1
+    assert f"--csv {csv} has no column epochs, half_life, " in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_tensor, should_validate
+from torchrec_jagged_attn.checks import check_rows, check_tensor, should_validate
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import interaction_gradients as registered
 
@@ -153,6 +153,7 @@ def jagged_jagged_bmm_jagged_out(
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
     if total is None:
+        check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")  # before it waits for the device
         total = _last(pair_offsets)
     return registered.call_pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
@@ -198,8 +199,11 @@ def array_jagged_bmm_jagged_out(
     same_offsets = y_offsets is None
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
-    if num_rows is None:
-        num_rows = y.shape[0] if same_offsets else _last(x_offsets)
+    if num_rows is None and same_offsets:
+        num_rows = y.shape[0]
+    elif num_rows is None:
+        check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")  # before it waits for the device
+        num_rows = _last(x_offsets)
     return registered.call_array_jagged_bmm(
         p, y, x_offsets, y_offsets, pair_offsets, num_rows, False
     )

@@ -194,7 +194,8 @@ def register_op_of_ops(
         backward: ``(call, grad_out, needs_grad, *inputs, out)`` to a gradient or ``None`` for each
             input. ``call`` calls an op; ``needs_grad`` has a bool for each input; tensors that are
             not saved are ``None``.
-        check: of the inputs, raises if they do not fit; by what is returned second alone.
+        check: of the inputs, raises if they do not fit; made by the caller that is returned, not by
+            the op itself.
         lengths: names of the integers that differ from call to call, which follow the tensors.
 
     Returns:

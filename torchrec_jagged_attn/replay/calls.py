@@ -129,7 +129,7 @@ class ReplayedOp:
         )
 
     def _record(self, tensors: tuple, lengths: list, constants: tuple) -> Any | None:
-        self.check(*tensors, *lengths, *constants)
+        self.check(*tensors, *lengths, *constants)  # what fails while recording ends replays
 
         def run(*traced: Any) -> Sequence[Tensor]:
             self.check(*traced, *constants)

@@ -813,12 +813,7 @@ py::object as_function(Call* call) {
           +[](PyObject* self, PyObject* const* arguments, Py_ssize_t count) -> PyObject* {
             HANDLE_TH_ERRORS
             auto* const call = static_cast<Call*>(PyCapsule_GetPointer(self, nullptr));
-            try {
-              return (*call)(arguments, count).release().ptr();
-            } catch (py::error_already_set& error) {
-              error.restore();
-              return nullptr;
-            }
+            return (*call)(arguments, count).release().ptr();
             END_HANDLE_TH_ERRORS
           }),
       METH_FASTCALL, nullptr};
