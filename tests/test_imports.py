@@ -14,6 +14,7 @@ BELOW = {  # what the files of a folder may import, beside their own folder and 
     "replay": {"kernels"},
     "cpu": set(),
     "data": set(),
+    "semantic_ids": {"ops"},
     "kernels": set(),
     "testing": set(),
 }

@@ -18,6 +18,11 @@ from torchrec_jagged_attn.ops import (
     jagged_target_attention,
     jagged_target_attention_weights,
 )
+from torchrec_jagged_attn.semantic_ids import (
+    DiscretePCA,
+    SemanticIds,
+    jagged_target_attention_over_ids,
+)
 
 if TYPE_CHECKING:
     from torchrec_jagged_attn.modules import (
@@ -36,11 +41,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BalancedBatchSampler",
+    "DiscretePCA",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",
     "JaggedSelfAttention",
     "JaggedTargetAttention",
+    "SemanticIds",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
     "array_jagged_bmm_jagged_out",
@@ -56,6 +63,7 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
+    "jagged_target_attention_over_ids",
     "jagged_target_attention_weights",
     "rename_keys",
 ]

@@ -1,0 +1,151 @@
+"""Attention over ids is attention over decoded rows, gradients included."""
+
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests.combinations import each_pair
+from torchrec_jagged_attn import DiscretePCA, SemanticIds, jagged_target_attention_over_ids
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.testing import (
+    assert_matches_oracle,
+    offsets_of,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+LENGTHS = [30, 0, 3, 64, 1]
+
+
+def inputs_of(
+    lengths, device="cpu", dtype=torch.float32, *, num_levels=3, num_digits=12, width=16, **others
+):
+    """Random inputs, with scores of a few units."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    most = num_levels // 2
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    shape = (int(lengths.sum()), num_digits)
+    digits = torch.randint(-most, most + 1, shape, generator=generator)
+    return {
+        "query": draw(len(lengths), others.get("num_targets", 3), 2, width),
+        "packed": SemanticIds(num_digits, num_levels).pack(digits).to(device),
+        "offsets": offsets_of(lengths, torch.int64, device),
+        "mean": draw(width),
+        "basis": draw(num_digits, width) / (num_digits**0.5 * most),
+    }
+
+
+def assert_right(inputs, num_levels=3, **options):
+    def over_rows(attend):
+        def call(query, packed, offsets, mean, basis, **others):
+            digits = SemanticIds(len(basis), num_levels).unpack(packed)
+            return attend(query, mean + digits.to(mean.dtype) @ basis, offsets, **others, **options)
+
+        return call
+
+    def over_ids(**inputs):
+        return jagged_target_attention_over_ids(**inputs, num_levels=num_levels, **options)
+
+    oracle, plain = over_rows(target_attention_oracle), over_rows(target_attention_plain)
+    assert_matches_oracle(over_ids, oracle, plain, inputs)
+
+
+@pytest.mark.parametrize(
+    ("num_levels", "score", "dtype", "num_targets", "scale"),
+    each_pair(
+        [3, 5, 255],
+        ["softmax", "silu", "sigmoid"],
+        [torch.float32, torch.bfloat16, torch.float16],
+        [1, 9],
+        [None, 0.5],
+    ),
+    ids=str,
+)
+def test_decoded_rows(num_levels, score, dtype, num_targets, scale, device):
+    if dtype not in supported_dtypes(device):
+        pytest.skip(f"{dtype} is not computed on {device}")
+    inputs = inputs_of(LENGTHS, device, dtype, num_levels=num_levels, num_targets=num_targets)
+    assert_right(inputs, num_levels, score=score, scale=scale)
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+def test_gradients_in_fp64(score):
+    inputs = inputs_of([3, 0, 2], dtype=torch.float64, num_digits=4, width=3)
+    leaves = [inputs[name].requires_grad_() for name in ("query", "mean", "basis")]
+
+    def call(query, mean, basis):
+        given = {**inputs, "query": query, "mean": mean, "basis": basis}
+        return jagged_target_attention_over_ids(**given, score=score)
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("num_digits", [1, 5, 40, 100])
+def test_more_or_fewer_digits_than_columns(num_digits, device):
+    assert_right(inputs_of(LENGTHS, device, num_digits=num_digits, width=24))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 70, 1, 0]], ids=str)
+def test_edges(lengths, device):
+    assert_right(inputs_of(lengths, device))
+
+
+def test_biases_and_jagged_queries(device):
+    inputs = inputs_of(LENGTHS, device)
+    generator = torch.Generator().manual_seed(1)
+    inputs["bias"] = torch.randn(sum(LENGTHS), 2, generator=generator).to(device)
+    inputs["query"] = torch.randn(9, 2, 16, generator=generator).to(device)
+    inputs["query_offsets"] = offsets_of(torch.tensor([2, 3, 0, 4, 0]), torch.int32, device)
+    assert_right(inputs)
+
+
+def test_rows_without_a_weight_give_zeros(device):
+    """Not the mean, which no weight multiplies: of empty histories, and of prior weights."""
+    inputs = inputs_of([3, 0, 2], device)
+    inputs["prior_weights"] = torch.tensor([0.0, 0, 0, 1, 2], device=device)
+    out = jagged_target_attention_over_ids(**inputs)
+    assert not out[:2].any()
+    assert out[2].any()
+    assert_right(inputs)
+
+
+def test_a_history_of_ids_as_a_jagged_tensor(device):
+    """Bytes travel as rows do, and a fitted module has what the attention takes."""
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randn(50, 8, generator=generator).to(device)
+    pca = DiscretePCA(8, 20, trainable=True, device=device)
+    pca.fit(table)
+    items = torch.randint(50, (9,), generator=generator).to(device)
+    lengths = torch.tensor([4, 0, 5], device=device)
+    history = JaggedTensor(pca.ids.pack(pca.encode(table))[items], lengths=lengths)
+    query = torch.randn(3, 1, 8, generator=generator).to(device)
+    inputs = {"query": query, "mean": pca.mean.data, "basis": pca.basis.data}
+    assert_right(inputs | {"packed": history.values(), "offsets": history.offsets()})
+    out = jagged_target_attention_over_ids(
+        query, history.values(), history.offsets(), pca.mean, pca.basis
+    )
+    out.sum().backward()
+    assert pca.basis.grad is not None
+    assert pca.mean.grad.tolist() == pytest.approx([2.0] * 8)  # once a history that is not empty
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": [1.0]}, TypeError, "query must be a tensor, got a list"),
+        ({"mean": torch.zeros(15)}, ValueError, r"mean must have shape \[D\] = \[16\], got \[15\]"),
+        ({"basis": torch.zeros(12, 8)}, ValueError, r"basis must have shape \[L, D\]"),
+        ({"basis": torch.zeros(12, 16).half()}, TypeError, "basis must be torch.float32 as query"),
+        ({"packed": torch.zeros(98, 2).byte()}, ValueError, r"packed must have shape \[N, num_"),
+        ({"num_levels": 4}, ValueError, "num_levels must be odd and 3 to 255, got 4"),
+        ({"offsets": torch.tensor([0, 9])}, ValueError, "query must have shape"),
+        ({"score": "relu"}, ValueError, "score must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        jagged_target_attention_over_ids(**(inputs_of(LENGTHS) | change))

@@ -1,0 +1,346 @@
+"""Rows come back from their digits as nearly as the formulas have it."""
+
+import copy
+import itertools
+from fractions import Fraction
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_jagged_attn import DiscretePCA
+from torchrec_jagged_attn.semantic_ids import discrete_pca
+from torchrec_jagged_attn.testing import assert_close
+
+STATISTICS = ["mean", "basis"]
+
+
+def draw_rows(num_rows, dim, device="cpu", dtype=torch.float64):
+    """Rows whose columns are mixed, of a spectrum that falls, about a mean that is not zero."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(num_rows, dim, generator=generator, dtype=torch.float64)
+    mixed = spread / torch.arange(1, dim + 1) @ torch.randn(dim, dim, generator=generator).double()
+    return (mixed + 3).to(device, dtype)
+
+
+def error_of(pca, rows):
+    left = rows.double() - pca.decode(pca.encode(rows)).double()
+    return left.square().sum(1).mean().item()
+
+
+def fitted(rows, num_digits, num_levels=3, **options):
+    pca = DiscretePCA(
+        rows.shape[1], num_digits, num_levels, dtype=torch.float64, device=rows.device
+    )
+    return pca, pca.fit(rows, **options)
+
+
+def test_error_falls_and_is_that_of_the_module(device):
+    rows = draw_rows(500, 8, device)
+    pca, errors = fitted(rows, 12)
+    assert len(errors) > 2
+    assert all(later < earlier for earlier, later in itertools.pairwise(errors))
+    assert error_of(pca, rows) == pytest.approx(errors[-1], rel=1e-12)
+    assert errors[0] < (rows - rows.mean(0)).square().sum(1).mean()
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 20), st.sampled_from([3, 5, 9]))
+def test_error_never_rises(num_rows, dim, num_digits, num_levels):
+    rows = draw_rows(num_rows, dim)
+    pca, errors = fitted(rows, num_digits, num_levels, tolerance=0)
+    assert all(later < earlier for earlier, later in itertools.pairwise(errors))
+    largest = rows.square().sum(1).max().item()
+    assert error_of(pca, rows) == pytest.approx(errors[-1], rel=1e-9, abs=1e-24 * largest)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-2])
+def test_steps_end_by_the_tolerance(tolerance):
+    rows = draw_rows(500, 8)
+    _, errors = fitted(rows, 12, tolerance=tolerance)
+    parts = [1 - later / earlier for earlier, later in itertools.pairwise(errors)]
+    assert all(part >= tolerance for part in parts[:-1])
+    assert len(fitted(rows, 12, tolerance=tolerance, max_steps=1)[1]) == 2
+    assert fitted(rows, 12, tolerance=tolerance, max_steps=0)[1] == errors[:1]
+
+
+def test_more_digits_and_more_levels_leave_less():
+    rows = draw_rows(1000, 8)
+    for family in ([(n, 3) for n in (2, 8, 16, 40)], [(8, levels) for levels in (3, 5, 9, 31)]):
+        errors = [fitted(rows, *size)[1][-1] for size in family]
+        assert all(later < 0.8 * earlier for earlier, later in itertools.pairwise(errors)), errors
+
+
+def test_the_greedy_choice_is_the_formula():
+    rows = draw_rows(300, 6)
+    pca, _ = fitted(rows, 9, 5)
+    pca.num_sweeps = 0
+    residual = rows - pca.mean
+    digits = []
+    for b in pca.basis:
+        scale = b.norm()
+        digits.append((residual @ (b / scale) / scale).round().clamp(-2, 2))
+        residual = residual - torch.outer(digits[-1], b)
+    assert torch.equal(pca.encode(rows), torch.stack(digits, 1).to(torch.int8))
+
+
+def test_no_other_value_of_a_digit_is_nearer_after_sweeps():
+    rows = draw_rows(100, 6)
+    pca, _ = fitted(rows, 9)
+    before = error_of(pca, rows)
+    pca.num_sweeps = 50
+    digits = pca.encode(rows)
+    assert error_of(pca, rows) <= before
+    best = (rows - pca.decode(digits)).square().sum(1)
+    for place, value in itertools.product(range(9), (-1, 0, 1)):
+        other = digits.clone()
+        other[:, place] = value
+        assert torch.all((rows - pca.decode(other)).square().sum(1) >= best * (1 - 1e-12))
+
+
+def test_directions_are_those_of_pca(device):
+    """Before least squares, where no direction has several digits."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 5, generator=generator).double() * torch.arange(5, 2.5, -0.5)
+    rows = (rows @ torch.linalg.qr(torch.randn(5, 5, generator=generator).double()).Q).to(device)
+    pca, _ = fitted(rows, 5, max_steps=0)
+    principal = torch.linalg.svd(rows - rows.mean(0), full_matrices=False).Vh
+    unit = pca.basis / pca.basis.norm(dim=1, keepdim=True)
+    assert (unit * principal).sum(1).abs().tolist() == pytest.approx([1] * 5)
+    assert torch.all(unit.gather(1, unit.abs().argmax(1, keepdim=True)) > 0)
+
+
+@pytest.mark.parametrize("num_levels", [3, 7])
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["normal", "uniform"])
+def test_the_scale_is_best(draw, num_levels):
+    sizes = draw(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64).abs()
+    counts = torch.arange(400) % 5
+    half = num_levels // 2
+
+    def error(scale):
+        digits = (sizes / scale).round().clamp(-half, half)
+        return (counts * (sizes - scale * digits).square()).sum().item()
+
+    scale, part = discrete_pca._best_scale(sizes, counts, half)
+    assert error(scale) == pytest.approx(part * (counts * sizes.square()).sum().item())
+    assert error(scale) <= min(map(error, torch.linspace(0.01, 4, 4000).tolist()))
+
+
+@pytest.mark.parametrize("sizes", [[100] * 10, [1, 0, 998, 1], [333, 333, 334]], ids=str)
+def test_batches_are_as_the_whole(sizes, device):
+    rows = draw_rows(1000, 6, device, torch.float32)
+    with mock.patch.object(discrete_pca, "BLOCK", 128):
+        whole, batched = (DiscretePCA(6, 10, device=device) for _ in range(2))
+        errors = whole.fit(rows)
+        assert batched.fit(rows.split(sizes)) == errors
+    for name in STATISTICS:
+        assert torch.equal(getattr(batched, name), getattr(whole, name)), name
+    assert error_of(whole, rows) < 0.2 * (rows - rows.mean(0)).square().sum(1).mean()
+
+
+def test_histograms_count_all_rows(device):
+    """In bins that each hold the sizes it stands for."""
+    rows = draw_rows(300, 4, device)
+    rows[7] = rows[8]
+    data = discrete_pca._Rows(rows, 4, device)
+    model = discrete_pca._Model(data.mean, rows.new_zeros(0, 4), DiscretePCA(4, 1).ids)
+    tops = data.covariance.diag().sqrt()
+    axes = torch.eye(4, dtype=rows.dtype, device=device)
+    counts = data.histograms(model, 0, axes, tops)
+    assert counts.sum(1).tolist() == [300] * 4
+    ends = tops.unsqueeze(1) * torch.exp2(
+        (torch.arange(discrete_pca.BINS, device=device) - discrete_pca.BINS + 1).double()
+        / discrete_pca.BINS_PER_OCTAVE
+    )
+    sizes = (rows - data.mean).abs()
+    expected = (sizes.T.unsqueeze(1) <= ends[:, ::512].unsqueeze(2)).sum(2)
+    assert torch.equal(counts.cumsum(1)[:, ::512], expected)
+
+
+@pytest.mark.parametrize("block", [64, 2**16])
+def test_mean_and_covariance_far_from_zero(block):
+    """By the tolerance rule, of rows whose squares would hide their differences."""
+    rows = draw_rows(1000, 4) + 1e6
+    centered = rows - rows.mean(0)
+    with mock.patch.object(discrete_pca, "BLOCK", block):
+        data = discrete_pca._Rows(rows, 4, torch.device("cpu"))
+    columns = [[Fraction(x) for x in column] for column in rows.T.tolist()]
+    means = [sum(column) / len(column) for column in columns]
+    covariance = [
+        [
+            float(sum((x - m) * (y - n) for x, y in zip(a, b, strict=True)))
+            for b, n in zip(columns, means, strict=True)
+        ]
+        for a, m in zip(columns, means, strict=True)
+    ]
+    expected = torch.tensor([float(mean) for mean in means], dtype=torch.float64)
+    assert_close(data.mean, expected, rows.mean(0), name="mean")
+    expected = torch.tensor(covariance, dtype=torch.float64)
+    assert_close(data.covariance, expected, centered.T @ centered, name="covariance")
+
+
+def test_fits_are_repeatable(device):
+    rows = draw_rows(700, 8, device, torch.float32)
+    first, again = (DiscretePCA(8, 20, device=device) for _ in range(2))
+    assert first.fit(rows) == again.fit(rows)
+    for name in STATISTICS:
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+    digits = first.encode(rows)
+    assert torch.equal(again.encode(rows), digits)
+    assert digits.dtype == torch.int8
+
+
+def test_constant_columns_and_fewer_dimensions_than_digits(device):
+    rows = draw_rows(200, 6, device)
+    rows[:, 2] = 5
+    rows[:, 4] = rows[:, 0] - rows[:, 1]
+    pca, errors = fitted(rows, 60)
+    assert pca.decode(pca.encode(rows))[:, 2].tolist() == pytest.approx([5.0] * 200)
+    assert errors[-1] < 1e-4 * (rows - rows.mean(0)).square().sum(1).mean()
+    assert pca.basis.isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_fewer_rows_than_digits(num_rows, device):
+    rows = draw_rows(num_rows, 6, device)
+    pca, _ = fitted(rows, 20)
+    assert_close(pca.decode(pca.encode(rows)), rows, rows.float().double())
+
+
+@pytest.mark.parametrize("value", [0.0, -7.5])
+def test_rows_that_are_all_alike(value, device):
+    rows = torch.full((30, 4), value, device=device)
+    pca = DiscretePCA(4, 3, device=device)
+    assert pca.fit(rows) == [0.0]
+    assert not pca.encode(rows).any()
+    assert torch.equal(pca.decode(pca.encode(rows)), rows)
+
+
+def test_a_row_far_from_all_others_takes_one_digit():
+    rows = torch.cat([draw_rows(1000, 3), torch.zeros(1000, 1)], 1)
+    rows[777] = torch.tensor([0.0, 0, 0, 1e6])
+    pca, errors = fitted(rows, 12)
+    assert error_of(pca, rows) == pytest.approx(errors[-1])
+    without = torch.cat([rows[:777], rows[778:]])
+    assert errors[-1] < 0.1 * (without - without.mean(0)).square().sum(1).mean()
+
+
+def test_no_row_to_encode(device):
+    pca = DiscretePCA(4, 3, device=device)
+    digits = pca.encode(torch.empty(0, 4, device=device))
+    assert digits.shape == (0, 3)
+    assert pca.decode(digits).shape == (0, 4)
+
+
+def test_rows_are_encoded_alone(device):
+    rows = draw_rows(300, 6, device, torch.float32)
+    pca = DiscretePCA(6, 9, device=device)
+    pca.fit(rows)
+    with mock.patch.object(discrete_pca, "BLOCK", 64):
+        assert torch.equal(
+            pca.encode(rows), torch.cat([pca.encode(part) for part in rows.split(64)])
+        )
+    packed = pca.ids.pack(pca.encode(rows))
+    assert packed.shape == (300, 2)
+    assert torch.equal(pca(packed), pca.decode(pca.encode(rows)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_rows_of_other_dtypes(dtype, device):
+    rows = draw_rows(300, 6, device, dtype)
+    pca = DiscretePCA(6, 9, device=device)
+    errors = pca.fit(rows)
+    assert pca.decode(pca.encode(rows)).dtype == torch.float32
+    assert error_of(pca, rows) == pytest.approx(errors[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_states_move(trainable, device):
+    rows = draw_rows(300, 6, device, torch.float32)
+    pca = DiscretePCA(6, 9, trainable=trainable, device=device)
+    pca.fit(rows)
+    other = DiscretePCA(6, 9, trainable=not trainable, device=device)
+    other.load_state_dict(pca.state_dict())
+    assert torch.equal(other.encode(rows), pca.encode(rows))
+    assert len(list(pca.parameters())) == 2 * trainable
+    assert len(list(pca.buffers())) == 2 * (not trainable)
+    assert torch.equal(copy.deepcopy(pca).basis, pca.basis)
+    assert "num_digits=9" in repr(pca)
+
+
+def test_gradients_of_decoding():
+    pca = DiscretePCA(3, 4, trainable=True, dtype=torch.float64)
+    pca.fit(draw_rows(50, 3))
+    digits = pca.encode(draw_rows(50, 3))
+    pca.decode(digits).sum().backward()
+    assert torch.equal(pca.mean.grad, torch.full((3,), 50.0).double())
+    assert torch.equal(pca.basis.grad, digits.double().sum(0).unsqueeze(1).expand(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"embed_dim": 0}, ValueError, "embed_dim must be at least 1, got 0"),
+        ({"embed_dim": 4.0}, TypeError, r"embed_dim must be an int, got 4\.0"),
+        ({"num_digits": 0}, ValueError, "num_digits must be at least 1, got 0"),
+        ({"num_levels": 2}, ValueError, "num_levels must be odd and 3 to 255, got 2"),
+        ({"num_sweeps": -1}, ValueError, "num_sweeps must be at least 0, got -1"),
+        ({"dtype": torch.float16}, TypeError, "dtype must be float32 or float64, got torch.float1"),
+    ],
+)
+def test_wrong_modules_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DiscretePCA(**({"embed_dim": 4, "num_digits": 3} | arguments))
+
+
+class Shrinking:
+    """Batches that are fewer in each pass."""
+
+    def __init__(self):
+        self.count = 4
+
+    def __iter__(self):
+        self.count -= 1
+        return iter([torch.ones(2, 4)] * self.count)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "error", "message"),
+    [
+        (3, {}, TypeError, "rows must be a tensor, or batches .*, got a int"),
+        (iter([torch.ones(2, 4)]), {}, TypeError, "iterated again and again, got a list_iterator"),
+        ([[1.0]], {}, TypeError, "rows must be a tensor, got a list"),
+        (torch.ones(2, 4).int(), {}, TypeError, "rows must be floating point, got torch.int32"),
+        (torch.ones(2, 3), {}, ValueError, r"rows must have shape \[N, D\] = \[any, 4\], got \[2,"),
+        (torch.ones(0, 4), {}, ValueError, "rows must be at least one, got none"),
+        ([], {}, ValueError, "rows must be at least one, got none"),
+        (torch.full((2, 4), torch.nan), {}, ValueError, "rows must be finite"),
+        (Shrinking(), {}, ValueError, "rows must be the same in each pass, got 6 and then 4"),
+        (torch.ones(2, 4), {"tolerance": -1}, ValueError, "tolerance must not be negative, got -1"),
+        (torch.ones(2, 4), {"max_steps": -1}, ValueError, "max_steps must not be negative, got -1"),
+    ],
+)
+def test_wrong_rows_are_named_and_change_nothing(rows, options, error, message):
+    pca = DiscretePCA(4, 3)
+    pca.fit(draw_rows(20, 4))
+    before = copy.deepcopy(pca.state_dict())
+    with pytest.raises(error, match=message):
+        pca.fit(rows, **options)
+    for name in STATISTICS:
+        assert torch.equal(getattr(pca, name), before[name])
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "error", "message"),
+    [
+        ("encode", torch.ones(2, 3), ValueError, r"rows must have shape \[N, D\]"),
+        ("encode", torch.full((1, 4), torch.inf), ValueError, "rows must be finite"),
+        ("decode", torch.ones(2, 3), TypeError, "digits must be integers, got torch.float32"),
+        ("decode", torch.full((1, 3), 2), ValueError, "digits must be -1 to 1, got 2 to 2"),
+    ],
+)
+def test_wrong_values_are_named(method, value, error, message):
+    with pytest.raises(error, match=message):
+        getattr(DiscretePCA(4, 3), method)(value)

@@ -1,0 +1,88 @@
+"""``jagged_target_attention_over_ids``: target attention over rows that are kept as digits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.checks import check_float, check_same, check_shape, check_tensor
+from torchrec_jagged_attn.ops import jagged_target_attention
+from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+
+__all__ = ["jagged_target_attention_over_ids"]
+
+
+def jagged_target_attention_over_ids(
+    query: Tensor,
+    packed: Tensor,
+    offsets: Tensor,
+    mean: Tensor,
+    basis: Tensor,
+    *,
+    num_levels: int = 3,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    r"""Attend query rows over the decoded rows of their own sample, which are never made.
+
+    For query row :math:`q`, over its sample's rows :math:`\hat x_n = \mu + B^T c_n` of digits
+    :math:`c_n`,
+
+    .. math:: q \cdot \hat x_n = (B q) \cdot c_n + q \cdot \mu, \qquad
+              \sum_n p_n \hat x_n = B^T \sum_n p_n c_n + \mu \sum_n p_n
+
+    So :func:`jagged_target_attention` attends over digits and a one, ``L + 1`` columns in place of
+    ``D``: to the query ``B q`` and what the mean adds to the score, which a softmax drops. The last
+    column of its output is the sum of weights, zero for an empty history.
+
+    Args:
+        query: as of :func:`jagged_target_attention`, of any width ``D``.
+        packed: ``[N, num_bytes]`` uint8, of ``SemanticIds(L, num_levels)``: digits of all samples'
+            rows, one sample after the other.
+        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns rows ``offsets[b]`` to
+            ``offsets[b + 1] - 1``.
+        mean: ``[D]``, of the dtype of ``query``.
+        basis: ``[L, D]``, likewise; ``L`` in 1…511.
+        num_levels: of a digit.
+        scale: factor of the dot products; ``1/√D`` by default.
+        options: the others of :func:`jagged_target_attention`.
+
+    Returns:
+        Like ``query``, as there.
+
+    Raises:
+        TypeError: a dtype or an option does not fit.
+        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
+            values of offsets, bytes or prior weights do not fit.
+        NotImplementedError: ``L`` is over 511, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> packed = SemanticIds(num_digits=1).pack(torch.tensor([[1], [0], [-1]]))
+        >>> query, mean, basis = torch.zeros(2, 1, 2), torch.ones(2), torch.tensor([[4.0, 8.0]])
+        >>> jagged_target_attention_over_ids(query, packed, torch.tensor([0, 2, 3]), mean, basis)
+        tensor([[[ 3.,  5.]],
+        <BLANKLINE>
+                [[-3., -7.]]])
+    """
+    check_tensor(query, "query")
+    check_float(query, "query")
+    width = query.shape[-1] if query.dim() else None
+    check_shape(basis, "basis", "[L, D]", (None, width))
+    check_shape(mean, "mean", "[D]", (width,))
+    check_same(query, "query", dtype=True, mean=mean, basis=basis)
+    check_same(query, "query", dtype=False, packed=packed)
+    digits = SemanticIds(basis.shape[0], num_levels).unpack(packed).to(query.dtype)
+    rows = torch.cat([digits, digits.new_ones(len(digits), 1)], 1)
+    # The constant of a softmax would only take bits from the scores.
+    keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
+    pooled = jagged_target_attention(
+        query @ torch.cat([basis, keys.unsqueeze(0)]).T,
+        rows,
+        offsets,
+        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        **options,
+    )
+    return pooled @ torch.cat([basis, mean.unsqueeze(0)])

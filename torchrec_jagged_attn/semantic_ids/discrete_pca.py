@@ -1,0 +1,403 @@
+"""``DiscretePCA``: rows as sums of few directions, each times a small integer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_jagged_attn.checks import check_same, check_shape, check_tensor, should_validate
+from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+
+__all__ = ["DiscretePCA"]
+
+BLOCK = 2**16
+"""Rows that are taken at a time."""
+BINS, BINS_PER_OCTAVE = 4096, 64
+"""Of the histograms that scales come from."""
+
+
+class DiscretePCA(nn.Module):
+    r"""Rows as their mean and a sum of directions, each times a digit.
+
+    .. math:: \hat x = \mu + \sum_l c_l b_l = \mu + B^T c, \qquad c_l \in \{-h, …, h\}
+
+    A direction :math:`b_l` has its scale in its length. :meth:`fit` takes directions from PCA of
+    what the digits before leave of the rows, with the scales that leave least. It goes on where
+    there are more digits than columns. Then it alternates between digits and least squares for
+    :math:`B`. What it computes is fp64, and the same bits however rows are cut into batches.
+
+    :meth:`encode` chooses digits greedily, one direction after the other, then goes over them again
+    with all others held. :meth:`decode` is linear in the digits: it has gradients for ``mean`` and
+    ``basis``, and no other parameters. Before it is fitted, all rows are zeros.
+
+    Args:
+        embed_dim: ``D``, of rows.
+        num_digits: ``L``, of a row; may be more than ``D``.
+        num_levels: of a digit, ``2 h + 1``: an odd number of 3 to 255.
+        num_sweeps: how often :meth:`encode` goes over the digits after the greedy choice.
+        trainable: whether ``mean`` and ``basis`` are parameters; else they are buffers.
+        device: of both.
+        dtype: of both, fp32 or fp64; that of PyTorch by default.
+
+    Attributes:
+        mean: ``[D]``.
+        basis: ``[L, D]``, the rows of ``B``; zeros for directions that nothing was left for.
+        ids: the :class:`SemanticIds` that pack its digits.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> pca = DiscretePCA(embed_dim=2, num_digits=2)
+        >>> rows = torch.tensor([[3.0, 1.0], [-1.0, 1.0], [3.0, 0.0], [-1.0, 0.0]])
+        >>> errors = pca.fit(rows)
+        >>> pca.encode(rows)
+        tensor([[ 1,  1],
+                [-1,  1],
+                [ 1, -1],
+                [-1, -1]], dtype=torch.int8)
+        >>> torch.equal(pca.decode(pca.encode(rows)), rows)
+        True
+
+    Source:
+        After the abstract of SIDE (https://arxiv.org/abs/2506.16698), which names Discrete-PCA, a
+        generalization of residual quantization, and an embedding of ids without parameters. How
+        digits, directions and scales are found is ours.
+    """
+
+    mean: Tensor
+    basis: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_digits: int,
+        num_levels: int = 3,
+        *,
+        num_sweeps: int = 1,
+        trainable: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, least in (("embed_dim", embed_dim, 1), ("num_sweeps", num_sweeps, 0)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if dtype not in (None, torch.float32, torch.float64):
+            raise TypeError(f"dtype must be float32 or float64, got {dtype}")
+        self.ids = SemanticIds(num_digits, num_levels)
+        self.embed_dim, self.num_sweeps = embed_dim, num_sweeps
+        for name, shape in (("mean", [embed_dim]), ("basis", [num_digits, embed_dim])):
+            value = torch.zeros(shape, device=device, dtype=dtype)
+            if trainable:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
+
+    @torch.no_grad()
+    def fit(
+        self, rows: Tensor | Iterable[Tensor], *, tolerance: float = 1e-3, max_steps: int = 50
+    ) -> list[float]:
+        """Find mean and directions of rows, of any scale.
+
+        Rows are read, a block at a time: once for mean and covariance, twice for each round of
+        directions (a few more than ``L / D``), and once for each step of least squares.
+
+        Args:
+            rows: ``[N, D]``, floating point, ``N > 0``; or batches of such rows, which can be
+                iterated again and again, as a list or a ``DataLoader`` that does not shuffle.
+                Each batch is moved to the device of this module.
+            tolerance: least squares end when a step lowers the error by less than this part of it.
+            max_steps: of least squares at most.
+
+        Returns:
+            The mean squared error of a row, summed over its columns, before least squares and after
+            each step: it never rises.
+
+        Raises:
+            TypeError: ``rows`` are no floating-point rows, or can be iterated only once.
+            ValueError: ``rows`` are none, not finite, not of ``D`` columns, or not the same again;
+                or ``tolerance`` or ``max_steps`` is negative.
+        """
+        if tolerance < 0:
+            raise ValueError(f"tolerance must not be negative, got {tolerance}")
+        if max_steps < 0:
+            raise ValueError(f"max_steps must not be negative, got {max_steps}")
+        if not isinstance(rows, Iterable) or isinstance(rows, Iterator):
+            raise TypeError(
+                "rows must be a tensor, or batches that can be iterated again and again, got a "
+                f"{type(rows).__name__}"
+            )
+        data = _Rows(rows, self.embed_dim, self.mean.device)
+        model = _Model(data.mean, _directions(data, self.ids, self.num_sweeps), self.ids)
+        error, change = data.measure(model, self.num_sweeps)
+        found = [error]
+        for _ in range(max_steps):
+            changed = model._replace(basis=model.basis + change)
+            error, change = data.measure(changed, self.num_sweeps)
+            if error >= found[-1]:
+                break
+            model = changed
+            found.append(error)
+            if error > (1 - tolerance) * found[-2]:
+                break
+        self.mean.copy_(model.mean)
+        self.basis.copy_(model.basis)
+        return found
+
+    @torch.no_grad()
+    def encode(self, rows: Tensor) -> Tensor:
+        """Digits of rows.
+
+        Args:
+            rows: ``[N, D]``, floating point.
+
+        Returns:
+            ``[N, L]`` int8.
+
+        Raises:
+            TypeError: ``rows`` are not floating point.
+            ValueError: their shape or device does not fit; or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is not finite.
+        """
+        _check_rows(rows, self.embed_dim)
+        check_same(self.mean, "mean", dtype=False, rows=rows)
+        if should_validate(rows) and not rows.isfinite().all():
+            raise ValueError("rows must be finite, got some that are not")
+        model = _Model(self.mean, self.basis, self.ids)
+        return torch.cat([model.encode(part, self.num_sweeps)[0] for part in rows.split(BLOCK)])
+
+    def decode(self, digits: Tensor) -> Tensor:
+        """Rows of digits.
+
+        Args:
+            digits: ``[N, L]`` of an integer dtype, each in ``-h`` to ``h``.
+
+        Returns:
+            ``[N, D]`` in the dtype of ``basis``.
+
+        Raises:
+            TypeError: ``digits`` are no integers.
+            ValueError: their shape does not fit; or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range.
+        """
+        self.ids.check_digits(digits)
+        return self.mean + digits.to(self.basis.dtype) @ self.basis
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Rows ``[N, D]`` of packed digits ``[N, num_bytes]``, as :meth:`decode`."""
+        return self.decode(self.ids.unpack(packed))
+
+    def extra_repr(self) -> str:
+        """What the module was made of."""
+        return (
+            f"embed_dim={self.embed_dim}, num_digits={self.ids.num_digits}, "
+            f"num_levels={self.ids.num_levels}, num_sweeps={self.num_sweeps}"
+        )
+
+
+def _check_rows(rows: Tensor, embed_dim: int) -> None:
+    check_tensor(rows, "rows")
+    if not rows.is_floating_point():
+        raise TypeError(f"rows must be floating point, got {rows.dtype}")
+    check_shape(rows, "rows", "[N, D]", (None, embed_dim))
+
+
+class _Model(NamedTuple):
+    """What a fit finds: mean ``[D]`` and basis ``[L, D]``; ``L`` may be less than that of ids."""
+
+    mean: Tensor
+    basis: Tensor
+    ids: SemanticIds
+
+    def encode(self, rows: Tensor, num_sweeps: int) -> tuple[Tensor, Tensor]:
+        """Digits ``[N, L]``, int8, and what they leave of ``rows``, ``[N, D]``.
+
+        The greedy choice is a sweep of coordinate descent that begins with zeros.
+        """
+        dtype = torch.promote_types(rows.dtype, self.mean.dtype)
+        basis, most = self.basis.to(dtype), self.ids.largest_digit
+        squares = basis.square().sum(1)
+        inverse = torch.where(squares > 0, 1 / squares, 0)
+        residual = rows.to(dtype) - self.mean.to(dtype)
+        digits = residual.new_zeros(len(basis), len(rows))
+        for _ in range(1 + num_sweeps):
+            for digit, direction, factor in zip(digits, basis, inverse, strict=True):
+                wanted = digit + (residual @ direction) * factor
+                chosen = wanted.round().clamp(-most, most)
+                residual.addr_(chosen - digit, direction, alpha=-1)
+                digit.copy_(chosen)
+        return digits.T.to(torch.int8, memory_format=torch.contiguous_format), residual
+
+
+class _Rows:
+    """Rows that a fit passes over, in fp64 and in blocks of one size, whatever the batches are.
+
+    Attributes:
+        mean: ``[D]``.
+        covariance: ``[D, D]``, times ``N``.
+    """
+
+    def __init__(self, rows: Tensor | Iterable[Tensor], dim: int, device: torch.device) -> None:
+        self.batches: Iterable[Tensor] = [rows] if isinstance(rows, Tensor) else rows
+        self.dim, self.device = dim, device
+        self.num_rows = 0
+        self.mean = torch.zeros(dim, dtype=torch.float64, device=device)
+        self.covariance = self.mean.new_zeros(dim, dim)
+        origin = self.mean
+        for block in self._blocks():
+            if self.num_rows == 0:
+                origin = block[0]  # so that little is lost of rows far from zero
+            self._add(block - origin)
+        self.mean += origin
+        if self.num_rows == 0:
+            raise ValueError("rows must be at least one, got none")
+        if not self.covariance.isfinite().all():
+            raise ValueError("rows must be finite, got some that are not, or whose squares are not")
+
+    def _add(self, block: Tensor) -> None:
+        """Take a block into mean and covariance.
+
+        Source:
+            Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+            variances" (1979).
+        """
+        before, self.num_rows = self.num_rows, self.num_rows + len(block)
+        mean = block.mean(0)
+        centered, shift = block - mean, mean - self.mean
+        self.covariance += centered.T @ centered
+        self.covariance += torch.outer(shift, shift) * (before * len(block) / self.num_rows)
+        self.mean += shift * (len(block) / self.num_rows)
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """The rows in their order, ``BLOCK`` at a time."""
+        kept, count = [], 0
+        for batch in self.batches:
+            _check_rows(batch, self.dim)
+            for part in batch.split(BLOCK):
+                kept.append(part.detach().to(self.device, torch.float64))
+                count += len(part)
+                if count >= BLOCK:
+                    whole = torch.cat(kept)
+                    yield whole[:BLOCK]
+                    kept, count = [whole[BLOCK:]], count - BLOCK
+        if count:
+            yield torch.cat(kept)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """As before, and as many."""
+        count = 0
+        for block in self._blocks():
+            count += len(block)
+            yield block
+        if count != self.num_rows:
+            raise ValueError(
+                f"rows must be the same in each pass, got {self.num_rows} and then {count}"
+            )
+
+    def residual_covariance(self, model: _Model, num_sweeps: int) -> Tensor:
+        """Of what the digits leave, ``[D, D]``, about zero and times ``N``."""
+        covariance = torch.zeros_like(self.covariance)
+        for block in self.blocks():
+            residual = model.encode(block, num_sweeps)[1]
+            covariance += residual.T @ residual
+        return covariance
+
+    def histograms(
+        self, model: _Model, num_sweeps: int, directions: Tensor, tops: Tensor
+    ) -> Tensor:
+        """How many rows leave how much along each of ``directions`` ``[k, D]``: ``[k, BINS]``.
+
+        The last bin ends at ``tops`` ``[k]``, the first begins at zero.
+        """
+        first = torch.arange(len(directions), device=self.device) * BINS
+        counts = torch.zeros(len(directions) * BINS, dtype=torch.int64, device=self.device)
+        for block in self.blocks():
+            sizes = (model.encode(block, num_sweeps)[1] @ directions.T).abs()
+            octaves = torch.log2(tops / sizes)
+            bins = (BINS - 1 - octaves * BINS_PER_OCTAVE).ceil().clamp(0, BINS - 1).long()
+            counts += (bins + first).flatten().bincount(minlength=len(counts))
+        return counts.view(-1, BINS)
+
+    def measure(self, model: _Model, num_sweeps: int) -> tuple[float, Tensor]:
+        """The mean squared error of a row, and the change of the basis by least squares."""
+        error = self.mean.new_zeros(())
+        products = self.mean.new_zeros(len(model.basis), len(model.basis))
+        moments = torch.zeros_like(model.basis)
+        for block in self.blocks():
+            digits, residual = model.encode(block, num_sweeps)
+            digits = digits.double()
+            error += residual.square().sum()
+            products += digits.T @ digits
+            moments += digits.T @ residual
+        change = torch.linalg.pinv(products, hermitian=True) @ moments
+        return error.item() / self.num_rows, change
+
+
+def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
+    """The basis ``[L, D]`` by PCA, in rounds.
+
+    A round takes the principal directions of the residual, from the first to the last that has more
+    variance than one before it will have when its digit is known. These are at right angles: their
+    digits and scales do not depend on each other.
+    """
+    model = _Model(data.mean, data.mean.new_zeros(0, data.dim), ids)
+    covariance = data.covariance
+    least = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
+    below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64) / BINS_PER_OCTAVE
+    while (missing := ids.num_digits - len(model.basis)) > 0:
+        variances, directions = torch.linalg.eigh(covariance)
+        candidates = (variances > least).nonzero().flatten().flip(0)[:missing]
+        if len(candidates) == 0:
+            return torch.cat([model.basis, model.basis.new_zeros(missing, data.dim)])
+        variances, directions = variances[candidates], directions.T[candidates]
+        directions *= directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()
+        tops = variances.sqrt()  # of sums over all rows: no row has more
+        counts = data.histograms(model, num_sweeps, directions, tops).cpu()
+        scales, left = [], 0.0
+        for variance, top, count in zip(variances.tolist(), tops.tolist(), counts, strict=True):
+            if variance <= left:
+                break
+            scale, part = _best_scale(top * torch.exp2(-below_top), count, ids.largest_digit)
+            scales.append(scale)
+            left = max(left, variance * part)
+        taken = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
+        model = model._replace(basis=torch.cat([model.basis, taken]))
+        covariance = data.residual_covariance(model, num_sweeps)
+    return model.basis
+
+
+def _best_scale(sizes: Tensor, counts: Tensor, largest_digit: int) -> tuple[float, float]:
+    """The scale whose multiples, up to the largest digit, are nearest to values of these sizes.
+
+    Exact: digits change only where the scale passes ``size / (digit - 1/2)``. As it falls past all
+    of these in their order, the sums of digits · sizes and of squared digits grow, and what the
+    best scale for these digits takes of the squares is the first, squared, over the second.
+
+    Args:
+        sizes: ``[n]``.
+        counts: ``[n]``, how many values are of each.
+        largest_digit: ``h``.
+
+    Returns:
+        The scale, and the part of the squares that is left.
+    """
+    sizes, counts = sizes[counts > 0], counts[counts > 0]
+    digits = torch.arange(1, largest_digit + 1, dtype=sizes.dtype)
+    order = (sizes.unsqueeze(1) / (digits - 0.5)).flatten().argsort(descending=True, stable=True)
+
+    def summed(of_size: Tensor, of_digit: Tensor) -> Tensor:
+        return torch.outer(of_size, of_digit).flatten()[order].cumsum(0)
+
+    along = summed(counts * sizes, torch.ones_like(digits))
+    squares = summed(counts.to(sizes.dtype), 2 * digits - 1)
+    gains = along.square() / squares
+    best = int(gains.argmax())
+    total = (counts * sizes.square()).sum()
+    return (along[best] / squares[best]).item(), (1 - gains[best] / total).clamp(min=0).item()
