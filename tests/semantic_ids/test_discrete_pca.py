@@ -181,6 +181,15 @@ def test_mean_and_covariance_far_from_zero(block):
     assert_close(data.covariance, expected, centered.T @ centered, name="covariance")
 
 
+@pytest.mark.parametrize("factor", [2.0**-300, 2.0**300], ids=["small", "large"])
+def test_rows_of_any_scale(factor):
+    rows = draw_rows(300, 5)
+    pca, errors = fitted(rows, 8)
+    scaled, scaled_errors = fitted(rows * factor, 8)
+    assert torch.equal(scaled.encode(rows * factor), pca.encode(rows))
+    assert scaled_errors == pytest.approx([error * factor**2 for error in errors], rel=1e-9, abs=0)
+
+
 def test_fits_are_repeatable(device):
     rows = draw_rows(700, 8, device, torch.float32)
     first, again = (DiscretePCA(8, 20, device=device) for _ in range(2))

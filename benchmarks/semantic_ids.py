@@ -1,0 +1,205 @@
+"""Keep rows in few bytes in several ways, and print what squared error each leaves.
+
+    python benchmarks/semantic_ids.py                                # of made-up rows
+    python benchmarks/semantic_ids.py --data data/ml-1m --csv semantic_ids.csv
+
+Made-up rows are normal, with a spectrum that falls as a power of its rank. With --data, a folder of
+MovieLens-1M, the embeddings of films are rows, too, learned by the ranking model of ``quality.py``
+with mean pooling.
+
+    integers       each row's own range in equal steps of 2, 4 or 8 bits, with its least value and
+                   step in fp16, as tables of FBGEMM have them
+    k-means        residual k-means: one byte a stage, for 256 centers of what is left before it
+    discrete PCA   digits of three levels, five to a byte, as many as fit
+
+Bytes are those that a row takes, counted; those that all rows share (centers; mean and directions)
+are given beside them, in fp32. Errors are of the rows that were fitted, in parts of their squared
+distances from their mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+
+import quality
+from events import DataError
+from quality_models import Ranker
+
+from torchrec_jagged_attn import DiscretePCA, SemanticIds
+
+MADE_UP = "made-up"
+BITS = (2, 4, 8)
+CENTERS = 256
+
+
+class Kept(NamedTuple):
+    """What a way of keeping rows makes of them.
+
+    Attributes:
+        stored: tensors of ``N`` rows each, whose bytes count.
+        shared: those that all rows need.
+        rows: ``[N, D]`` as they come back.
+    """
+
+    stored: list[Tensor]
+    shared: list[Tensor]
+    rows: Tensor
+
+
+def keep_integers(rows: Tensor, bits: int) -> Kept:
+    """Equal steps of each row's own range."""
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    low, step = low.half(), ((high - low) / (2**bits - 1)).half()
+    factor = torch.where(step > 0, 1 / step.float(), 0)
+    codes = ((rows - low.float()) * factor).round().clamp(0, 2**bits - 1).to(torch.uint8)
+    per_byte = 8 // bits
+    parts = F.pad(codes, (0, -codes.shape[1] % per_byte)).unflatten(1, (-1, per_byte))
+    packed = (parts << (torch.arange(per_byte, device=rows.device) * bits)).sum(2).byte()
+    return Kept([packed, low, step], [], low.float() + step.float() * codes)
+
+
+def keep_k_means(rows: Tensor, num_bytes: int, seed: int = 0, steps: int = 25) -> Kept:
+    """Residual k-means by Lloyd's steps, from rows drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = rows.clone()
+    codes, centers = [], []
+    for _ in range(num_bytes):
+        drawn = torch.randperm(len(rows), generator=generator)[:CENTERS].to(rows.device)
+        found = residual[drawn]
+        for _ in range(steps):
+            nearest = nearest_of(residual, found)
+            sums = torch.zeros_like(found).index_add_(0, nearest, residual)
+            counts = nearest.bincount(minlength=len(found)).unsqueeze(1)
+            found = torch.where(counts > 0, sums / counts, found)
+        nearest = nearest_of(residual, found)
+        residual -= found[nearest]
+        codes.append(nearest.to(torch.uint8))
+        centers.append(found)
+    return Kept([torch.stack(codes, 1)], centers, rows - residual)
+
+
+def nearest_of(rows: Tensor, centers: Tensor) -> Tensor:
+    """Which center is nearest to each row, ``[N]``."""
+    return (centers.square().sum(1) - 2 * rows @ centers.T).argmin(1)
+
+
+def keep_discrete_pca(rows: Tensor, num_bytes: int) -> Kept:
+    """Digits of three levels."""
+    num_digits = num_bytes * SemanticIds(1).digits_per_byte
+    pca = DiscretePCA(rows.shape[1], num_digits, device=rows.device)
+    pca.fit(rows)
+    packed = pca.ids.pack(pca.encode(rows))
+    return Kept([packed], [pca.mean, pca.basis], pca(packed))
+
+
+def make_up(num_rows: int, width: int, power: float = 0.75, seed: int = 0) -> Tensor:
+    """Normal rows; their principal components' standard deviations are powers of their rank."""
+    generator = torch.Generator().manual_seed(seed)
+    axes = torch.linalg.qr(torch.randn(width, width, generator=generator)).Q
+    deviations = torch.arange(1, width + 1) ** -power
+    return torch.randn(num_rows, width, generator=generator) * deviations @ axes
+
+
+def learn(data: str, width: int, epochs: int, device: str, seed: int = 0) -> Tensor:
+    """Embeddings of the items of ``data`` that a training event has."""
+    examples = quality.examples_of(data, 50, device)
+    torch.manual_seed(seed)
+    model = Ranker("mean", examples.num_items, width, 6.0, 50).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=quality.UNTUNED["lr"], fused=True)
+    batches = examples.training(epochs, torch.Generator(device).manual_seed(seed))
+    for _ in range(epochs * batches.steps):
+        logits = model(*batches.next())[: batches.size]
+        labels = torch.zeros_like(logits)
+        labels[:, 0] = 1
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(logits, labels).backward()
+        optimizer.step()
+    return model.items.weight.detach()[examples.items[examples.train].unique()]
+
+
+def compare(name: str, rows: Tensor, budgets: list[int]) -> Iterator[dict[str, object]]:
+    """A line of the table for each way and budget."""
+    total = (rows - rows.mean(0)).square().sum()
+    ways: list[tuple[str, Callable[[Tensor], Kept]]] = [
+        (f"integers, {bits} bits", lambda x, bits=bits: keep_integers(x, bits)) for bits in BITS
+    ]
+    for size in budgets:
+        ways.append(("k-means", lambda x, size=size: keep_k_means(x, size)))
+        ways.append(("discrete PCA", lambda x, size=size: keep_discrete_pca(x, size)))
+    for way, keep in ways:
+        kept = keep(rows)
+        yield {
+            "rows": f"{name} {list(rows.shape)}",
+            "way": way,
+            "bytes": sum(x.nbytes for x in kept.stored) / len(rows),
+            "shared, KiB": sum(x.nbytes for x in kept.shared) / 2**10,
+            "error": ((rows - kept.rows).square().sum() / total).item(),
+        }
+
+
+def print_comparison(lines: pd.DataFrame, console: Console) -> None:
+    """By rows and bytes."""
+    lines = lines.sort_values(["rows", "bytes"], kind="stable")
+    table = Table(*(str(name) for name in lines.columns))
+    for line in lines.itertuples(index=False):
+        rows, way, size, shared, error = line
+        table.add_row(rows, way, f"{size:g}", f"{shared:.1f}", f"{error:.3%}")
+    console.print(table)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", help="a folder of MovieLens-1M, whose embeddings are learned")
+    parser.add_argument("--rows", type=int, default=20000, help="that are made up")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=4, help="of learning embeddings")
+    parser.add_argument("--bytes", type=int, nargs="+", help="budgets; those of integers, and half")
+    parser.add_argument("--csv", type=Path, help="write the table there, too")
+    args = parser.parse_args(argv)
+    if args.width < 4 or args.width % 4:
+        parser.error(f"--width must be a multiple of 4, got {args.width}")
+    if args.bytes is None:
+        args.bytes = [-(-args.width // 8), *(-(-args.width * bits // 8) + 4 for bits in BITS)]
+    for name, values in (("rows", [args.rows]), ("epochs", [args.epochs]), ("bytes", args.bytes)):
+        if min(values) < 1:
+            parser.error(f"--{name} must be at least 1, got {min(values)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tables = {MADE_UP: make_up(args.rows, args.width).to(device)}
+    try:
+        if args.data is not None:
+            tables[Path(args.data).name] = learn(args.data, args.width, args.epochs, device)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 1
+    lines = pd.DataFrame(
+        [line for name, rows in tables.items() for line in compare(name, rows, args.bytes)]
+    )
+    print_comparison(lines, Console())
+    if args.csv is not None:
+        lines.assign(**quality.stamp(device)).to_csv(args.csv, index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The comparison of ways to keep rows: its bytes, and its errors."""
+
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+import quality
+import semantic_ids
+
+
+def test_table_of_made_up_rows(tmp_path, capsys):
+    path = tmp_path / "figures.csv"
+    arguments = ["--rows", "600", "--width", "16", "--bytes", "2", "8", "--csv", str(path)]
+    assert semantic_ids.main(arguments) == 0
+    assert "discrete PCA" in capsys.readouterr().out
+    lines = pd.read_csv(path)
+    errors = lines.set_index(["way", "bytes"])["error"]
+    assert errors.index.tolist() == [
+        *(("integers, 2 bits", 8), ("integers, 4 bits", 12), ("integers, 8 bits", 20)),
+        *(("k-means", 2), ("discrete PCA", 2), ("k-means", 8), ("discrete PCA", 8)),
+    ]
+    assert errors.between(0, 1).all()
+    for way in ("k-means", "discrete PCA"):
+        assert errors[way, 8] < errors[way, 2]
+    assert errors["integers, 8 bits", 20] < errors["integers, 2 bits", 8]
+    shared = lines.set_index(["way", "bytes"])["shared, KiB"]
+    assert shared["discrete PCA", 8] == (1 + 40) * 16 * 4 / 1024
+    assert shared["k-means", 8] == 8 * 256 * 16 * 4 / 1024
+
+
+@pytest.mark.parametrize("bits", semantic_ids.BITS)
+def test_integers_lie_within_half_a_step(bits):
+    rows = semantic_ids.make_up(50, 10)
+    kept = semantic_ids.keep_integers(rows, bits)
+    packed, low, step = kept.stored
+    assert packed.shape == (50, -(-10 * bits // 8))
+    rounding = 2**-10 * rows.abs().amax(1, keepdim=True)  # of the ends of a range, in fp16
+    assert torch.all((rows - kept.rows).abs() <= step.float() / 2 + 2 * rounding)
+    shifts = torch.arange(8 // bits) * bits
+    codes = (packed.unsqueeze(2) >> shifts & 2**bits - 1).flatten(1)[:, :10]
+    assert torch.equal(low.float() + step.float() * codes, kept.rows)
+
+
+def test_k_means_of_few_rows_is_exact():
+    rows = semantic_ids.make_up(200, 4)
+    kept = semantic_ids.keep_k_means(rows, 1)
+    assert torch.equal(kept.rows, rows)
+    assert kept.stored[0].shape == (200, 1)
+
+
+def test_embeddings_are_learned_of_training_events(monkeypatch):
+    log = quality.make_up(seed=1, users=40, items=30, kinds=3)
+    monkeypatch.setattr(quality, "read", lambda source: log)
+    first, again = (semantic_ids.learn("few", 8, epochs, "cpu") for epochs in (1, 1))
+    assert torch.equal(first, again)
+    more = semantic_ids.learn("few", 8, 2, "cpu")
+    assert more.shape == first.shape
+    assert not torch.equal(more, first)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [("--rows", "0", "--rows must be at least 1, got 0"), ("--width", "6", "multiple of 4, got 6")],
+)
+def test_wrong_arguments_are_named(option, value, message, capsys):
+    with pytest.raises(SystemExit):
+        semantic_ids.main([option, value])
+    assert message in capsys.readouterr().err
