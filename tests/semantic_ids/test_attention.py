@@ -72,6 +72,7 @@ def test_decoded_rows(num_levels, score, dtype, num_targets, scale, device):
     assert_right(inputs, num_levels, score=score, scale=scale)
 
 
+@pytest.mark.reference
 @pytest.mark.parametrize("score", ["softmax", "silu"])
 def test_gradients_in_fp64(score):
     inputs = inputs_of([3, 0, 2], dtype=torch.float64, num_digits=4, width=3)
