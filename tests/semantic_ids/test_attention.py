@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
@@ -132,6 +133,31 @@ def test_a_history_of_ids_as_a_jagged_tensor(device):
     out.sum().backward()
     assert pca.basis.grad is not None
     assert pca.mean.grad.tolist() == pytest.approx([2.0] * 8)  # once a history that is not empty
+
+
+def test_compiled_once_for_changing_lengths(device):
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(
+        jagged_target_attention_over_ids, backend=counter, fullgraph=True, dynamic=True
+    )
+    # No two sizes are alike in the first, or they would be taken for one.
+    for lengths in ([3, 4, 1, 0, 5], [9, 0, 2, 5], [2, 30, 1, 5, 8, 8]):
+        inputs = inputs_of(lengths, device, num_targets=9)
+        expected = jagged_target_attention_over_ids(**inputs)
+        torch.testing.assert_close(compiled(**inputs), expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_device():
+    inputs = inputs_of([30, 0, 700], "cuda")
+    jagged_target_attention_over_ids(**inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        jagged_target_attention_over_ids(**inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

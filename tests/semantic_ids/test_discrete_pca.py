@@ -279,6 +279,17 @@ def test_states_move(trainable, device):
     assert "num_digits=9" in repr(pca)
 
 
+def test_exported_with_any_number_of_rows(device):
+    rows = draw_rows(50, 6, device, torch.float32)
+    pca = DiscretePCA(6, 9, device=device)
+    pca.fit(rows)
+    packed = pca.ids.pack(pca.encode(rows))
+    shapes = {"packed": {0: torch.export.Dim("N")}}
+    exported = torch.export.export(pca, (packed,), dynamic_shapes=shapes).module()
+    for num_rows in (1, 7, 50):
+        assert torch.equal(exported(packed[:num_rows]), pca(packed[:num_rows]))
+
+
 def test_gradients_of_decoding():
     pca = DiscretePCA(3, 4, trainable=True, dtype=torch.float64)
     pca.fit(draw_rows(50, 3))
