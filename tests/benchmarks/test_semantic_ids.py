@@ -16,18 +16,30 @@ def test_table_of_made_up_rows(tmp_path, capsys):
     assert semantic_ids.main(arguments) == 0
     assert "discrete PCA" in capsys.readouterr().out
     lines = pd.read_csv(path)
-    errors = lines.set_index(["way", "bytes"])["error"]
-    assert errors.index.tolist() == [
+    lines = lines.set_index(["way", "bytes"])
+    ways = ["k-means", "discrete PCA, 3 levels", "discrete PCA, 15 levels"]
+    assert lines.index.tolist() == [
         *(("integers, 2 bits", 8), ("integers, 4 bits", 12), ("integers, 8 bits", 20)),
-        *(("k-means", 2), ("discrete PCA", 2), ("k-means", 8), ("discrete PCA", 8)),
+        *((way, size) for size in (2, 8) for way in ways),
     ]
-    assert errors.between(0, 1).all()
-    for way in ("k-means", "discrete PCA"):
-        assert errors[way, 8] < errors[way, 2]
-    assert errors["integers, 8 bits", 20] < errors["integers, 2 bits", 8]
-    shared = lines.set_index(["way", "bytes"])["shared, KiB"]
-    assert shared["discrete PCA", 8] == (1 + 40) * 16 * 4 / 1024
+    for column in ("error", "of others"):
+        errors = lines[column]
+        assert errors.between(0, 1).all()
+        assert all(errors[way, 8] < errors[way, 2] for way in ways)
+        assert errors["integers, 8 bits", 20] < errors["integers, 2 bits", 8]
+    shared = lines["shared, KiB"]
+    assert shared["discrete PCA, 3 levels", 8] == (1 + 40) * 16 * 4 / 1024
+    assert shared["discrete PCA, 15 levels", 8] == (1 + 16) * 16 * 4 / 1024
     assert shared["k-means", 8] == 8 * 256 * 16 * 4 / 1024
+
+
+def test_others_are_not_fitted():
+    """Centers are rows where there are so few, and others lie elsewhere."""
+    rows = semantic_ids.make_up(300, 16)
+    line = list(semantic_ids.compare("few", rows, [1]))[len(semantic_ids.BITS)]
+    assert line["way"] == "k-means"
+    assert line["error"] == pytest.approx(0, abs=1e-12)
+    assert line["of others"] > 0.1
 
 
 @pytest.mark.parametrize("bits", semantic_ids.BITS)
@@ -43,11 +55,15 @@ def test_integers_lie_within_half_a_step(bits):
     assert torch.equal(low.float() + step.float() * codes, kept.rows)
 
 
-def test_k_means_of_few_rows_is_exact():
-    rows = semantic_ids.make_up(200, 4)
-    kept = semantic_ids.keep_k_means(rows, 1)
-    assert torch.equal(kept.rows, rows)
-    assert kept.stored[0].shape == (200, 1)
+def test_k_means_keeps_the_nearest_centers():
+    rows = semantic_ids.make_up(900, 4)
+    keep = semantic_ids.fit_k_means(rows, 2)
+    kept = keep(rows[:50])
+    first, second = kept.shared
+    codes = torch.cdist(rows[:50], first).argmin(1)
+    again = torch.cdist(rows[:50] - first[codes], second).argmin(1)
+    assert torch.equal(kept.stored[0], torch.stack([codes, again], 1).byte())
+    torch.testing.assert_close(kept.rows, first[codes] + second[again])
 
 
 def test_embeddings_are_learned_of_training_events(monkeypatch):
