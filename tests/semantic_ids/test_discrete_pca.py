@@ -112,6 +112,13 @@ def test_directions_are_those_of_pca(device):
     assert torch.all(unit.gather(1, unit.abs().argmax(1, keepdim=True)) > 0)
 
 
+def test_a_direction_comes_again_while_most_is_left_there(device):
+    deviations = torch.tensor([100.0, 1, 1], device=device)
+    pca, _ = fitted(draw_rows(1000, 3, device) @ torch.diag(deviations).double(), 4, max_steps=0)
+    unit = pca.basis / pca.basis.norm(dim=1, keepdim=True)
+    assert (unit @ unit.T).abs().min() > 0.99
+
+
 @pytest.mark.parametrize("num_levels", [3, 7])
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["normal", "uniform"])
 def test_the_scale_is_best(draw, num_levels):
