@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         embedding_bag_keys,
         embedding_parameters,
         rename_keys,
+        repeat_by_request,
     )
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ __all__ = [
     "jagged_target_attention_over_ids",
     "jagged_target_attention_weights",
     "rename_keys",
+    "repeat_by_request",
 ]
 
 

@@ -50,6 +50,8 @@ class Scenario:
     attentions: list[TargetAttentionConfig]
     is_weighted: bool = False
     single_lookup: bool = False
+    candidates: str = "one"
+    candidate_features: tuple[str, ...] = ()
 
     def find(self, name: str) -> tuple[EmbeddingBagConfig, str]:
         """Table and feature of ``feature`` or ``feature@table``."""
@@ -251,6 +253,8 @@ def make_collection(
         scenario.attentions,
         is_weighted=scenario.is_weighted,
         single_lookup=scenario.single_lookup,
+        candidates=scenario.candidates,
+        candidate_features=scenario.candidate_features,
     )
     for parameter in collection.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -378,9 +382,16 @@ def oracle(
 
 
 def check_against_oracle(
-    collection: TargetAttentionEmbeddingBagCollection, scenario: Scenario, batches: list[Batch]
+    collection: TargetAttentionEmbeddingBagCollection,
+    scenario: Scenario,
+    batches: list[Batch],
+    to_samples: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> None:
-    """Outputs, and all gradients added up over ``batches``, lie within the rule of the oracle's."""
+    """Outputs, and all gradients added up over ``batches``, lie within the rule of the oracle's.
+
+    ``to_samples`` makes of a batch one whose samples have one candidate each, which the oracle
+    takes.
+    """
     device = next(collection.parameters()).device
     generator = torch.Generator().manual_seed(1)
     outs, grads_out = [], []
@@ -400,7 +411,7 @@ def check_against_oracle(
         }
         expected = []
         for batch, grad_out in zip(batches, grads_out, strict=True):
-            expected.append(torch.cat(oracle(scenario, batch, **leaves), dim=1))
+            expected.append(torch.cat(oracle(scenario, to_samples(batch), **leaves), dim=1))
             expected[-1].backward(grad_out.to(dtype))
         grads = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
@@ -848,11 +859,13 @@ def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_after_the_lookups_waits_for_the_device(name: str):
-    cuda, scenario = torch.device("cuda"), SCENARIOS[name]
+    check_that_nothing_waits(SCENARIOS[name], make_batch(SCENARIOS[name], LENGTHS["mixed"]))
+
+
+def check_that_nothing_waits(scenario: Scenario, batch: Batch) -> None:
+    cuda = torch.device("cuda")
     collection = make_collection(scenario, cuda)
-    features = to_features(
-        make_batch(scenario, LENGTHS["mixed"]), cuda, is_weighted=scenario.is_weighted
-    )
+    features = to_features(batch, cuda, is_weighted=scenario.is_weighted)
     features.length_per_key()  # which a batch brings along from the host
     sequences = [
         {

@@ -6,6 +6,7 @@ from torchrec_jagged_attn.modules.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.modules.feature_interaction import JaggedFeatureInteraction
+from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer, JaggedSelfAttention
 from torchrec_jagged_attn.modules.sharding import embedding_parameters
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
@@ -20,4 +21,5 @@ __all__ = [
     "embedding_bag_keys",
     "embedding_parameters",
     "rename_keys",
+    "repeat_by_request",
 ]

@@ -1,7 +1,7 @@
 """``TargetAttentionConfig``: which history attends to which target, of which tables."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +9,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.checks import check_window
 
-__all__ = ["TargetAttentionConfig", "check_configs", "find_feature", "keys_of_history"]
+__all__ = [
+    "TargetAttentionConfig",
+    "check_configs",
+    "find_feature",
+    "keys_of_candidates",
+    "keys_of_history",
+]
 
 
 @dataclass
@@ -23,7 +29,8 @@ class TargetAttentionConfig:
     its output.
 
     Args:
-        target: feature, or features, with exactly one id per sample.
+        target: feature, or features, with exactly one id per sample; of a collection with
+            ``candidates="jagged"``, with any number.
         history: feature, or features, oldest id first, pooled by attention to ``target``. Several
             must have equal lengths: they describe the same events.
         num_heads: ``H``, a divisor of the summed width of the histories.
@@ -217,6 +224,49 @@ def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConf
     """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
     keys = [find_feature("history", name, tables)[1] for name in config.histories]
     return keys if config.timestamps is None else [*keys, config.timestamps]
+
+
+def keys_of_candidates(
+    tables: list[EmbeddingBagConfig],
+    attentions: list[TargetAttentionConfig],
+    candidates: str,
+    candidate_features: str | Sequence[str],
+) -> list[str]:
+    """Keys of a KeyedJaggedTensor with one id for each candidate, targets first; none where a
+    sample is one candidate.
+
+    Raises:
+        ValueError: an argument that is unknown, or does not fit the others.
+        NotImplementedError: an attention takes one target per sample alone.
+    """
+    if candidates not in ("one", "jagged"):
+        raise ValueError(f"candidates must be 'one' or 'jagged', got {candidates!r}")
+    if isinstance(candidate_features, str):
+        candidate_features = [candidate_features]
+    if candidates == "one":
+        if candidate_features:
+            raise ValueError(
+                "candidate_features must go with candidates='jagged', got "
+                f"{list(candidate_features)} and candidates='one'"
+            )
+        return []
+    if any(config.score == "din" for config in attentions):
+        raise NotImplementedError(
+            "score must be 'softmax', 'silu' or 'sigmoid' where candidates='jagged', got 'din', "
+            "which takes one target per sample"
+        )
+    features = {feature for table in tables for feature in table.feature_names}
+    if unknown := [name for name in candidate_features if name not in features]:
+        raise ValueError(
+            f"candidate_features must be features of tables, of {sorted(features)}, got {unknown}"
+        )
+    targets, histories = (
+        [find_feature(argument, name, tables)[1] for config in attentions for name in of(config)]
+        for argument, of in (("target", lambda x: x.targets), ("history", lambda x: x.histories))
+    )
+    if both := [name for name in candidate_features if name in histories]:
+        raise ValueError(f"candidate_features must be no history of any attention, got {both}")
+    return list(dict.fromkeys([*targets, *candidate_features]))
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

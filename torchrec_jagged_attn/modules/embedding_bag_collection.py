@@ -2,7 +2,8 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
     check_configs,
     find_feature,
+    keys_of_candidates,
     keys_of_history,
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
@@ -65,10 +67,20 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             less time per step. Rows cross ranks before they are pooled, not after, so this is for
             features of about one id per sample, or for a single rank. State dicts then have these
             tables in ``embedding_collections``.
+        candidates: how many a sample has. ``"one"``; or ``"jagged"``: a sample is a request, which
+            shows any number of candidates to one user, also none. Targets have an id for each, and
+            the output a row for each, ``ΣT`` in all, in their order. A request's history is sent,
+            looked up and read once, and all else of it is pooled once, and then repeated for each
+            of its candidates. So must its dense features be, see :func:`repeat_by_request`.
+            Parameters are the same. Rows that ``row_dropout`` leaves out are those of the request.
+        candidate_features: of ``candidates="jagged"``: features besides the targets that have one
+            id for each candidate. Their rows are put out as they are, without pooling. As with
+            ``single_lookup``, their tables are in ``embedding_collections``.
 
     Raises:
         TypeError: an entry of ``attentions`` is no TargetAttentionConfig.
-        ValueError: tables and attentions do not fit together.
+        ValueError: tables, attentions and features of candidates do not fit together.
+        NotImplementedError: ``score="din"`` with ``candidates="jagged"``.
 
     Example:
         >>> tables = [
@@ -90,6 +102,19 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         >>> pooled = collection(features)
         >>> pooled.keys(), pooled.values().shape
         (['item', 'hist', 'user'], torch.Size([2, 24]))
+
+        Requests of two candidates, and of none:
+
+        >>> collection = TargetAttentionEmbeddingBagCollection(
+        ...     tables, TargetAttentionConfig(target="item", history="hist"), candidates="jagged"
+        ... )
+        >>> features = KeyedJaggedTensor(
+        ...     keys=["item", "hist", "user"],
+        ...     values=torch.tensor([1, 2, 3, 4, 5, 0, 1]),
+        ...     lengths=torch.tensor([2, 0, 1, 2, 1, 1]),  # item, then hist, then user
+        ... )
+        >>> collection(features).values().shape
+        torch.Size([2, 24])
     """
 
     def __init__(
@@ -100,6 +125,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         is_weighted: bool = False,
         *,
         single_lookup: bool = False,
+        candidates: Literal["one", "jagged"] = "one",
+        candidate_features: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
         if isinstance(attentions, TargetAttentionConfig):
@@ -109,17 +136,23 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for table in tables
         ]
         check_configs(tables, attentions)
-        attended = {
+        keys = keys_of_candidates(tables, attentions, candidates, candidate_features)
+        by_row = {
             table.name: table.embedding_dim
             for config in attentions
             for argument, names in (("target", config.targets), ("history", config.histories))
             for table, _ in (find_feature(argument, name, tables) for name in names)
         }
+        by_row |= {
+            table.name: table.embedding_dim
+            for table in tables
+            if not set(keys).isdisjoint(table.feature_names)
+        }
         by_width: dict[int, list[EmbeddingBagConfig]] = {}
         bag_tables: list[EmbeddingBagConfig] = []
         for table in tables:
-            joins = single_lookup and table.embedding_dim in attended.values()
-            if joins or table.name in attended:
+            joins = single_lookup and table.embedding_dim in by_row.values()
+            if joins or table.name in by_row:
                 by_width.setdefault(table.embedding_dim, []).append(table)
             else:
                 bag_tables.append(table)
@@ -161,7 +194,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             EmbeddingBagCollection(bag_tables, is_weighted, device) if bag_tables else None
         )
         self.pooling = TargetAttentionPooling(
-            tables, list(by_width.values()), bag_tables, attentions, is_weighted, device
+            tables, list(by_width.values()), bag_tables, attentions, is_weighted, keys, device
         )
 
     @classmethod
@@ -171,6 +204,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         attentions: TargetAttentionConfig | list[TargetAttentionConfig],
         *,
         single_lookup: bool = False,
+        candidates: Literal["one", "jagged"] = "one",
+        candidate_features: str | Sequence[str] = (),
     ) -> "TargetAttentionEmbeddingBagCollection":
         """A collection that goes on with the tables of a trained EmbeddingBagCollection.
 
@@ -181,6 +216,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             embedding_bag_collection: not sharded.
             attentions: as for the class.
             single_lookup: as for the class.
+            candidates: as for the class.
+            candidate_features: as for the class.
 
         Raises:
             TypeError: ``embedding_bag_collection`` is no EmbeddingBagCollection.
@@ -194,7 +231,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         device = next(source.parameters()).device  # it may have moved from where it was made
         tables = source.embedding_bag_configs()
         collection = cls(
-            tables, attentions, device, source.is_weighted(), single_lookup=single_lookup
+            tables,
+            attentions,
+            device,
+            source.is_weighted(),
+            single_lookup=single_lookup,
+            candidates=candidates,
+            candidate_features=candidate_features,
         )
         for name, key in collection.table_keys().items():
             table = collection.get_submodule(key.removesuffix(".weight"))
@@ -212,11 +255,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
-            those of ``user_column``.
+            those of ``user_column``. With ``candidates="jagged"``, ``[ΣT, sum of widths]``.
 
         Raises:
             ValueError: a feature or timestamps are missing, a target without exactly one id in each
-                sample, or histories (and timestamps) of one attention with different lengths.
+                sample (or, of requests, features of candidates with different lengths), or
+                histories (and timestamps) of one attention with different lengths.
                 Counts of rows are always checked; ids and the lengths of each sample on CPU, and on
                 CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. No sample, weights that are missing
                 or not asked for, or batch sizes that vary by feature without ``inverse_indices``.

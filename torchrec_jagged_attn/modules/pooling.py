@@ -18,6 +18,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
     of_each_sample,
 )
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature
+from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
@@ -36,6 +37,8 @@ class TargetAttentionPooling(nn.Module):
         bag_tables: those of the EmbeddingBagCollection.
         attentions: as the collection's.
         is_weighted: as the collection's.
+        candidates: keys of a KeyedJaggedTensor with an id for each candidate of a sample, none
+            where each sample is one candidate.
         device: of the parameters.
     """
 
@@ -46,6 +49,7 @@ class TargetAttentionPooling(nn.Module):
         bag_tables: list[EmbeddingBagConfig],
         attentions: list[TargetAttentionConfig],
         is_weighted: bool,
+        candidates: list[str],
         device: torch.device | None,
     ) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class TargetAttentionPooling(nn.Module):
             for table in tables
             for name in table.feature_names
         }
-        self._is_weighted = is_weighted
+        self._is_weighted, self._is_of_requests = is_weighted, bool(candidates)
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         for attention in self._attentions:
             if attention.user_key is not None:
@@ -65,6 +69,9 @@ class TargetAttentionPooling(nn.Module):
         self._keys, self._widths = list(widths), list(widths.values())
         targets = {
             source.key: source for attention in self._attentions for source in attention.targets
+        }
+        targets |= {
+            source.key: source for source in sources.values() if source.feature in candidates
         }
         histories = {source.key for attention in self._attentions for source in attention.histories}
         self._targets = list(targets.values())
@@ -77,12 +84,18 @@ class TargetAttentionPooling(nn.Module):
         bags = {name: keys[feature] for feature, name in _names(bag_tables).items()}
         self._bags = list(bags)
         # The keys of the tensors that forward makes, in its order.
-        blocks = [
+        of_candidates = [
             *([source.key] for source in self._targets),
+            *([x.key for x in attention.histories] for attention in self._attentions),
+        ]
+        of_samples = [
             *([source.key for source in part] for part, _ in self._pooled),
-            *itertools.chain.from_iterable(map(_keys_of, self._attentions)),
+            *([x.user_key] for x in self._attentions if x.user_key is not None),
             list(bags.values()),
         ]
+        if candidates:
+            of_samples = [list(itertools.chain.from_iterable(of_samples))]
+        blocks = [*of_candidates, *of_samples]
         self._slices = _slices(widths, blocks)
 
         self.encoders = nn.ModuleList(
@@ -128,22 +141,32 @@ class TargetAttentionPooling(nn.Module):
         sequences: list[dict[str, JaggedTensor]],
         bags: KeyedTensor | None,
     ) -> KeyedTensor:
-        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'.
+        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
+        requests ``[ΣT, sum of widths]``.
 
         Args:
             features: what was looked up.
             sequences: of each EmbeddingCollection.
             bags: of the EmbeddingBagCollection, if there is one.
         """
-        targets = {x.key: _single_rows(x.rows(sequences), x.feature) for x in self._targets}
-        blocks = list(targets.values())
+        first = self._targets[0]
+        candidates = first.rows(sequences)
+        if self._is_of_requests:
+            targets = {
+                x.key: _rows_of_candidates(x.rows(sequences), x.feature, candidates, first.feature)
+                for x in self._targets
+            }
+        else:
+            targets = {x.key: _single_rows(x.rows(sequences), x.feature) for x in self._targets}
+        of_candidates = list(targets.values())
         if self._is_weighted:
-            blocks = [
+            of_candidates = [
                 targets[x.key] * _weights(features, x.feature).unsqueeze(1) for x in self._targets
             ]
+        of_samples = []
         for part, mode in self._pooled:
             weights = [_weights(features, x.feature) for x in part] if self._is_weighted else None
-            blocks.append(_segment_reduce([x.rows(sequences) for x in part], weights, mode))
+            of_samples.append(_segment_reduce([x.rows(sequences) for x in part], weights, mode))
         for attention, layers, attend in zip(
             self._attentions, self.encoders, self.attentions, strict=True
         ):
@@ -157,12 +180,17 @@ class TargetAttentionPooling(nn.Module):
             for layer in layers.children():
                 history = layer(history, weights)
             target = _join([targets[x.key] for x in attention.targets])
-            blocks.append(attend(target, history, timestamps, weights))
+            if self._is_of_requests:
+                target = _of_samples(target, candidates)
+            of_candidates.append(attend(target, history, timestamps, weights))
             if attention.user_key is not None:
-                blocks.append(_newest_rows(history))
+                of_samples.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
-            blocks.append(_in_order(bags, self._bags))
+            of_samples.append(_in_order(bags, self._bags))
+        if self._is_of_requests and of_samples:
+            of_samples = [repeat_by_request(_join(of_samples), candidates)]
+        blocks = [*of_candidates, *of_samples]
         return KeyedTensor(
             keys=self._keys,
             length_per_key=self._widths,
@@ -241,12 +269,6 @@ def _attention(
     return _Attention(targets, histories, config.timestamps, user_key)
 
 
-def _keys_of(attention: _Attention) -> list[list[str]]:
-    """Of each tensor that an attention makes."""
-    of_histories = [source.key for source in attention.histories]
-    return [of_histories] if attention.user_key is None else [of_histories, [attention.user_key]]
-
-
 def _check_is_new(user_key: str, keys: dict[str, int]) -> None:
     if user_key in keys:
         raise ValueError(
@@ -307,6 +329,22 @@ def _single_rows(sequence: JaggedTensor, name: str) -> Tensor:
 
 
 @torch.fx.wrap
+def _rows_of_candidates(
+    sequence: JaggedTensor, name: str, candidates: JaggedTensor, candidates_name: str
+) -> Tensor:
+    """``[ΣT, D]`` rows of a feature of candidates."""
+    if not is_scripting():
+        check_equal_lengths(sequence, name, candidates, candidates_name)
+    return sequence.values()
+
+
+@torch.fx.wrap
+def _of_samples(rows: Tensor, like: JaggedTensor) -> JaggedTensor:
+    """``rows`` as those of ``like`` are divided among samples."""
+    return JaggedTensor(rows, lengths=like.lengths(), offsets=like.offsets())
+
+
+@torch.fx.wrap
 def _segment_reduce(
     sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
 ) -> Tensor:
@@ -340,11 +378,7 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
     if not is_scripting():
         for sequence, name in zip(sequences, names, strict=True):
             check_equal_lengths(sequence, name, first, names[0])
-    return JaggedTensor(
-        torch.cat([sequence.values() for sequence in sequences], dim=1),
-        lengths=first.lengths(),
-        offsets=first.offsets(),
-    )
+    return _of_samples(torch.cat([sequence.values() for sequence in sequences], dim=1), first)
 
 
 @torch.fx.wrap

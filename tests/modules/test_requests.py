@@ -1,0 +1,356 @@
+"""Requests of several candidates: as if each candidate were a sample with a copy of the rest."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.fx import symbolic_trace
+from torchrec.models.dlrm import DLRM
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from tests.modules.test_embedding_bag_collection import (
+    NUM_IDS,
+    SCENARIOS,
+    USERS,
+    Batch,
+    Scenario,
+    check_against_oracle,
+    check_that_nothing_waits,
+    make_batch,
+    make_collection,
+    table,
+    to_features,
+)
+from torchrec_jagged_attn import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    repeat_by_request,
+)
+from torchrec_jagged_attn.modules.config import keys_of_candidates
+from torchrec_jagged_attn.testing import assert_matches_oracle
+
+# Those beside the targets, of some scenarios; of a table of a target, of bags, and of several.
+CANDIDATE_FEATURES = {
+    "shared-table": ("tags",),
+    "pooled-neighbours": ("bought", "tags"),
+    "side-information": ("tags",),
+    "features-in-two-tables": ("cat",),
+    "newest-rows": ("bought",),
+    "weighted": ("tags", "user"),
+    "shared-table-single-lookup": ("user",),
+}
+
+
+def of_requests(scenario: Scenario, *candidate_features: str) -> Scenario:
+    return dataclasses.replace(scenario, candidates="jagged", candidate_features=candidate_features)
+
+
+REQUESTS = {
+    name: of_requests(scenario, *CANDIDATE_FEATURES.get(name, ()))
+    for name, scenario in SCENARIOS.items()
+}
+# Rows of histories, and candidates, of each request.
+LENGTHS = {
+    "mixed": ([3, 0, 1, 7, 0, 20, 4], [2, 1, 0, 5, 3, 9, 1]),
+    "one-each": ([3, 0, 7], [1, 1, 1]),
+    "empty-ends": ([4, 2, 5, 1], [0, 3, 2, 0]),
+    "one-request": ([9], [7]),
+    "empty-histories": ([0, 0, 0], [2, 0, 4]),
+}
+
+
+def keys_of(scenario: Scenario) -> list[str]:
+    return keys_of_candidates(
+        scenario.tables, scenario.attentions, "jagged", scenario.candidate_features
+    )
+
+
+def make_requests(scenario: Scenario, lengths: list[int], counts: list[int]) -> Batch:
+    """Random ids, of as many candidates as ``counts``."""
+    rng = random.Random(0)
+    batch = make_batch(scenario, lengths)
+    for key in keys_of(scenario):
+        batch[key] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
+    return batch
+
+
+def to_samples(scenario: Scenario, batch: Batch) -> Batch:
+    """Each candidate as a sample, with a copy of what its request has."""
+    keys = keys_of(scenario)
+    return {
+        key: [
+            [candidate] if key in keys else ids
+            for ids, candidates in zip(of_key, batch[keys[0]], strict=True)
+            for candidate in (ids if key in keys else candidates)
+        ]
+        for key, of_key in batch.items()
+    }
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", REQUESTS)
+def test_values_and_gradients(name: str, lengths: str, device: torch.device):
+    scenario = REQUESTS[name]
+    batch = make_requests(scenario, *LENGTHS[lengths])
+    check_against_oracle(
+        make_collection(scenario, device),
+        scenario,
+        [batch],
+        lambda batch: to_samples(scenario, batch),
+    )
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_no_candidate_at_all(name: str, device: torch.device):
+    scenario = REQUESTS[name]
+    collection = make_collection(scenario, device)
+    batch = make_requests(scenario, [3, 0, 5], [0, 0, 0])
+    out = collection(to_features(batch, device, is_weighted=scenario.is_weighted))
+    assert out.values().shape == (0, sum(out.length_per_key()))
+    out.values().sum().backward()
+    for name, parameter in collection.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("name", ["side-information", "several-pairs", "weighted"])
+def test_parameters_are_those_of_one_candidate(name: str):
+    plain, requests = SCENARIOS[name], of_requests(SCENARIOS[name])
+    expected, actual = make_collection(plain), make_collection(requests)
+    assert actual.state_dict().keys() == expected.state_dict().keys()
+    assert actual.table_keys() == expected.table_keys()
+    features = to_features(make_batch(plain, [3, 0, 7]), is_weighted=plain.is_weighted)
+    assert actual(features).keys() == expected(features).keys()
+
+
+def test_tables_of_candidates_are_looked_up_by_row():
+    tables = [
+        table("t_item", "item", "hist"),
+        table("t_cat", "cat", width=12),
+        table("t_user", "u"),
+    ]
+    collection = TargetAttentionEmbeddingBagCollection(
+        tables,
+        TargetAttentionConfig("item", "hist"),
+        candidates="jagged",
+        candidate_features="cat",
+    )
+    assert collection.table_keys() == {
+        "t_item": "embedding_collections.8.embeddings.t_item.weight",
+        "t_cat": "embedding_collections.12.embeddings.t_cat.weight",
+        "t_user": "embedding_bag_collection.embedding_bags.t_user.weight",
+    }
+
+
+def test_encoded_histories_and_user_columns(device: torch.device):
+    requests = of_requests(USERS)
+    collection, plain = make_collection(requests, device), make_collection(USERS, device)
+    batch = make_requests(requests, *LENGTHS["mixed"])
+    actual = collection(to_features(batch, device))
+    expected = plain(to_features(to_samples(requests, batch), device))
+    assert actual.keys() == expected.keys()
+    assert "user@hist@t_item" in actual.keys()  # noqa: SIM118
+    torch.testing.assert_close(actual.values(), expected.values())
+    grad = torch.randn(expected.values().shape, generator=torch.Generator().manual_seed(1))
+    for out in (actual, expected):
+        out.values().backward(grad.to(device))
+    of_plain = dict(plain.named_parameters())
+    for name, parameter in collection.named_parameters():
+        torch.testing.assert_close(parameter.grad, of_plain[name].grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+def test_scores_of_rows_by_themselves(score: str, device: torch.device):
+    scenario = Scenario(
+        [table("t_item", "item", "hist"), table("t_user", "user")],
+        [TargetAttentionConfig("item", "hist", score=score)],
+    )
+    requests = of_requests(scenario)
+    batch = make_requests(requests, *LENGTHS["mixed"])
+    actual = make_collection(requests, device)(to_features(batch, device))
+    expected = make_collection(scenario, device)(to_features(to_samples(requests, batch), device))
+    torch.testing.assert_close(actual.values(), expected.values())
+
+
+def test_a_request_does_not_see_the_others():
+    """Its output has no NaN of theirs, and its own bits whatever they are."""
+    scenario = REQUESTS["weighted"]
+    collection = make_collection(scenario)
+    lengths, counts = LENGTHS["mixed"]
+    batch = make_requests(scenario, lengths, counts)
+    clean = collection(to_features(batch, is_weighted=True)).values()
+    ends = list(itertools.accumulate(counts))
+    own = 3  # of 7 rows and 5 candidates
+    kept = slice(ends[own] - counts[own], ends[own])
+    features = to_features(batch, is_weighted=True)
+    rows = {
+        name: JaggedTensor(sequence.values().clone(), lengths=sequence.lengths())
+        for name, sequence in collection.embedding_collections["8"](features).items()
+    }
+    for sequence in rows.values():
+        begin, end = sequence.offsets()[own : own + 2].tolist()
+        sequence.values()[:begin] = torch.nan
+        sequence.values()[end:] = torch.nan
+    bags = None
+    if collection.embedding_bag_collection is not None:
+        bags = collection.embedding_bag_collection(features)
+        poisoned = torch.full_like(bags.values(), torch.nan)
+        poisoned[own] = bags.values()[own]
+        bags = type(bags)(bags.keys(), bags.length_per_key(), poisoned)
+    actual = collection.pooling(features, [rows], bags).values()
+    assert torch.equal(actual[kept], clean[kept])
+    assert actual[: kept.start].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["several-pairs", "weighted", "nothing-else"])
+def test_fx_traces_around_the_pooling(name: str):
+    scenario = REQUESTS[name]
+    collection = make_collection(scenario)
+    traced = symbolic_trace(collection, leaf_modules=[type(collection.pooling).__name__])
+    for lengths, counts in LENGTHS.values():
+        batch = make_requests(scenario, lengths, counts)
+        features = to_features(batch, is_weighted=scenario.is_weighted)
+        assert torch.equal(traced(features).values(), collection(features).values())
+
+
+def test_dlrm_scores_each_candidate():
+    """As of a batch whose samples are the candidates."""
+    scenario = Scenario(
+        [
+            table("t_user", "user"),
+            table("t_item", "bought", "item", "hist"),
+            table("t_brand", "brand", pooling="MEAN"),
+        ],
+        [TargetAttentionConfig("item", "hist")],
+    )
+    requests = of_requests(scenario, "brand")
+    batch = make_requests(requests, *LENGTHS["mixed"])
+    features = to_features(batch)
+    dense = torch.randn(features.stride(), 3)
+    dense_by_candidate = repeat_by_request(dense, features["item"])
+    logits = []
+    for given, sparse in (
+        (requests, features),
+        (scenario, to_features(to_samples(requests, batch))),
+    ):
+        torch.manual_seed(0)
+        model = DLRM(make_collection(given), 3, [4, 8], [8, 1])
+        logits.append(model(dense_by_candidate, sparse))
+    assert logits[0].shape == (sum(LENGTHS["mixed"][1]), 1)
+    torch.testing.assert_close(*logits)
+
+
+ITEM = table("t_item", "item", "hist")
+PAIR = TargetAttentionConfig("item", "hist")
+REFUSED = {
+    "unknown-candidates": (PAIR, {"candidates": "many"}, "candidates must be 'one' or 'jagged'"),
+    "features-of-one": (
+        PAIR,
+        {"candidate_features": ["user"]},
+        r"candidate_features must go with candidates='jagged', got \['user'\] and candidates='one'",
+    ),
+    "unknown-feature": (
+        PAIR,
+        {"candidates": "jagged", "candidate_features": ["price"]},
+        r"candidate_features must be features of tables, of \['hist', 'item', 'user'\], got \['pr",
+    ),
+    "history": (
+        PAIR,
+        {"candidates": "jagged", "candidate_features": "hist"},
+        r"candidate_features must be no history of any attention, got \['hist'\]",
+    ),
+    "din": (
+        TargetAttentionConfig("item", "hist", num_heads=1, score="din"),
+        {"candidates": "jagged"},
+        "score must be 'softmax', 'silu' or 'sigmoid' where candidates='jagged', got 'din'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_construction(case: str):
+    config, arguments, message = REFUSED[case]
+    error = NotImplementedError if case == "din" else ValueError
+    with pytest.raises(error, match=message):
+        TargetAttentionEmbeddingBagCollection([ITEM, table("t_user", "user")], config, **arguments)
+
+
+def test_features_of_candidates_that_differ_in_length_are_refused(monkeypatch: pytest.MonkeyPatch):
+    scenario = of_requests(
+        Scenario(
+            [ITEM, table("t_cat", "cat", "cats"), table("t_brand", "brand")],
+            [TargetAttentionConfig(["item", "cat"], ["hist", "cats"])],
+        ),
+        "brand",
+    )
+    collection = make_collection(scenario)
+    good = make_requests(scenario, [2, 0, 3], [2, 0, 3])
+    collection(to_features(good))
+    for key in ("cat", "brand"):
+        batch = good | {key: [good[key][0][:1], [7], good[key][2]]}
+        with pytest.raises(ValueError, match=f"'{key}' must be as long as 'item' .* 1 and 2 in s"):
+            collection(to_features(batch))
+    # Counts are checked where lengths are not read, too.
+    monkeypatch.setattr(
+        "torchrec_jagged_attn.modules.batch_checks.should_validate", lambda _: False
+    )
+    batch = good | {"brand": [*good["brand"][:2], good["brand"][2][:1]]}
+    with pytest.raises(ValueError, match=r"'brand' must be as long as 'item' .* got 3 and 5 rows"):
+        collection(to_features(batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[2, 0, 300, 1], [0, 0], [5]])
+def test_rows_are_repeated_by_request(counts: list[int], dtype: torch.dtype, device: torch.device):
+    lengths = torch.tensor(counts, device=device)
+    candidates = JaggedTensor(torch.zeros(sum(counts), device=device), lengths=lengths)
+
+    def copied(rows: Tensor) -> Tensor:
+        return torch.cat([row.expand(n, -1) for row, n in zip(rows, counts, strict=True)])
+
+    rows = torch.randn(len(counts), 5, device=device).to(dtype)
+    assert torch.equal(repeat_by_request(rows, candidates), copied(rows))
+    assert_matches_oracle(
+        lambda rows: repeat_by_request(rows, candidates), copied, copied, {"rows": rows}
+    )
+
+
+def test_rows_that_do_not_fit_the_requests_are_refused():
+    candidates = JaggedTensor(torch.arange(3), lengths=torch.tensor([2, 1]))
+    with pytest.raises(ValueError, match=r"rows must have shape \[B, D\] = \[2, any\], got \[3, 4"):
+        repeat_by_request(torch.rand(3, 4), candidates)
+    with pytest.raises(TypeError, match=r"rows must be one of .*, got torch.int64"):
+        repeat_by_request(torch.ones(2, 4).long(), candidates)
+
+
+class OwnModel(nn.Module):
+    """Repeats what it computed of requests."""
+
+    def __init__(self, collection: TargetAttentionEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+        self.dense = nn.Linear(3, 8)
+
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        rows = repeat_by_request(self.dense(dense), features["item"])
+        return torch.cat([rows, self.collection(features).values()], dim=1)
+
+
+def test_fx_traces_a_model_that_repeats_rows():
+    scenario = REQUESTS["nothing-else"]
+    model = OwnModel(make_collection(scenario))
+    traced = symbolic_trace(model, leaf_modules=["TargetAttentionPooling"])
+    features = to_features(make_requests(scenario, *LENGTHS["mixed"]))
+    dense = torch.rand(features.stride(), 3)
+    assert torch.equal(traced(dense, features), model(dense, features))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REQUESTS)
+def test_nothing_after_the_lookups_waits_for_the_device(name: str):
+    scenario = REQUESTS[name]
+    batch = make_requests(scenario, *LENGTHS["mixed"])
+    check_that_nothing_waits(scenario, batch)

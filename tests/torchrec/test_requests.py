@@ -1,0 +1,205 @@
+"""Requests of several candidates on two ranks: trained as their candidates are, each a sample."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.torchrec.two_ranks import (
+    LEARNING_RATE,
+    NUM_IDS,
+    NUM_STEPS,
+    OPTIMIZERS,
+    collection_of,
+    dense_optimizer,
+    full_state_dict,
+    load,
+    make_batch,
+    make_model,
+    optimize_tables,
+    run_ranks,
+    shard,
+    world_size,
+)
+from torchrec_jagged_attn import embedding_parameters, repeat_by_request
+
+CPU = torch.device("cpu")
+CANDIDATES = ("item", "cat", "bought")  # the last one is no target
+REQUESTS = {"candidates": "jagged", "candidate_features": ["bought"]}
+LOOKUPS = {"ShardedEmbeddingCollection", "ShardedEmbeddingBagCollection"}
+# Of the requests of each rank in each step: a request, all of a rank, or all have none.
+COUNTS = [
+    ([2, 0, 3, 1], [1, 4, 2, 5]),
+    ([1, 1, 1, 1], [3, 0, 0, 2]),
+    ([0, 0, 0, 0], [2, 6, 1, 1]),
+    ([4, 2], [0, 1, 0, 7, 3]),
+    ([0, 0, 0, 0], [0, 0, 0, 0]),
+]
+# How tables are sharded and learn, and what the model does.
+CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
+    "by table": (ShardingType.TABLE_WISE, "SGD", {}),
+    "by row": (ShardingType.ROW_WISE, "RowWiseAdagrad", {}),
+    "by column": (ShardingType.COLUMN_WISE, "Adagrad", {}),
+    "newest rows, weighted": (
+        ShardingType.ROW_WISE,
+        "SGD",
+        {"max_history": 2, "is_weighted": True},
+    ),
+    "single lookup": (ShardingType.TABLE_WISE, "SGD", {"single_lookup": True}),
+    "encoder layers": (
+        ShardingType.TABLE_WISE,
+        "SGD",
+        {"encoder_layers": 1, "encoder_causal": True, "user_column": True},
+    ),
+}
+
+
+def make_requests(step: int, rank: int, is_weighted: bool) -> Batch:
+    """``make_batch``, with as many candidates as ``COUNTS``."""
+    batch = make_batch(step, rank)
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    counts = torch.tensor(COUNTS[step][rank % 2])
+    lengths, values = [], []
+    for key in batch.sparse_features.keys():  # noqa: SIM118
+        ids = batch.sparse_features[key]
+        is_of_candidates = key in CANDIDATES
+        lengths.append(counts if is_of_candidates else ids.lengths())
+        drawn = torch.randint(NUM_IDS, (int(counts.sum()),), generator=generator)
+        values.append(drawn if is_of_candidates else ids.values())
+    features = keyed(batch.sparse_features.keys(), lengths, values, is_weighted)
+    return Batch(
+        dense_features=repeat_by_request(batch.dense_features, features["item"]),
+        sparse_features=features,
+        labels=torch.arange(int(counts.sum())) % 2,
+    )
+
+
+def keyed(
+    keys: list[str], lengths: list[Tensor], values: list[Tensor], is_weighted: bool
+) -> KeyedJaggedTensor:
+    ids = torch.cat(values)
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=ids,
+        weights=ids % 4 / 2 if is_weighted else None,
+        lengths=torch.cat(lengths),
+    )
+
+
+def to_samples(batch: Batch) -> Batch:
+    """Each candidate as a sample, with a copy of what its request has."""
+    features = batch.sparse_features
+    lengths, values = [], []
+    for key in features.keys():  # noqa: SIM118
+        rows = features[key].to_dense()
+        for request, count in enumerate(features["item"].lengths().tolist()):
+            copies = rows[request].split(1) if key in CANDIDATES else [rows[request]] * count
+            lengths += [torch.tensor([len(ids)]) for ids in copies]
+            values += copies
+    is_weighted = features.weights_or_none() is not None
+    samples = keyed(features.keys(), lengths, values, is_weighted)
+    return Batch(batch.dense_features, samples, batch.labels)
+
+
+def train_samples(
+    model: nn.Module, optimizer: str, ranks: int, device: torch.device
+) -> list[list[Tensor]]:
+    """Logits by step and rank, of one process whose samples are the candidates of all ranks."""
+    _, unfused, arguments = OPTIMIZERS[optimizer]
+    tables = list(embedding_parameters(model))
+    rest = [p for p in model.parameters() if not any(p is table for table in tables)]
+    optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
+    is_weighted = collection_of(model).is_weighted()
+    results = []
+    for step in range(NUM_STEPS):
+        logits, losses = [], [torch.zeros((), device=device, requires_grad=True)]
+        for rank in range(ranks):
+            batch = make_requests(step, rank, is_weighted)
+            if len(batch.labels) == 0:  # which a batch of samples cannot be
+                logits.append(torch.zeros(0))
+                continue
+            loss, (_, of_rank, _) = model(to_samples(batch).to(device))
+            losses.append(loss)
+            logits.append(of_rank.cpu())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        (torch.stack(losses).sum() / ranks).backward()
+        for each in optimizers:
+            each.step()
+        results.append(logits)
+    return results
+
+
+def make_sharded(device: torch.device, case: str) -> nn.Module:
+    sharding, optimizer, options = CASES[case]
+    model = make_model(**options, **REQUESTS)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    optimize_tables(model, optimizer)
+    model = shard(model, device, sharding)
+    load(model, state)
+    return model
+
+
+def from_host(is_weighted: bool) -> Iterator[Batch]:
+    for step in range(NUM_STEPS):
+        yield make_requests(step, dist.get_rank(), is_weighted)
+
+
+def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Without a pipeline, and with one."""
+    results = {}
+    for case, (_, _, options) in CASES.items():
+        is_weighted = options.get("is_weighted", False)
+        model = make_sharded(device, case)
+        optimizer, logits = dense_optimizer(model), []
+        for batch in from_host(is_weighted):
+            optimizer.zero_grad()
+            loss, (_, of_step, _) = model(batch.to(device))
+            loss.backward()
+            optimizer.step()
+            logits.append(of_step.cpu())
+        pipelined = make_sharded(device, case)
+        pipeline = TrainPipelineSparseDist(
+            pipelined, dense_optimizer(pipelined), device, pipeline_postproc=True
+        )
+        batches = from_host(is_weighted)
+        of_pipeline = [pipeline.progress(batches)[1].cpu() for _ in range(NUM_STEPS)]
+        lookups = {type(module).__name__ for module in pipeline._pipelined_modules}
+        assert lookups == (LOOKUPS - {"ShardedEmbeddingBagCollection"} if
+                           "single_lookup" in options else LOOKUPS)
+        results[case] = {
+            "logits": logits,
+            "state": full_state_dict(model, device),
+            "pipelined logits": of_pipeline,
+            "pipelined state": full_state_dict(pipelined, device),
+        }
+    return results
+
+
+def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
+    ranks = run_ranks(train_sharded, tmp_path, backend)
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    for case, (_, optimizer, options) in CASES.items():
+        model = make_model(**options).to(device)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        logits = train_samples(model, optimizer, len(ranks), device)
+        for rank, results in enumerate(ranks):
+            for step, expected in enumerate(logits):
+                actual = results[case]["logits"][step]
+                torch.testing.assert_close(actual, expected[rank], msg=lambda m: f"{case}: {m}")  # noqa: B023
+                assert torch.equal(results[case]["pipelined logits"][step], actual), case
+        state = ranks[0][case]["state"]
+        assert state.keys() == before.keys()
+        for name, value in model.state_dict().items():
+            assert not torch.equal(value, before[name]), f"{name} was not trained"
+            torch.testing.assert_close(state[name], value.cpu(), msg=lambda m: f"{case}: {m}")  # noqa: B023
+            assert torch.equal(ranks[0][case]["pipelined state"][name], state[name]), name
