@@ -27,6 +27,8 @@ from tests.modules.test_embedding_bag_collection import (
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
+    embedding_bag_keys,
+    rename_keys,
     repeat_by_request,
 )
 from torchrec_jagged_attn.modules.config import keys_of_candidates
@@ -181,11 +183,12 @@ def test_a_request_does_not_see_the_others():
     collection = make_collection(scenario)
     lengths, counts = LENGTHS["mixed"]
     batch = make_requests(scenario, lengths, counts)
-    clean = collection(to_features(batch, is_weighted=True)).values()
+    features = to_features(batch, is_weighted=True)
+    clean = collection(features).values()
+    features = collection.history_truncation(features)
     ends = list(itertools.accumulate(counts))
     own = 3  # of 7 rows and 5 candidates
     kept = slice(ends[own] - counts[own], ends[own])
-    features = to_features(batch, is_weighted=True)
     rows = {
         name: JaggedTensor(sequence.values().clone(), lengths=sequence.lengths())
         for name, sequence in collection.embedding_collections["8"](features).items()
@@ -231,16 +234,14 @@ def test_dlrm_scores_each_candidate():
     features = to_features(batch)
     dense = torch.randn(features.stride(), 3)
     dense_by_candidate = repeat_by_request(dense, features["item"])
-    logits = []
-    for given, sparse in (
-        (requests, features),
-        (scenario, to_features(to_samples(requests, batch))),
-    ):
-        torch.manual_seed(0)
-        model = DLRM(make_collection(given), 3, [4, 8], [8, 1])
-        logits.append(model(dense_by_candidate, sparse))
-    assert logits[0].shape == (sum(LENGTHS["mixed"][1]), 1)
-    torch.testing.assert_close(*logits)
+    model, plain = (DLRM(make_collection(x), 3, [4, 8], [8, 1]) for x in (requests, scenario))
+    keys = {bag: key for key, bag in embedding_bag_keys(plain).items()}
+    names = {key: keys[bag] for key, bag in embedding_bag_keys(model).items()}
+    plain.load_state_dict(rename_keys(model.state_dict(), names))
+    logits = model(dense_by_candidate, features)
+    assert logits.shape == (sum(LENGTHS["mixed"][1]), 1)
+    expected = plain(dense_by_candidate, to_features(to_samples(requests, batch)))
+    torch.testing.assert_close(logits, expected)
 
 
 ITEM = table("t_item", "item", "hist")

@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
@@ -28,7 +27,6 @@ from tests.torchrec.two_ranks import (
     optimize_tables,
     run_ranks,
     shard,
-    world_size,
 )
 from torchrec_jagged_attn import embedding_parameters, repeat_by_request
 
@@ -52,7 +50,7 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
     "newest rows, weighted": (
         ShardingType.ROW_WISE,
         "SGD",
-        {"max_history": 2, "is_weighted": True},
+        {"max_history": 2, "is_weighted": True, "tags": PoolingType.SUM},
     ),
     "single lookup": (ShardingType.TABLE_WISE, "SGD", {"single_lookup": True}),
     "encoder layers": (
@@ -102,7 +100,9 @@ def to_samples(batch: Batch) -> Batch:
     for key in features.keys():  # noqa: SIM118
         rows = features[key].to_dense()
         for request, count in enumerate(features["item"].lengths().tolist()):
-            copies = rows[request].split(1) if key in CANDIDATES else [rows[request]] * count
+            copies = (
+                list(rows[request].unsqueeze(1)) if key in CANDIDATES else [rows[request]] * count
+            )
             lengths += [torch.tensor([len(ids)]) for ids in copies]
             values += copies
     is_weighted = features.weights_or_none() is not None
@@ -174,8 +174,9 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
         batches = from_host(is_weighted)
         of_pipeline = [pipeline.progress(batches)[1].cpu() for _ in range(NUM_STEPS)]
         lookups = {type(module).__name__ for module in pipeline._pipelined_modules}
-        assert lookups == (LOOKUPS - {"ShardedEmbeddingBagCollection"} if
-                           "single_lookup" in options else LOOKUPS)
+        assert lookups == (
+            LOOKUPS - {"ShardedEmbeddingBagCollection"} if "single_lookup" in options else LOOKUPS
+        )
         results[case] = {
             "logits": logits,
             "state": full_state_dict(model, device),

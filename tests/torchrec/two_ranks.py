@@ -5,7 +5,7 @@ import gc
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,10 @@ def make_model(
     data_type: DataType = DataType.FP32,
     tags: PoolingType = PoolingType.MEAN,
     is_weighted: bool = False,
+    *,
     single_lookup: bool = False,
+    candidates: str = "one",
+    candidate_features: Sequence[str] = (),
     **options: Any,
 ) -> DLRMTrain:
     """With ``options`` of the attention."""
@@ -183,7 +186,13 @@ def make_model(
         **options,
     )
     collection = TargetAttentionEmbeddingBagCollection(
-        tables, attention, device, is_weighted, single_lookup=single_lookup
+        tables,
+        attention,
+        device,
+        is_weighted,
+        single_lookup=single_lookup,
+        candidates=candidates,
+        candidate_features=candidate_features,
     )
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
 
