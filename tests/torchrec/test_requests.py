@@ -4,15 +4,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingType
+from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.torchrec.test_inference import KEYS, QUANTIZED, trace
+from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.two_ranks import (
     LEARNING_RATE,
     NUM_IDS,
@@ -167,6 +171,7 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
             loss.backward()
             optimizer.step()
             logits.append(of_step.cpu())
+            assert loss.isnan() == (len(of_step) == 0)  # a mean; it has no gradient then
         pipelined = make_sharded(device, case)
         pipeline = TrainPipelineSparseDist(
             pipelined, dense_optimizer(pipelined), device, pipeline_postproc=True
@@ -184,6 +189,28 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
             "pipelined state": full_state_dict(pipelined, device),
         }
     return results
+
+
+def evaluate_with_equal_samples_once(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Logits of batches whose keys differ in batch size, and of those whose keys do not."""
+    results = []
+    for case in ("by row", "newest rows, weighted"):
+        model, of_equal_sizes = (make_sharded(device, case) for _ in range(2))
+        is_weighted = collection_of(model).is_weighted()
+        with torch.no_grad():
+            for batch in from_host(is_weighted):
+                expected = of_equal_sizes(batch.to(device))[1][1]
+                actual = model(with_equal_samples_once(batch).to(device))[1][1]
+                results.append((actual, expected))
+    return results
+
+
+def test_keys_may_differ_in_batch_size(tmp_path: Path, backend: str):
+    """As those of users do, where a batch has several requests of one."""
+    for results in run_ranks(evaluate_with_equal_samples_once, tmp_path, backend):
+        assert len(results) == 2 * NUM_STEPS
+        for actual, expected in results:
+            assert torch.equal(actual, expected)
 
 
 def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
@@ -204,3 +231,53 @@ def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
             assert not torch.equal(value, before[name]), f"{name} was not trained"
             torch.testing.assert_close(state[name], value.cpu(), msg=lambda m: f"{case}: {m}")  # noqa: B023
             assert torch.equal(ranks[0][case]["pipelined state"][name], state[name]), name
+
+
+class Scorer(nn.Module):
+    """A DLRM that takes requests: dense ``[B, 3]``, ids ``[N]`` and lengths ``[F, B]``."""
+
+    def __init__(self, dlrm: nn.Module) -> None:
+        super().__init__()
+        self.dlrm = dlrm
+        self.keys = KEYS
+
+    def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+        features = KeyedJaggedTensor(
+            keys=self.keys, values=ids, lengths=lengths.flatten(), stride=dense.shape[0]
+        )
+        return self.dlrm(repeat_by_request(dense, features["item"]), features)
+
+
+def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
+    made = []
+    for step in range(NUM_STEPS):
+        features = make_requests(step, 0, is_weighted=False).sparse_features
+        dense = make_batch(step, 0).dense_features
+        lengths = features.lengths().view(len(KEYS), -1)
+        made.append(tuple(x.to(device) for x in (dense, features.values(), lengths)))
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tables", ["fp32", "int8"])
+def test_traced_scripted_and_exported(tables: str, device: torch.device, fake_classes):
+    scorer = Scorer(make_model(**REQUESTS).model.to(device)).eval()
+    if tables == "int8":
+        quantize_inference_model(scorer, quantization_dtype=QUANTIZED[tables][0])
+    expected = [scorer(*batch) for batch in inputs(device)]
+    traced = trace(scorer)
+    dynamic = torch.export.Dim.DYNAMIC
+    exported = torch.export.export(
+        scorer,
+        inputs(device)[0],
+        dynamic_shapes={"dense": {0: dynamic}, "ids": {0: dynamic}, "lengths": {1: dynamic}},
+        strict=tables == "fp32",
+    )
+    scripted, program = torch.jit.script(traced), exported.module()
+    for batch, logits in zip(inputs(device), expected, strict=True):
+        assert torch.equal(traced(*batch), logits)
+        assert torch.equal(scripted(*batch), logits)
+        if (
+            len(logits) > 0 or tables == "fp32"
+        ):  # exported lookups of int8 take no batch without ids
+            assert torch.equal(program(*batch), logits)
