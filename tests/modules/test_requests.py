@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.modules.test_embedding_bag_collection import (
@@ -54,6 +55,17 @@ REQUESTS = {
     name: of_requests(scenario, *CANDIDATE_FEATURES.get(name, ()))
     for name, scenario in SCENARIOS.items()
 }
+REQUESTS["target-of-two-tables"] = of_requests(
+    Scenario(
+        [
+            table("t_item", "item", "hist"),
+            table("t_brand", "item", "brand", width=12, pooling="MEAN"),
+            table("t_user", "user"),
+        ],
+        [TargetAttentionConfig("item@t_item", "hist")],
+    ),
+    "brand",
+)
 # Rows of histories, and candidates, of each request.
 LENGTHS = {
     "mixed": ([3, 0, 1, 7, 0, 20, 4], [2, 1, 0, 5, 3, 9, 1]),
@@ -145,6 +157,22 @@ def test_tables_of_candidates_are_looked_up_by_row():
         "t_cat": "embedding_collections.12.embeddings.t_cat.weight",
         "t_user": "embedding_bag_collection.embedding_bags.t_user.weight",
     }
+
+
+def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
+    scenario = REQUESTS["shared-table"]
+    bags = EmbeddingBagCollection(scenario.tables)
+    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
+        bags,
+        scenario.attentions,
+        candidates="jagged",
+        candidate_features=scenario.candidate_features,
+    )
+    features = to_features(make_requests(scenario, [3, 0], [4, 2]))
+    columns = collection(features).to_dict()
+    for name in ("item", *scenario.candidate_features):
+        weight = bags.embedding_bags[scenario.find(name)[0].name].weight
+        assert torch.equal(columns[name], weight[features[name].values()])
 
 
 def test_encoded_histories_and_user_columns(device: torch.device):
