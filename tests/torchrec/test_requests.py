@@ -15,7 +15,7 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.torchrec.test_inference import KEYS, QUANTIZED, trace
+from tests.torchrec.test_inference import KEYS, QUANTIZED, Scorer, trace
 from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.two_ranks import (
     LEARNING_RATE,
@@ -233,18 +233,14 @@ def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
             assert torch.equal(ranks[0][case]["pipelined state"][name], state[name]), name
 
 
-class Scorer(nn.Module):
-    """A DLRM that takes requests: dense ``[B, 3]``, ids ``[N]`` and lengths ``[F, B]``."""
+class OfRequests(nn.Module):
+    """A DLRM that repeats the dense features of requests."""
 
     def __init__(self, dlrm: nn.Module) -> None:
         super().__init__()
         self.dlrm = dlrm
-        self.keys = KEYS
 
-    def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-        features = KeyedJaggedTensor(
-            keys=self.keys, values=ids, lengths=lengths.flatten(), stride=dense.shape[0]
-        )
+    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
         return self.dlrm(repeat_by_request(dense, features["item"]), features)
 
 
@@ -261,7 +257,7 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
 @torch.no_grad()
 @pytest.mark.parametrize("tables", ["fp32", "int8"])
 def test_traced_scripted_and_exported(tables: str, device: torch.device, fake_classes):
-    scorer = Scorer(make_model(**REQUESTS).model.to(device)).eval()
+    scorer = Scorer(OfRequests(make_model(**REQUESTS).model).to(device)).eval()
     if tables == "int8":
         quantize_inference_model(scorer, quantization_dtype=QUANTIZED[tables][0])
     expected = [scorer(*batch) for batch in inputs(device)]
