@@ -331,7 +331,7 @@ def test_features_of_candidates_that_differ_in_length_are_refused(monkeypatch: p
         collection(to_features(batch))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("counts", [[2, 0, 300, 1], [0, 0], [5]])
 def test_rows_are_repeated_by_request(counts: list[int], dtype: torch.dtype, device: torch.device):
     lengths = torch.tensor(counts, device=device)
