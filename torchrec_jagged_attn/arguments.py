@@ -74,6 +74,8 @@ class TargetArguments(NamedTuple):
 
     Attributes:
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``.
+        indices: ``[N]``, of the rows of ``history``.
         bias: see :class:`Biases`.
         score: one of ``SCORES``.
         for_backward: whether a gradient may be taken.
@@ -83,6 +85,7 @@ class TargetArguments(NamedTuple):
     history: Tensor
     offsets: Tensor
     query_offsets: Tensor | None
+    indices: Tensor | None
     bias: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None
@@ -92,6 +95,11 @@ class TargetArguments(NamedTuple):
     scale: float
     score: str
     for_backward: bool
+
+    @property
+    def num_rows(self) -> int:
+        """``N``, how many rows the histories of all samples have."""
+        return (self.history if self.indices is None else self.indices).shape[0]
 
     @property
     def biases(self) -> Biases:
@@ -126,7 +134,7 @@ class TargetGradients(NamedTuple):
     """Gradients of ``target_attention``. That of prior weights is of their logarithms, in fp32."""
 
     query: Tensor
-    history: Tensor
+    history: Tensor | None
     bias: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None

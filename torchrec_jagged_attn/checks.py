@@ -18,6 +18,8 @@ __all__ = [
     "check_float",
     "check_heads",
     "check_hidden_dims",
+    "check_indices",
+    "check_indices_values",
     "check_offsets_metadata",
     "check_prior_weights",
     "check_prior_weights_values",
@@ -218,6 +220,26 @@ def check_biases(
         check_timestamps(timestamps, num_rows)
     if prior_weights is not None:
         check_prior_weights(prior_weights, num_rows)
+
+
+def check_indices(indices: Tensor) -> None:
+    """``indices`` of rows must be ``[N]`` int32 or int64."""
+    check_shape(indices, "indices", "[N]", (None,))
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+
+
+def check_indices_values(indices: Tensor, num_rows: int) -> None:
+    """They must name some of ``num_rows`` rows; skipped where reading would wait."""
+    if not should_validate(indices):
+        return
+    wrong = torch.nonzero((indices < 0) | (indices >= num_rows))
+    if wrong.numel():
+        at = int(wrong[0])
+        raise ValueError(
+            f"indices must be 0 to {num_rows - 1}, of the {num_rows} rows of history, got "
+            f"{int(indices[at])} at position {at}"
+        )
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:

@@ -465,20 +465,15 @@ struct Loops {
   }
 };
 
-// Outputs [ΣLq, H, Dv] in the dtype of `q`. `stats`, of no element or [2, ΣLq, H], receive the
-// largest score and the largest weight, which is one by the softmax's sum.
-Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
-               const Tensor& kv_offsets, const optional<Tensor>& bias,
-               const optional<Tensor>& by_distance, bool causal, int64_t window, int64_t score,
-               const optional<Tensor>& dropout, const Tensor& stats) {
-  const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout)};
-  Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
+// Outputs of `samples` into `out` [ΣLq, H, Dv], and their statistics.
+void attend(const Attention& attention, const std::vector<Sample>& samples, const Tensor& q,
+            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& stats) {
   const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v);
   const auto dtype = q.scalar_type();
+  const bool causal = attention.causal;
+  const int64_t score = attention.score;
   const bool loops = has_rows(k, dtype) && has_rows(v, dtype);
-  const auto samples = cut(samples_of(q_offsets, kv_offsets), window);
   for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
     if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
       AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
@@ -492,7 +487,7 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     const Tensor p = score == SOFTMAX ? attention.weights(scores, s)
                                       : attention.weights_and_slopes(scores, s).first;
     Tensor kept = p;
-    if (dropout) attention.drop_all(kept = p.clone(), s);
+    if (attention.dropout) attention.drop_all(kept = p.clone(), s);
     attention.put_queries(out_rows, s, kept, own_v);
     if (causal && !has_finite_queries(out, s)) {  // perhaps by 0 · NaN of a hidden key
       out.slice(0, s.q_begin, s.q_end).zero_();
@@ -512,6 +507,62 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
     own.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
     own.select(0, 1).copy_(attention.by_head(p.amax(-1), s));
   });
+}
+
+// Samples that follow each other, with a copy of the rows that `indices` name for them.
+struct Gathered {
+  Tensor indices, k;
+  optional<Tensor> bias;
+  Attention attention;
+  std::vector<Sample> samples;
+
+  Gathered(const Attention& whole, const std::vector<Sample>& own, const Tensor& all_k,
+           const Tensor& all_indices)
+      : indices(all_indices.slice(0, own.front().k_begin, own.back().k_end)),
+        k(all_k.index_select(0, indices)),
+        attention{whole.heads,  whole.key_heads, bias,        whole.by_distance,
+                  whole.causal, whole.window,    whole.score, whole.dropout,
+                  own.front().k_begin},
+        samples(own) {
+    const int64_t begin = own.front().k_begin, end = own.back().k_end;
+    if (whole.bias) bias = whole.bias->slice(1, begin, end).contiguous();
+    for (Sample& s : samples) s.k_begin -= begin, s.k_end -= begin;
+  }
+};
+
+// How many rows are copied at a time, but for a sample that has more.
+constexpr int64_t GATHERED_ROWS = int64_t{1} << 13;
+
+// Does `work` on all samples, a few at a time, in their order.
+template <class Work>
+void for_gathered(const Attention& attention, const std::vector<Sample>& samples, const Tensor& k,
+                  const Tensor& indices, const Work& work) {
+  for (auto begin = samples.begin(), end = begin; begin != samples.end(); begin = end) {
+    while (end != samples.end() &&
+           (end == begin || end->k_end - begin->k_begin <= GATHERED_ROWS))
+      ++end;
+    work(Gathered(attention, {begin, end}, k, indices));
+  }
+}
+
+// Outputs [ΣLq, H, Dv] in the dtype of `q`. `stats`, of no element or [2, ΣLq, H], receive the
+// largest score and the largest weight, which is one by the softmax's sum. With `indices` [ΣLk],
+// keys are values, and the rows of `k` that these name.
+Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
+               const Tensor& kv_offsets, const optional<Tensor>& indices,
+               const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
+               int64_t window, int64_t score, const optional<Tensor>& dropout,
+               const Tensor& stats) {
+  const Attention attention{q.size(1), k.size(1), bias,  by_distance,
+                            causal,    window,    score, drawn(dropout)};
+  Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
+  const auto samples = cut(samples_of(q_offsets, kv_offsets), window);
+  if (indices)
+    for_gathered(attention, samples, k, *indices, [&](const Gathered& x) {
+      attend(x.attention, x.samples, q, x.k, x.k, out, stats);
+    });
+  else
+    attend(attention, samples, q, k, v, out, stats);
   return out;
 }
 
@@ -643,19 +694,38 @@ void differentiate_blocks(const Attention& attention, const Queries& queries, co
 
 // Gradients of `q`, and those of `k` and `v` into `grad_k` and `grad_v`, of `bias` into `grad_bias`
 // [H, ΣLk] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
-// `grad_v`, keys are values: `grad_k` receives the sum. With a window there is one.
+// `grad_v`, keys are values: `grad_k` receives the sum. With a window there is one. With `indices`
+// there is none, and `grad_k`, in the dtype of `q`, is added to.
 Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& bias,
-                const optional<Tensor>& by_distance, bool causal, int64_t window, int64_t score,
-                const optional<Tensor>& dropout, const Tensor& grad_k, const optional<Tensor>& grad_v,
+                const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& indices,
+                const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
+                int64_t window, int64_t score, const optional<Tensor>& dropout,
+                const Tensor& grad_k, const optional<Tensor>& grad_v,
                 const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
   const Attention attention{q.size(1), k.size(1), bias,  by_distance,
                             causal,    window,    score, drawn(dropout)};
   const Tensor grad_q = q.new_zeros(q.sizes());
+  const auto samples = samples_of(q_offsets, kv_offsets);
+  if (indices) {
+    for_gathered(attention, samples, k, *indices, [&](const Gathered& x) {
+      const Queries queries{x.attention, grad_out, q, grad_q, grad_by_distance};
+      Keys keys{x.k, x.k, at::empty_like(x.k, q.options()), std::nullopt, x.bias};
+      if (grad_bias) keys.grad_bias = at::zeros_like(*x.bias);
+      const bool loops = keys.have_rows(q.scalar_type());
+      for_each(x.samples, q.size(1) * q.size(2), [&](const Sample& s) {
+        differentiate(x.attention, queries, keys, s, loops);
+      });
+      grad_k.index_add_(0, x.indices, keys.grad_k);
+      if (!grad_bias) return;
+      const int64_t begin = x.attention.first_key;
+      grad_bias->slice(1, begin, begin + x.k.size(0)).copy_(*keys.grad_bias);
+    });
+    return grad_q;
+  }
   const Queries queries{attention, grad_out, q, grad_q, grad_by_distance};
   const Keys keys{k, v, grad_k, grad_v, bias, grad_bias};
   const bool loops = keys.have_rows(q.scalar_type());
-  for_each(samples_of(q_offsets, kv_offsets), q.size(1) * q.size(2), [&](const Sample& s) {
+  for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
     if (window > 0)
       differentiate_blocks(attention, queries, keys, s);
     else
@@ -668,13 +738,13 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
 
 TORCH_LIBRARY(torchrec_jagged_attn_cpu, library) {
   library.def(
-      "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, Tensor? bias,"
-      " Tensor? by_distance, bool causal, int window, int score, Tensor? dropout,"
-      " Tensor(a!) stats) -> Tensor",
+      "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets,"
+      " Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
+      " Tensor? dropout, Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
       "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
-      " Tensor kv_offsets, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
-      " Tensor? dropout, Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
+      " Tensor kv_offsets, Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal,"
+      " int window, int score, Tensor? dropout, Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
       backward);
 }

@@ -36,8 +36,13 @@ QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
 
 
-def forward(args: FlashArguments, score: str = "softmax") -> FlashOutputs:
-    """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen."""
+def forward(
+    args: FlashArguments, score: str = "softmax", indices: Tensor | None = None
+) -> FlashOutputs:
+    """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen.
+
+    With ``indices`` ``[N]``, keys are values, and the rows of ``k`` that these name.
+    """
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
     bias_HN, _ = _bias_of_keys(q, kv_offsets, args.biases)
@@ -46,8 +51,8 @@ def forward(args: FlashArguments, score: str = "softmax") -> FlashOutputs:
     largest_MH, inverse_MH = stats
     attend = _attend if (compiled := extension.library()) is None else compiled.forward
     out = attend(
-        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, bias_HN, by_distance,
-        args.causal, args.window, SCORES.index(score), args.dropout,
+        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
+        by_distance, args.causal, args.window, SCORES.index(score), args.dropout,
         stats if args.needs_stats else stats[:0],
     )  # fmt: skip
     if args.needs_stats:
@@ -63,11 +68,13 @@ def backward(
     grad_v: Tensor | None,
     needs_bias: bool = True,
     score: str = "softmax",
+    indices: Tensor | None = None,
 ) -> FlashGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
-    must be ``v``, and their sum into ``grad_k``. All else is computed again from the arguments, and
+    must be ``v``, and their sum into ``grad_k``; with ``indices``, as forward has them, it is added
+    to ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments, and
     whether the gradient of ``bias`` is asked for changes nothing here.
     """
     q, k, v, q_offsets, kv_offsets = args[:5]
@@ -86,7 +93,7 @@ def backward(
     differentiate = _differentiate if compiled is None else compiled.backward
     grad_q = differentiate(
         grad_out.to(dtype).contiguous(), (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets,
-        kv_offsets, bias_HN, by_distance, args.causal, args.window, SCORES.index(score),
+        kv_offsets, indices, bias_HN, by_distance, args.causal, args.window, SCORES.index(score),
         args.dropout, grad_k, grad_v, grad_bias_HN, grad_by_distance,
     )  # fmt: skip
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
@@ -125,6 +132,7 @@ def _attend(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
+    indices: Tensor | None,
     bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
@@ -137,11 +145,12 @@ def _attend(
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     for queries, keys, _ in _samples(q_offsets, kv_offsets):
         own_bias = None if bias_HN is None else bias_HN[:, keys]
-        scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
+        own_keys = keys if indices is None else indices[keys]
+        scores_HLS = _by_head(q[queries]) @ _by_head(k[own_keys], q).mT
         hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window) if causal else None
         p_HLS, _ = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
         kept_HLS = _dropped(p_HLS, dropout, queries, keys)
-        out[queries] = _product(kept_HLS, _by_head(v[keys], q), hidden_LS).transpose(0, 1)
+        out[queries] = _product(kept_HLS, _by_head(v[own_keys], q), hidden_LS).transpose(0, 1)
         if score:
             stats[1:, queries] = 1
             continue
@@ -157,6 +166,7 @@ def _differentiate(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor,
+    indices: Tensor | None,
     bias_HN: Tensor | None,
     by_distance: Tensor | None,
     causal: bool,
@@ -175,7 +185,10 @@ def _differentiate(
     grad_q = q.new_zeros(q.shape)
     for queries, keys, distances in _samples(q_offsets, kv_offsets):
         own_bias = None if bias_HN is None else bias_HN[:, keys]
-        q_HLD, k_HSD, v_HSD = _by_head(q[queries]), _by_head(k[keys], q), _by_head(v[keys], q)
+        own_keys = keys if indices is None else indices[keys]
+        q_HLD, k_HSD, v_HSD = (
+            _by_head(q[queries]), _by_head(k[own_keys], q), _by_head(v[own_keys], q)
+        )  # fmt: skip
         grad_out_HLD = _by_head(grad_out[queries])
         scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
         hidden_LS = hidden_SL = None
@@ -204,7 +217,10 @@ def _differentiate(
             grad_k_SKD += grad_v_SKD
         else:
             grad_v[keys] = grad_v_SKD.to(v.dtype)
-        grad_k[keys] = grad_k_SKD.to(k.dtype)
+        if indices is None:
+            grad_k[keys] = grad_k_SKD.to(k.dtype)
+        else:
+            grad_k.index_add_(0, own_keys, grad_k_SKD)
         if grad_bias_HN is not None:
             grad_bias_HN[:, keys] = ds_HLS.sum(1)
         if grad_by_distance is not None:

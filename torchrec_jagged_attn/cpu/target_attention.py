@@ -24,7 +24,7 @@ def forward(args: TargetArguments) -> TargetOutputs:
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    out, stats = attention.forward(_over_history(args, query), args.score)
+    out, stats = attention.forward(_over_history(args, query), args.score, args.indices)
     out = out.view(query.shape)
     is_rounded = args.for_backward and out.element_size() == 2
     residual = out.new_zeros(out.shape if is_rounded else [0])
@@ -32,24 +32,34 @@ def forward(args: TargetArguments) -> TargetOutputs:
 
 
 def backward(
-    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs_bias: bool
+    grad_out: Tensor,
+    args: TargetArguments,
+    outputs: TargetOutputs,
+    needs_bias: bool,
+    needs_history: bool,
 ) -> TargetGradients:
-    """Gradients; that of prior weights is of their logarithms, ``[N, H]``."""
+    """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
+
+    Those of the bias and of the history are made whether they are asked for or not.
+    """
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    grad_history = args.history.new_empty(args.history.shape)
+    history = args.history
+    grad_history = history.new_empty(history.shape)
+    if args.indices is not None:
+        grad_history = history.new_zeros(history.shape, dtype=attention.compute_dtype(history))
     grads = attention.backward(
         grad_out.flatten(0, -3), _over_history(args, query), None, grad_history.unsqueeze(1), None,
-        score=args.score,
+        score=args.score, indices=args.indices,
     )  # fmt: skip
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share
         grad_query = grad_query.sum(0, keepdim=True)
     return TargetGradients(
         query=grad_query.to(args.query.dtype),
-        history=grad_history,
+        history=grad_history.to(history.dtype),
         bias=grads.bias,
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,

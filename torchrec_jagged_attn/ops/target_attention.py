@@ -18,6 +18,8 @@ from torchrec_jagged_attn.arguments import (
 from torchrec_jagged_attn.checks import (
     check_biases,
     check_float,
+    check_indices,
+    check_indices_values,
     check_offsets_metadata,
     check_prior_weights_values,
     check_same,
@@ -44,6 +46,7 @@ def jagged_target_attention(
     offsets: Tensor,
     *,
     query_offsets: Tensor | None = None,
+    indices: Tensor | None = None,
     bias: Tensor | None = None,
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
@@ -69,6 +72,11 @@ def jagged_target_attention(
     whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such rows alone
     gives zeros; but positions and ages count it.
 
+    With ``indices``, the history of sample ``b`` is ``history[indices[offsets[b]:offsets[b + 1]]]``,
+    of rows that may be unique, or those of a whole table. They are read where they are: no
+    ``[N, D]`` tensor is made, nor in backward, which sums the gradient of each row in fp32, over
+    the places that name it, in their order.
+
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
             queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
@@ -77,6 +85,8 @@ def jagged_target_attention(
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
+        indices: ``[N]`` int32 or int64: which of the rows ``[U, D]`` of ``history`` stands at each
+            place. Biases, times, prior weights and dropout are of places, not of rows.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
@@ -103,7 +113,8 @@ def jagged_target_attention(
     Raises:
         TypeError: a dtype does not fit.
         ValueError: a shape, a device, ``row_dropout``, ``dropout`` or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices or prior weights do
+            not fit.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -114,13 +125,23 @@ def jagged_target_attention(
         <BLANKLINE>
                 [[5., 6.]]])
 
+        Both samples have the last row, which is there once:
+
+        >>> indices = torch.tensor([0, 2, 2])
+        >>> jagged_target_attention(
+        ...     query, history, torch.tensor([0, 2, 3]), indices=indices, scale=0.0
+        ... )
+        tensor([[[3., 4.]],
+        <BLANKLINE>
+                [[5., 6.]]])
+
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
         of the first three rows of its Table 1.
     """
     biases = Biases(bias, position_bias, age_bias, timestamps)
     per_sample = check_arguments(
-        query, history, offsets, query_offsets, biases, prior_weights, score
+        query, history, offsets, query_offsets, indices, biases, prior_weights, score
     )
     if per_sample:
         query = query.unsqueeze(1)
@@ -130,9 +151,9 @@ def jagged_target_attention(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     out = call_target_attention(
-        query, history, offsets, query_offsets, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, dropped, dropped_weights, scale, score,
-        torch.is_grad_enabled(),
+        query, history, offsets, query_offsets, indices,
+        bias_or_prior_weights(bias, prior_weights), position_bias, age_bias, timestamps, dropped,
+        dropped_weights, scale, score, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -142,6 +163,7 @@ def check_arguments(
     history: Tensor,
     offsets: Tensor,
     query_offsets: Tensor | None,
+    indices: Tensor | None,
     biases: Biases,
     prior_weights: Tensor | None,
     score: str,
@@ -167,17 +189,25 @@ def check_arguments(
     width = query.shape[-1]
     check_float(query, "query")
     check_width(width, "query")
-    check_shape(history, "history", "[N, D]", (None, width))
+    check_shape(history, "history", "[N, D]" if indices is None else "[U, D]", (None, width))
+    if indices is not None:
+        check_indices(indices)
+    num_rows = (history if indices is None else indices).shape[0]
     check_same(query, "query", dtype=True, history=history)
-    check_same(query, "query", dtype=False, offsets=offsets, query_offsets=query_offsets)
-    check_biases(query, "query", history.shape[0], biases, prior_weights)
+    check_same(
+        query, "query", dtype=False,
+        offsets=offsets, query_offsets=query_offsets, indices=indices,
+    )  # fmt: skip
+    check_biases(query, "query", num_rows, biases, prior_weights)
     check_score(score, prior_weights)
     return per_sample
 
 
 def check_values(args: TargetArguments) -> None:
-    """Check the values of offsets and prior weights, where reading them would not wait."""
-    check_offsets_values(args.offsets, args.history.shape[0], "offsets")
+    """Check the values of offsets, indices and prior weights, where reading would not wait."""
+    check_offsets_values(args.offsets, args.num_rows, "offsets")
+    if args.indices is not None:
+        check_indices_values(args.indices, args.history.shape[0])
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:
@@ -222,11 +252,13 @@ def backward(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
-    needs_bias = bool(needs.bias)
+    needs_bias, needs_history = bool(needs.bias), bool(needs.history)
     if listing is not None:
-        grads = kernels.backward(grad_out, args, outputs, needs_bias, listing)
+        grads = kernels.backward(grad_out, args, outputs, needs_bias, listing=listing)
     else:
-        grads = implementation_of(args.query).backward(grad_out, args, outputs, needs_bias)
+        grads = implementation_of(args.query).backward(
+            grad_out, args, outputs, needs_bias, needs_history
+        )
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
 
 
@@ -237,9 +269,12 @@ _, call_target_attention = register_op(
     forward=forward,
     fake=fake,
     backward=backward,
-    non_differentiable=("timestamps", "row_dropout", "dropout"),
+    non_differentiable=("indices", "timestamps", "row_dropout", "dropout"),
     axes=dict.fromkeys(
-        ("query", "history", "offsets", "query_offsets", "bias", "timestamps", "out", "residual"),
+        (
+            "query", "history", "offsets", "query_offsets", "indices", "bias", "timestamps", "out",
+            "residual",
+        ),
         0,
     )
     | {"stats": 1},

@@ -8,6 +8,9 @@ order), N history rows of width D and e bytes an element:
                query rows of a sample, in half precision or by the kernels of ``warp_parts.py``;
                else reads x once more for each block: 14·N·R·D FLOPs
 
+Where rows are read by indices, x is read where it lies, and dx is left to the kernels of
+``row_gradients.py``, which take a row of it at a time.
+
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
 by the program that ends last, which an atomic counter tells. There are no other atomics. Where a
@@ -70,6 +73,13 @@ from torchrec_jagged_attn.kernels.target.records import (
     SlotList,
     Sums,
 )
+from torchrec_jagged_attn.kernels.target.row_gradients import (
+    ROWS_OF_PROGRAM,
+    Places,
+    combine_rows_kernel,
+    find_places_kernel,
+    rows_kernel,
+)
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import (
     backward_kernel as warpgroup_backward_kernel,
 )
@@ -86,6 +96,9 @@ _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
 _sum_tables = Launcher(sum_tables_kernel)
 _weights = Launcher(weights_kernel)
+_find_places = Launcher(find_places_kernel)
+_rows = Launcher(rows_kernel)
+_combine_rows = Launcher(combine_rows_kernel)
 _list_slots = Launcher(schedule.list_slots_kernel)
 _one_warp_forward = Launcher(one_warp_forward_kernel)
 _one_warp_backward = Launcher(one_warp_backward_kernel)
@@ -160,10 +173,12 @@ def backward(
     args: TargetArguments,
     outputs: TargetOutputs,
     needs_bias: bool = True,
+    needs_history: bool = True,
     listing: Listing | None = None,
 ) -> TargetGradients:
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
+    That of the history always, but, where it is read by indices, if ``needs_history``.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
@@ -174,7 +189,11 @@ def backward(
         paths.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
-    grad_history = args.history.new_empty(*args.history.shape)
+    delta = grad_history = None
+    if not call.by_index:
+        grad_history = args.history.new_empty(*args.history.shape)
+    if call.by_index or plan.more_blocks:
+        delta = torch.empty_like(outputs.stats[0])
     grad_bias = None
     if bias is not None and needs_bias:
         dtype = torch.float32 if call.prior else bias.dtype
@@ -185,10 +204,13 @@ def backward(
         fill = outputs.stats.new_empty if by_warps else outputs.stats.new_zeros
         targets = call.num_targets if plan.path == "one_warp" else 1
         grad_tables = fill(num_programs, call.buckets, targets, call.num_heads)
+    grad_out = grad_out.contiguous()
+    read = outputs if call.half else TargetOutputs(outputs.out, None, outputs.stats)
     if launch.num_samples:
-        grads = Gradients(grad_query, None, grad_history, grad_bias, grad_tables)
-        read = outputs if call.half else TargetOutputs(outputs.out, None, outputs.stats)
-        _launch_backward(launch, grad_out.contiguous(), read, grads, args.scale)
+        grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables)
+        _launch_backward(launch, grad_out, read, grads, args.scale)
+    if delta is not None and call.by_index and needs_history:
+        grad_history = _gradient_of_rows(launch, grad_out, read, delta, args.scale)
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
@@ -214,7 +236,6 @@ def _launch_backward(
         weights = acc.new_empty(num_slots, 1 + call.buckets, call.query_rows)
     elif plan.more_blocks:
         weights = acc.new_empty(num_slots, plan.slot_rows)
-        grads = grads._replace(delta=torch.empty_like(outputs.stats[0]))
     sums = Sums(acc, weights)
     grid = (num_slots + launch.num_samples,)
     inputs = (launch.query, launch.history, launch.biases, outputs)
@@ -245,8 +266,45 @@ def _launch_backward(
             (sums, outputs.out, grads, samples, *launch.sizes[:2], scale),
             plan.combine,
         )
-    if plan.more_blocks:
+    by_row = (grads.history, grads.bias, grads.tables)
+    if plan.more_blocks and any(grad is not None for grad in by_row):
         _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": False})
+
+
+def _gradient_of_rows(
+    launch: _Launch, grad_out: Tensor, outputs: TargetOutputs, delta: Tensor, scale: float
+) -> Tensor:
+    """The gradient of history rows that are read by indices, once ``delta`` is there."""
+    plan, indices, history = launch.plan, launch.indices, launch.history
+    assert indices is not None
+    num_places, num_rows, chunk = indices.shape[0], history.shape[0], plan.rows["C"].CHUNK
+    num_slots = num_places // chunk
+    grad = history.new_empty(num_rows, plan.call.width)
+    if num_rows == 0:
+        return grad
+    places = indices.new_empty(2, num_places, dtype=torch.int32)
+    found = Places(places, indices.new_zeros(2, num_rows, dtype=torch.int32))
+    sums = delta.new_empty(num_slots, plan.call.width)
+    samples = Samples(None, launch.offsets, launch.query_offsets, indices)
+    if num_places:
+        keys = indices.to(dtype=torch.int32) if num_rows < 2**31 else indices
+        order = torch.argsort(keys, stable=True)
+        _find_places(
+            (-(-num_places // 256),),
+            (order, indices, launch.offsets, found, num_places, num_rows, launch.num_samples,
+             launch.num_samples.bit_length()),
+            {"BLOCK": 256},
+        )  # fmt: skip
+    _rows(
+        (num_slots + -(-num_rows // ROWS_OF_PROGRAM),),
+        (grad_out, launch.query, history, launch.biases, outputs, delta, grad, sums, found,
+         samples, num_rows, num_places, *launch.sizes[1:], num_slots, plan.call.history_stride,
+         scale),
+        plan.rows | {"ROWS": ROWS_OF_PROGRAM},
+    )  # fmt: skip
+    if num_slots:
+        _combine_rows((num_slots,), (sums, grad, found, indices, num_rows), plan.combine_rows)
+    return grad
 
 
 def weights(args: TargetArguments) -> Tensor:
@@ -286,7 +344,7 @@ class _Launch:
         plan = self.plan = plan_of(call)
         self.listing = listing
         self.num_samples = offsets.shape[0] - 1
-        self.num_slots = history.shape[0] // plan.slot
+        self.num_slots = args.num_rows // plan.slot
         if call.layout == JAGGED:
             total_rows = query.shape[0] * call.num_heads
             self.num_blocks = total_rows // plan.block_r + self.num_samples
@@ -299,6 +357,7 @@ class _Launch:
         self.biases = Biases(*map(_contiguous, args.biases))
         self.sizes = (self.num_samples, call.num_targets, total_rows)
         self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
+        self.indices = _contiguous(args.indices)
 
     def samples(self) -> Samples:
         """Where samples lie, for the main kernel.
@@ -317,7 +376,7 @@ class _Launch:
                     (SlotList(slots, self.offsets), self.num_samples, self.num_slots),
                     self.plan.list_slots,
                 )
-        return Samples(slots, self.offsets, self.query_offsets)
+        return Samples(slots, self.offsets, self.query_offsets, self.indices)
 
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given: bool) -> Call:
@@ -348,6 +407,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         precision=product_precision(history.dtype),
         score=args.score,
         slots_given=slots_given,
+        by_index=args.indices is not None,
     )
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
-from torchrec_jagged_attn.kernels.target.warp_combine import load_stats
+from torchrec_jagged_attn.kernels.target.warp_combine import load_stats, store_delta
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     blocks_of,
     columns_at_once,
@@ -33,6 +33,8 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     query_draws,
     ring_layout,
     row_buckets,
+    rows_ahead,
+    rows_of_sample,
     split,
     store_grad_of_bias,
     store_grad_of_history,
@@ -134,8 +136,8 @@ def backward_kernel(
             table.index(block).store(gl.zeros([C.BLOCK_R, 16], gl.float32, mma))
     if chunk.busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        history_ptr += chunk.first * C.STRIDE
-        ring = open_ring(history_ptr, begin, end, C)
+        history_ptr, indices = rows_of_sample(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, indices, begin, end, C)
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
         shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
@@ -172,12 +174,13 @@ def backward_kernel(
         of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
         of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        store_delta(grads, gl.sum(delta, 1), row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[:, None]
         alone = (end - begin == 1) & (slot < 0)
 
         STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.PARTS == 1 else 32)
         AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
-        indices = indices_to_store(C.BLOCK_N, STORED, dtype)
+        stored = indices_to_store(C.BLOCK_N, STORED, dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -185,6 +188,7 @@ def backward_kernel(
         zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
+            rows = rows_ahead(indices, ring, start, end, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
@@ -213,21 +217,23 @@ def backward_kernel(
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
             p = drop_weights(p, biases.dropout, draws, numbers)
-            store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
-            store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
+            if grads.history is not None:
+                store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
+                store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
             of_queries = split(gl.convert_layout(ds.to(dtype), left), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 x = split(tile.slice(column, COLUMNS, 1).load(right), C.PARTS)
                 new_accs += (product(of_queries, x, accs[column // COLUMNS], C.PARTS),)
             accs = new_accs
-            for column in gl.static_range(0, C.BLOCK_D, STORED):
-                grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, mma)
-                for k in gl.static_range(0, 2 * C.BLOCK_R, AT_ONCE):
-                    weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
-                    operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
-                    grad_x = product(weights, operand, grad_x, C.PARTS)
-                store_grad_of_history(grads, grad_x, indices, chunk.first, start, end, column, C)
+            if grads.history is not None:
+                for column in gl.static_range(0, C.BLOCK_D, STORED):
+                    grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, mma)
+                    for k in gl.static_range(0, 2 * C.BLOCK_R, AT_ONCE):
+                        weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
+                        operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
+                        grad_x = product(weights, operand, grad_x, C.PARTS)
+                    store_grad_of_history(grads, grad_x, stored, chunk.first, start, end, column, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=1)
             if C.P + C.A > 0:
                 TABLE_PARTS: gl.constexpr = max(2, C.PARTS)
@@ -240,7 +246,7 @@ def backward_kernel(
                 if C.A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
                     _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
-            stage = copy_next(ring, stage, history_ptr, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, rows, start, end, C)
 
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             acc = accs[column // COLUMNS]

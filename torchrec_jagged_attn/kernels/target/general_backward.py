@@ -32,6 +32,7 @@ from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
+    numbers_of_rows,
     slot_rows,
     store_queries,
 )
@@ -143,7 +144,8 @@ def grad_query_kernel(
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x_ptrs = history_ptr + n * history_stride + d[None, :]
+        x_row = numbers_of_rows(samples, n, visible)
+        x_ptrs = history_ptr + x_row * history_stride + d[None, :]
         x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
         bias = load_bias(
             biases, samples.offsets, work.sample, n, visible, r[None, :], count,
@@ -216,7 +218,8 @@ def grad_history_kernel(
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
         x_mask = visible & (d < C.D)[None, :]
-        x = tl.load(history_ptr + n * history_stride + d[None, :], mask=x_mask, other=0.0)
+        x_row = numbers_of_rows(samples, n, visible)
+        x = tl.load(history_ptr + x_row * history_stride + d[None, :], mask=x_mask, other=0.0)
         grad_x = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:
@@ -226,7 +229,8 @@ def grad_history_kernel(
             )  # fmt: skip
             p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
             acc_query = tl.dot(tl.trans(x), ds.to(x.dtype), acc_query, input_precision=C.PRECISION)
-            grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
+            if grads.history is not None:
+                grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
             heads = add_heads(heads, ds, r, h, x.dtype, C.H, C.ONE_TARGET)
         else:
             for r_start in range(0, count, C.BLOCK_R):
@@ -242,9 +246,11 @@ def grad_history_kernel(
                 draws = query_draws(biases.dropout, row + rows)
                 queries = Queries(q, grad_out, delta, maximum, inverse, draws)
                 p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
-                grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
+                if grads.history is not None:
+                    grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
-        tl.store(grads.history + n * C.D + d[None, :], grad_x, mask=x_mask)
+        if grads.history is not None:
+            tl.store(grads.history + n * C.D + d[None, :], grad_x, mask=x_mask)
         if (grads.bias is not None) and C.PRIOR:
             tl.store(grads.bias + n, tl.sum(heads, 1)[:, None], mask=visible)
         elif grads.bias is not None:
@@ -269,6 +275,9 @@ def grad_history_kernel(
             store_queries(sums.acc, grad_query, work.slot * room, r, room, d, C.D)
         else:
             store_queries(grads.query, grad_query * scale, row, r, count, d, C.D)
+        if (grads.history is None) and (grads.delta is not None):
+            if tl.program_id(0) >= num_slots:  # the first chunk
+                tl.store(grads.delta + row + r, queries.delta, mask=r < count)
     table = tl.program_id(0).to(tl.int64) * (C.P + C.A)
     if C.P > 0:
         b = tl.arange(0, C.BLOCK_P)

@@ -25,6 +25,7 @@ from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
+    numbers_of_rows,
     slot_rows,
     store_outputs,
     store_queries,
@@ -66,7 +67,8 @@ def forward_kernel(
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x_ptrs = history_ptr + n * history_stride + d[None, :]
+        row = numbers_of_rows(samples, n, visible)
+        x_ptrs = history_ptr + row * history_stride + d[None, :]
         x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
         bias = load_bias(
             biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,

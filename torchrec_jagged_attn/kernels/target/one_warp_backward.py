@@ -22,6 +22,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_queries,
     is_last_chunk,
     load_stats,
+    store_delta,
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     BLOCK_R,
@@ -45,6 +46,8 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     program_of_sample,
     query_draws,
     row_buckets,
+    rows_ahead,
+    rows_of_sample,
     split,
     store_grad_of_bias,
     store_grad_of_history,
@@ -285,8 +288,8 @@ def backward_kernel(
             weights = _allocate_table(C)
         _clear(table, weights)
     if chunk.busy:
-        history_ptr += chunk.first * C.STRIDE
-        ring = open_ring(history_ptr, begin, end, C)
+        history_ptr, indices = rows_of_sample(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, indices, begin, end, C)
         row = chunk.sample.to(gl.int64) * count
         query_row = row * 0 if C.LAYOUT == SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, C)
@@ -301,10 +304,11 @@ def backward_kernel(
             delta = _delta_of_parts(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        store_delta(grads, gl.sum(delta, 0), row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
 
-        indices = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), history_ptr.dtype.element_ty)
+        stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), history_ptr.dtype.element_ty)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
         COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
         accs = ()
@@ -312,6 +316,7 @@ def backward_kernel(
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
+            rows = rows_ahead(indices, ring, start, end, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots, dp = _multiply_rows(tile, q, grad_out, both, C)
@@ -333,12 +338,15 @@ def backward_kernel(
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
             kept = drop_weights(p, biases.dropout, draws, numbers)
-            _differentiate_rows(grads, kept, ds * scale, both, indices, chunk.first, start, end, C)
+            if grads.history is not None:
+                _differentiate_rows(
+                    grads, kept, ds * scale, both, stored, chunk.first, start, end, C
+                )
             accs = _add_to_queries(accs, tile, ds, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, of_position, of_age, ds, p, end - start, C)
-            stage = copy_next(ring, stage, history_ptr, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, rows, start, end, C)
 
         if sums.weights is not None:
             _take_off_means(table, weights, sums, slot, count, C)

@@ -78,6 +78,7 @@ class Call(NamedTuple):
         precision: of products, see ``matmul.product_precision``.
         score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
+        by_index: whether history rows are read by indices.
     """
 
     device: torch.device
@@ -99,6 +100,7 @@ class Call(NamedTuple):
     precision: str
     score: str = "softmax"
     slots_given: bool = False
+    by_index: bool = False
 
     @property
     def query_rows(self) -> int:
@@ -167,6 +169,9 @@ PATHS = (
             Condition("half precision", lambda x: x.half),
             *_GLUON,
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
+            Condition(
+                "no indices: boxes are of rows one after the other", lambda x: not x.by_index
+            ),
             Condition("fewer than 2³⁰ history rows", lambda x: x.addressable),
             Condition(
                 "backward without a bias of each row",
@@ -219,6 +224,7 @@ class Plan:
         more_blocks: whether it meets other ones.
         kernel, combine, list_slots: compile-time arguments of kernels, and options of their launch.
         column_blocks: programs that bring the sums of one chunk together.
+        rows, combine_rows: the same of gradients of rows that are read by indices.
     """
 
     def __init__(self, call: Call) -> None:
@@ -262,6 +268,17 @@ class Plan:
             num_warps=1,
             **overlap_options(self.overlap),
         )
+        self.rows = _arguments(
+            LAYOUT=x.layout,
+            H=x.num_heads,
+            D=x.width,
+            P=x.num_positions,
+            A=x.num_ages,
+            PRIOR=x.prior,
+            SCORE=x.score,
+            **_tiles_of_rows(x),
+        )
+        self.combine_rows = self.rows | {"num_warps": 4}
 
     def _kernel(self, single_pass: bool) -> dict[str, Any]:
         """Compile-time arguments of the path's main kernels, and options of their launch."""
@@ -295,6 +312,23 @@ class Plan:
             **self.tiles,
             **more,
         )
+
+
+def _tiles_of_rows(x: Call) -> dict[str, int]:
+    """How places that name a row are taken: BLOCK_N at a time, with BLOCK_R query rows of each.
+
+    A warp has 512 elements of queries in registers, and as many of gradients of outputs.
+    """
+    width = padded_width(x.width)
+    pairs = max(1, 512 // width)
+    block_r = min(pairs, 1 << (max(1, x.query_rows) - 1).bit_length())
+    return {
+        "BLOCK_R": block_r,
+        "BLOCK_N": 1 if x.layout == JAGGED else min(4, pairs // block_r),
+        "BLOCK_D": width,
+        "CHUNK": 32,
+        "num_warps": 1,
+    }
 
 
 def _arguments(**values: Any) -> dict[str, Any]:

@@ -68,11 +68,13 @@ class Samples(NamedTuple):
         slots: of the :class:`SlotList`.
         offsets: ``[B + 1]``, of history rows.
         query_offsets: ``[B + 1]``, of targets, where queries are JAGGED.
+        indices: ``[N]``, of the rows of the history, where it is read by them.
     """
 
     slots: Any
     offsets: Any
     query_offsets: Any
+    indices: Any = None
 
 
 class Sums(NamedTuple):

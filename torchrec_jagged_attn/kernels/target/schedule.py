@@ -19,6 +19,7 @@ __all__ = [
     "list_slots",
     "list_slots_kernel",
     "load_queries",
+    "numbers_of_rows",
     "query_rows",
     "rows_of_chunk",
     "slot_rows",
@@ -113,6 +114,15 @@ def find_work(
     rows = rows_of_chunk(length, chunks).to(tl.int64)
     end = tl.minimum((chunk + 1) * rows, length)
     return Work(busy, sample, block, begin + chunk * rows, begin + end, slot, row, count)
+
+
+@triton.jit
+def numbers_of_rows(samples, n, visible):
+    """Which rows of the history stand at the places ``n`` (int64), of those that are visible."""
+    rows = n
+    if samples.indices is not None:
+        rows = tl.load(samples.indices + n, mask=visible, other=0).to(tl.int64)
+    return rows
 
 
 @triton.jit

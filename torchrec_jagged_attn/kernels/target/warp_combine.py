@@ -22,6 +22,7 @@ __all__ = [
     "load_stats",
     "stats_of_one",
     "store_chunk_stats",
+    "store_delta",
     "store_outputs",
     "store_stats",
 ]
@@ -70,6 +71,15 @@ def load_stats(outputs, num_rows, row, count, r):
     """Maxima and inverse totals of the query rows ``r``, as :func:`store_stats` has stored them."""
     maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
     return maximum, gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
+
+
+@gluon.jit
+def store_delta(grads, delta, row, r, count, chunk):
+    """Store the mean gradients of the weights of the query rows ``r``, where the next kernel needs
+    them; all chunks of a sample have the same ones.
+    """
+    if grads.delta is not None:
+        gl.store(grads.delta + row + r, delta, mask=(r < count) & (chunk.begin == 0))
 
 
 @gluon.jit

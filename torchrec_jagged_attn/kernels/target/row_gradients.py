@@ -1,0 +1,238 @@
+"""Gradients of history rows that are read by indices, in Triton, for any call.
+
+    ∂x_u = Σ_n Σ_r p_rn · ∂out_r + scale · ds_rn · q_r          over the places n that name row u
+
+Weights p and the gradients ds of scores are computed again: a program has x_u in registers, and
+reads the queries and gradients of outputs of each place's sample. These are few enough for the
+cache to have them: of N places, 2·N·R·D·e bytes come from there, and U·D·e bytes each way from and
+to memory; 8·N·R·D FLOPs, not on tensor cores.
+
+Places are sorted by the row that they name, and are in their own order among those of one row. A
+row that many name is cut into chunks by their number alone. No sum depends on which program ends
+first, and none on other rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
+from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats
+from torchrec_jagged_attn.kernels.target.schedule import SHARED, query_rows
+
+__all__ = ["ROWS_OF_PROGRAM", "Places", "combine_rows_kernel", "find_places_kernel", "rows_kernel"]
+
+ROWS_OF_PROGRAM = 4
+MOST_CHUNKS = tl.constexpr(512)  # of a row
+CHUNKS_AT_ONCE = tl.constexpr(16)
+
+
+class Places(NamedTuple):
+    """Which places name a row.
+
+    Attributes:
+        places: ``[2, N]`` int32: those that name a row follow each other; and the sample of each.
+        bounds: ``[2, U]`` int32, where those of each row begin and end in ``places``; zeros of a
+            row that none names.
+    """
+
+    places: Any
+    bounds: Any
+
+
+@triton.jit
+def _samples_of(offsets_ptr, n, num_samples, num_steps):
+    """The sample of each of the places ``n``, in so many halvings."""
+    low = n * 0
+    high = low + num_samples
+    for _ in range(num_steps):
+        middle = (low + high) // 2
+        begun = tl.load(offsets_ptr + middle).to(tl.int64) <= n
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_places", "num_rows", "num_samples", "num_steps"])
+def find_places_kernel(
+    order_ptr,  # [N] int64: all places, sorted by the row that they name
+    indices_ptr,  # [N]
+    offsets_ptr,  # [B + 1]
+    found,  # Places, whose bounds are zeros
+    num_places,
+    num_rows,
+    num_samples,
+    num_steps,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK of the sorted places: their samples, and where a row's begin and end."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < num_places
+    n = tl.load(order_ptr + at, mask=there, other=0)
+    row = tl.load(indices_ptr + n, mask=there, other=0).to(tl.int64)
+    before = tl.load(order_ptr + at - 1, mask=there & (at > 0), other=0)
+    last_row = tl.load(indices_ptr + before, mask=there, other=0).to(tl.int64)
+    begins = there & ((at == 0) | (row != last_row))
+    tl.store(found.bounds + row, at, mask=begins)
+    tl.store(found.bounds + num_rows + last_row, at, mask=begins & (at > 0))
+    tl.store(found.bounds + num_rows + row, at + 1, mask=at == num_places - 1)
+    tl.store(found.places + at, n, mask=there)
+    sample = _samples_of(offsets_ptr, n, num_samples, num_steps)
+    tl.store(found.places + num_places + at, sample, mask=there)
+
+
+@triton.jit
+def _chunks_of(found, row, num_rows, CHUNK: tl.constexpr):
+    """Where a row's places begin, how many they are, and into how many chunks they are cut.
+
+    The slots of these chunks are those from ``begin // CHUNK`` on: all rows together have no more
+    than ``N // CHUNK``, where they are cut at all.
+    """
+    begin = tl.load(found.bounds + row).to(tl.int64)
+    length = tl.load(found.bounds + num_rows + row) - begin
+    chunks = tl.minimum(tl.maximum(length // CHUNK, 1), MOST_CHUNKS)
+    return begin, length, chunks
+
+
+@triton.jit
+def _row_of_slot(found, indices_ptr, slot, CHUNK: tl.constexpr):
+    """The row that has ``slot`` for another chunk than its first, if any has: the place of that
+    number, ``CHUNK`` to a slot, is in the middle of its own.
+    """
+    return tl.load(indices_ptr + tl.load(found.places + slot * CHUNK)).to(tl.int64)
+
+
+@triton.jit
+def _gradient_of_chunk(
+    grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples, begin, end, num_places,
+    num_targets, num_query_rows, scale, C: tl.constexpr,
+):  # fmt: skip
+    """``[BLOCK_D]``: what the sorted places from ``begin`` to ``end`` give to the row ``x``.
+
+    BLOCK_N places at a time, with BLOCK_R query rows of each.
+    """
+    d = tl.arange(0, C.BLOCK_D)
+    pair = tl.arange(0, C.BLOCK_N * C.BLOCK_R)
+    acc = tl.zeros([C.BLOCK_N * C.BLOCK_R, C.BLOCK_D], tl.float32)
+    for start in range(begin, end, C.BLOCK_N):
+        at = start + pair // C.BLOCK_R
+        place_ptr = found.places + tl.minimum(at, end - 1)
+        n = tl.load(place_ptr).to(tl.int64)
+        sample = tl.load(place_ptr + num_places).to(tl.int64)
+        first, count = query_rows(samples, sample, num_targets, C)
+        length = tl.load(samples.offsets + sample + 1) - tl.load(samples.offsets + sample)
+        num_r = tl.max(count + pair * 0, 0)
+        for r_start in range(0, num_r, C.BLOCK_R):
+            r = r_start + pair % C.BLOCK_R
+            visible = (at < end) & (r < count)
+            mask = visible[:, None] & (d < C.D)[None, :]
+            grad_out = tl.load(
+                grad_out_ptr + (first + r)[:, None] * C.D + d[None, :], mask=mask, other=0.0
+            ).to(tl.float32)
+            query_row = r.to(tl.int64) if C.LAYOUT == SHARED else first + r
+            q = tl.load(
+                query_ptr + query_row[:, None] * C.D + d[None, :], mask=mask, other=0.0
+            ).to(tl.float32)
+            bias = load_bias(
+                biases, samples.offsets, sample, n, visible, r, count, C.H, C.P, C.A, C.PRIOR
+            )
+            draws = query_draws(biases.dropout, first + r)
+            scores = tl.sum(q * x[None, :], 1) * scale + bias
+            dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, n)
+            if C.SCORE == "softmax":
+                maximum, inverse = load_stats(outputs.stats, num_query_rows, first + r, visible)
+                delta = tl.load(delta_ptr + first + r, mask=visible, other=0.0)
+                p = tl.exp2((scores - maximum) * LOG2E) * inverse
+                ds = tl.where(length == 1, 0.0, p * (dp - delta))
+            else:
+                exact: tl.constexpr = query_ptr.dtype.element_ty == tl.float32
+                p, slope = weights_and_slopes(scores, C.SCORE, exact)
+                ds = slope * dp
+            p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, n)
+            ds = tl.where(visible, ds * scale, 0.0)
+            acc += p[:, None] * grad_out + ds[:, None] * q
+    return tl.sum(acc, 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_places", "num_targets", "num_query_rows", "num_slots"]
+)
+def rows_kernel(
+    grad_out_ptr,  # [rows, D]
+    query_ptr,  # [rows, D]
+    history_ptr,  # [U, D], rows history_stride apart
+    biases,  # arguments.Biases
+    outputs,  # arguments.TargetOutputs
+    delta_ptr,  # [rows] fp32
+    grad_ptr,  # [U, D]
+    sums_ptr,  # [slots, D] fp32
+    found,  # Places
+    samples,  # Samples
+    num_rows,
+    num_places,
+    num_targets,
+    num_query_rows,
+    num_slots,
+    history_stride,
+    scale,
+    C: tl.constexpr,  # Constants
+    ROWS: tl.constexpr,
+):
+    """Gradients of ROWS rows that follow each other, each from the first chunk of its places; or,
+    of the first ``num_slots`` programs, that of the later chunk that its slot is for, if any.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    later = program < num_slots
+    first = tl.maximum(program - num_slots, 0) * ROWS
+    last = tl.minimum(first + ROWS, num_rows)
+    if later:
+        first = _row_of_slot(found, samples.indices, program, C.CHUNK)
+        last = first + 1
+    d = tl.arange(0, C.BLOCK_D)
+    for row in range(first, last):
+        begin, length, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
+        first_slot = begin // C.CHUNK
+        chunk = tl.where(later, program - first_slot, 0)
+        if (chunk < chunks) & ((chunk > 0) | (not later)):
+            x_mask = (d < C.D) & (length > 0)
+            x = tl.load(history_ptr + row * history_stride + d, mask=x_mask, other=0.0)
+            grad = _gradient_of_chunk(
+                grad_out_ptr, query_ptr, x.to(tl.float32), biases, outputs, delta_ptr, found,
+                samples, begin + length * chunk // chunks, begin + length * (chunk + 1) // chunks,
+                num_places, num_targets, num_query_rows, scale, C,
+            )  # fmt: skip
+            if chunks > 1:
+                tl.store(sums_ptr + (first_slot + chunk) * C.D + d, grad, mask=d < C.D)
+            else:
+                tl.store(grad_ptr + row * C.D + d, grad, mask=d < C.D)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_rows_kernel(
+    sums_ptr,  # [slots, D] fp32
+    grad_ptr,  # [U, D]
+    found,  # Places
+    indices_ptr,  # [N]
+    num_rows,
+    C: tl.constexpr,  # Constants
+):
+    """The gradient of the row, if there is one, whose second chunk has this program's slot."""
+    slot = tl.program_id(0).to(tl.int64)
+    row = _row_of_slot(found, indices_ptr, slot, C.CHUNK)
+    begin, _, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
+    first = begin // C.CHUNK
+    if (chunks == 1) | (slot != first + 1):
+        return
+    d = tl.arange(0, C.BLOCK_D)
+    i = tl.arange(0, CHUNKS_AT_ONCE)
+    acc = tl.zeros([CHUNKS_AT_ONCE, C.BLOCK_D], tl.float32)
+    for start in range(0, chunks, CHUNKS_AT_ONCE):
+        mask = (start + i < chunks)[:, None] & (d < C.D)[None, :]
+        ptrs = sums_ptr + (first + start + i)[:, None] * C.D + d[None, :]
+        acc += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(grad_ptr + row * C.D + d, tl.sum(acc, 0), mask=d < C.D)
