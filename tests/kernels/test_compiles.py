@@ -117,6 +117,7 @@ def target(
     jagged: bool = False,
     score: Any = "softmax",
     dropout: float = 0.0,
+    index_dtype: torch.dtype | None = None,
 ) -> None:
     query = zeros(4, num_targets, 4, width, dtype=dtype)
     query_offsets = None
@@ -124,9 +125,11 @@ def target(
         query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
     biases = tables(4) if biased else {}
     history = zeros(N, width, dtype=dtype)
+    indices = None if index_dtype is None else torch.zeros(N, dtype=index_dtype)
     jagged_target_attention(
-        query, history, OFFSETS, query_offsets=query_offsets, score=score, dropout=dropout, **biases
-    ).sum().backward()
+        query, history, OFFSETS, query_offsets=query_offsets, indices=indices, score=score,
+        dropout=dropout, **biases,
+    ).sum().backward()  # fmt: skip
 
 
 def target_weights(dtype: torch.dtype, biased: bool = False, score: Any = "softmax") -> None:
@@ -214,6 +217,20 @@ CASES = {
     "warpgroup, SiLU": Case((90,), "warpgroup", lambda: target(8, BF16, score="silu")),
     "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
     "general target, SiLU": Case((80,), "general", lambda: target(2, BF16, 20, score="silu")),
+    "rows by index, one warp": Case(
+        (80, 90), "target", lambda: target(1, BF16, 128, index_dtype=torch.int64)
+    ),
+    "rows by index, few warps, biased": Case(
+        (90,), "target", lambda: target(6, FP32, 32, biased=True, index_dtype=torch.int32)
+    ),
+    "rows by index, general, biased, dropout": Case(
+        (80, 90),
+        "target",
+        lambda: target(2, BF16, 20, True, True, dropout=0.5, index_dtype=torch.int64),
+    ),
+    "rows by index, general, SiLU": Case(
+        (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
+    ),
     "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
     "weights of target attention, biased": Case(
         (80, 90), "weights", lambda: target_weights(BF16, biased=True)
@@ -265,6 +282,7 @@ TYPES = {  # of parameters in PTX
 FITS = {
     "one warp",
     "one warp, SiLU",
+    "rows by index, one warp",
     "warpgroup",
     "warpgroup, SiLU",
     "hopper flash",

@@ -28,12 +28,12 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_bias,
     load_parts,
     load_rows,
+    next_indices,
     open_ring,
     product,
     query_draws,
     ring_layout,
     row_buckets,
-    rows_ahead,
     rows_of_sample,
     split,
     store_grad_of_bias,
@@ -136,8 +136,8 @@ def backward_kernel(
             table.index(block).store(gl.zeros([C.BLOCK_R, 16], gl.float32, mma))
     if chunk.busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        history_ptr, indices = rows_of_sample(history_ptr, samples, chunk, C)
-        ring = open_ring(history_ptr, indices, begin, end, C)
+        history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, C)
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
         shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
@@ -188,7 +188,7 @@ def backward_kernel(
         zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            rows = rows_ahead(indices, ring, start, end, C)
+            indices = next_indices(samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
@@ -246,7 +246,7 @@ def backward_kernel(
                 if C.A > 0:
                     buckets = gl.convert_layout(of_age, of_row)
                     _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
-            stage = copy_next(ring, stage, history_ptr, rows, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             acc = accs[column // COLUMNS]

@@ -29,12 +29,12 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_bias,
     load_parts,
     load_rows,
+    next_indices,
     open_ring,
     product,
     query_draws,
     ring_layout,
     row_buckets,
-    rows_ahead,
     rows_of_sample,
     split,
     store_parts,
@@ -69,9 +69,9 @@ def forward_kernel(
     chunk = find_chunk(samples, num_samples, num_slots, C)
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     if chunk.busy:
-        history_ptr, indices = rows_of_sample(history_ptr, samples, chunk, C)
+        history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        ring = open_ring(history_ptr, indices, begin, end, C)
+        ring = open_ring(history_ptr, samples, chunk, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
@@ -95,7 +95,7 @@ def forward_kernel(
         maximum = gl.full([C.BLOCK_R], -float("inf"), gl.float32, by_query)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            rows = rows_ahead(indices, ring, start, end, C)
+            indices = next_indices(samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
@@ -133,7 +133,7 @@ def forward_kernel(
                     acc *= rescale[:, None]
                 new_accs += (product(weights, x, acc, C.PARTS),)
             accs = new_accs
-            stage = copy_next(ring, stage, history_ptr, rows, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)

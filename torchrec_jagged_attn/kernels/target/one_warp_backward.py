@@ -41,12 +41,12 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_columns,
     load_parts,
     load_rows,
+    next_indices,
     open_ring,
     product,
     program_of_sample,
     query_draws,
     row_buckets,
-    rows_ahead,
     rows_of_sample,
     split,
     store_grad_of_bias,
@@ -288,8 +288,8 @@ def backward_kernel(
             weights = _allocate_table(C)
         _clear(table, weights)
     if chunk.busy:
-        history_ptr, indices = rows_of_sample(history_ptr, samples, chunk, C)
-        ring = open_ring(history_ptr, indices, begin, end, C)
+        history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, C)
         row = chunk.sample.to(gl.int64) * count
         query_row = row * 0 if C.LAYOUT == SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, C)
@@ -316,7 +316,7 @@ def backward_kernel(
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            rows = rows_ahead(indices, ring, start, end, C)
+            indices = next_indices(samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots, dp = _multiply_rows(tile, q, grad_out, both, C)
@@ -346,7 +346,7 @@ def backward_kernel(
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, of_position, of_age, ds, p, end - start, C)
-            stage = copy_next(ring, stage, history_ptr, rows, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if sums.weights is not None:
             _take_off_means(table, weights, sums, slot, count, C)

@@ -36,11 +36,11 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_bias,
     load_columns,
     load_parts,
+    next_indices,
     open_ring,
     product,
     query_draws,
     row_buckets,
-    rows_ahead,
     rows_of_sample,
     split,
     store_parts,
@@ -70,9 +70,9 @@ def forward_kernel(
     chunk = find_listed_chunk(samples, num_samples, num_slots, C)
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     if chunk.busy:
-        history_ptr, indices = rows_of_sample(history_ptr, samples, chunk, C)
+        history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        ring = open_ring(history_ptr, indices, begin, end, C)
+        ring = open_ring(history_ptr, samples, chunk, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q = load_columns(query_ptr, row * 0 if C.LAYOUT == SHARED else row, count, C)
@@ -93,7 +93,7 @@ def forward_kernel(
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            rows = rows_ahead(indices, ring, start, end, C)
+            indices = next_indices(samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
@@ -131,7 +131,7 @@ def forward_kernel(
                     acc *= rescale
                 new_accs += (product(split(columns, C.PARTS), weights, acc, C.PARTS),)
             accs = new_accs
-            stage = copy_next(ring, stage, history_ptr, rows, start, end, C)
+            stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         total = gl.sum(total, 0)
         if C.SCORE != "softmax":

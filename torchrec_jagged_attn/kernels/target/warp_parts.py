@@ -50,6 +50,7 @@ __all__ = [
     "load_columns",
     "load_parts",
     "load_rows",
+    "next_indices",
     "open_ring",
     "product",
     "program_of_sample",
@@ -57,7 +58,6 @@ __all__ = [
     "ring_layout",
     "row_buckets",
     "row_layout",
-    "rows_ahead",
     "rows_of_sample",
     "split",
     "store_grad_of_bias",
@@ -347,40 +347,29 @@ def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def rows_of_sample(history_ptr, samples, chunk, C: gl.constexpr):
-    """Where the rows of a chunk's sample begin; where rows are read by indices, all rows do.
-
-    And where the indices of the sample begin, or None.
-    """
-    indices = samples.indices
-    if indices is None:
+    """Where the rows of a chunk's sample begin; all rows do, where they are read by indices."""
+    if samples.indices is None:
         history_ptr += chunk.first * C.STRIDE
-    else:
-        indices += chunk.first
-    return history_ptr, indices
+    return history_ptr
 
 
 @gluon.jit
-def _rows_of_tile(indices, start, end, C: gl.constexpr, dtype: gl.constexpr):
-    """The indices of a tile's rows, from ``start`` on; None where there are none."""
-    rows = indices
-    if indices is not None:
-        i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, row_layout(C.BLOCK_D, dtype, gl.num_warps())))
-        rows = gl.load(indices + start + i, mask=i < end - start, other=0)
-    return rows
+def _indices_of_tile(samples, chunk, start, end, C: gl.constexpr, dtype: gl.constexpr):
+    """The indices of a tile's rows, from ``start`` on; 0 where rows are not read by indices."""
+    indices = 0
+    if samples.indices is not None:
+        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
+        i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
+        ptrs = samples.indices + chunk.first + start + i
+        indices = gl.load(ptrs, mask=i < end - start, other=0)
+    return indices
 
 
 @gluon.jit
-def rows_ahead(indices, ring, start, end, C: gl.constexpr):
-    """What :func:`copy_next` needs of the indices: loaded early, they are there when it begins."""
-    return _rows_of_tile(indices, start + (C.NUM_STAGES - 1) * C.BLOCK_N, end, C, ring.dtype)
-
-
-@gluon.jit
-def _copy_tile(tile, history_ptr, rows, start, end, C: gl.constexpr):
+def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr):
     """Begin to copy the rows from ``start`` on to ``tile``: one commit group.
 
-    Their indices are ``rows``, if there are any. Copies that are masked, beyond ``end`` and D,
-    write zeros.
+    Copies that are masked, beyond ``end`` and D, write zeros.
     """
     layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
     if start < end:
@@ -389,40 +378,47 @@ def _copy_tile(tile, history_ptr, rows, start, end, C: gl.constexpr):
         mask = (i < end - start)[:, None]
         if C.D < C.BLOCK_D:
             mask = mask & (d < C.D)[None, :]
-        if rows is None:
-            ptrs = history_ptr + start.to(gl.int64) * C.STRIDE
-            ptrs += i[:, None] * C.STRIDE + d[None, :]
+        if samples.indices is None:
+            begin_ptr = history_ptr + start.to(gl.int64) * C.STRIDE
+            ptrs = begin_ptr + (i[:, None] * C.STRIDE + d[None, :])
         else:
-            ptrs = history_ptr + (rows.to(gl.int64) * C.STRIDE)[:, None] + d[None, :]
+            ptrs = history_ptr + (indices.to(gl.int64) * C.STRIDE)[:, None] + d[None, :]
         async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def open_ring(history_ptr, indices, begin, end, C: gl.constexpr):
-    """Shared memory for NUM_STAGES tiles of rows; all but the last are on their way to it.
-
-    Where rows and ``indices`` begin, :func:`rows_of_sample` tells.
+def open_ring(history_ptr, samples, chunk, C: gl.constexpr):
+    """Shared memory for NUM_STAGES tiles of a chunk's rows; all but the last are on their way to
+    it.
     """
     dtype: gl.constexpr = history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
     ring = gl.allocate_shared_memory(dtype, shape, ring_layout(C.BLOCK_D, dtype))
     for stage in gl.static_range(C.NUM_STAGES - 1):
-        start = begin + stage * C.BLOCK_N
-        rows = _rows_of_tile(indices, start, end, C, dtype)
-        _copy_tile(ring.index(stage), history_ptr, rows, start, end, C)
+        start = chunk.begin + stage * C.BLOCK_N
+        indices = _indices_of_tile(samples, chunk, start, chunk.end, C, dtype)
+        _copy_tile(ring.index(stage), history_ptr, samples, indices, start, chunk.end, C)
     return ring
 
 
 @gluon.jit
-def copy_next(ring, stage, history_ptr, rows, start, end, C: gl.constexpr):
+def next_indices(samples, chunk, ring, start, C: gl.constexpr):
+    """The indices that :func:`copy_next` needs: loaded early, they are there when it begins."""
+    ahead: gl.constexpr = C.NUM_STAGES - 1
+    at = start + ahead * C.BLOCK_N
+    return _indices_of_tile(samples, chunk, at, chunk.end, C, ring.dtype)
+
+
+@gluon.jit
+def copy_next(ring, stage, history_ptr, samples, indices, start, end, C: gl.constexpr):
     """Begin to copy what comes after the tiles on their way, where the last tile was; the tile of
-    ``stage`` begins at row ``start``, and ``rows`` are of :func:`rows_ahead`. Returns the next
-    stage.
+    ``stage`` begins at row ``start``. Returns the next stage.
     """
     ahead: gl.constexpr = C.NUM_STAGES - 1
     to = gl.where(stage == 0, ahead, stage - 1)
-    _copy_tile(ring.index(to), history_ptr, rows, start + ahead * C.BLOCK_N, end, C)
+    at = start + ahead * C.BLOCK_N
+    _copy_tile(ring.index(to), history_ptr, samples, indices, at, end, C)
     return gl.where(stage == ahead, 0, stage + 1)
 
 
