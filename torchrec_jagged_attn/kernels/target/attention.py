@@ -74,7 +74,8 @@ from torchrec_jagged_attn.kernels.target.records import (
     Sums,
 )
 from torchrec_jagged_attn.kernels.target.row_gradients import (
-    ROWS_OF_PROGRAM,
+    PLACES_OF_PROGRAM,
+    ZEROS_OF_PROGRAM,
     Places,
     combine_rows_kernel,
     find_places_kernel,
@@ -277,7 +278,7 @@ def _gradient_of_rows(
     """The gradient of history rows that are read by indices, once ``delta`` is there."""
     plan, indices, history = launch.plan, launch.indices, launch.history
     assert indices is not None
-    num_places, num_rows, chunk = indices.shape[0], history.shape[0], plan.rows["C"].CHUNK
+    num_places, num_rows, chunk = indices.shape[0], history.shape[0], plan.combine_rows["C"].CHUNK
     num_slots = num_places // chunk
     grad = history.new_empty(num_rows, plan.call.width)
     if num_rows == 0:
@@ -295,12 +296,13 @@ def _gradient_of_rows(
              launch.num_samples.bit_length()),
             {"BLOCK": 256},
         )  # fmt: skip
+    of_places, of_zeros = -(-num_places // PLACES_OF_PROGRAM), -(-num_rows // ZEROS_OF_PROGRAM)
     _rows(
-        (num_slots + -(-num_rows // ROWS_OF_PROGRAM),),
+        (num_slots + of_places + of_zeros,),
         (grad_out, launch.query, history, launch.biases, outputs, delta, grad, sums, found,
          samples, num_rows, num_places, *launch.sizes[1:], num_slots, plan.call.history_stride,
          scale),
-        plan.rows | {"ROWS": ROWS_OF_PROGRAM},
+        plan.rows,
     )  # fmt: skip
     if num_slots:
         _combine_rows((num_slots,), (sums, grad, found, indices, num_rows), plan.combine_rows)

@@ -25,6 +25,7 @@ from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.target import schedule
 from torchrec_jagged_attn.kernels.target.records import Constants
+from torchrec_jagged_attn.kernels.target.row_gradients import PLACES_OF_PROGRAM, ZEROS_OF_PROGRAM
 from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
 from torchrec_jagged_attn.paths import Condition, Path, choose
@@ -268,7 +269,7 @@ class Plan:
             num_warps=1,
             **overlap_options(self.overlap),
         )
-        self.rows = _arguments(
+        self.combine_rows = _arguments(
             LAYOUT=x.layout,
             H=x.num_heads,
             D=x.width,
@@ -276,9 +277,15 @@ class Plan:
             A=x.num_ages,
             PRIOR=x.prior,
             SCORE=x.score,
+            num_warps=4,
             **_tiles_of_rows(x),
         )
-        self.combine_rows = self.rows | {"num_warps": 4}
+        self.rows = self.combine_rows | {
+            "ONE_BLOCK": not jagged and x.query_rows <= self.combine_rows["C"].BLOCK_R,
+            "PLACES": PLACES_OF_PROGRAM,
+            "ZEROS": ZEROS_OF_PROGRAM,
+            "num_warps": 1,
+        }
 
     def _kernel(self, single_pass: bool) -> dict[str, Any]:
         """Compile-time arguments of the path's main kernels, and options of their launch."""
@@ -327,7 +334,6 @@ def _tiles_of_rows(x: Call) -> dict[str, int]:
         "BLOCK_N": 1 if x.layout == JAGGED else min(4, pairs // block_r),
         "BLOCK_D": width,
         "CHUNK": 32,
-        "num_warps": 1,
     }
 
 

@@ -5,7 +5,8 @@
 Weights p and the gradients ds of scores are computed again: a program has x_u in registers, and
 reads the queries and gradients of outputs of each place's sample. These are few enough for the
 cache to have them: of N places, 2·N·R·D·e bytes come from there, and U·D·e bytes each way from and
-to memory; 8·N·R·D FLOPs, not on tensor cores.
+to memory; 8·N·R·D FLOPs, not on tensor cores. Rows are taken in the order of the places that name
+them first: those of one sample, one after the other, find its queries in the nearest cache.
 
 Places are sorted by the row that they name, and are in their own order among those of one row. A
 row that many name is cut into chunks by their number alone. No sum depends on which program ends
@@ -25,9 +26,10 @@ from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.kernels.target.schedule import SHARED, query_rows
 
-__all__ = ["ROWS_OF_PROGRAM", "Places", "combine_rows_kernel", "find_places_kernel", "rows_kernel"]
+__all__ = ["PLACES_OF_PROGRAM", "ZEROS_OF_PROGRAM", "Places", "combine_rows_kernel", "find_places_kernel", "rows_kernel"]
 
-ROWS_OF_PROGRAM = 4
+PLACES_OF_PROGRAM = 4
+ZEROS_OF_PROGRAM = 32  # rows
 MOST_CHUNKS = tl.constexpr(512)  # of a row
 CHUNKS_AT_ONCE = tl.constexpr(16)
 
@@ -93,24 +95,24 @@ def _chunks_of(found, row, num_rows, CHUNK: tl.constexpr):
     The slots of these chunks are those from ``begin // CHUNK`` on: all rows together have no more
     than ``N // CHUNK``, where they are cut at all.
     """
-    begin = tl.load(found.bounds + row).to(tl.int64)
+    begin = tl.load(found.bounds + row)
     length = tl.load(found.bounds + num_rows + row) - begin
     chunks = tl.minimum(tl.maximum(length // CHUNK, 1), MOST_CHUNKS)
     return begin, length, chunks
 
 
 @triton.jit
-def _row_of_slot(found, indices_ptr, slot, CHUNK: tl.constexpr):
-    """The row that has ``slot`` for another chunk than its first, if any has: the place of that
-    number, ``CHUNK`` to a slot, is in the middle of its own.
+def _place_of_slot(found, slot, CHUNK: tl.constexpr):
+    """A place of the row that has ``slot`` for another chunk than its first, if any has: the sorted
+    place of that number, ``CHUNK`` to a slot, is in the middle of its own.
     """
-    return tl.load(indices_ptr + tl.load(found.places + slot * CHUNK)).to(tl.int64)
+    return tl.load(found.places + slot * CHUNK).to(tl.int64)
 
 
 @triton.jit
 def _gradient_of_chunk(
     grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples, begin, end, num_places,
-    num_targets, num_query_rows, scale, C: tl.constexpr,
+    num_targets, num_query_rows, scale, C: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_D]``: what the sorted places from ``begin`` to ``end`` give to the row ``x``.
 
@@ -126,7 +128,9 @@ def _gradient_of_chunk(
         sample = tl.load(place_ptr + num_places).to(tl.int64)
         first, count = query_rows(samples, sample, num_targets, C)
         length = tl.load(samples.offsets + sample + 1) - tl.load(samples.offsets + sample)
-        num_r = tl.max(count + pair * 0, 0)
+        num_r = C.BLOCK_R
+        if not ONE_BLOCK:
+            num_r = tl.max(count + pair * 0, 0)
         for r_start in range(0, num_r, C.BLOCK_R):
             r = r_start + pair % C.BLOCK_R
             visible = (at < end) & (r < count)
@@ -159,6 +163,18 @@ def _gradient_of_chunk(
     return tl.sum(acc, 0)
 
 
+@triton.jit
+def _store_zeros(grad_ptr, found, first, num_rows, C: tl.constexpr, ROWS: tl.constexpr):
+    """Zeros for those of ROWS rows that no place names."""
+    row = first + tl.arange(0, ROWS)
+    there = row < num_rows
+    is_named = tl.load(found.bounds + num_rows + row, mask=there, other=1) > 0
+    d = tl.arange(0, C.BLOCK_D)
+    ptrs = grad_ptr + row[:, None] * C.D + d[None, :]
+    mask = (there & (is_named == 0))[:, None] & (d < C.D)[None, :]
+    tl.store(ptrs, tl.zeros([ROWS, C.BLOCK_D], tl.float32), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "num_places", "num_targets", "num_query_rows", "num_slots"]
 )
@@ -181,33 +197,51 @@ def rows_kernel(
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
-    ROWS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):
-    """Gradients of ROWS rows that follow each other, each from the first chunk of its places; or,
-    of the first ``num_slots`` programs, that of the later chunk that its slot is for, if any.
+    """Gradients of the rows that PLACES places, one after the other, name first; each from the
+    first chunk of all places that name it.
+
+    The first ``num_slots`` programs take later chunks, each the one that its slot is for, if any.
+    The last ones store the zeros of rows that no place names, each of ZEROS. ONE_BLOCK, if a
+    sample has BLOCK_R query rows or fewer.
     """
     program = tl.program_id(0).to(tl.int64)
     later = program < num_slots
-    first = tl.maximum(program - num_slots, 0) * ROWS
-    last = tl.minimum(first + ROWS, num_rows)
+    first = (program - num_slots) * PLACES
+    if first >= num_places:
+        group = program - num_slots - (num_places + PLACES - 1) // PLACES
+        _store_zeros(grad_ptr, found, group * ZEROS, num_rows, C, ZEROS)
+        return
+    last = tl.minimum(first + PLACES, num_places)
     if later:
-        first = _row_of_slot(found, samples.indices, program, C.CHUNK)
+        first = _place_of_slot(found, program, C.CHUNK)
         last = first + 1
     d = tl.arange(0, C.BLOCK_D)
-    for row in range(first, last):
+    for place in range(first, last):
+        row = tl.load(samples.indices + place).to(tl.int64)
         begin, length, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
         first_slot = begin // C.CHUNK
-        chunk = tl.where(later, program - first_slot, 0)
-        if (chunk < chunks) & ((chunk > 0) | (not later)):
-            x_mask = (d < C.D) & (length > 0)
-            x = tl.load(history_ptr + row * history_stride + d, mask=x_mask, other=0.0)
+        chunk = 0
+        if later:
+            chunk = program.to(tl.int32) - first_slot
+            busy = (chunk > 0) & (chunk < chunks)
+        else:
+            busy = tl.load(found.places + begin) == place
+        if busy:
+            of_chunk = tl.cdiv(length, chunks)
+            x_ptrs = history_ptr + row * history_stride + d
+            x = tl.load(x_ptrs, mask=d < C.D, other=0.0).to(tl.float32)
             grad = _gradient_of_chunk(
-                grad_out_ptr, query_ptr, x.to(tl.float32), biases, outputs, delta_ptr, found,
-                samples, begin + length * chunk // chunks, begin + length * (chunk + 1) // chunks,
-                num_places, num_targets, num_query_rows, scale, C,
+                grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples,
+                begin + of_chunk * chunk, begin + tl.minimum(of_chunk * (chunk + 1), length),
+                num_places, num_targets, num_query_rows, scale, C, ONE_BLOCK,
             )  # fmt: skip
             if chunks > 1:
-                tl.store(sums_ptr + (first_slot + chunk) * C.D + d, grad, mask=d < C.D)
+                slot = (first_slot + chunk).to(tl.int64)
+                tl.store(sums_ptr + slot * C.D + d, grad, mask=d < C.D)
             else:
                 tl.store(grad_ptr + row * C.D + d, grad, mask=d < C.D)
 
@@ -223,9 +257,9 @@ def combine_rows_kernel(
 ):
     """The gradient of the row, if there is one, whose second chunk has this program's slot."""
     slot = tl.program_id(0).to(tl.int64)
-    row = _row_of_slot(found, indices_ptr, slot, C.CHUNK)
+    row = tl.load(indices_ptr + _place_of_slot(found, slot, C.CHUNK)).to(tl.int64)
     begin, _, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
-    first = begin // C.CHUNK
+    first = (begin // C.CHUNK).to(tl.int64)
     if (chunks == 1) | (slot != first + 1):
         return
     d = tl.arange(0, C.BLOCK_D)
