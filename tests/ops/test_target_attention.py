@@ -574,7 +574,7 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], None, inputs["bias"]
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], None, None, inputs["bias"]
     op = torch.ops.torchrec_jagged_attn.target_attention.default
     torch.library.opcheck(op, (*arguments, None, None, None, None, None, 0.25, "softmax", False))
     inputs["query"].requires_grad_()
@@ -596,6 +596,7 @@ def test_opcheck(device, jagged, prior):
         inputs["history"].requires_grad_(),
         inputs["offsets"],
         query_offsets,
+        None,  # indices
         bias.requires_grad_(),
         torch.randn(3, 2, device=device, requires_grad=True),
         torch.randn(5, 2, device=device, requires_grad=True),

@@ -312,7 +312,7 @@ def test_repeats_are_bit_equal(dtype, launched):
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 7, 0.25, "softmax"
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 8, 0.25, "softmax"
     out, rest, _ = op(*arguments, for_backward)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)

@@ -1,0 +1,430 @@
+"""``jagged_target_attention`` over rows by index, against oracles on a copy of these rows."""
+
+import functools
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tests.combinations import each_pair
+from tests.conftest import skip_unless_supported
+from tests.ops.test_dropout import assert_weights_are_dropped
+from tests.ops.test_row_dropout import assert_rows_are_dropped
+from tests.ops.test_target_attention import draw_prior_weights, inputs_of
+from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.testing import (
+    Case,
+    assert_matches_oracle,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+CPU = torch.device("cpu")
+LENGTHS = [300, 0, 3, 64, 1]
+
+
+def by_index(lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=None, **shape):
+    """Random inputs without a bias, over ``num_rows`` rows; every third one is NaN, and not named.
+
+    Other rows are named about as often as each other.
+    """
+    inputs = inputs_of(lengths, device, dtype, **shape)
+    num_places = inputs.pop("bias").shape[0]
+    generator = torch.Generator().manual_seed(2)
+    history = torch.randn(num_rows, inputs["history"].shape[1], generator=generator)
+    history[2::3] = torch.nan
+    inputs["history"] = history.to(device, dtype)
+    drawn = torch.randint(2**30, (num_places,), generator=generator)
+    named = torch.arange(num_rows)[torch.arange(num_rows) % 3 < 2]
+    indices = named[drawn % max(len(named), 1)] if num_places else drawn
+    inputs["indices"] = indices.to(device, index_dtype)
+    return inputs
+
+
+def of_copies(attend):
+    """``attend`` on a copy of the rows that indices name."""
+
+    def call(*, history, indices, **inputs):
+        return attend(history=history.index_select(0, indices), **inputs)
+
+    return call
+
+
+FUNCTIONS = (
+    jagged_target_attention,
+    of_copies(target_attention_oracle),
+    of_copies(target_attention_plain),
+)
+
+
+def assert_right(inputs, **constants):
+    functions = (functools.partial(function, **constants) for function in FUNCTIONS)
+    assert_matches_oracle(*functions, inputs)
+
+
+@pytest.fixture(params=["compiled", "python"])
+def without_a_compiler(request, device, monkeypatch):
+    """On a CPU, also what runs where nothing can be compiled."""
+    if request.param == "python":
+        if device.type != "cpu":
+            pytest.skip("kernels are compiled")
+        monkeypatch.setattr(extension, "library", lambda: None)
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize(
+    ("layout", "biases", "dtype", "index_dtype"),
+    each_pair(
+        ["one-target", "targets", "many-targets", "shared", "jagged"],
+        ["none", "bias and tables", "prior weights and ages"],
+        [torch.float32, torch.float16, torch.bfloat16],
+        [torch.int32, torch.int64],
+    ),
+    ids=str,
+)
+def test_right(layout, biases, dtype, index_dtype, device):
+    skip_unless_supported(Case("rows", 5, 300, 2, 16, dtype=dtype), device)
+    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
+    inputs = by_index(LENGTHS, device, dtype, index_dtype=index_dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    if biases == "bias and tables":
+        inputs["bias"] = torch.randn(368, 2, generator=generator).to(device, dtype)
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    if biases == "prior weights and ages":
+        inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
+    if biases != "none":
+        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device).long()
+    assert_right(inputs, timestamps=timestamps)
+
+
+@pytest.mark.parametrize("width", [8, 20, 64, 128, 256, 512])
+@pytest.mark.parametrize(("num_targets", "num_heads"), [(1, 1), (1, 4), (5, 3), (2, 40)])
+def test_widths(num_targets, num_heads, width, device):
+    assert_right(
+        by_index([33, 0, 70], device, num_targets=num_targets, num_heads=num_heads, width=width)
+    )
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_tf32(num_targets, device):
+    assert_right(by_index([70, 0, 17], device, num_targets=num_targets, width=64))
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_scores(num_targets, score, device):
+    assert_right(by_index(LENGTHS, device, num_targets=num_targets), score=score)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 1000], ids="{} rows".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_as_many_places_as_there_are(num_rows, dtype, device):
+    """Of all, of a few, or of one alone: the places of a row may be cut into chunks, too."""
+    assert_right(by_index([300, 0, 3, 64, 1], device, dtype, num_rows))
+
+
+@pytest.mark.gpu
+def test_a_row_that_nearly_all_places_name():
+    """So many that its chunks are as long as it takes."""
+    inputs = by_index([200] * 1000, "cuda", num_rows=3)
+    inputs["indices"][::1000] = 0
+    inputs["indices"][1::2] = 1
+    assert_right(inputs)
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize("num_rows", [0, 7])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
+def test_no_place(lengths, num_rows, device):
+    inputs = by_index(lengths, device, num_rows=num_rows)
+    assert_right(inputs)
+    results = outputs_and_gradients(
+        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+    )
+    assert all(torch.all(value == 0) for value in results.values())
+
+
+@pytest.mark.parametrize("num_targets", [0, 1, 9])
+@pytest.mark.parametrize("lengths", [[1], [0, 0, 70, 1, 1, 0], [64] * 3], ids=str)
+def test_edges(lengths, num_targets, device):
+    assert_right(by_index(lengths, device, num_targets=num_targets))
+
+
+def test_rows_that_are_not_named_get_zeros(device):
+    inputs = by_index(LENGTHS, device)
+    results = outputs_and_gradients(
+        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
+    )
+    assert all(torch.isfinite(value).all() for value in results.values())
+    grad = results["history"].view(-1, 16)
+    assert torch.all(grad[2::3] == 0)
+    assert torch.all(grad[0::3].any(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_dropout(num_targets, dtype, device):
+    """Of places: two that name the same row are drawn for apart."""
+    inputs = by_index(LENGTHS, device, dtype, num_targets=num_targets)
+    assert_rows_are_dropped(FUNCTIONS, inputs, 368, device)
+    assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_target_has_the_bits_of_a_copy(dtype, device):
+    """All but the gradient of rows, which takes other sums."""
+    inputs = by_index([700, 0, 3, 64, 1], device, dtype)
+    inputs["position_bias"] = torch.ones(20, 2, device=device, dtype=dtype)
+    grad_out = torch.randn_like(inputs["query"])
+    expected = outputs_and_gradients(of_copies(jagged_target_attention), inputs, grad_out)
+    results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for name in ("out", "query", "position_bias"):
+        assert torch.equal(results[name], expected[name]), name
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_strided_rows_and_indices(num_targets, device):
+    inputs = by_index([7, 0, 70], device, num_targets=num_targets)
+    grad_out = torch.randn_like(inputs["query"])
+    plain = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    buffer = torch.full((30, 37), torch.nan, device=device)
+    buffer[5:25, 3:19] = inputs["history"]
+    strided = inputs | {
+        "history": buffer[5:25, 3:19],
+        "indices": inputs["indices"].repeat_interleave(2)[::2],
+    }
+    results = outputs_and_gradients(jagged_target_attention, strided, grad_out)
+    for name, expected in plain.items():
+        torch.testing.assert_close(results[name], expected)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_without_the_gradient_of_rows(num_targets, dtype, device):
+    """The others have the same bits."""
+    inputs = by_index(LENGTHS, device, dtype, num_targets=num_targets)
+    inputs["position_bias"] = torch.ones(20, 2, device=device, dtype=dtype)
+    grad_out = torch.randn_like(inputs["query"])
+    asked = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    attend = functools.partial(jagged_target_attention, history=inputs.pop("history"))
+    for name, value in outputs_and_gradients(attend, inputs, grad_out).items():
+        assert torch.equal(value, asked[name]), name
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_other_samples_never_matter(num_targets, dtype, device):
+    """Nor how many rows there are, where each sample has its own, some of them many times."""
+    lengths = [3, 0, 130, 17, 600]
+    inputs = by_index(lengths, device, dtype, num_targets=num_targets)
+    offsets = inputs["offsets"]
+    sample = torch.repeat_interleave(torch.tensor(lengths, device=device))
+    inputs["indices"] = 4 * sample + torch.arange(750, device=device) % 7 % 3
+    inputs["history"] = torch.randn(20, 16, device=device).to(dtype)
+    grad_out = torch.randn_like(inputs["query"])
+    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+    poisoned = inputs | {name: inputs[name].clone() for name in ("query", "history")}
+    poisoned["query"][2] = poisoned["history"][8:11] = torch.nan
+    results = outputs_and_gradients(jagged_target_attention, poisoned, grad_out)
+    order = [4, 3, 1, 0]  # without sample 2, and in another order
+    bounds = offsets.tolist()
+    places = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+    fewer = {
+        "query": inputs["query"][order],
+        "history": torch.cat([inputs["history"], inputs["history"].new_full((99, 16), torch.nan)]),
+        "indices": inputs["indices"][places],
+        "offsets": offsets_of(torch.tensor(lengths)[order], torch.int64, device),
+    }
+    permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
+    rows = [*range(4), *range(12, 20)]
+    for name in whole:
+        of = rows if name == "history" else order
+        mine = rows if name == "history" else slice(None)
+        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
+        assert torch.equal(permuted[name][mine], whole[name][of]), f"{name} depends on the batch"
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+def test_opcheck(jagged, index_dtype, device):
+    inputs = by_index([3, 0, 5], device, num_targets=2, index_dtype=index_dtype)
+    query, query_offsets = inputs["query"].requires_grad_(), None
+    if jagged:
+        query_offsets = torch.tensor([0, 1, 1, 6], device=device)
+        query = query.detach().flatten(0, 1).requires_grad_()
+    arguments = (
+        query,
+        inputs["history"].nan_to_num().requires_grad_(),
+        inputs["offsets"],
+        query_offsets,
+        inputs["indices"],
+        torch.randn(8, 2, device=device, requires_grad=True),
+        torch.randn(3, 2, device=device, requires_grad=True),
+        torch.randn(5, 2, device=device, requires_grad=True),
+        torch.arange(8, device=device),
+        torch.tensor([7, 2**31], device=device),  # row_dropout
+        torch.tensor([9, 2**30], device=device),  # dropout
+        0.25,
+        "softmax",
+        True,
+    )
+    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+
+
+@pytest.mark.reference  # kernels compute no fp64
+def test_gradcheck_of_the_reference():
+    inputs = by_index([3, 0, 5], num_targets=2, dtype=torch.float64, num_rows=4)
+    indices, offsets = inputs["indices"], inputs["offsets"]
+    leaves = inputs["query"].requires_grad_(), inputs["history"].nan_to_num().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda q, x: jagged_target_attention(q, x, offsets, indices=indices), leaves
+    )
+
+
+def test_compiles_once_for_all_batches(device):
+    counter = CompileCounter()
+    compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)
+    for num_rows, lengths in ((9, [3, 4, 1]), (7, [9, 0, 2, 5]), (30, [2, 30, 1, 5, 8])):
+        inputs = by_index(lengths, device, num_rows=num_rows)
+        torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
+    assert counter.frame_count == 1
+
+
+def on_every_kernel(test):
+    """A test on a GPU for the kernels of one warp, of several, and those in Triton."""
+    for mark in (
+        pytest.mark.parametrize("num_targets", [1, 9, 40]),
+        pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
+        pytest.mark.gpu,
+    ):
+        test = mark(test)
+    return test
+
+
+@on_every_kernel
+def test_cuda_graph_replays_with_other_indices(num_targets, dtype):
+    inputs = by_index([60, 1200, 140, 600], "cuda", dtype, num_targets=num_targets)
+    inputs["history"] = inputs["history"].nan_to_num(0.5)
+    grad_out = torch.randn_like(inputs["query"])
+    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    inputs["offsets"].copy_(torch.tensor([0, 1800, 1800, 1820, 2000]))
+    inputs["indices"].copy_(torch.arange(2000) ** 2 % 20)
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(2):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value), name
+
+
+@on_every_kernel
+def test_repeats_are_bit_equal(num_targets, dtype):
+    lengths = torch.arange(100) * 29 % 4001
+    inputs = by_index(lengths, "cuda", dtype, 3000, num_targets=num_targets, width=64)
+    grad_out = torch.randn_like(inputs["query"])
+    first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    for _ in range(50):
+        again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@on_every_kernel
+def test_never_waits_for_the_device(num_targets, dtype):
+    inputs = by_index([3, 60, 7, 30], "cuda", dtype, num_targets=num_targets)
+    grad_out = torch.randn_like(inputs["query"])
+    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1500, 100_000])
+def test_takes_no_memory_for_a_copy(num_rows):
+    """But, in backward, for a few numbers of each place, and the sums of chunks."""
+    inputs = by_index([100] * 1000, "cuda", torch.bfloat16, num_rows, width=256)
+    of_places = 100_000 * 256 * 2
+
+    def peak(attend, needs_gradients):
+        with torch.set_grad_enabled(needs_gradients):
+            leaves = {
+                name: x.detach().requires_grad_(needs_gradients) if x.is_floating_point() else x
+                for name, x in inputs.items()
+            }
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = attend(**leaves)
+            if needs_gradients:
+                out.backward(torch.ones_like(out))
+            return torch.cuda.max_memory_allocated() - before
+
+    for needs_gradients, copies in ((False, 1), (True, 1.6)):
+        for _ in range(2):  # the first time compiles
+            ours = peak(jagged_target_attention, needs_gradients)
+            of_a_copy = peak(of_copies(jagged_target_attention), needs_gradients)
+        assert ours + copies * of_places <= of_a_copy
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        ([0, 1], TypeError, "indices must be a tensor, got a list"),
+        (torch.zeros(7), TypeError, "indices must be int32 or int64, got torch.float32"),
+        (torch.zeros(7, 1).long(), ValueError, r"indices must have shape \[N\] = \[any\], got \[7"),
+        (torch.zeros(6).long(), ValueError, "offsets must end at the 6 rows they divide, got 7"),
+        (
+            torch.zeros(7, device="meta").long(),
+            ValueError,
+            "indices must be on cpu as query is, got meta",
+        ),
+        (
+            torch.tensor([0, 3, 1, 4, 0, 5, 0]),
+            ValueError,
+            "indices must be 0 to 3, of the 4 rows of history, got 4 at position 3",
+        ),
+        (torch.tensor([0, 3, 1, 2, 0, 1, -1]), ValueError, "got -1 at position 6"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_argument(indices, error, message):
+    arguments = torch.zeros(2, 2, 8), torch.zeros(4, 8), torch.tensor([0, 3, 7])
+    with pytest.raises(error, match=message):
+        jagged_target_attention(*arguments, indices=indices)
+
+
+def test_biases_are_of_places(device):
+    inputs = by_index([3, 4], device, num_rows=4)
+    with pytest.raises(ValueError, match=r"bias must have shape \[N, H\] = \[7, 2\], got \[4, 2\]"):
+        jagged_target_attention(**inputs, bias=torch.zeros(4, 2, device=device))
+
+
+@pytest.mark.gpu
+def test_indices_are_validated_on_cuda_when_asked(monkeypatch):
+    inputs = by_index([3, 4], "cuda", num_rows=4)
+    inputs["indices"][5] = 4
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+    with pytest.raises(ValueError, match="indices must be 0 to 3, of the 4 rows"):
+        jagged_target_attention(**inputs)
