@@ -99,6 +99,29 @@ def of_shared_query(lengths, device):
     return attend, leaves | {"query": draw(1, 2, 2, 16, device=device)}, rest
 
 
+def of_target_by_index(lengths, device):
+    """Of another number of rows for each batch."""
+    attend, leaves, rest = of_target(lengths, device)
+    leaves["history"] = draw(1 + sum(lengths) // 3, 16, device=device, seed=1)
+    leaves["position_bias"] = draw(9, 2, device=device, seed=2)
+    indices = torch.arange(sum(lengths), device=device) ** 2 % len(leaves["history"])
+    return attend, leaves, rest | {"indices": indices}
+
+
+def of_jagged_target_by_index(lengths, device):
+    """By indices in int32, over a part of the columns of a table."""
+    attend, leaves, rest = of_target_by_index(lengths, device)
+    leaves["query"] = draw(3 * len(lengths), 2, 16, device=device)
+    leaves["table"] = draw(*leaves.pop("history").shape, device=device).repeat(1, 2).detach()
+    steps = torch.arange(len(lengths) + 1, device=device)
+
+    def attend_to_columns(table, **inputs):
+        return attend(history=table[:, 16:], **inputs)
+
+    rest = rest | {"query_offsets": 3 * steps, "indices": rest["indices"].int()}
+    return attend_to_columns, leaves, rest
+
+
 def of_flash(lengths, device):
     leaves = {
         name: draw(sum(lengths), 2, 16, device=device, seed=seed)
@@ -369,7 +392,8 @@ INTERACTIONS = (of_dense, of_transposed, of_pairs, of_rows)
 KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
-        of_target, of_biased_target, of_shared_query, of_flash, of_cross_flash, of_biased_flash,
+        of_target, of_biased_target, of_shared_query, of_target_by_index,
+        of_jagged_target_by_index, of_flash, of_cross_flash, of_biased_flash,
         of_window_flash, of_self_attention,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_flash, of_weighted_module, of_weighted_explicit_module,

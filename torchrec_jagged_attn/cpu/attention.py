@@ -74,8 +74,8 @@ def backward(
 
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
     must be ``v``, and their sum into ``grad_k``; with ``indices``, as forward has them, it is added
-    to ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments, and
-    whether the gradient of ``bias`` is asked for changes nothing here.
+    to ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments,
+    and whether the gradient of ``bias`` is asked for changes nothing here.
     """
     q, k, v, q_offsets, kv_offsets = args[:5]
     relative_bias = args.relative_bias
@@ -220,7 +220,7 @@ def _differentiate(
         if indices is None:
             grad_k[keys] = grad_k_SKD.to(k.dtype)
         else:
-            grad_k.index_add_(0, own_keys, grad_k_SKD)
+            grad_k.index_add_(0, indices[keys], grad_k_SKD)
         if grad_bias_HN is not None:
             grad_bias_HN[:, keys] = ds_HLS.sum(1)
         if grad_by_distance is not None:

@@ -72,10 +72,9 @@ def jagged_target_attention(
     whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such rows alone
     gives zeros; but positions and ages count it.
 
-    With ``indices``, the history of sample ``b`` is ``history[indices[offsets[b]:offsets[b + 1]]]``,
-    of rows that may be unique, or those of a whole table. They are read where they are: no
-    ``[N, D]`` tensor is made, nor in backward, which sums the gradient of each row in fp32, over
-    the places that name it, in their order.
+    With ``indices``, the row at place ``n`` is ``history[indices[n]]``, of rows that may be unique,
+    or those of a whole table. They are read where they are: no ``[N, D]`` tensor is made, nor in
+    backward, which sums up the gradient of each row in fp32, over the places that name it.
 
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
@@ -272,7 +271,14 @@ _, call_target_attention = register_op(
     non_differentiable=("indices", "timestamps", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         (
-            "query", "history", "offsets", "query_offsets", "indices", "bias", "timestamps", "out",
+            "query",
+            "history",
+            "offsets",
+            "query_offsets",
+            "indices",
+            "bias",
+            "timestamps",
+            "out",
             "residual",
         ),
         0,

@@ -709,6 +709,11 @@ def _elementwise(op: torch._ops.OpOverload) -> Callable[..., Traced]:
     return lambda x, *others: x.recorder.operator(op, (_same_sizes(x, *others), *others), x.sizes)
 
 
+def _argsort(x: Traced, dim: int = -1, descending: bool = False, stable: bool = False) -> Traced:
+    arguments = (_same_sizes(x), stable, dim, descending)
+    return x.recorder.operator(torch.ops.aten.argsort.stable, arguments, x.sizes)
+
+
 def _matmul(x: Traced, y: Traced) -> Traced:
     sizes = (*x.sizes[:1], *y.sizes[1:])
     return x.recorder.operator(torch.ops.aten.mm.default, (x, y), sizes)
@@ -826,6 +831,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__eq__: _elementwise(torch.ops.aten.eq.Scalar),
     Tensor.masked_fill: _elementwise(torch.ops.aten.masked_fill.Scalar),
     Tensor.cumsum: _elementwise(torch.ops.aten.cumsum.default),
+    Tensor.argsort: _argsort,
     Tensor.matmul: _matmul,
     F.linear: _linear,
     torch.addcmul: _plus_product,

@@ -289,7 +289,7 @@ def _gradient_of_rows(
     samples = Samples(None, launch.offsets, launch.query_offsets, indices)
     if num_places:
         keys = indices.to(dtype=torch.int32) if num_rows < 2**31 else indices
-        order = torch.argsort(keys, stable=True)
+        order = keys.argsort(stable=True)
         _find_places(
             (-(-num_places // 256),),
             (order, indices, launch.offsets, found, num_places, num_rows, launch.num_samples,

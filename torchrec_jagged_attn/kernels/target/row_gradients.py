@@ -26,7 +26,14 @@ from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.kernels.target.schedule import SHARED, query_rows
 
-__all__ = ["PLACES_OF_PROGRAM", "ZEROS_OF_PROGRAM", "Places", "combine_rows_kernel", "find_places_kernel", "rows_kernel"]
+__all__ = [
+    "PLACES_OF_PROGRAM",
+    "ZEROS_OF_PROGRAM",
+    "Places",
+    "combine_rows_kernel",
+    "find_places_kernel",
+    "rows_kernel",
+]
 
 PLACES_OF_PROGRAM = 4
 ZEROS_OF_PROGRAM = 32  # rows
@@ -110,56 +117,76 @@ def _place_of_slot(found, slot, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _add_pairs(
+    acc, grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, samples, n, sample, visible, first,
+    r, count, num_query_rows, scale, C: tl.constexpr,
+):  # fmt: skip
+    """``acc`` ``[pairs, BLOCK_D]`` plus what a query row ``r`` and a place ``n`` give to the row
+    ``x``, of each pair that is visible.
+    """
+    d = tl.arange(0, C.BLOCK_D)
+    visible = visible & (r < count)
+    mask = visible[:, None] & (d < C.D)[None, :]
+    own_row = first + r
+    query_row = r.to(tl.int64) if C.LAYOUT == SHARED else own_row
+    ptrs = grad_out_ptr + own_row[:, None] * C.D + d[None, :]
+    grad_out = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    ptrs = query_ptr + query_row[:, None] * C.D + d[None, :]
+    q = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    bias = load_bias(
+        biases, samples.offsets, sample, n, visible, r, count, C.H, C.P, C.A, C.PRIOR
+    )  # fmt: skip
+    draws = query_draws(biases.dropout, own_row)
+    scores = tl.sum(q * x[None, :], 1) * scale + bias
+    dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, n)
+    if C.SCORE == "softmax":
+        maximum, inverse = load_stats(outputs.stats, num_query_rows, own_row, visible)
+        delta = tl.load(delta_ptr + own_row, mask=visible, other=0.0)
+        length = tl.load(samples.offsets + sample + 1) - tl.load(samples.offsets + sample)
+        p = tl.exp2((scores - maximum) * LOG2E) * inverse
+        ds = tl.where(length == 1, 0.0, p * (dp - delta))
+    else:
+        exact: tl.constexpr = query_ptr.dtype.element_ty == tl.float32
+        p, slope = weights_and_slopes(scores, C.SCORE, exact)
+        ds = slope * dp
+    p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, n)
+    ds = tl.where(visible, ds * scale, 0.0)
+    return acc + p[:, None] * grad_out + ds[:, None] * q
+
+
+@triton.jit
 def _gradient_of_chunk(
     grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples, begin, end, num_places,
     num_targets, num_query_rows, scale, C: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_D]``: what the sorted places from ``begin`` to ``end`` give to the row ``x``.
 
-    BLOCK_N places at a time, with BLOCK_R query rows of each.
+    BLOCK_N places at a time, with BLOCK_R query rows of each; those of more blocks are summed up
+    for each place first, so that no sum has many terms.
     """
-    d = tl.arange(0, C.BLOCK_D)
     pair = tl.arange(0, C.BLOCK_N * C.BLOCK_R)
-    acc = tl.zeros([C.BLOCK_N * C.BLOCK_R, C.BLOCK_D], tl.float32)
+    local = pair % C.BLOCK_R
+    zeros = tl.zeros([C.BLOCK_N * C.BLOCK_R, C.BLOCK_D], tl.float32)
+    acc = zeros
     for start in range(begin, end, C.BLOCK_N):
         at = start + pair // C.BLOCK_R
         place_ptr = found.places + tl.minimum(at, end - 1)
         n = tl.load(place_ptr).to(tl.int64)
         sample = tl.load(place_ptr + num_places).to(tl.int64)
         first, count = query_rows(samples, sample, num_targets, C)
-        length = tl.load(samples.offsets + sample + 1) - tl.load(samples.offsets + sample)
-        num_r = C.BLOCK_R
-        if not ONE_BLOCK:
-            num_r = tl.max(count + pair * 0, 0)
-        for r_start in range(0, num_r, C.BLOCK_R):
-            r = r_start + pair % C.BLOCK_R
-            visible = (at < end) & (r < count)
-            mask = visible[:, None] & (d < C.D)[None, :]
-            grad_out = tl.load(
-                grad_out_ptr + (first + r)[:, None] * C.D + d[None, :], mask=mask, other=0.0
-            ).to(tl.float32)
-            query_row = r.to(tl.int64) if C.LAYOUT == SHARED else first + r
-            q = tl.load(
-                query_ptr + query_row[:, None] * C.D + d[None, :], mask=mask, other=0.0
-            ).to(tl.float32)
-            bias = load_bias(
-                biases, samples.offsets, sample, n, visible, r, count, C.H, C.P, C.A, C.PRIOR
-            )
-            draws = query_draws(biases.dropout, first + r)
-            scores = tl.sum(q * x[None, :], 1) * scale + bias
-            dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, n)
-            if C.SCORE == "softmax":
-                maximum, inverse = load_stats(outputs.stats, num_query_rows, first + r, visible)
-                delta = tl.load(delta_ptr + first + r, mask=visible, other=0.0)
-                p = tl.exp2((scores - maximum) * LOG2E) * inverse
-                ds = tl.where(length == 1, 0.0, p * (dp - delta))
-            else:
-                exact: tl.constexpr = query_ptr.dtype.element_ty == tl.float32
-                p, slope = weights_and_slopes(scores, C.SCORE, exact)
-                ds = slope * dp
-            p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, n)
-            ds = tl.where(visible, ds * scale, 0.0)
-            acc += p[:, None] * grad_out + ds[:, None] * q
+        if ONE_BLOCK:
+            acc = _add_pairs(
+                acc, grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, samples, n, sample,
+                at < end, first, local, count, num_query_rows, scale, C,
+            )  # fmt: skip
+        else:
+            of_places = zeros
+            for r_start in range(0, tl.max(count + pair * 0, 0), C.BLOCK_R):
+                of_places = _add_pairs(
+                    of_places, grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, samples, n,
+                    sample, at < end, first, r_start + local, count, num_query_rows, scale, C,
+                )  # fmt: skip
+            acc += of_places
     return tl.sum(acc, 0)
 
 
