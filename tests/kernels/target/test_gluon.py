@@ -16,6 +16,8 @@ from tests.ops.test_target_attention import (
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
+from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
+from tests.ops.test_target_attention_rows import by_index
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
@@ -334,4 +336,38 @@ def test_other_samples_never_matter(num_targets, launched):
     among_nan = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for name, rows in (("out", slice(1, 2)), ("query", slice(1, 2)), ("history", slice(5, 45))):
         assert torch.equal(among_nan[name][rows], alone[name][rows])
+    assert launched
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_rows", [12, 4000], ids="{} rows".format)
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "num_positions"),
+    [(1, 4, 16, 0), (2, 3, 48, 12), (1, 1, 256, 0), (9, 2, 40, 5)],
+)
+def test_rows_by_index(num_targets, num_heads, width, num_positions, num_rows, dtype, launched):
+    """Those that one place names, and those that several do."""
+    inputs = by_index(
+        LENGTHS, dtype=dtype, num_rows=num_rows, num_targets=num_targets, num_heads=num_heads,
+        width=width,
+    )  # fmt: skip
+    if num_positions:
+        generator = torch.Generator().manual_seed(1)
+        table = torch.randn(num_positions, num_heads, generator=generator)
+        inputs["position_bias"] = table.to(dtype)
+    assert_matches_oracle(*OVER_ROWS, inputs)
+    path = "one_warp" if num_targets * num_heads <= 8 else "few_warps"
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_dropout_of_rows_by_index(num_targets, launched):
+    inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300, num_targets=num_targets)
+    num_places = sum(LENGTHS)
+    assert_rows_are_dropped(OVER_ROWS, inputs, num_places, torch.device("cpu"))
+    num_query_rows = len(LENGTHS) * num_targets
+    assert_weights_are_dropped(
+        OVER_ROWS, inputs, num_query_rows, 2, num_places, torch.device("cpu")
+    )
     assert launched

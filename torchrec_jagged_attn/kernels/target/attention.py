@@ -8,8 +8,8 @@ order), N history rows of width D and e bytes an element:
                query rows of a sample, in half precision or by the kernels of ``warp_parts.py``;
                else reads x once more for each block: 14·N·R·D FLOPs
 
-Where rows are read by indices, x is read where it lies, and dx is left to the kernels of
-``row_gradients.py``, which take a row of it at a time.
+Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
+place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
 
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
@@ -190,11 +190,13 @@ def backward(
         paths.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
-    delta = grad_history = None
-    if not call.by_index:
+    delta = grad_history = found = None
+    if needs_history or not call.by_index:
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
+    if grad_history is not None and launch.indices is not None:
+        found = _find_rows(launch, launch.indices)
     grad_bias = None
     if bias is not None and needs_bias:
         dtype = torch.float32 if call.prior else bias.dtype
@@ -208,10 +210,11 @@ def backward(
     grad_out = grad_out.contiguous()
     read = outputs if call.half else TargetOutputs(outputs.out, None, outputs.stats)
     if launch.num_samples:
-        grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables)
+        targets = None if found is None else found.targets
+        grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables, targets)
         _launch_backward(launch, grad_out, read, grads, args.scale)
-    if delta is not None and call.by_index and needs_history:
-        grad_history = _gradient_of_rows(launch, grad_out, read, delta, args.scale)
+    if grad_history is not None and delta is not None and found is not None:
+        _add_up_rows(launch, found, grad_out, read, delta, grad_history, args.scale)
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
@@ -272,41 +275,57 @@ def _launch_backward(
         _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": False})
 
 
-def _gradient_of_rows(
-    launch: _Launch, grad_out: Tensor, outputs: TargetOutputs, delta: Tensor, scale: float
-) -> Tensor:
-    """The gradient of history rows that are read by indices, once ``delta`` is there."""
-    plan, indices, history = launch.plan, launch.indices, launch.history
-    assert indices is not None
-    num_places, num_rows, chunk = indices.shape[0], history.shape[0], plan.combine_rows["C"].CHUNK
-    num_slots = num_places // chunk
-    grad = history.new_empty(num_rows, plan.call.width)
-    if num_rows == 0:
-        return grad
-    places = indices.new_empty(2, num_places, dtype=torch.int32)
-    found = Places(places, indices.new_zeros(2, num_rows, dtype=torch.int32))
-    sums = delta.new_empty(num_slots, plan.call.width)
-    samples = Samples(None, launch.offsets, launch.query_offsets, indices)
+def _find_rows(launch: _Launch, indices: Tensor) -> Places:
+    """Which places name each row, for the kernels of ``row_gradients.py``."""
+    num_places, num_rows, num_samples = indices.shape[0], launch.history.shape[0], launch.sizes[0]
+    keys = indices.to(dtype=torch.int32) if num_rows < 2**31 else indices
+    found = Places(
+        keys.new_empty(num_places),
+        indices.new_empty(2, num_places, dtype=torch.int32),
+        indices.new_zeros(2, num_rows, dtype=torch.int32),
+    )
     if num_places:
-        keys = indices.to(dtype=torch.int32) if num_rows < 2**31 else indices
         order = keys.argsort(stable=True)
+        sizes = num_places, num_rows, num_samples, num_samples.bit_length()
         _find_places(
             (-(-num_places // 256),),
-            (order, indices, launch.offsets, found, num_places, num_rows, launch.num_samples,
-             launch.num_samples.bit_length()),
+            (order, indices, launch.offsets, found, *sizes),
             {"BLOCK": 256},
-        )  # fmt: skip
+        )
+    return found
+
+
+def _add_up_rows(
+    launch: _Launch,
+    found: Places,
+    grad_out: Tensor,
+    outputs: TargetOutputs,
+    delta: Tensor,
+    grad_history: Tensor,
+    scale: float,
+) -> None:
+    """Write the gradients of rows that no place names, or several do."""
+    plan, indices, history = launch.plan, launch.indices, launch.history
+    num_places, num_rows = found.targets.shape[0], history.shape[0]
+    num_slots = num_places // plan.combine_rows["C"].CHUNK
+    sums = delta.new_empty(num_slots, plan.call.width)
+    samples = Samples(None, launch.offsets, launch.query_offsets, indices)
     of_places, of_zeros = -(-num_places // PLACES_OF_PROGRAM), -(-num_rows // ZEROS_OF_PROGRAM)
-    _rows(
-        (num_slots + of_places + of_zeros,),
-        (grad_out, launch.query, history, launch.biases, outputs, delta, grad, sums, found,
-         samples, num_rows, num_places, *launch.sizes[1:], num_slots, plan.call.history_stride,
-         scale),
-        plan.rows,
-    )  # fmt: skip
+    if num_rows:
+        tensors = (
+            grad_out, launch.query, history, launch.biases, outputs, delta, grad_history, sums,
+            found, samples,
+        )  # fmt: skip
+        sizes = num_rows, num_places, *launch.sizes[1:], num_slots
+        _rows(
+            (num_slots + of_places + of_zeros,),
+            (*tensors, *sizes, plan.call.history_stride, scale),
+            plan.rows,
+        )
     if num_slots:
-        _combine_rows((num_slots,), (sums, grad, found, indices, num_rows), plan.combine_rows)
-    return grad
+        _combine_rows(
+            (num_slots,), (sums, grad_history, found, indices, num_rows), plan.combine_rows
+        )
 
 
 def weights(args: TargetArguments) -> Tensor:

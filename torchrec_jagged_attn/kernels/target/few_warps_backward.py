@@ -28,6 +28,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_bias,
     load_parts,
     load_rows,
+    load_targets,
     next_indices,
     open_ring,
     product,
@@ -189,6 +190,7 @@ def backward_kernel(
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
             indices = next_indices(samples, chunk, ring, start, C)
+            targets = load_targets(grads, stored, chunk.first, start, end)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
@@ -233,7 +235,9 @@ def backward_kernel(
                         weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
                         operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
                         grad_x = product(weights, operand, grad_x, C.PARTS)
-                    store_grad_of_history(grads, grad_x, stored, chunk.first, start, end, column, C)
+                    store_grad_of_history(
+                        grads, grad_x, stored, targets, chunk.first, start, end, column, C
+                    )
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=1)
             if C.P + C.A > 0:
                 TABLE_PARTS: gl.constexpr = max(2, C.PARTS)

@@ -87,6 +87,16 @@ def _grad_history(acc, p, ds, queries, scale, dtype, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _store_grad_of_history(grads, grad_x, n, visible, d, D: tl.constexpr):
+    """Store the gradients of the rows ``n``; by index, of those that have a target."""
+    row = n
+    if grads.targets is not None:
+        row = tl.load(grads.targets + n, mask=visible, other=-1).to(tl.int64)
+        visible = visible & (row >= 0)
+    tl.store(grads.history + row * D + d[None, :], grad_x, mask=visible & (d < D)[None, :])
+
+
+@triton.jit
 def _load_block(
     query_ptr, grad_out_ptr, dropout_ptr, outputs, num_rows, work, r, d, C: tl.constexpr
 ):
@@ -250,7 +260,7 @@ def grad_history_kernel(
                     grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
         if grads.history is not None:
-            tl.store(grads.history + n * C.D + d[None, :], grad_x, mask=x_mask)
+            _store_grad_of_history(grads, grad_x, n, visible, d, C.D)
         if (grads.bias is not None) and C.PRIOR:
             tl.store(grads.bias + n, tl.sum(heads, 1)[:, None], mask=visible)
         elif grads.bias is not None:
@@ -275,7 +285,7 @@ def grad_history_kernel(
             store_queries(sums.acc, grad_query, work.slot * room, r, room, d, C.D)
         else:
             store_queries(grads.query, grad_query * scale, row, r, count, d, C.D)
-        if (grads.history is None) and (grads.delta is not None):
+        if (samples.indices is not None) and (grads.delta is not None):
             if tl.program_id(0) >= num_slots:  # the first chunk
                 tl.store(grads.delta + row + r, queries.delta, mask=r < count)
     table = tl.program_id(0).to(tl.int64) * (C.P + C.A)

@@ -41,6 +41,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_columns,
     load_parts,
     load_rows,
+    load_targets,
     next_indices,
     open_ring,
     product,
@@ -109,8 +110,9 @@ def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate_rows(grads, p, ds, both, indices, first, start, end, C: gl.constexpr):
+def _differentiate_rows(grads, of_rows, C: gl.constexpr):
     """Store the gradients of a tile's rows: ``p · grad_out + ds · q``."""
+    p, ds, both, indices, targets, first, start, end = of_rows
     dtype: gl.constexpr = grads.history.dtype.element_ty
     STORED: gl.constexpr = indices[1].shape[0]
     of_rows = split(_side_by_side(p.to(dtype), ds.to(dtype)), C.PARTS)
@@ -118,7 +120,7 @@ def _differentiate_rows(grads, p, ds, both, indices, first, start, end, C: gl.co
         operand = load_parts(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
         grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, MMA)
         grad_x = product(of_rows, operand, grad_x, C.PARTS)
-        store_grad_of_history(grads, grad_x, indices, first, start, end, column, C)
+        store_grad_of_history(grads, grad_x, indices, targets, first, start, end, column, C)
 
 
 @gluon.jit
@@ -317,6 +319,7 @@ def backward_kernel(
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
             indices = next_indices(samples, chunk, ring, start, C)
+            targets = load_targets(grads, stored, chunk.first, start, end)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots, dp = _multiply_rows(tile, q, grad_out, both, C)
@@ -339,9 +342,9 @@ def backward_kernel(
                 ds = gl.where(visible, slope * dp, 0.0)
             kept = drop_weights(p, biases.dropout, draws, numbers)
             if grads.history is not None:
-                _differentiate_rows(
-                    grads, kept, ds * scale, both, stored, chunk.first, start, end, C
-                )
+                of_rows = (kept, ds * scale, both, stored, targets, chunk.first, start, end)
+                if grads.targets is None or gl.max(targets, 0) >= 0:
+                    _differentiate_rows(grads, of_rows, C)
             accs = _add_to_queries(accs, tile, ds, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:

@@ -99,9 +99,11 @@ class Gradients(NamedTuple):
         query: ``[rows, D]``; fp32 where queries are SHARED: a row for each sample.
         delta: ``[rows]`` fp32, the mean of the gradients of weights, where a kernel leaves it to
             the next one.
-        history: ``[N, D]``.
+        history: ``[N, D]``; or ``[U, D]`` where rows are read by indices.
         bias: ``[N, H]``; or, of logarithms of prior weights, ``[N]`` fp32.
         tables: ``[programs, P + A, H]`` fp32; of single warps ``[programs, P + A, count]``.
+        targets: ``[N]``, where rows are read by indices: the row that a place names, if no other
+            place names it, else -1. Gradients of the other rows are left to the next kernel.
     """
 
     query: Any
@@ -109,3 +111,4 @@ class Gradients(NamedTuple):
     history: Any = None
     bias: Any = None
     tables: Any = None
+    targets: Any = None

@@ -2,11 +2,13 @@
 
     ∂x_u = Σ_n Σ_r p_rn · ∂out_r + scale · ds_rn · q_r          over the places n that name row u
 
-Weights p and the gradients ds of scores are computed again: a program has x_u in registers, and
-reads the queries and gradients of outputs of each place's sample. These are few enough for the
-cache to have them: of N places, 2·N·R·D·e bytes come from there, and U·D·e bytes each way from and
-to memory; 8·N·R·D FLOPs, not on tensor cores. Rows are taken in the order of the places that name
-them first: those of one sample, one after the other, find its queries in the nearest cache.
+A row that one place names has its gradient from the kernels that compute those of queries. Others
+have it from here: weights p and the gradients ds of scores are computed again. A program has x_u in
+registers, and reads the queries and gradients of outputs of each place's sample. These are few
+enough for the cache to have them: of N places, 2·N·R·D·e bytes come from there, and U·D·e bytes
+each way from and to memory; 8·N·R·D FLOPs, not on tensor cores. Rows are taken in the order of the
+places that name them first: those of one sample, one after the other, find its queries in the
+nearest cache.
 
 Places are sorted by the row that they name, and are in their own order among those of one row. A
 row that many name is cut into chunks by their number alone. No sum depends on which program ends
@@ -45,11 +47,13 @@ class Places(NamedTuple):
     """Which places name a row.
 
     Attributes:
+        targets: ``[N]``: the row that a place names, if no other place names it, else -1.
         places: ``[2, N]`` int32: those that name a row follow each other; and the sample of each.
         bounds: ``[2, U]`` int32, where those of each row begin and end in ``places``; zeros of a
             row that none names.
     """
 
+    targets: Any
     places: Any
     bounds: Any
 
@@ -86,7 +90,11 @@ def find_places_kernel(
     row = tl.load(indices_ptr + n, mask=there, other=0).to(tl.int64)
     before = tl.load(order_ptr + at - 1, mask=there & (at > 0), other=0)
     last_row = tl.load(indices_ptr + before, mask=there, other=0).to(tl.int64)
+    after = tl.load(order_ptr + at + 1, mask=at + 1 < num_places, other=0)
+    next_row = tl.load(indices_ptr + after, mask=there, other=0).to(tl.int64)
     begins = there & ((at == 0) | (row != last_row))
+    is_alone = begins & ((at == num_places - 1) | (row != next_row))
+    tl.store(found.targets + n, tl.where(is_alone, row, -1), mask=there)
     tl.store(found.bounds + row, at, mask=begins)
     tl.store(found.bounds + num_rows + last_row, at, mask=begins & (at > 0))
     tl.store(found.bounds + num_rows + row, at + 1, mask=at == num_places - 1)
@@ -228,8 +236,8 @@ def rows_kernel(
     PLACES: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """Gradients of the rows that PLACES places, one after the other, name first; each from the
-    first chunk of all places that name it.
+    """Gradients of the rows that PLACES places, one after the other, name first, and others too;
+    each from the first chunk of all places that name it.
 
     The first ``num_slots`` programs take later chunks, each the one that its slot is for, if any.
     The last ones store the zeros of rows that no place names, each of ZEROS. ONE_BLOCK, if a
@@ -256,7 +264,7 @@ def rows_kernel(
             chunk = program.to(tl.int32) - first_slot
             busy = (chunk > 0) & (chunk < chunks)
         else:
-            busy = tl.load(found.places + begin) == place
+            busy = (length > 1) & (tl.load(found.places + begin) == place)
         if busy:
             of_chunk = tl.cdiv(length, chunks)
             x_ptrs = history_ptr + row * history_stride + d

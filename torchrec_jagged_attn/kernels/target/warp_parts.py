@@ -50,6 +50,7 @@ __all__ = [
     "load_columns",
     "load_parts",
     "load_rows",
+    "load_targets",
     "next_indices",
     "open_ring",
     "product",
@@ -472,8 +473,18 @@ def indices_to_store(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexp
 
 
 @gluon.jit
+def load_targets(grads, indices, first, start, end):
+    """The ``targets`` of a tile's rows, which :func:`store_grad_of_history` takes; 0 without."""
+    targets = 0
+    if grads.targets is not None:
+        i = indices[0]
+        targets = gl.load(grads.targets + first + start + i, mask=i < end - start, other=-1)
+    return targets
+
+
+@gluon.jit
 def store_grad_of_history(
-    grads, value, indices, first, start, end, column: gl.constexpr, C: gl.constexpr
+    grads, value, indices, targets, first, start, end, column: gl.constexpr, C: gl.constexpr
 ):
     """Store ``value``, whose ``indices`` are of :func:`indices_to_store`, from ``column`` on.
 
@@ -481,11 +492,16 @@ def store_grad_of_history(
     """
     i, d = indices
     value = gl.convert_layout(value.to(grads.history.dtype.element_ty), i.type.layout.parent)
-    mask = (i < end - start)[:, None]
+    visible = i < end - start if grads.targets is None else targets >= 0
+    mask = visible[:, None]
     if C.D < C.BLOCK_D:
         mask = mask & (column + d < C.D)[None, :]
-    ptrs = grads.history + first * C.D + start.to(gl.int64) * C.D + column
-    gl.store(ptrs + (i[:, None] * C.D + d[None, :]), value, mask=mask)
+    if grads.targets is None:
+        ptrs = grads.history + first * C.D + start.to(gl.int64) * C.D + column
+        gl.store(ptrs + (i[:, None] * C.D + d[None, :]), value, mask=mask)
+    else:
+        ptrs = grads.history + (targets.to(gl.int64) * C.D + column)[:, None]
+        gl.store(ptrs + d[None, :], value, mask=mask)
 
 
 @gluon.jit
