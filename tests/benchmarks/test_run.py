@@ -54,10 +54,12 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 def test_every_suite_file_is_found():
     others = ["activation_unit", "giant", "host", "serving", "serving_kernel", "skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
-    scores = ["target_attention_sigmoid", "target_attention_silu"]
+    variants = ["target_attention_rows", "target_attention_sigmoid", "target_attention_silu"]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
-    assert list(SUITES) == sorted([*TRAINING, *others, *sweeps, *scores, *figure2, *self_attention])
+    assert list(SUITES) == sorted(
+        [*TRAINING, *others, *sweeps, *variants, *figure2, *self_attention]
+    )
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
@@ -515,6 +517,7 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
         "cpu-half-full",
         "cpu-skewed",
         "cpu-movielens",
+        *(f"cpu-skewed-x{places}" for places in (1, 4, 16, 64)),
         *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64, 128, 192)),
     ]
     on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases

@@ -118,7 +118,7 @@ def listing_of(args: TargetArguments, backward: bool) -> Listing | None:
     if not args.query.numel() or _unit_stride(history) is not history:
         return None
     plan = plan_of(_call_of(args, history, backward, slots_given=True))
-    num_slots = history.shape[0] // plan.slot
+    num_slots = args.num_rows // plan.slot
     if not plan.listed or not num_slots:
         return None
     slots = args.offsets.new_empty(2, num_slots, dtype=torch.int32)
@@ -282,6 +282,7 @@ def _find_rows(launch: _Launch, indices: Tensor) -> Places:
     found = Places(
         keys.new_empty(num_places),
         indices.new_empty(2, num_places, dtype=torch.int32),
+        indices.new_empty(-(-num_places // PLACES_OF_PROGRAM), dtype=torch.int32),
         indices.new_zeros(2, num_rows, dtype=torch.int32),
     )
     if num_places:
@@ -290,7 +291,7 @@ def _find_rows(launch: _Launch, indices: Tensor) -> Places:
         _find_places(
             (-(-num_places // 256),),
             (order, indices, launch.offsets, found, *sizes),
-            {"BLOCK": 256},
+            {"BLOCK": 256, "PLACES": PLACES_OF_PROGRAM},
         )
     return found
 

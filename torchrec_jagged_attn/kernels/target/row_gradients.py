@@ -6,13 +6,12 @@ A row that one place names has its gradient from the kernels that compute those 
 have it from here: weights p and the gradients ds of scores are computed again. A program has x_u in
 registers, and reads the queries and gradients of outputs of each place's sample. These are few
 enough for the cache to have them: of N places, 2·N·R·D·e bytes come from there, and U·D·e bytes
-each way from and to memory; 8·N·R·D FLOPs, not on tensor cores. Rows are taken in the order of the
-places that name them first: those of one sample, one after the other, find its queries in the
-nearest cache.
+each way from and to memory; 8·N·R·D FLOPs, not on tensor cores.
 
 Places are sorted by the row that they name, and are in their own order among those of one row. A
-row that many name is cut into chunks by their number alone. No sum depends on which program ends
-first, and none on other rows.
+program takes the rows that begin in a piece of this list, so that all have about as much to do. A
+row that many places name is cut into chunks by their number alone. No sum depends on which program
+ends first, and none on other rows.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = [
     "rows_kernel",
 ]
 
-PLACES_OF_PROGRAM = 4
+PLACES_OF_PROGRAM = 16
 ZEROS_OF_PROGRAM = 32  # rows
 MOST_CHUNKS = tl.constexpr(512)  # of a row
 CHUNKS_AT_ONCE = tl.constexpr(16)
@@ -49,12 +48,15 @@ class Places(NamedTuple):
     Attributes:
         targets: ``[N]``: the row that a place names, if no other place names it, else -1.
         places: ``[2, N]`` int32: those that name a row follow each other; and the sample of each.
+        starts: int32, for each group of PLACES_OF_PROGRAM in ``places`` a bit for each of them:
+            whether those of a row that several name begin there.
         bounds: ``[2, U]`` int32, where those of each row begin and end in ``places``; zeros of a
             row that none names.
     """
 
     targets: Any
     places: Any
+    starts: Any
     bounds: Any
 
 
@@ -82,6 +84,7 @@ def find_places_kernel(
     num_samples,
     num_steps,
     BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     """BLOCK of the sorted places: their samples, and where a row's begin and end."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -95,6 +98,10 @@ def find_places_kernel(
     begins = there & ((at == 0) | (row != last_row))
     is_alone = begins & ((at == num_places - 1) | (row != next_row))
     tl.store(found.targets + n, tl.where(is_alone, row, -1), mask=there)
+    bits = (begins & (is_alone == 0)).to(tl.int32) << (at % PLACES).to(tl.int32)
+    bits = tl.sum(tl.reshape(bits, [BLOCK // PLACES, PLACES]), 1)
+    group = tl.program_id(0) * (BLOCK // PLACES) + tl.arange(0, BLOCK // PLACES)
+    tl.store(found.starts + group, bits, mask=group < tl.cdiv(num_places, PLACES))
     tl.store(found.bounds + row, at, mask=begins)
     tl.store(found.bounds + num_rows + last_row, at, mask=begins & (at > 0))
     tl.store(found.bounds + num_rows + row, at + 1, mask=at == num_places - 1)
@@ -117,11 +124,13 @@ def _chunks_of(found, row, num_rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _place_of_slot(found, slot, CHUNK: tl.constexpr):
-    """A place of the row that has ``slot`` for another chunk than its first, if any has: the sorted
-    place of that number, ``CHUNK`` to a slot, is in the middle of its own.
+def _row_at(found, indices_ptr, at):
+    """The row that the sorted place of number ``at`` names.
+
+    If that is a slot's number times CHUNK, it is the row that has the slot for another chunk than
+    its first, if any has: the place is in the middle of its own.
     """
-    return tl.load(found.places + slot * CHUNK).to(tl.int64)
+    return tl.load(indices_ptr + tl.load(found.places + at)).to(tl.int64)
 
 
 @triton.jit
@@ -236,8 +245,8 @@ def rows_kernel(
     PLACES: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """Gradients of the rows that PLACES places, one after the other, name first, and others too;
-    each from the first chunk of all places that name it.
+    """Gradients of rows that several places name, and begin among PLACES sorted ones; each from the
+    first chunk of its places.
 
     The first ``num_slots`` programs take later chunks, each the one that its slot is for, if any.
     The last ones store the zeros of rows that no place names, each of ZEROS. ONE_BLOCK, if a
@@ -250,35 +259,32 @@ def rows_kernel(
         group = program - num_slots - (num_places + PLACES - 1) // PLACES
         _store_zeros(grad_ptr, found, group * ZEROS, num_rows, C, ZEROS)
         return
-    last = tl.minimum(first + PLACES, num_places)
     if later:
-        first = _place_of_slot(found, program, C.CHUNK)
-        last = first + 1
+        first = program * C.CHUNK
+        starts = 1
+    else:
+        starts = tl.load(found.starts + program - num_slots)
     d = tl.arange(0, C.BLOCK_D)
-    for place in range(first, last):
-        row = tl.load(samples.indices + place).to(tl.int64)
-        begin, length, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
-        first_slot = begin // C.CHUNK
-        chunk = 0
-        if later:
-            chunk = program.to(tl.int32) - first_slot
-            busy = (chunk > 0) & (chunk < chunks)
-        else:
-            busy = (length > 1) & (tl.load(found.places + begin) == place)
-        if busy:
-            of_chunk = tl.cdiv(length, chunks)
-            x_ptrs = history_ptr + row * history_stride + d
-            x = tl.load(x_ptrs, mask=d < C.D, other=0.0).to(tl.float32)
-            grad = _gradient_of_chunk(
-                grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples,
-                begin + of_chunk * chunk, begin + tl.minimum(of_chunk * (chunk + 1), length),
-                num_places, num_targets, num_query_rows, scale, C, ONE_BLOCK,
-            )  # fmt: skip
-            if chunks > 1:
-                slot = (first_slot + chunk).to(tl.int64)
-                tl.store(sums_ptr + slot * C.D + d, grad, mask=d < C.D)
-            else:
-                tl.store(grad_ptr + row * C.D + d, grad, mask=d < C.D)
+    for i in range(PLACES):
+        if (starts >> i) & 1 != 0:
+            row = _row_at(found, samples.indices, first + i)
+            begin, length, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
+            first_slot = begin // C.CHUNK
+            chunk = tl.where(later, program.to(tl.int32) - first_slot, 0)
+            if (chunk < chunks) & ((chunk > 0) | (not later)):
+                of_chunk = tl.cdiv(length, chunks)
+                x_ptrs = history_ptr + row * history_stride + d
+                x = tl.load(x_ptrs, mask=d < C.D, other=0.0).to(tl.float32)
+                grad = _gradient_of_chunk(
+                    grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples,
+                    begin + of_chunk * chunk, begin + tl.minimum(of_chunk * (chunk + 1), length),
+                    num_places, num_targets, num_query_rows, scale, C, ONE_BLOCK,
+                )  # fmt: skip
+                if chunks > 1:
+                    slot = (first_slot + chunk).to(tl.int64)
+                    tl.store(sums_ptr + slot * C.D + d, grad, mask=d < C.D)
+                else:
+                    tl.store(grad_ptr + row * C.D + d, grad, mask=d < C.D)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -292,7 +298,7 @@ def combine_rows_kernel(
 ):
     """The gradient of the row, if there is one, whose second chunk has this program's slot."""
     slot = tl.program_id(0).to(tl.int64)
-    row = tl.load(indices_ptr + _place_of_slot(found, slot, C.CHUNK)).to(tl.int64)
+    row = _row_at(found, indices_ptr, slot * C.CHUNK)
     begin, _, chunks = _chunks_of(found, row, num_rows, C.CHUNK)
     first = (begin // C.CHUNK).to(tl.int64)
     if (chunks == 1) | (slot != first + 1):
