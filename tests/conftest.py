@@ -12,6 +12,7 @@ from triton import knobs
 
 from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case
@@ -102,6 +103,15 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["compiled", "python"])
+def without_a_compiler(request, device, monkeypatch):
+    """On a CPU, also what runs where nothing can be compiled."""
+    if request.param == "python":
+        if device.type != "cpu":
+            pytest.skip("kernels are compiled")
+        monkeypatch.setattr(extension, "library", lambda: None)
 
 
 def skip_unless_supported(case: Case, device: torch.device) -> None:

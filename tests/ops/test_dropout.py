@@ -20,7 +20,6 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
@@ -125,15 +124,6 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
         functools.partial(plain, weight_factors=factors),
         inputs,
     )
-
-
-@pytest.fixture(params=["compiled", "python"])
-def without_a_compiler(request, device, monkeypatch):
-    """On a CPU, also what runs where nothing can be compiled."""
-    if request.param == "python":
-        if device.type != "cpu":
-            pytest.skip("kernels are compiled")
-        monkeypatch.setattr(extension, "library", lambda: None)
 
 
 @pytest.mark.usefixtures("without_a_compiler")

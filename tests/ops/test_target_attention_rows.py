@@ -12,7 +12,6 @@ from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import draw_prior_weights, inputs_of
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
@@ -63,15 +62,6 @@ FUNCTIONS = (
 def assert_right(inputs, **constants):
     functions = (functools.partial(function, **constants) for function in FUNCTIONS)
     assert_matches_oracle(*functions, inputs)
-
-
-@pytest.fixture(params=["compiled", "python"])
-def without_a_compiler(request, device, monkeypatch):
-    """On a CPU, also what runs where nothing can be compiled."""
-    if request.param == "python":
-        if device.type != "cpu":
-            pytest.skip("kernels are compiled")
-        monkeypatch.setattr(extension, "library", lambda: None)
 
 
 @pytest.mark.usefixtures("without_a_compiler")

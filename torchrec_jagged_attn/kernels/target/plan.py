@@ -270,13 +270,7 @@ class Plan:
             **overlap_options(self.overlap),
         )
         self.combine_rows = _arguments(
-            LAYOUT=x.layout,
-            H=x.num_heads,
-            D=x.width,
-            P=x.num_positions,
-            A=x.num_ages,
-            PRIOR=x.prior,
-            SCORE=x.score,
+            **_inputs(x),
             num_warps=4,
             **_tiles_of_rows(x),
         )
@@ -309,16 +303,23 @@ class Plan:
         elif self.path == "few_warps":
             more["OVERLAP"] = self.overlap
         return _arguments(
-            LAYOUT=x.layout,
-            H=x.num_heads,
-            D=x.width,
-            P=x.num_positions,
-            A=x.num_ages,
-            PRIOR=x.prior,
-            SCORE=x.score,
+            **_inputs(x),
             **self.tiles,
             **more,
         )
+
+
+def _inputs(x: Call) -> dict[str, Any]:
+    """What all kernels that compute scores are compiled for."""
+    return {
+        "LAYOUT": x.layout,
+        "H": x.num_heads,
+        "D": x.width,
+        "P": x.num_positions,
+        "A": x.num_ages,
+        "PRIOR": x.prior,
+        "SCORE": x.score,
+    }
 
 
 def _tiles_of_rows(x: Call) -> dict[str, int]:
@@ -351,13 +352,7 @@ plan_of = functools.lru_cache(maxsize=1024)(Plan)
 def constants_of_weights(x: Call) -> dict[str, Any]:
     """Compile-time arguments of the kernel that computes weights of rows, which takes any call."""
     return _arguments(
-        LAYOUT=x.layout,
-        H=x.num_heads,
-        D=x.width,
-        P=x.num_positions,
-        A=x.num_ages,
-        PRIOR=x.prior,
-        SCORE=x.score,
+        **_inputs(x),
         PRECISION=x.precision,
         **tiles_of("general", x),
     )
