@@ -218,7 +218,7 @@ CASES = {
     "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
     "general target, SiLU": Case((80,), "general", lambda: target(2, BF16, 20, score="silu")),
     "rows by index, one warp": Case(
-        (80, 90), "target", lambda: target(1, BF16, 128, index_dtype=torch.int64)
+        (80, 90), "one_warp", lambda: target(1, BF16, 128, index_dtype=torch.int64)
     ),
     "rows by index, few warps, biased": Case(
         (90,), "target", lambda: target(6, FP32, 32, biased=True, index_dtype=torch.int32)

@@ -66,7 +66,7 @@ def _samples_of(offsets_ptr, n, num_samples, num_steps):
     low = n * 0
     high = low + num_samples
     for _ in range(num_steps):
-        middle = (low + high) // 2
+        middle = (low + high) >> 1
         begun = tl.load(offsets_ptr + middle).to(tl.int64) <= n
         low = tl.where(begun, middle, low)
         high = tl.where(begun, high, middle)
@@ -87,7 +87,8 @@ def find_places_kernel(
     PLACES: tl.constexpr,
 ):
     """BLOCK of the sorted places: their samples, and where a row's begin and end."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + index
     there = at < num_places
     n = tl.load(order_ptr + at, mask=there, other=0)
     row = tl.load(indices_ptr + n, mask=there, other=0).to(tl.int64)
@@ -98,7 +99,7 @@ def find_places_kernel(
     begins = there & ((at == 0) | (row != last_row))
     is_alone = begins & ((at == num_places - 1) | (row != next_row))
     tl.store(found.targets + n, tl.where(is_alone, row, -1), mask=there)
-    bits = (begins & (is_alone == 0)).to(tl.int32) << (at % PLACES).to(tl.int32)
+    bits = (begins & (is_alone == 0)).to(tl.int32) << index % PLACES
     bits = tl.sum(tl.reshape(bits, [BLOCK // PLACES, PLACES]), 1)
     group = tl.program_id(0) * (BLOCK // PLACES) + tl.arange(0, BLOCK // PLACES)
     tl.store(found.starts + group, bits, mask=group < tl.cdiv(num_places, PLACES))
