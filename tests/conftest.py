@@ -105,7 +105,7 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=["compiled", "python"])
+@pytest.fixture(params=["compiled", pytest.param("python", marks=pytest.mark.reference)])
 def without_a_compiler(request, device, monkeypatch):
     """On a CPU, also what runs where nothing can be compiled."""
     if request.param == "python":
