@@ -96,6 +96,13 @@ def test_edges(lengths, device):
     assert_right(inputs_of(lengths, device))
 
 
+def test_autocast_changes_nothing(device):
+    inputs = inputs_of(LENGTHS, device, torch.float32)
+    expected = jagged_target_attention_over_ids(**inputs)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(jagged_target_attention_over_ids(**inputs), expected)
+
+
 def test_biases_and_jagged_queries(device):
     inputs = inputs_of(LENGTHS, device)
     generator = torch.Generator().manual_seed(1)

@@ -250,6 +250,17 @@ def test_no_row_to_encode(device):
     assert pca.decode(digits).shape == (0, 4)
 
 
+def test_autocast_changes_nothing(device):
+    rows = draw_rows(200, 8, device, torch.float32)
+    pca = DiscretePCA(8, 8, device=device, dtype=torch.float32)
+    pca.fit(rows)
+    digits = pca.encode(rows)
+    decoded = pca.decode(digits)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(pca.encode(rows), digits)
+        assert torch.equal(pca.decode(digits), decoded)
+
+
 def test_rows_are_encoded_alone(device):
     rows = draw_rows(300, 6, device, torch.float32)
     pca = DiscretePCA(6, 9, device=device)

@@ -74,7 +74,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             of its candidates. So must its dense features be, see :func:`repeat_by_request`.
             Parameters are the same. Rows that ``row_dropout`` leaves out are those of the request.
         candidate_features: of ``candidates="jagged"``: features besides the targets that have one
-            id for each candidate. Their rows are put out as they are, without pooling. As with
+            id for each candidate. Their rows are put out without pooling. As with
             ``single_lookup``, their tables are in ``embedding_collections``.
 
     Raises:

@@ -78,11 +78,12 @@ def jagged_target_attention_over_ids(
     rows = torch.cat([digits, digits.new_ones(len(digits), 1)], 1)
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
-    pooled = jagged_target_attention(
-        query @ torch.cat([basis, keys.unsqueeze(0)]).T,
-        rows,
-        offsets,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        **options,
-    )
-    return pooled @ torch.cat([basis, mean.unsqueeze(0)])
+    with torch.autocast(query.device.type, enabled=False):  # all is in the dtype of the query
+        pooled = jagged_target_attention(
+            query @ torch.cat([basis, keys.unsqueeze(0)]).T,
+            rows,
+            offsets,
+            scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+            **options,
+        )
+        return pooled @ torch.cat([basis, mean.unsqueeze(0)])

@@ -171,7 +171,8 @@ class DiscretePCA(nn.Module):
         if should_validate(rows) and not rows.isfinite().all():
             raise ValueError("rows must be finite, got some that are not")
         model = _Model(self.mean, self.basis, self.ids)
-        return torch.cat([model.encode(part, self.num_sweeps)[0] for part in rows.split(BLOCK)])
+        with torch.autocast(rows.device.type, enabled=False):  # digits do not depend on it
+            return torch.cat([model.encode(part, self.num_sweeps)[0] for part in rows.split(BLOCK)])
 
     def decode(self, digits: Tensor) -> Tensor:
         """Rows of digits.
@@ -188,7 +189,8 @@ class DiscretePCA(nn.Module):
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range.
         """
         self.ids.check_digits(digits)
-        return self.mean + digits.to(self.basis.dtype) @ self.basis
+        with torch.autocast(digits.device.type, enabled=False):
+            return self.mean + digits.to(self.basis.dtype) @ self.basis
 
     def forward(self, packed: Tensor) -> Tensor:
         """Rows ``[N, D]`` of packed digits ``[N, num_bytes]``, as :meth:`decode`."""
