@@ -64,7 +64,7 @@ from end_to_end_models import (
 from end_to_end_peers import LADDER, PROVIDERS, check_attentions, in_a_line, replays_of
 from end_to_end_results import SIZES, add, ladder_table, matching, stamp, step_table
 from end_to_end_trace import Trace, marked_attentions
-from options import HelpFormatter, number
+from options import HelpFormatter, number, writable_file
 
 from torchrec_jagged_attn.replay import calls
 
@@ -313,7 +313,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: off
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, metavar="NAME",
                         default=[*PROVIDERS], help="see below")
-    parser.add_argument("--csv", type=Path, help="what stands there is not measured again")
+    parser.add_argument("--csv", type=writable_file, help="what stands there is not measured again")
     parser.add_argument("--rounds", type=number(int, 2, 1000), default=7,
                         help="whose median is a step's time")
     parser.add_argument("--cuda-graph", action="store_true",

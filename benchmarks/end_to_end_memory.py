@@ -27,7 +27,7 @@ from end_to_end import Training, add_sizes, clear_memory, labels_of, sizes_of
 from end_to_end_models import CLIP, Sizes, process_group
 from end_to_end_peers import PROVIDERS, in_a_line
 from end_to_end_results import add, by_provider, matching, stamp
-from options import HelpFormatter
+from options import HelpFormatter, writable_file
 
 SEARCHED = ("padded", "padded-din", "fbgemm-sll", "linear-varlen", "ours")
 FOUND = {
@@ -111,7 +111,7 @@ def search(csv: Path, name: str, first: Sizes, field: str, device: torch.device)
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*SEARCHED])
-    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--csv", type=writable_file, required=True)
     add_sizes(parser)
     parser.set_defaults(mean=1000)
     args = parser.parse_args(argv)

@@ -34,7 +34,7 @@ from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection, re
 from end_to_end_results import add, matching, stamp
 from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, training_batches
 from movielens import read_movielens
-from options import HelpFormatter, number
+from options import HelpFormatter, number, writable_file
 from planted import planted_log
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
@@ -183,7 +183,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("data", nargs="?", default=PLANTED, help="or a folder of MovieLens-1M")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*SAME])
     parser.add_argument("--epochs", type=number(int, 1, 1000), default=1)
-    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--csv", type=writable_file, required=True)
     return parser.parse_args(argv)
 
 

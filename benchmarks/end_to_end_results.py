@@ -43,6 +43,7 @@ def add(csv: Path, rows: Iterable[dict[str, Any]]) -> None:
     frame = pd.DataFrame(rows, columns=[*COLUMNS])
     for quantile in ("p20", "p80"):
         frame[quantile] = frame[quantile].fillna(frame["median"])
+    csv.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(csv, mode="a", header=not csv.exists(), index=False, float_format="%.5g")
 
 

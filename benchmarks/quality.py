@@ -59,6 +59,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from events import DataError
 from movielens import read_movielens
+from options import writable_file
 from quality_logs import first_users, is_kuairand, is_taobao, read_kuairand, read_taobao
 from quality_models import POOLINGS, Ranker
 
@@ -514,6 +515,7 @@ class Runs:
         self.done[run] = figures | stamp(self.device)
         if self.csv is not None:
             row = pd.DataFrame([self.done[run]])
+            self.csv.parent.mkdir(parents=True, exist_ok=True)
             row.to_csv(self.csv, mode="a", header=not self.csv.exists(), index=False)
 
 
@@ -602,7 +604,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="at most")
     parser.add_argument("--width", type=int, default=32, help="of embeddings")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--csv", type=Path, help="of all trainings; those in it are not run again")
+    parser.add_argument("--csv", type=writable_file, help="of all trainings; those in it are not run again")
     parser.add_argument("--quick", action="store_true", help="nothing is tuned")
     # fmt: on
     args = parser.parse_args(argv)

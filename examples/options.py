@@ -47,12 +47,20 @@ def writable_folder(text: str) -> Path:
     return folder
 
 
+def writable_file(text: str) -> Path:
+    """Type of an option: a file, there or not, in a folder to write in."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
+    return writable_folder(str(path.parent)) / path.name
+
+
 def package_file(text: str) -> Path:
     """Type of an option: a file ending in .pt2, as PyTorch wants it, in a folder to write in."""
     path = Path(text)
-    if path.suffix != ".pt2" or path.is_dir():
+    if path.suffix != ".pt2":
         raise argparse.ArgumentTypeError(f"must be a file that ends in .pt2, got {text!r}")
-    return writable_folder(str(path.parent)) / path.name
+    return writable_file(text)
 
 
 def end_on_ctrl_c() -> None:

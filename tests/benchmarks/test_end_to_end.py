@@ -84,7 +84,7 @@ def test_providers_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
 
 
 def test_what_stands_is_not_measured_again(tmp_path, monkeypatch):
-    csv, asked, real = tmp_path / "steps.csv", [], end_to_end.Measurement.run
+    csv, asked, real = tmp_path / "new/steps.csv", [], end_to_end.Measurement.run
 
     def counted(measurement, names, rounds):
         asked.append(names)
@@ -412,6 +412,7 @@ def test_a_size_that_cannot_be_trained_has_a_reason(monkeypatch):
     [
         (["--mean", "0"], "argument --mean: must be an integer from 1 to 1000000, got '0'"),
         (["--rounds", "1"], "argument --rounds: must be an integer from 2 to 1000, got '1'"),
+        (["--csv", "."], "argument --csv: must be a file, got the folder '.'"),
         pytest.param(["--cuda-graph"], "--cuda-graph needs a GPU, got none", marks=NO_GPU),
     ],
 )

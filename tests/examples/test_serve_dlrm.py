@@ -389,7 +389,7 @@ BAD_OPTIONS = {
     "--top -1": "argument --top: must be an integer from 1 to 1000000, got '-1'",
     "--explain -1": "argument --explain: must be an integer from 0 to 10000, got '-1'",
     "--package scorer": "argument --package: must be a file that ends in .pt2, got 'scorer'",
-    "--package folder.pt2": "must be a file that ends in .pt2, got 'folder.pt2'",
+    "--package folder.pt2": "must be a file, got the folder 'folder.pt2'",
     "--package file/x.pt2": "argument --package: must be a folder that can be written, got 'file'",
     "--tables int4": "argument --tables: invalid choice: 'int4'",
 }
