@@ -167,6 +167,8 @@ def product(a, b, PRECISION: tl.constexpr):
     if a.dtype == tl.float32 and PRECISION == "ieee" and parts > 1:
         a = tl.permute(tl.reshape(a, [m, parts, _TERMS]), [1, 0, 2])
         out = tl.sum(tl.dot(a, tl.reshape(b, [parts, _TERMS, n]), input_precision=PRECISION), 0)
+    elif PRECISION == "bf16x6":
+        out = tl.dot(a, b, input_precision=PRECISION)
     else:
         out = multiply(a, b, tl.zeros([m, n], tl.float32), PRECISION)
     return out

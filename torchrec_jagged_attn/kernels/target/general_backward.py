@@ -26,6 +26,7 @@ from torchrec_jagged_attn.kernels.common.biases import (
     row_buckets,
 )
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
+from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, softmax_weights
 from torchrec_jagged_attn.kernels.target.schedule import (
@@ -66,8 +67,8 @@ def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.c
 
     A row that is ``alone`` in its sample has a softmax weight of one, whatever its score.
     """
-    dots = tl.dot(x, tl.trans(queries.q), input_precision=C.PRECISION)
-    dp = tl.dot(x, tl.trans(queries.grad_out), input_precision=C.PRECISION)
+    dots = product(x, tl.trans(queries.q), C.PRECISION)
+    dp = product(x, tl.trans(queries.grad_out), C.PRECISION)
     dropout, draws = biases.dropout, queries.draws[None, :]
     dp = drop_weights(dp, dropout, draws, n)
     if C.SCORE == "softmax":

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
+from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update, store_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
@@ -74,7 +75,7 @@ def forward_kernel(
             biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,
             C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
-        dots = tl.dot(x, tl.trans(q), input_precision=C.PRECISION)
+        dots = product(x, tl.trans(q), C.PRECISION)
         if C.SCORE == "softmax":
             p, rescale, maximum, total = online_softmax_update(
                 dots, scale, bias, visible, maximum, total, 0, LOG2E

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import (
     LOG2E,
@@ -40,7 +41,7 @@ def _products_and_bias(
     bias = load_bias(
         biases, samples.offsets, sample, n, visible, r[None, :], count, C.H, C.P, C.A, C.PRIOR
     )
-    return tl.dot(x, tl.trans(q), input_precision=C.PRECISION), bias, visible, n
+    return product(x, tl.trans(q), C.PRECISION), bias, visible, n
 
 
 @triton.jit(do_not_specialize=["num_targets"])

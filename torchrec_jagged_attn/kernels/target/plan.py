@@ -50,6 +50,7 @@ MOST_BUCKETS = 256  # of both tables, which lie in shared memory
 MOST_BUCKETS_OF_TABLE = BUCKETS.value  # backward of warpgroups, which holds tables in registers
 # Bytes of shared memory that a program of few_warps needs: A100 (163 KiB) lacks it, H100 has it.
 MIN_SHARED_MEMORY_FEW_WARPS = 200_001
+MOST_COLUMNS_OF_PARTS = 256  # of rows that Triton's kernels multiply as parts in bf16
 # Forward, samples of up to so many blocks of queries are cut as if they had one. The sums of all
 # chunks then take a byte for each element of the history.
 MOST_SLOTS = 4
@@ -286,7 +287,7 @@ class Plan:
         x = self.call
         more: dict[str, Any] = {"PARTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
         if self.path == "general":
-            more = {"PRECISION": x.precision, "SLOT": self.slot}
+            more = {"PRECISION": _precision_of_general(x), "SLOT": self.slot}
         elif self.path != "warpgroup":
             more["STRIDE"] = x.history_stride
         if self.path == "general" and x.backward:
@@ -338,6 +339,15 @@ def _tiles_of_rows(x: Call) -> dict[str, int]:
     }
 
 
+def _precision_of_general(x: Call) -> str:
+    """That of products in Triton: parts of wide rows do not fit in registers, and tensor cores cut
+    off too often in a sum over so many columns.
+    """
+    if x.precision == "bf16x6" and x.width > MOST_COLUMNS_OF_PARTS:
+        return "ieee"
+    return x.precision
+
+
 def _arguments(**values: Any) -> dict[str, Any]:
     """``values`` as a launch takes them: constants have capital letters, its options small ones."""
     options = {name: value for name, value in values.items() if name.islower()}
@@ -353,7 +363,7 @@ def constants_of_weights(x: Call) -> dict[str, Any]:
     """Compile-time arguments of the kernel that computes weights of rows, which takes any call."""
     return _arguments(
         **_inputs(x),
-        PRECISION=x.precision,
+        PRECISION=_precision_of_general(x),
         **tiles_of("general", x),
     )
 
@@ -378,7 +388,9 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         # has to lie in memory while rows are multiplied.
         more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
         registers = 168 if more else 128
-        if x.query_rows > 32 or (x.backward and x.buckets):
+        if x.query_rows > 32:
+            registers = 255 if more else 168
+        elif x.backward and x.buckets:
             registers = 255
         return {
             "BLOCK_R": padded_width(x.query_rows),

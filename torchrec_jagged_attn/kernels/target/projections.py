@@ -274,6 +274,8 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
         num_heads, x, y = *rows.q.shape[1:], rows.grad_u.shape[2]
     overlap = devices.launches_overlap(grad_q.device)
     precision = product_precision(grad_q.dtype)
+    if precision == "bf16x6":  # gradients may be of one term
+        precision = "bf16x8"
     half, of_values = grad_q.element_size() == 2, rows.v is not None
     plan = _plan(half, precision, num_heads, x, y, target.shape[1], of_values, overlap)
     block = plan.of_splits["BLOCK_R"]

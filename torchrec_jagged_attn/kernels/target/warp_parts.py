@@ -112,10 +112,17 @@ def ring_layout(width, dtype):
 
 @gluon.jit
 def split(x, PARTS: gl.constexpr):
-    """``x`` as a sum of PARTS in bf16, the largest first; where it is one, ``x`` as it is."""
+    """``x`` as a sum of PARTS in bf16, the largest first; where it is one, ``x`` as it is.
+
+    The second of three is rounded. So the last ones, whose products are left out, are small, and
+    have either sign.
+    """
     parts = ()
-    for _ in gl.static_range(PARTS - 1):
-        upper = (x.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
+    for part in gl.static_range(PARTS - 1):
+        bits = x.to(gl.int32, bitcast=True)
+        if part > 0:
+            bits += 32768
+        upper = (bits & -65536).to(gl.float32, bitcast=True)
         parts += (upper.to(gl.bfloat16),)
         x -= upper
     parts += (x if PARTS == 1 else x.to(gl.bfloat16),)
