@@ -604,7 +604,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="at most")
     parser.add_argument("--width", type=int, default=32, help="of embeddings")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--csv", type=writable_file, help="of all trainings; those in it are not run again")
+    parser.add_argument("--csv", type=writable_file,
+                        help="of all trainings; those in it are not run again")
     parser.add_argument("--quick", action="store_true", help="nothing is tuned")
     # fmt: on
     args = parser.parse_args(argv)
