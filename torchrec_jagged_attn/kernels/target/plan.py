@@ -388,9 +388,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         # has to lie in memory while rows are multiplied.
         more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
         registers = 168 if more else 128
-        if x.query_rows > 32:
-            registers = 255 if more else 168
-        elif x.backward and x.buckets:
+        if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255
         return {
             "BLOCK_R": padded_width(x.query_rows),
