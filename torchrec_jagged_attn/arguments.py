@@ -210,9 +210,10 @@ class MultiHeadArguments(NamedTuple):
 
     Attributes:
         target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
-        history: ``[N, D]``, read in its own dtype.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype.
         offsets: ``[B + 1]`` int32 or int64.
         query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
+        indices: ``[N]``, of the rows of ``history``: keys and values are absorbed then.
         q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
         k_weight: ``[E, D]``.
         v_weight: ``[E, D]``.
@@ -240,6 +241,7 @@ class MultiHeadArguments(NamedTuple):
     history: Tensor
     offsets: Tensor
     query_offsets: Tensor | None
+    indices: Tensor | None
     q_weight: Tensor
     k_weight: Tensor | None
     v_weight: Tensor | None

@@ -95,12 +95,14 @@ def attend(
     target_offsets=None,
     timestamps=None,
     prior_weights=None,
+    indices=None,
     **parameters,
 ):
     """``module`` with ``parameters`` in place of its own."""
     if target_offsets is not None:
         target = JaggedTensor(target, offsets=target_offsets)
-    arguments = (target, JaggedTensor(history, offsets=offsets), timestamps, prior_weights)
+    history = JaggedTensor(history, offsets=offsets)
+    arguments = (target, history, timestamps, prior_weights, indices)
     return functional_call(module, parameters, arguments, strict=True)
 
 
@@ -1418,6 +1420,7 @@ def op_arguments(
     prior=False,
     value_projection=True,
     keys_and_values="auto",
+    by_index=False,
 ):
     """All arguments of the op, by name; the floating-point ones need a gradient."""
     generator = torch.Generator().manual_seed(0)
@@ -1438,9 +1441,10 @@ def op_arguments(
         weights |= {name: draw(16, history_dim) for name in ("k_weight", "v_weight")}
     return {
         "target": draw(6, target_dim) if jagged else draw(3, 2, target_dim),
-        "history": draw(8, history_dim, dtype=history_dtype),
+        "history": draw(5 if by_index else 8, history_dim, dtype=history_dtype),
         "offsets": torch.tensor([0, 3, 3, 8], device=device),
         "query_offsets": target_offsets,
+        "indices": torch.arange(8, device=device) ** 2 % 5 if by_index else None,
         **weights,
         **others,
         "position_bias": draw(3, 2),
@@ -1469,6 +1473,8 @@ def op_arguments(
         {"history_dtype": torch.float16},
         {"value_projection": False},
         {"value_projection": False, "jagged": True, "history_dtype": torch.float16},
+        {"by_index": True},
+        {"by_index": True, "value_projection": False, "jagged": True, "prior": True},
     ],
     ids=str,
 )
@@ -1499,6 +1505,7 @@ def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, roa
         {"target_dim": 24},
         {"prior": True},
         {"value_projection": False, "prior": True},
+        {"by_index": True},
     ],
     ids=str,
 )

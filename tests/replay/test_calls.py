@@ -179,14 +179,24 @@ def of_half_flash(lengths, device, kind=of_flash, **rest):
     return attend, leaves | widened, given | rest
 
 
-def of_module(lengths, device, jagged=False, history_dim=32, value_projection=True, **options):
+def of_module(
+    lengths,
+    device,
+    jagged=False,
+    history_dim=32,
+    value_projection=True,
+    by_index=False,
+    **options,
+):
     module = JaggedTargetAttention(
         32, 2, history_dim=history_dim, value_projection=value_projection, device="meta", **options
     )
     num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)
+    num_rows = 1 + sum(lengths) // 3 if by_index else sum(lengths)
+    indices = torch.arange(sum(lengths), device=device) ** 2 % num_rows if by_index else None
     leaves = {
         "target": draw(sum(num_targets), 32, device=device),
-        "rows": draw(sum(lengths), history_dim, device=device, seed=1),
+        "rows": draw(num_rows, history_dim, device=device, seed=1),
         **{
             name: draw(*x.shape, device=device, seed=seed)
             for seed, (name, x) in enumerate(module.named_parameters())
@@ -198,6 +208,7 @@ def of_module(lengths, device, jagged=False, history_dim=32, value_projection=Tr
             target = JaggedTensor(target, offsets=offsets_of(num_targets, device))
         history = JaggedTensor(rows, offsets=offsets_of(lengths, device))
         inputs = {"target": target, "history": history, "prior_weights": prior_weights}
+        inputs["indices"] = indices
         return torch.func.functional_call(module, parameters, (), inputs)
 
     return attend, leaves, {}
@@ -205,6 +216,19 @@ def of_module(lengths, device, jagged=False, history_dim=32, value_projection=Tr
 
 def of_jagged_module(lengths, device):
     return of_module(lengths, device, jagged=True)
+
+
+def of_module_by_index(lengths, device):
+    return of_module(lengths, device, by_index=True)
+
+
+def of_jagged_module_of_rows_by_index(lengths, device):
+    return of_module_of_rows(lengths, device, jagged=True, by_index=True)
+
+
+def of_explicit_module_by_index(lengths, device):
+    """Whose copy of the rows is made before the op is called."""
+    return of_module(lengths, device, keys_and_values="explicit", by_index=True)
 
 
 def of_explicit_module(lengths, device):
@@ -401,7 +425,8 @@ KINDS = {
         of_dropped_weights_flash, of_dropped_weights_module, of_dropped_weights_explicit_module,
         of_silu_target, of_sigmoid_module, of_unit,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
-        of_explicit_jagged_module_of_rows,
+        of_explicit_jagged_module_of_rows, of_module_by_index,
+        of_jagged_module_of_rows_by_index, of_explicit_module_by_index,
         *INTERACTIONS,
     )
 }  # fmt: skip

@@ -12,12 +12,14 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.arguments import SCORES
+from torchrec_jagged_attn.arguments import SCORES, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
     check_activation,
     check_float,
     check_heads,
     check_hidden_dims,
+    check_indices,
+    check_indices_values,
     check_offsets_metadata,
     check_prior_weights,
     check_same,
@@ -37,6 +39,7 @@ from torchrec_jagged_attn.ops.activation_unit import (
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
+    is_explicit,
     multi_head_target_attention,
 )
 from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
@@ -265,6 +268,7 @@ class JaggedTargetAttention(nn.Module):
         history: JaggedTensor,
         timestamps: Tensor | None = None,
         prior_weights: Tensor | None = None,
+        indices: Tensor | None = None,
     ) -> Tensor:
         """Attend ``target`` over ``history``.
 
@@ -278,6 +282,10 @@ class JaggedTargetAttention(nn.Module):
             prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
                 target, see :func:`jagged_target_attention`. Zero removes the row, and a history
                 whose rows are all removed is an empty one; but positions and ages count it.
+            indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``
+                then, stands at each place of the samples. They are read where they lie, forward and
+                backward; only explicit keys and values are made of a copy ``[N, D]``. Lengths,
+                times and prior weights are of places.
 
         Returns:
             One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``, in the dtype of the
@@ -287,7 +295,17 @@ class JaggedTargetAttention(nn.Module):
             TypeError: ``history`` is no JaggedTensor, one of the two holds ids, not embeddings, or
                 a dtype does not fit.
             ValueError: a shape or a device does not fit, timestamps are missing, or given to a
-                module that learns nothing from them.
+                module that learns nothing from them; or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) offsets, indices or prior weights do not fit.
+            NotImplementedError: ``indices``, of ``score="din"``.
+
+        Example:
+            Both samples have the last row, which is there once:
+
+            >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
+            >>> history = JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([2, 3]))
+            >>> attention(torch.randn(2, 8), history, indices=torch.tensor([0, 2, 1, 0, 2])).shape
+            torch.Size([2, 8])
         """
         position_bias = age_bias = None
         if self.recency_bias is not None:
@@ -300,6 +318,7 @@ class JaggedTargetAttention(nn.Module):
                 history,
                 timestamps,
                 prior_weights,
+                indices,
                 first.weight,
                 first.bias,
                 second.weight,
@@ -324,6 +343,7 @@ class JaggedTargetAttention(nn.Module):
             history,
             timestamps,
             prior_weights,
+            indices,
             *weights,
             self.in_proj_bias,
             out_weight,
@@ -389,8 +409,8 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
         _check(
-            target, None, rows, offsets, age_bias, timestamps, prior_weights, self.target_dim,
-            self.history_dim, self.score,
+            target, None, rows, offsets, None, age_bias, timestamps, prior_weights,
+            self.target_dim, self.history_dim, self.score,
         )  # fmt: skip
         if self.in_proj_weight is not None:
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
@@ -433,6 +453,7 @@ def _attend(
     history: JaggedTensor,
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
+    indices: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor | None,
     v_weight: Tensor | None,
@@ -461,8 +482,8 @@ def _attend(
     dtype = q_weight.dtype if out_weight is None else out_weight.dtype
     if not is_scripting():
         _check(
-            query, query_offsets, rows, offsets, age_bias, timestamps, prior_weights, target_dim,
-            history_dim, score,
+            query, query_offsets, rows, offsets, indices, age_bias, timestamps, prior_weights,
+            target_dim, history_dim, score,
         )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
     inputs = (
@@ -470,6 +491,7 @@ def _attend(
         rows,
         offsets,
         query_offsets,
+        indices,
         q_weight,
         k_weight,
         v_weight,
@@ -489,8 +511,19 @@ def _attend(
         torch.is_grad_enabled(),
     )
     if not is_scripting():
+        if indices is not None:
+            inputs = _with_a_copy_if_explicit(MultiHeadArguments(*inputs))
         return call_multi_head_target_attention(*inputs)
     return _multi_head_target_attention(*inputs)[0]
+
+
+def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
+    """Of the rows that indices name, where keys and values are made of them all."""
+    of_copy = args._replace(indices=None)
+    if args.indices is None or not is_explicit(of_copy):
+        return args
+    # Unlike that of ``index_select``, its gradient is added up in one order, and in fp32.
+    return of_copy._replace(history=F.embedding(args.indices, args.history))
 
 
 @torch.fx.wrap
@@ -499,6 +532,7 @@ def _pool_by_unit(
     history: JaggedTensor,
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
+    indices: Tensor | None,
     weight_1: Tensor,
     bias_1: Tensor,
     weight_2: Tensor,
@@ -517,6 +551,8 @@ def _pool_by_unit(
             "target must be a tensor [B, D], one target per sample, where score='din', got a "
             "JaggedTensor"
         )
+    if indices is not None:
+        raise NotImplementedError("indices must be None where score='din', got a tensor")
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
@@ -525,7 +561,7 @@ def _pool_by_unit(
         check_tensor(target, "target", "a tensor")
         check_one_target(target, "target")
         _check(
-            target, None, rows, offsets, age_bias, timestamps, prior_weights, width, width,
+            target, None, rows, offsets, None, age_bias, timestamps, prior_weights, width, width,
             "softmax",  # prior weights are served
         )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
@@ -596,6 +632,7 @@ def _check(
     query_offsets: Tensor | None,
     rows: Tensor,
     offsets: Tensor,
+    indices: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
@@ -611,7 +648,11 @@ def _check(
                 "up in an EmbeddingCollection first"
             )
     check_float(rows, "history")
-    check_shape(rows, "history.values()", "[N, D]", (None, history_dim))
+    shape = "[N, D]" if indices is None else "[U, D]"
+    check_shape(rows, "history.values()", shape, (None, history_dim))
+    if indices is not None:
+        check_indices(indices)
+    num_places = (rows if indices is None else indices).shape[0]
     check_offsets_metadata(offsets, "history.offsets()")
     num_samples = offsets.numel() - 1
     if query_offsets is not None:
@@ -628,7 +669,7 @@ def _check(
     elif age_bias is None:
         raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
     else:
-        check_timestamps(timestamps, rows.shape[0])
+        check_timestamps(timestamps, num_places)
     check_same(
         rows,
         "history",
@@ -636,12 +677,15 @@ def _check(
         offsets=offsets,
         target=target,
         target_offsets=query_offsets,
+        indices=indices,
         timestamps=timestamps,
         prior_weights=prior_weights,
     )
     if prior_weights is not None:
         check_score(score, prior_weights)
-        check_prior_weights(prior_weights, rows.shape[0])
-    check_offsets_values(offsets, rows.shape[0], "history.offsets()")
+        check_prior_weights(prior_weights, num_places)
+    check_offsets_values(offsets, num_places, "history.offsets()")
+    if indices is not None:
+        check_indices_values(indices, rows.shape[0])
     if query_offsets is not None:
         check_offsets_values(query_offsets, target.shape[0], "target.offsets()")

@@ -19,6 +19,9 @@ of what it pooled.
 With dropout, the weights ``p_nh`` have no longer a sum of one. The bias of values is added once all
 the same: explicit values then have none, and it is added to what is pooled of them.
 
+History rows may be read by indices where they lie. Keys and values are then absorbed: explicit ones
+are made of a copy of the rows, which is for the caller to make.
+
 Forward is two products before the attention and two after it, and so is backward: each two are one
 kernel (``kernels/target/head_products.py``). One more has all gradients of weights and biases
 (``kernels/target/projections.py``). ``q`` and ``u`` take 2·E·(C + D) FLOPs a target; ``target ·
@@ -219,7 +222,7 @@ def _backward(
             grad_pooled.view(shape),
             absorbed_args,
             TargetOutputs(pooled.view(shape), residual, stats),
-            _NOTHING._replace(bias=needs.prior_weights),
+            _NOTHING._replace(bias=needs.prior_weights, history=needs.history),
             listing,
         )
         grad_history = of_scores.history
@@ -260,7 +263,7 @@ def is_explicit(args: MultiHeadArguments) -> bool:
 
     From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
     """
-    if args.score != "softmax":
+    if args.score != "softmax" or args.indices is not None:
         return False
     if args.keys_and_values != "auto":
         return args.keys_and_values == "explicit"
@@ -292,7 +295,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        None, *args.biases[:6], args.scale, args.score, args.for_backward,
+        args.indices, *args.biases[:6], args.scale, args.score, args.for_backward,
     )  # fmt: skip
 
 
@@ -401,13 +404,14 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("timestamps", "row_dropout", "dropout"),
+    non_differentiable=("indices", "timestamps", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         (
             "target",
             "history",
             "offsets",
             "query_offsets",
+            "indices",
             "timestamps",
             "prior_weights",
             "out",

@@ -253,7 +253,7 @@ def backward(
         )
     needs_bias, needs_history = bool(needs.bias), bool(needs.history)
     if listing is not None:
-        grads = kernels.backward(grad_out, args, outputs, needs_bias, listing=listing)
+        grads = kernels.backward(grad_out, args, outputs, needs_bias, needs_history, listing)
     else:
         grads = implementation_of(args.query).backward(
             grad_out, args, outputs, needs_bias, needs_history

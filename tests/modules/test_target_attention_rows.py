@@ -1,0 +1,238 @@
+"""``JaggedTargetAttention`` over rows by index, against the module on a copy of these rows."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchrec import JaggedTensor
+from torchrec.fx import symbolic_trace
+
+from tests.combinations import each_pair
+from tests.modules.test_target_attention import (
+    OPTIONS,
+    attend,
+    attend_by_sample,
+    draw_prior_weights,
+    example,
+    make_inputs,
+)
+from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.testing import assert_matches_oracle, outputs_and_gradients
+
+CPU = torch.device("cpu")
+LENGTHS = [70, 0, 3, 33, 1]
+NUM_ROWS = 20
+NAMED = torch.arange(NUM_ROWS)[torch.arange(NUM_ROWS) % 3 < 2]  # the others are NaN
+NAMES = [name for name in OPTIONS if "half" not in name]
+
+
+def by_index(module, device=CPU, dtype=torch.float32, lengths=LENGTHS, **options):
+    """Random inputs of :func:`attend`, over NUM_ROWS rows."""
+    inputs = make_inputs(module, lengths, device, dtype, **options)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.full((NUM_ROWS, module.history_dim), torch.nan)
+    rows[NAMED] = torch.randn(len(NAMED), module.history_dim, generator=generator)
+    drawn = torch.randint(len(NAMED), (sum(lengths),), generator=generator)
+    indices = NAMED[drawn].to(device, options.get("index_dtype"))
+    return inputs | {"history": rows.to(device, dtype), "indices": indices}
+
+
+def of_copies(attend):
+    """``attend`` on a copy of the rows that indices name."""
+
+    def call(module, *, history, indices, **inputs):
+        return attend(module, history=history.index_select(0, indices), **inputs)
+
+    return call
+
+
+def ages_of(module, device=CPU):
+    """The argument of a module that learns from ages."""
+    learns = module.recency_bias is not None and module.recency_bias.age_weight is not None
+    return {"timestamps": torch.arange(sum(LENGTHS), device=device) ** 2} if learns else {}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "dtype", "index_dtype", "prior"),
+    each_pair(
+        NAMES,
+        [None, 3, (0, 3, 1, 9, 2)],
+        [torch.float32, torch.float16],
+        [torch.int32, torch.int64],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_right(name, targets, dtype, index_dtype, prior, device):
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
+    inputs = by_index(module, device, dtype, targets=targets, index_dtype=index_dtype)
+    if prior:
+        inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
+    ours, plain = (
+        functools.partial(function, module, **ages_of(module, device))
+        for function in (attend, of_copies(attend_by_sample))
+    )
+    assert_matches_oracle(ours, plain, plain, inputs)
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize("targets", [None, 3, (0, 3, 1, 9, 2)], ids=str)
+def test_scores(score, targets, device):
+    module = JaggedTargetAttention(32, 2, score=score, device="meta")
+    inputs = by_index(module, device, targets=targets)
+    grad_out = torch.ones_like(inputs["target"])
+    results = (
+        outputs_and_gradients(functools.partial(function, module), inputs, grad_out)
+        for function in (attend, of_copies(attend))
+    )
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["default", "values", "explicit"])
+@pytest.mark.parametrize("targets", [None, (0, 3, 1, 9, 2)], ids=["one", "jagged"])
+def test_drops_as_of_a_copy(name, targets, device):
+    """Places and weights, by the same draws."""
+    module = JaggedTargetAttention(
+        32, 2, row_dropout=0.3, dropout=0.3, device="meta", **OPTIONS[name]
+    )
+    inputs = by_index(module, device, targets=targets) | ages_of(module, device)
+    results = []
+    for function in (attend, of_copies(attend)):
+        torch.manual_seed(7)
+        results.append(function(module, **inputs))
+    torch.testing.assert_close(*results)
+    assert not torch.allclose(results[0], attend(module, **inputs))
+
+
+@pytest.mark.parametrize("name", ["default", "explicit-rows"])
+@pytest.mark.parametrize("num_rows", [0, 4])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
+def test_no_place(lengths, num_rows, name, device):
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
+    inputs = by_index(module, device, lengths=lengths)
+    inputs["history"] = inputs["history"][:num_rows]
+    results = outputs_and_gradients(
+        functools.partial(attend, module), inputs, torch.ones(len(lengths), 32, device=device)
+    )
+    assert torch.all(results["out"] == 0)
+    assert torch.all(results["history"] == 0)
+
+
+@pytest.mark.parametrize("num_targets", [2, 40])
+def test_many_targets_take_explicit_keys_and_values(num_targets, device):
+    """To the bit what that option gives."""
+    results = {}
+    for option in ("auto", "absorbed", "explicit"):
+        module = JaggedTargetAttention(
+            64, 8, value_projection=True, keys_and_values=option, device="meta"
+        )
+        inputs = by_index(module, device, targets=num_targets)
+        grad_out = torch.ones_like(inputs["target"])
+        results[option] = outputs_and_gradients(functools.partial(attend, module), inputs, grad_out)
+    chosen, other = ("absorbed", "explicit") if num_targets == 2 else ("explicit", "absorbed")
+    expected = results[chosen]
+    assert all(torch.equal(x, expected[name]) for name, x in results["auto"].items())
+    assert not torch.equal(results["auto"]["out"], results[other]["out"])
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("name", ["ages", "another-width", "rows", "explicit", "explicit-rows"])
+def test_compiles_once_for_all_batches(name, jagged, device):
+    torch._dynamo.reset()
+    module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    # No two sizes of a batch are equal, so that none is taken for another.
+    for lengths, num_targets, num_rows in (
+        ([9, 0, 2, 23], 3, 11),
+        ([30, 1, 0, 5, 8, 70, 4], 6, 300),
+        ([2, 90, 31], 5, 17),
+    ):
+        target, history, *times = example(module, lengths, device, num_targets, jagged=jagged)
+        rows = torch.randn(num_rows, module.history_dim, device=device)
+        history = JaggedTensor(rows, lengths=history.lengths())
+        indices = torch.arange(sum(lengths), device=device) ** 2 % num_rows
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            leaf = rows.detach().requires_grad_()
+            history = JaggedTensor(leaf, lengths=history.lengths())
+            out = run(target, history, *times, indices=indices)
+            out.square().sum().backward()
+            results.append([out, leaf.grad, *(p.grad for p in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+class OfTensors(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, target, rows, offsets, indices):
+        history = JaggedTensor(rows, offsets=offsets)
+        return self.module(target, history, indices=indices)
+
+
+@pytest.mark.parametrize("name", ["default", "values"])
+def test_traced_scripted_and_exported(name):
+    module = OfTensors(JaggedTargetAttention(16, 2, **OPTIONS[name]))
+    target, history = example(module.module, [5, 0, 40], num_targets=1)
+    indices = torch.arange(45) ** 2 % 12
+    inputs = target.squeeze(1), history.values()[:12], history.offsets(), indices
+    expected = module(*inputs)
+    traced = symbolic_trace(module)
+    assert torch.equal(traced(*inputs), expected)
+    assert torch.equal(torch.jit.script(traced)(*inputs), expected)
+    shapes = [{0: torch.export.Dim.DYNAMIC}] * 4
+    exported = torch.export.export(module, inputs, dynamic_shapes=shapes).module()
+    assert torch.equal(exported(*inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "message"),
+    [
+        ([0, 1], TypeError, "indices must be a tensor, got a list"),
+        (torch.zeros(7), TypeError, "indices must be int32 or int64, got torch.float32"),
+        (torch.zeros(7, 1).long(), ValueError, r"indices must have shape \[N\] = \[any\], got \[7"),
+        (torch.zeros(6).long(), ValueError, r"history.offsets\(\) must end at the 6 rows"),
+        (torch.zeros(7, device="meta").long(), ValueError, "indices must be on cpu as history is"),
+        (torch.tensor([0, 3, 1, 4, 0, 5, 0]), ValueError, "indices must be 0 to 3, .* got 4 at"),
+        (torch.tensor([0, 3, 1, 2, 0, 1, -1]), ValueError, "got -1 at position 6"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+def test_errors_name_the_argument(keys_and_values, indices, error, message):
+    module = JaggedTargetAttention(8, 2, keys_and_values=keys_and_values)
+    history = JaggedTensor(torch.zeros(4, 8), lengths=torch.tensor([3, 4]))
+    with pytest.raises(error, match=message):
+        module(torch.zeros(2, 8), history, indices=indices)
+
+
+def test_an_activation_unit_refuses_them():
+    module = JaggedTargetAttention(8, 1, score="din")
+    history = JaggedTensor(torch.zeros(4, 8), lengths=torch.tensor([3, 4]))
+    with pytest.raises(NotImplementedError, match="indices must be None where score='din', got a"):
+        module(torch.zeros(2, 8), history, indices=torch.zeros(7).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["default", "values", "explicit"])
+def test_never_waits_for_the_device_and_repeats_are_bit_equal(name):
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
+    inputs = by_index(module, "cuda")
+    inputs |= ages_of(module, "cuda")
+    grad_out = torch.ones_like(inputs["target"])
+    run = functools.partial(
+        outputs_and_gradients, functools.partial(attend, module), inputs, grad_out
+    )
+    expected = run()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [run() for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x[name], expected[name]) for x in again for name in expected)
