@@ -275,7 +275,6 @@ REFUSED = {
         "index dedup": "Could not run 'fbgemm::jagged_unique_indices'",
         "output_dtype bf16": "not implemented for 'BFloat16'",
         "bf16 tables": "not implemented for 'BFloat16'",
-        "variable batch sizes": "features of several batch sizes must be on CUDA to train, got cpu",
     },
     "nccl": {"bf16 tables": "cache_precision bf16 not supported"},
 }

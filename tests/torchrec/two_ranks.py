@@ -162,9 +162,10 @@ def make_model(
     single_lookup: bool = False,
     candidates: str = "one",
     candidate_features: Sequence[str] = (),
+    side_by_side: bool = True,
     **options: Any,
 ) -> DLRMTrain:
-    """With ``options`` of the attention."""
+    """With ``options`` of the attention, or of those that attend its two histories one by one."""
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
@@ -178,16 +179,16 @@ def make_model(
         )
         for name, features in FEATURES.items()
     ]
-    attention = TargetAttentionConfig(
-        ["item", "cat"],
-        ["hist", "hist_cat"],
-        num_heads=2,
-        timestamps="times",
-        **options,
-    )
+    targets, histories = ["item", "cat"], ["hist", "hist_cat"]
+    attentions = [
+        TargetAttentionConfig(target, history, num_heads=2, timestamps="times", **options)
+        for target, history in (
+            [(targets, histories)] if side_by_side else zip(targets, histories, strict=True)
+        )
+    ]
     collection = TargetAttentionEmbeddingBagCollection(
         tables,
-        attention,
+        attentions,
         device,
         is_weighted,
         single_lookup=single_lookup,

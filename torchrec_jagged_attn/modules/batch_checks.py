@@ -73,11 +73,6 @@ def check_features(
             )
         if features.inverse_indices_or_none() is None:
             raise ValueError("features of several batch sizes must have inverse_indices, got none")
-        if features.device().type == "cpu" and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "features of several batch sizes must be on CUDA to train, got cpu, where "
-                "TorchRec's lookups of them have no gradient"
-            )
     if should_validate(features.values()):
         _check_ids(features, num_embeddings)
 

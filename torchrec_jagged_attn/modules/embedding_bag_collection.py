@@ -21,6 +21,7 @@ from torchrec_jagged_attn.modules.config import (
     keys_of_history,
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
+from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
 
@@ -196,6 +197,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self.pooling = TargetAttentionPooling(
             tables, list(by_width.values()), bag_tables, attentions, is_weighted, keys, device
         )
+        self._by_index = self.pooling.histories_by_index()
 
     @classmethod
     def from_embedding_bag_collection(
@@ -251,7 +253,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             features: with all features of the tables and all timestamps, in any order, and with
                 weights if and only if ``is_weighted``. With sharded tables, keys may differ in
                 batch size and have ``inverse_indices``: a user's history is then sent and looked up
-                once for all samples that have it.
+                once for all samples that have it, and read where its rows lie.
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
@@ -264,8 +266,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 Counts of rows are always checked; ids and the lengths of each sample on CPU, and on
                 CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. No sample, weights that are missing
                 or not asked for, or batch sizes that vary by feature without ``inverse_indices``.
-            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
-                or on CPU with gradients.
+            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
         """
         _check_features(
@@ -282,7 +283,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         bags = None
         if self.embedding_bag_collection is not None:
             bags = self.embedding_bag_collection(features)
-        return self.pooling(features, sequences, bags)
+        indices = {}
+        for at, keys in enumerate(self._by_index):
+            # After the lookup of bags has begun: this waits for the rows.
+            sequences[at], found = take_rows(sequences[at], keys)
+            indices |= {keys[name]: places for name, places in found.items()}
+        return self.pooling(features, sequences, bags, indices or None)
 
     def reset_parameters(self) -> None:
         """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""

@@ -62,6 +62,7 @@ class TargetAttentionPooling(nn.Module):
         }
         self._is_weighted, self._is_of_requests = is_weighted, bool(candidates)
         self._attentions = [_attention(config, tables, sources) for config in attentions]
+        self._num_lookups = len(sequence_tables)
         for attention in self._attentions:
             if attention.user_key is not None:
                 _check_is_new(attention.user_key, widths)
@@ -140,6 +141,7 @@ class TargetAttentionPooling(nn.Module):
         features: KeyedJaggedTensor,
         sequences: list[dict[str, JaggedTensor]],
         bags: KeyedTensor | None,
+        indices: dict[str, Tensor] | None = None,
     ) -> KeyedTensor:
         """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
         requests ``[ΣT, sum of widths]``.
@@ -148,6 +150,8 @@ class TargetAttentionPooling(nn.Module):
             features: what was looked up.
             sequences: of each EmbeddingCollection.
             bags: of the EmbeddingBagCollection, if there is one.
+            indices: ``[N]`` of histories that are read by index, by their keys of the output. Their
+                sequences have values ``[U, D]``.
         """
         first = self._targets[0]
         candidates = first.rows(sequences)
@@ -171,10 +175,13 @@ class TargetAttentionPooling(nn.Module):
             self._attentions, self.encoders, self.attentions, strict=True
         ):
             keys = [x.feature for x in attention.histories]
-            history = _side_by_side([x.rows(sequences) for x in attention.histories], keys)
-            timestamps = weights = None
+            history = places = _side_by_side([x.rows(sequences) for x in attention.histories], keys)
+            timestamps = weights = rows = None
+            if indices is not None and attention.histories[0].key in indices:
+                rows = indices[attention.histories[0].key]
+                places = _of_samples(rows, history)
             if attention.timestamps is not None:
-                timestamps = _timestamps(features, attention.timestamps, history, keys[0])
+                timestamps = _timestamps(features, attention.timestamps, places, keys[0])
             if self._is_weighted:
                 weights = _prior_weights(features, keys[0])
             for layer in layers.children():
@@ -182,7 +189,7 @@ class TargetAttentionPooling(nn.Module):
             target = _join([targets[x.key] for x in attention.targets])
             if self._is_of_requests:
                 target = _of_samples(target, candidates)
-            of_candidates.append(attend(target, history, timestamps, weights))
+            of_candidates.append(attend(target, history, timestamps, weights, rows))
             if attention.user_key is not None:
                 of_samples.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
@@ -196,6 +203,17 @@ class TargetAttentionPooling(nn.Module):
             length_per_key=self._widths,
             values=_join([x.of(blocks[x.block]) for x in self._slices]),
         )
+
+    def histories_by_index(self) -> list[dict[str, str]]:
+        """The histories that may be read by index: of each lookup their keys of the output, by what
+        the lookup calls them.
+        """
+        keys: list[dict[str, str]] = [{} for _ in range(self._num_lookups)]
+        for attention in self._attentions:
+            if attention.is_by_index:
+                (source,) = attention.histories
+                keys[source.lookup][source.name] = source.key
+        return keys
 
 
 def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
@@ -245,11 +263,14 @@ def _sources(
 
 
 class _Attention(NamedTuple):
-    """What one attention reads, and the key of its user column, if it has one."""
+    """What one attention reads, whether its history may be read by index, and the key of its user
+    column, if it has one.
+    """
 
     targets: list[_Source]
     histories: list[_Source]
     timestamps: str | None
+    is_by_index: bool
     user_key: str | None
 
 
@@ -266,7 +287,8 @@ def _attention(
         for argument, names in (("target", config.targets), ("history", config.histories))
     )
     user_key = f"user@{histories[0].key}" if config.user_column else None
-    return _Attention(targets, histories, config.timestamps, user_key)
+    is_by_index = len(histories) == 1 and config.encoder_layers == 0 and config.score != "din"
+    return _Attention(targets, histories, config.timestamps, is_by_index, user_key)
 
 
 def _check_is_new(user_key: str, keys: dict[str, int]) -> None:

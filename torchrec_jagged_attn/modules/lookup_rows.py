@@ -1,0 +1,109 @@
+"""The rows of a sharded lookup, before TorchRec copies one for each place that names it.
+
+Where ids are deduplicated (``use_index_dedup``), or batch sizes vary by key, a sharded
+EmbeddingCollection exchanges each row once. Its awaitable then copies them, ``[N, D]`` by an
+``index_select``. Attention reads rows by index, so it needs no copy: here are the unique rows, and
+the indices that TorchRec would copy them by. TorchRec has no public way to either. This file alone
+reads private names of it; ``tests/torchrec/test_lookup_rows.py`` fails where they have changed.
+"""
+
+from collections.abc import Collection
+from typing import cast
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import EmbeddingCollectionAwaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+__all__ = ["take_rows"]
+
+
+def take_rows(
+    sequences: dict[str, JaggedTensor] | EmbeddingCollectionAwaitable, by_index: Collection[str]
+) -> tuple[dict[str, JaggedTensor], dict[str, Tensor]]:
+    """What an EmbeddingCollection returned, where rows of the keys ``by_index`` are not copied.
+
+    Args:
+        sequences: of a lookup that is sharded or not.
+        by_index: keys that may be read by index.
+
+    Returns:
+        The sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys of
+        the lookup. Others are as TorchRec has them, but that their copies have a gradient on a CPU,
+        too; and so are all, where TorchRec would make no copy.
+
+    Raises:
+        NotImplementedError: somebody has waited for copies that have no gradient.
+    """
+    is_sharded = isinstance(sequences, EmbeddingCollectionAwaitable)
+    if not is_sharded or not _would_copy(sequences):
+        return cast("dict[str, JaggedTensor]", sequences), {}
+    taken: dict[str, JaggedTensor] = {}
+    indices: dict[str, Tensor] = {}
+    orders = sequences._features_to_permute_indices or {}
+    for part, awaitable in enumerate(sequences._awaitables_per_sharding):
+        rows = awaitable.wait()
+        lengths, counts, of_places = _places(sequences, part, rows)
+        of_keys = of_places.split(counts)
+        columns: dict[str, list[int]] = {}  # several of a key that is sharded by column
+        for at, key in enumerate(sequences._embedding_names_per_sharding[part]):
+            columns.setdefault(key, []).append(at)
+        copied = [ats for key, ats in columns.items() if key not in by_index or len(ats) > 1]
+        copies = _copies(rows, of_keys, [at for ats in copied for at in ats])
+        for key, ats in columns.items():
+            if ats[0] not in copies:
+                indices[key], values = of_keys[ats[0]], rows
+            else:
+                ordered = [ats[at] for at in orders[key]] if key in orders else ats
+                values = copies[ats[0]]
+                if len(ats) > 1:
+                    values = torch.cat([copies[at] for at in ordered], dim=1)
+            taken[key] = JaggedTensor(values, lengths=lengths[ats[0]])
+    for awaitable in sequences._resize_awaitables or []:
+        awaitable.wait()
+    return taken, indices
+
+
+def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
+    """Whether rows come to be copied, and nobody waited for that, or asks for the copies."""
+    context = sequences._ctx
+    is_copied = sequences._result is not None or bool(sequences.callbacks)
+    if is_copied and context.seq_vbe_ctx and torch.is_grad_enabled():
+        values = next(iter(sequences.values())).values()
+        if not values.is_cuda:
+            raise NotImplementedError(
+                "features of several batch sizes must be looked up without a hook that waits for "
+                f"the rows, got one, on {values.device.type}, where TorchRec's copies have no "
+                "gradient"
+            )
+    return not is_copied and bool(context.reverse_indices or context.seq_vbe_ctx)
+
+
+def _places(
+    sequences: EmbeddingCollectionAwaitable, part: int, rows: Tensor
+) -> tuple[Tensor, list[int], Tensor]:
+    """Lengths ``[keys, B]`` and their sums, and the number of the row at each place of all keys."""
+    context = sequences._ctx
+    if context.reverse_indices:
+        features, indices = context.input_features[part], context.reverse_indices[part]
+    else:
+        features = sequences._features_per_sharding[part]
+        indices = torch.arange(rows.shape[0], device=rows.device)
+    if not context.seq_vbe_ctx:
+        lengths = features.lengths().view(-1, features.stride())
+        return lengths, features.length_per_key(), indices
+    sizes = context.seq_vbe_ctx[part]
+    counts = sizes.reindexed_length_per_key
+    _, indices, _ = torch.ops.fbgemm.permute_1D_sparse_data(
+        sizes.recat, sizes.unpadded_lengths, indices, None, sum(counts)
+    )
+    return sizes.reindexed_lengths, counts, indices
+
+
+def _copies(rows: Tensor, of_keys: tuple[Tensor, ...], keys: list[int]) -> dict[int, Tensor]:
+    """Copies of the rows of ``keys``, in one."""
+    if not keys:
+        return {}
+    joined = torch.cat([of_keys[at] for at in keys])
+    copied = rows.index_select(0, joined).split([of_keys[at].shape[0] for at in keys])
+    return dict(zip(keys, copied, strict=True))
