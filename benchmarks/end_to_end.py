@@ -6,8 +6,9 @@
 
 ``DistributedModelParallel``, fused RowWiseAdagrad, ``TrainPipelineSparseDist``; on GPUs NCCL,
 autocast and lookups in bf16. A batch has 26 pooled features of one id, an item and its histories,
-whose lengths are log-normal and clipped at four times their mean. Some providers are rungs of a
-ladder, each with one optimization more. Adam is for all else than the tables.
+whose lengths are log-normal and clipped at four times their mean. With ``--candidates 32``, so many
+samples are candidates of one request, and have its histories and features. Some providers are rungs
+of a ladder, each with one optimization more. Adam is for all else than the tables.
 
 Output and gradients of each attention are first held against fp64. All providers go through the
 same batches, and look up the same tables. Peak memory has the tables in it, but not what the other
@@ -15,7 +16,9 @@ providers hold. A step's time is the median of rounds, in which providers take t
 once without being timed, then twice. Then some steps are profiled: GPU busy is the part of a step
 in which anything runs on the GPU, host the rest of the step, and the GPU's time is split by
 kernels: those launched inside of the attention, those of lookups by their names, of communication,
-which waits for the slowest rank, copies, and the dense rest, optimizer included.
+which waits for the slowest rank, copies, and the dense rest, optimizer included. History traffic of
+a step is counted: the ids of histories that lookups are sent, the rows that they give to attention,
+those of all keys where it reads them by index, and the gradients that come back.
 
 What stands in the CSV is not measured again. A provider that ran out of memory beside the others is
 left for the next call of the same command, which then measures it alone, and the exit status is 1.
@@ -34,6 +37,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +48,7 @@ if __name__ == "__main__":  # TorchRec and FBGEMM say much about themselves
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torchrec.datasets.utils import Batch
 
@@ -63,7 +67,7 @@ from end_to_end_models import (
 )
 from end_to_end_peers import LADDER, PROVIDERS, check_attentions, in_a_line, replays_of
 from end_to_end_results import SIZES, add, ladder_table, matching, stamp, step_table
-from end_to_end_trace import Trace, marked_attentions
+from end_to_end_trace import Trace, attentions_of, marked_attentions
 from options import HelpFormatter, number, writable_file
 
 from torchrec_jagged_attn.replay import calls
@@ -106,15 +110,16 @@ class Training:
         self.name, self.sizes, self.on_gpu = name, sizes, device.type == "cuda"
         self.provider = PROVIDERS[name]
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        batches = make_batches(sizes, num_batches, device, dist.get_rank())
-        lengths = [b.sparse_features.lengths()[-sizes.histories * sizes.batch :] for b in batches]
-        self.rows_per_sample = int(torch.cat(lengths).sum()) / len(batches) / sizes.batch
+        batches = make_batches(sizes, num_batches, device, dist.get_rank(), self.provider.batches)
+        lengths = [b.sparse_features[key].lengths() for b in batches for key in sizes.history_keys]
+        self.rows_per_sample = sizes.histories * torch.cat(lengths).double().mean().item()
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
         self.pipeline = make_pipeline(
             self.provider, model, sizes.batch, device, cuda_graph=cuda_graph
         )
         shared = 0 if known is None else share_tables(self.pipeline._model, known)
+        self.made = batches
         self.batches: Iterator[Batch] = itertools.cycle(batches)
         self.times: list[float] = []
         self.peak_mib = 0.0
@@ -147,6 +152,24 @@ class Training:
         self.run(NUM_BATCHES)
         self.times.append(self.run(STEPS_OF_ROUND) / STEPS_OF_ROUND * 1e3)
 
+    def history_traffic(self) -> float:
+        """Bytes of a step on this rank, in the mean of all batches; 0 without an attention."""
+        counted: list[int] = []
+
+        def count(_module: nn.Module, inputs: tuple, _keywords: dict[str, Any]) -> None:
+            rows = inputs[1].values()
+            counted.append(rows.nbytes)
+            rows.register_hook(lambda grad: counted.append(grad.nbytes))
+
+        attentions = [*itertools.chain.from_iterable(attentions_of(self.pipeline._model))]
+        hooks = [x.register_forward_pre_hook(count, with_kwargs=True) for x in attentions]
+        self.run(len(self.made))
+        for hook in hooks:
+            hook.remove()
+        keys = self.sizes.history_keys if attentions else []
+        ids = [batch.sparse_features[key].values().nbytes for batch in self.made for key in keys]
+        return sum(counted + ids) / len(self.made)
+
     def trace(self, file: Path) -> Trace:
         """Of ``STEPS_TO_PROFILE`` steps, on this rank; written to ``file``, too."""
         with marked_attentions(self.pipeline._model):
@@ -164,6 +187,8 @@ class Training:
         yield {"metric": "time", "unit": "ms", "median": median, "p20": p20, "p80": p80}
         yield {"metric": "throughput", "unit": "samples/s", "median": samples / median,
                "p20": samples / p80, "p80": samples / p20}  # fmt: skip
+        if traffic := self.history_traffic() / 2**20:
+            yield {"metric": "history_traffic", "unit": "MiB", "median": traffic}
         if not self.on_gpu:
             return
         yield {"metric": "peak_memory", "unit": "MiB", "median": self.peak_mib}
@@ -180,7 +205,14 @@ def labels_of(sizes: Sizes, cuda_graph: bool = False) -> dict[str, Any]:
     gpus = dist.get_world_size()
     return {
         "suite": "end_to_end",
-        "case": f"mean-{sizes.mean}" + (f"-{gpus}-gpus" if gpus > 1 else ""),
+        "case": "-".join(
+            [
+                f"mean-{sizes.mean}",
+                *([f"candidates-{sizes.candidates}"] if sizes.candidates > 1 else []),
+                *([f"features-{sizes.candidate_features}"] if sizes.candidate_features else []),
+                *([f"{gpus}-gpus"] if gpus > 1 else []),
+            ]
+        ),
         "mode": "step",
         **{name: getattr(sizes, name) for name in SIZES},
         "gpus": gpus,
@@ -286,6 +318,19 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     of_sizes.add_argument("--quick", action="store_true", help="tiny; always so without a GPU")
     of_sizes.add_argument("--mean", type=number(int, 1, 10**6), default=200, help="of lengths")
     of_sizes.add_argument("--batch", type=number(int, 1, 10**6), help="samples of a step and rank")
+    of_sizes.add_argument(
+        "--candidates",
+        type=number(int, 1, 10**6),
+        default=Sizes.candidates,
+        help="of a request, whose samples they are; a divisor of the batch",
+    )
+    of_sizes.add_argument(
+        "--candidate-features",
+        type=number(int, 0, 10**6),
+        metavar="N",
+        default=Sizes.candidate_features,
+        help="features not of requests",
+    )
     for name in ("histories", "features", "feature_rows", "item_rows", "width", "heads"):
         option = f"--{name.replace('_', '-')}"
         of_sizes.add_argument(option, type=number(int, 1, 10**9), default=getattr(Sizes, name))
@@ -294,12 +339,13 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    """Those asked for; without a GPU, or with --quick, ``QUICK``."""
+    """Those asked for; without a GPU, or with --quick, ``QUICK`` of as many candidates."""
+    of_requests = {name: getattr(args, name) for name in ("candidates", "candidate_features")}
     if args.quick or not torch.cuda.is_available():
-        return QUICK
+        return replace(QUICK, **of_requests)
     batch = args.batch or BATCHES[max(m for m in BATCHES if m <= max(args.mean, min(BATCHES)))]
     names = ("histories", "features", "feature_rows", "item_rows", "width", "heads", "skew")
-    return Sizes(args.mean, batch, **{name: getattr(args, name) for name in names})
+    return Sizes(args.mean, batch, **of_requests, **{name: getattr(args, name) for name in names})
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -322,6 +368,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: on
     add_sizes(parser)
     args = parser.parse_args(argv)
+    if sizes_of(args).batch % args.candidates:
+        parser.error(f"--candidates must divide the batch {sizes_of(args).batch}, got "
+                     f"{args.candidates}")  # fmt: skip
     if args.cuda_graph and not torch.cuda.is_available():
         parser.error("--cuda-graph needs a GPU, got none")
     return args

@@ -66,6 +66,9 @@ class Sizes:
     Args:
         mean: of the lengths of histories, before they are clipped.
         batch: samples of a step, of each rank.
+        candidates: so many samples after each other are candidates of one request, whose histories
+            and features they have.
+        candidate_features: the last of the features, which each candidate has of its own.
         histories: which the item attends to; all of items.
         features: pooled ones, of one id in each sample.
         feature_rows: of each of their tables.
@@ -79,6 +82,8 @@ class Sizes:
 
     mean: int
     batch: int
+    candidates: int = 1
+    candidate_features: int = 0
     histories: int = 1
     features: int = 26
     feature_rows: int = 400_000
@@ -94,10 +99,32 @@ class Sizes:
         """Rows of all tables."""
         return self.features * self.feature_rows + self.item_rows
 
+    @property
+    def requests(self) -> int:
+        """Of a step, of each rank."""
+        return self.batch // self.candidates
+
+    @property
+    def keys_of_requests(self) -> list[str]:
+        """Features that all candidates of a request have, histories last."""
+        features = range(self.features - self.candidate_features)
+        return [f"feature_{i}" for i in features] + self.history_keys
+
+    @property
+    def keys_of_candidates(self) -> list[str]:
+        """Features of each candidate, the item last."""
+        features = range(self.features - self.candidate_features, self.features)
+        return [*(f"feature_{i}" for i in features), "item"]
+
+    @property
+    def history_keys(self) -> list[str]:
+        """The histories."""
+        return [f"history_{i}" for i in range(self.histories)]
+
 
 def make_lengths(sizes: Sizes, generator: torch.Generator) -> Tensor:
-    """``[B]`` lengths of a history: log-normal, clipped at ``CLIP`` times the mean."""
-    normal = torch.randn(sizes.batch, generator=generator, dtype=torch.float64)
+    """Lengths of a history of each request: log-normal, clipped at ``CLIP`` times the mean."""
+    normal = torch.randn(sizes.requests, generator=generator, dtype=torch.float64)
     return (sizes.mean * (normal - 0.5).exp()).round().long().clamp(1, CLIP * sizes.mean)
 
 
@@ -123,45 +150,101 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-@functools.lru_cache(maxsize=1)
-def make_batches(sizes: Sizes, count: int, device: torch.device, rank: int = 0) -> list[Batch]:
-    """Random batches in the host's memory, the same for all providers."""
-    generator = torch.Generator().manual_seed(rank)
+def make_batches(
+    sizes: Sizes, count: int, device: torch.device, rank: int = 0, form: str = "samples"
+) -> list[Batch]:
+    """Random batches in the host's memory, the same for all providers, in one of three forms.
 
-    def ids(rows: int, number: int) -> Tensor:
+    ``"samples"``, each with a copy of what its request has; ``"once"``, the same with batch sizes
+    that vary by feature, and ``inverse_indices``; or ``"requests"`` of several candidates.
+    """
+    made = _made(sizes, count, device, rank)
+    if form not in made:
+        generator = torch.Generator().manual_seed(rank)
+        batches = [_in_form(sizes, form, *_draw(sizes, generator)) for _ in range(count)]
+        made[form] = [batch.pin_memory() if device.type == "cuda" else batch for batch in batches]
+    return made[form]
+
+
+@functools.lru_cache(maxsize=1)
+def _made(sizes: Sizes, count: int, device: torch.device, rank: int) -> dict[str, list[Batch]]:
+    """Those of the last sizes, by form."""
+    return {}
+
+
+def _draw(
+    sizes: Sizes, generator: torch.Generator
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Of a batch: dense features of requests, labels, and ids and lengths of all keys."""
+
+    def ids(key: str, number: int) -> Tensor:
+        rows = sizes.feature_rows if key.startswith("feature") else sizes.item_rows
         drawn = torch.rand(number, generator=generator, dtype=torch.float64)
         return drawn.pow_(sizes.skew).mul_(rows).long()
 
-    def one() -> Batch:
-        ones = torch.ones((sizes.features + 1) * sizes.batch, dtype=torch.int64)
-        histories = [make_lengths(sizes, generator) for _ in range(sizes.histories)]
-        num_items = sizes.batch + sum(int(lengths.sum()) for lengths in histories)
-        batch = Batch(
-            dense_features=torch.rand(sizes.batch, NUM_DENSE, generator=generator),
-            sparse_features=KeyedJaggedTensor(
-                keys=[
-                    *(f"feature_{i}" for i in range(sizes.features)),
-                    "item",
-                    *(f"history_{i}" for i in range(sizes.histories)),
-                ],
-                values=torch.cat(
-                    [
-                        ids(sizes.feature_rows, sizes.features * sizes.batch),
-                        ids(sizes.item_rows, num_items),
-                    ]
-                ),
-                lengths=torch.cat([ones, *histories]).int(),
-            ),
-            labels=torch.randint(2, (sizes.batch,), generator=generator).float(),
-        )
-        return batch.pin_memory() if device.type == "cuda" else batch
+    lengths = [
+        make_lengths(sizes, generator)
+        if key in sizes.history_keys
+        else torch.ones(sizes.requests).long()
+        for key in sizes.keys_of_requests
+    ]
+    lengths += [torch.ones(sizes.batch).long() for _ in sizes.keys_of_candidates]
+    keys = [*sizes.keys_of_requests, *sizes.keys_of_candidates]
+    values = [ids(key, int(x.sum())) for key, x in zip(keys, lengths, strict=True)]
+    dense = torch.rand(sizes.requests, NUM_DENSE, generator=generator)
+    labels = torch.randint(2, (sizes.batch,), generator=generator).float()
+    return dense, labels, values, lengths
 
-    return [one() for _ in range(count)]
+
+def _in_form(
+    sizes: Sizes,
+    form: str,
+    dense: Tensor,
+    labels: Tensor,
+    values: list[Tensor],
+    lengths: list[Tensor],
+) -> Batch:
+    """A batch of what was drawn, see :func:`make_batches`."""
+    num_keys, candidates = len(sizes.keys_of_requests), sizes.candidates
+    options = {}
+    if form == "samples":
+        of_requests = [
+            _repeat(x, n, candidates)
+            for x, n in zip(values[:num_keys], lengths[:num_keys], strict=True)
+        ]
+        values = [*of_requests, *values[num_keys:]]
+        of_requests = [n.repeat_interleave(candidates) for n in lengths[:num_keys]]
+        lengths = [*of_requests, *lengths[num_keys:]]
+    keys = [*sizes.keys_of_requests, *sizes.keys_of_candidates]
+    if form == "requests":
+        of_each = torch.full((sizes.requests,), candidates)
+        lengths = [*lengths[:num_keys], *(of_each for _ in sizes.keys_of_candidates)]
+    if form == "once":
+        samples = torch.arange(sizes.batch)
+        inverse = [samples // candidates if i < num_keys else samples for i in range(len(keys))]
+        options = {
+            "stride_per_key_per_rank": [[n.numel()] for n in lengths],
+            "inverse_indices": (keys, torch.stack(inverse)),
+        }
+    return Batch(
+        dense_features=dense.repeat_interleave(candidates, 0),
+        sparse_features=KeyedJaggedTensor(
+            keys=keys, values=torch.cat(values), lengths=torch.cat(lengths).int(), **options
+        ),
+        labels=labels,
+    )
+
+
+def _repeat(values: Tensor, lengths: Tensor, times: int) -> Tensor:
+    """The values of each request, so many times."""
+    if times == 1:
+        return values
+    return torch.cat([x.repeat(times) for x in values.split(lengths.tolist())])
 
 
 def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
     """A DLRM on the meta device. No attention has a bias by recency: peers cannot."""
-    histories = [f"history_{i}" for i in range(sizes.histories)]
+    histories = sizes.history_keys
     tables = [
         EmbeddingBagConfig(
             name=f"table_{i}",
@@ -191,7 +274,9 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
     ]
     return DLRMTrain(
         DLRM(
-            embedding_bag_collection=make_collection(provider, tables, configs, CLIP * sizes.mean),  # pyright: ignore[reportArgumentType]
+            embedding_bag_collection=make_collection(  # pyright: ignore[reportArgumentType]
+                provider, tables, configs, CLIP * sizes.mean, sizes.keys_of_candidates[:-1]
+            ),
             dense_in_features=NUM_DENSE,
             dense_arch_layer_sizes=[*sizes.dense, sizes.width],
             over_arch_layer_sizes=[*sizes.over],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -172,6 +172,7 @@ class Provider:
         din: the activation unit in its place.
         keys_and_values, single_lookup: of ours.
         index_dedup: TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
+        batches: see :func:`make_batches`.
         replays: whether ours are launched by C++.
     """
 
@@ -181,6 +182,7 @@ class Provider:
     keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
     single_lookup: bool = False
     index_dedup: bool = False
+    batches: Literal["samples", "requests", "once"] = "samples"
     replays: bool = True
 
     @property
@@ -206,6 +208,10 @@ PROVIDERS = {
     "ours-index-dedup": Provider(
         "and with TorchRec's use_index_dedup", single_lookup=True, index_dedup=True
     ),
+    "ours-once": Provider(
+        "ours, what a request has sent once, by batch sizes that vary", batches="once"
+    ),
+    "ours-by-request": Provider("ours with candidates='jagged'", batches="requests"),
 }
 LADDER = {
     "padded": "",
@@ -224,17 +230,25 @@ def make_collection(
     tables: list[EmbeddingBagConfig],
     configs: list[TargetAttentionConfig],
     max_length: int,
+    candidate_features: Sequence[str] = (),
 ) -> EmbeddingBagCollection | TargetAttentionEmbeddingBagCollection:
     """What looks up and pools, on the meta device, with the attentions of ``provider``.
 
     Args:
         max_length: no history is longer.
+        candidate_features: pooled features of candidates, not of requests.
     """
     meta = torch.device("meta")
     if provider == PROVIDERS["sum"]:
         return EmbeddingBagCollection(tables, device=meta)
+    by_request = provider.batches == "requests"
     collection = TargetAttentionEmbeddingBagCollection(
-        tables, configs, device=meta, single_lookup=provider.single_lookup
+        tables,
+        configs,
+        device=meta,
+        single_lookup=provider.single_lookup,
+        candidates="jagged" if by_request else "one",
+        candidate_features=candidate_features if by_request else (),
     )
     attentions = collection.pooling.attentions
     for i, attention in enumerate(attentions):

@@ -67,7 +67,7 @@ def step_table(frame: pd.DataFrame) -> str:
     """Figures of a step, where the GPU's time goes, and what was refused."""
     parts = [f"gpu_{part}" for part in PARTS]
     of = by_provider(frame).reindex(
-        columns=["time", "gpu_busy", "host", *parts, "peak_memory", "throughput"]
+        columns=["time", "gpu_busy", "host", *parts, "peak_memory", "history_traffic", "throughput"]
     )
     of["× padded"] = of["throughput"] / of["throughput"].get("padded", math.nan)
     of = of.dropna(how="all").rename(columns=lambda name: name.removeprefix("gpu_"))

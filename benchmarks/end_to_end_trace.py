@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 
-__all__ = ["MARK", "PARTS", "Trace", "marked_attentions"]
+__all__ = ["MARK", "PARTS", "Trace", "attentions_of", "marked_attentions"]
 
 MARK = "attention of end_to_end"
 PARTS = ("lookups", "attention", "dense", "communication", "copies")
@@ -79,10 +79,15 @@ def part_of(name: str, category: str, in_attention: bool) -> str:
     return "lookups" if LOOKUP.search(name) else "dense"
 
 
+def attentions_of(model: nn.Module) -> list[nn.ModuleList]:
+    """The attentions of each collection in ``model``."""
+    return [m.attentions for m in model.modules() if isinstance(m, TargetAttentionPooling)]
+
+
 @contextlib.contextmanager
 def marked_attentions(model: nn.Module) -> Iterator[None]:
     """While it is open, forward and backward of all attentions of ``model`` are marked."""
-    lists = [m.attentions for m in model.modules() if isinstance(m, TargetAttentionPooling)]
+    lists = attentions_of(model)
     for attentions in lists:
         for i, attention in enumerate(attentions):
             attentions[i] = Marked(attention)
@@ -99,11 +104,16 @@ class Marked(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, target: Tensor, history: JaggedTensor, *rest: Any) -> Tensor:
+    def forward(
+        self, target: Tensor | JaggedTensor, history: JaggedTensor, *rest: Any, **by_index: Tensor
+    ) -> Tensor:
         with record_function(MARK):
-            target, rows = _Ends.apply(self, target, history.values())
+            queries = target.values() if isinstance(target, JaggedTensor) else target
+            queries, rows = _Ends.apply(self, queries, history.values())
             history = JaggedTensor(rows, lengths=history.lengths(), offsets=history.offsets())
-            return _Begins.apply(self, self.attention(target, history, *rest))
+            if isinstance(target, JaggedTensor):
+                queries = JaggedTensor(queries, lengths=target.lengths(), offsets=target.offsets())
+            return _Begins.apply(self, self.attention(queries, history, *rest, **by_index))
 
 
 class _Begins(torch.autograd.Function):

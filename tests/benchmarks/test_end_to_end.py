@@ -179,10 +179,12 @@ def test_padding_in_parts(monkeypatch):
         assert end_to_end_peers.pad(rows, history, 4)[0].equal(whole)
 
 
-def train_losses(names: list[str], **environment: str) -> dict[str, list[float]]:
+def train_losses(
+    names: list[str], candidates: int = 1, **environment: str
+) -> dict[str, list[float]]:
     """Of the first steps of each provider, from the same weights, each with tables of its own."""
     os.environ.update(environment)
-    sizes, losses = dataclasses.replace(QUICK, histories=2), {}
+    sizes, losses = dataclasses.replace(QUICK, histories=2, candidates=candidates), {}
     with process_group() as device:
         for name in names:
             training = Training(name, sizes, device, warmup=0)
@@ -224,6 +226,31 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
             assert all_losses[name] == pytest.approx(ours, abs=tolerance), name
         else:
             assert all_losses[name] != pytest.approx(ours, abs=tolerance), name
+
+
+def test_losses_are_the_same_whatever_the_form_of_batches():
+    names = ["ours", "ours-once", "ours-by-request"]
+    losses = train_losses(names, candidates=4)
+    assert losses["ours"] != pytest.approx(train_losses(["ours"])["ours"], abs=1e-3)
+    for name in names:
+        tolerance = 2e-3 if ON_GPU else 1e-5
+        assert losses[name] == pytest.approx(losses["ours"], abs=tolerance), name
+
+
+def test_history_traffic_is_counted():
+    """Of 4 candidates, a request's history crosses once: ids, rows, and gradients of rows."""
+    sizes = dataclasses.replace(QUICK, candidates=4, candidate_features=1)
+    traffic = {}
+    with process_group() as device:
+        for name in ("sum", "ours", "ours-once", "ours-by-request"):
+            training = Training(name, sizes, device, warmup=0)
+            traffic[name] = training.history_traffic()
+    rows = training.rows_per_sample * sizes.requests
+    element_size = 2 if ON_GPU else 4
+    assert traffic["ours-by-request"] == rows * (8 + 2 * sizes.width * element_size)
+    assert traffic["ours"] == 4 * traffic["ours-by-request"]
+    assert traffic["ours-by-request"] < traffic["ours-once"] < traffic["ours"]
+    assert traffic["sum"] == 0
 
 
 def test_trainings_share_tables_and_learn_in_them(tmp_path):
@@ -413,6 +440,7 @@ def test_a_size_that_cannot_be_trained_has_a_reason(monkeypatch):
         (["--mean", "0"], "argument --mean: must be an integer from 1 to 1000000, got '0'"),
         (["--rounds", "1"], "argument --rounds: must be an integer from 2 to 1000, got '1'"),
         (["--csv", "."], "argument --csv: must be a file, got the folder '.'"),
+        (["--quick", "--candidates", "3"], "--candidates must divide the batch 16, got 3"),
         pytest.param(["--cuda-graph"], "--cuda-graph needs a GPU, got none", marks=NO_GPU),
     ],
 )

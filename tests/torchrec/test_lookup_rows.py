@@ -228,13 +228,12 @@ def trained(
     model, logits, seen = sharded(device, case, once), [], []
     optimizer = dense_optimizer(model)
 
-    def look(_module: nn.Module, inputs: tuple) -> None:
-        _, history, _, _, indices = inputs
-        if indices is not None:
-            seen.append((history.values().shape[0], indices.shape[0]))
+    def look(_module: nn.Module, inputs: tuple, keywords: dict[str, Tensor]) -> None:
+        if "indices" in keywords:
+            seen.append((inputs[1].values().shape[0], keywords["indices"].shape[0]))
 
     for attention in collection_of(model).pooling.attentions:
-        attention.register_forward_pre_hook(look)
+        attention.register_forward_pre_hook(look, with_kwargs=True)
     if pipelined:
         pipeline = TrainPipelineSparseDist(model, optimizer, device, pipeline_postproc=True)
         made = batches(case, once)

@@ -189,7 +189,8 @@ class TargetAttentionPooling(nn.Module):
             target = _join([targets[x.key] for x in attention.targets])
             if self._is_of_requests:
                 target = _of_samples(target, candidates)
-            of_candidates.append(attend(target, history, timestamps, weights, rows))
+            by_index = {} if rows is None else {"indices": rows}
+            of_candidates.append(attend(target, history, timestamps, weights, **by_index))
             if attention.user_key is not None:
                 of_samples.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
