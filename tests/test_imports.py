@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
-FAMILIES = {"target", "flash", "interaction"}
+FAMILIES = {"target", "flash", "interaction", "selection"}
 BELOW = {  # what the files of a folder may import, beside their own folder and what has none
     "modules": {"ops"},
     "ops": {"cpu", "kernels", "replay"},
@@ -15,6 +15,7 @@ BELOW = {  # what the files of a folder may import, beside their own folder and 
     "cpu": set(),
     "data": set(),
     "semantic_ids": {"ops"},
+    "events": {"ops", "modules"},
     "kernels": set(),
     "testing": set(),
 }

@@ -17,6 +17,8 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
     jagged_target_attention_weights,
+    select_rows,
+    take_rows,
 )
 from torchrec_jagged_attn.semantic_ids import (
     DiscretePCA,
@@ -68,6 +70,8 @@ __all__ = [
     "jagged_target_attention_weights",
     "rename_keys",
     "repeat_by_request",
+    "select_rows",
+    "take_rows",
 ]
 
 

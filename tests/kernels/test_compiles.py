@@ -44,6 +44,7 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
+from torchrec_jagged_attn.ops import selection as ops_of_selection
 from torchrec_jagged_attn.replay.recording import Recorder
 
 pytestmark = pytest.mark.skipif(knobs.runtime.interpret, reason="kernels are interpreted")
@@ -190,6 +191,19 @@ def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: 
     out.sum().backward()
 
 
+def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
+    """Rows of highest scores; the offsets of these are not computed, and are given here."""
+    segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
+    count = max(num_segments, 1)
+    lowest, first, _ = ops_of_selection.find_cuts(
+        OFFSETS, scores, segments, keep, N, count, 9, -torch.inf
+    )
+    new = OFFSETS.clamp(max=9)
+    index = ops_of_selection.place_rows(OFFSETS, new, scores, segments, lowest, first, N, 40)
+    ops_of_selection.copy_rows(zeros(N, 64), *index).sum().backward()
+    ops_of_selection.copy_rows(torch.zeros(N, 1, dtype=torch.int64), *index)
+
+
 class Case(NamedTuple):
     archs: tuple[int, ...]
     kernels: str  # those to compile of what the call launches, as a regular expression
@@ -270,6 +284,13 @@ CASES = {
     "unit, biased": Case(
         (90,), "activation_unit", lambda: unit(BF16, biased=True, activation="silu")
     ),
+    "selection": Case((80, 90), "selection", lambda: selection(torch.zeros(N))),
+    "selection in segments": Case(
+        (90,),
+        "selection",
+        lambda: selection(torch.zeros(N, dtype=BF16), 2, torch.ones(4, 2, dtype=torch.int64)),
+    ),
+    "selection of the newest": Case((90,), "selection", lambda: selection(None)),
     "unit, fp32": Case((80, 90), "activation_unit", lambda: unit(FP32)),
 }
 RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]

@@ -13,6 +13,7 @@ from torchrec_jagged_attn.ops.interaction import (
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
 )
+from torchrec_jagged_attn.ops.selection import select_rows, take_rows
 from torchrec_jagged_attn.ops.target_attention import jagged_target_attention
 from torchrec_jagged_attn.ops.target_attention_weights import jagged_target_attention_weights
 
@@ -30,4 +31,6 @@ __all__ = [
     "jagged_softmax",
     "jagged_target_attention",
     "jagged_target_attention_weights",
+    "select_rows",
+    "take_rows",
 ]

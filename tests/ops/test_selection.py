@@ -1,0 +1,351 @@
+"""Rows of highest scores against PyTorch's sort of each sample, on every device and path."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from tests.combinations import each_pair
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.ops import selection
+from torchrec_jagged_attn.ops.selection import select_rows, take_rows
+from torchrec_jagged_attn.testing import jagged_lengths, offsets_of
+
+CPU = torch.device("cpu")
+LENGTHS = {
+    "edges": jagged_lengths(14, 70, "edges", torch.Generator().manual_seed(0)),
+    "many rows": torch.tensor([2500, 0, 3, 129, 1]),
+    "one": torch.tensor([1]),
+    "all empty": torch.tensor([0, 0, 0]),
+    "no sample": torch.tensor([], dtype=torch.int64),
+}
+MANY_SAMPLES = torch.ones(70_000, dtype=torch.int64)
+
+
+def draw_scores(num_rows, device=CPU, dtype=torch.float32, *, ties=True, seed=0):
+    """With zeros of both signs, infinities and NaN; many alike, if ``ties``."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(num_rows, generator=generator)
+    if ties:
+        scores = (2 * scores).round() / 2
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    at = torch.randint(0, 40, (num_rows,), generator=generator)
+    scores = torch.where(at < 5, special[at.clamp(max=4)], scores)
+    return scores.to(device, dtype)
+
+
+def rows_kept(scores, keep, threshold=None):
+    """Numbers of one sample's rows, by PyTorch's stable sort of the newest first."""
+    allowed = ~scores.isnan() if threshold is None else scores >= threshold
+    newest_first = allowed.nonzero().flatten().flip(0)
+    best = scores[newest_first].sort(descending=True, stable=True).indices
+    return newest_first[best[:keep]].sort().values
+
+
+def expected_rows(offsets, scores, keep, threshold=None, segments=None):
+    """Rows that are kept, and how many of each sample; ``keep`` is of each sample and segment."""
+    kept = []
+    for begin, end, limits in zip(offsets[:-1], offsets[1:], keep, strict=True):
+        of_sample = [torch.zeros(0, dtype=torch.int64)]
+        for segment, limit in enumerate(limits):
+            own = torch.arange(int(begin), int(end))
+            if segments is not None:
+                own = own[segments[own] == segment]
+            of_sample.append(own[rows_kept(scores[own], limit, threshold)])
+        kept.append(torch.cat(of_sample).sort().values)
+    rows = torch.cat([torch.zeros(0, dtype=torch.int64), *kept])
+    return rows, torch.tensor([len(x) for x in kept], dtype=torch.int64)
+
+
+def assert_selected(selected, rows, counts):
+    assert torch.equal(selected.rows.cpu(), rows)
+    assert torch.equal(selected.offsets.diff().cpu().long(), counts)
+    assert int(selected.offsets[0]) == 0
+    places = torch.full(selected.places.shape, -1)
+    places[rows] = torch.arange(len(rows))
+    assert torch.equal(selected.places.cpu(), places)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "keep", "threshold", "ties"),
+    each_pair(
+        LENGTHS,
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+        [None, 0, 1, 16, 100],
+        [None, 0.0, 0.5, -torch.inf, torch.inf],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_highest_scores(lengths, dtype, keep, threshold, ties, device):
+    if dtype not in supported_dtypes(device):
+        pytest.skip(f"{dtype} is not computed on {device}")
+    offsets = offsets_of(LENGTHS[lengths], torch.int64, device)
+    scores = draw_scores(int(LENGTHS[lengths].sum()), device, dtype, ties=ties)
+    selected = select_rows(offsets, scores, keep=keep, threshold=threshold)
+    limits = [[keep]] * len(LENGTHS[lengths])
+    assert_selected(selected, *expected_rows(offsets, scores.cpu().double(), limits, threshold))
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("budgets", ["sequence", "tensor"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_segments_have_budgets(scored, budgets, index_dtype, device):
+    lengths = LENGTHS["edges"]
+    offsets = offsets_of(lengths, index_dtype, device)
+    num_rows = int(lengths.sum())
+    generator = torch.Generator().manual_seed(1)
+    segments = torch.randint(-1, 4, (num_rows,), generator=generator)  # of 0, 1 and 2
+    limits = torch.tensor([[2, 0, 7]]).expand(len(lengths), -1)
+    keep = [2, 0, 7]
+    if budgets == "tensor":
+        limits = torch.randint(0, 9, limits.shape, generator=generator)
+        keep = limits.to(device, index_dtype)
+    scores = draw_scores(num_rows, device) if scored else None
+    selected = select_rows(
+        offsets, scores, keep=keep, segments=segments.to(device, index_dtype), num_rows=num_rows
+    )
+    assert selected.offsets.dtype == index_dtype
+    values = torch.zeros(num_rows) if scores is None else scores.cpu()
+    assert_selected(selected, *expected_rows(offsets, values, limits, None, segments))
+
+
+def test_each_sample_has_a_budget(device):
+    lengths = LENGTHS["edges"]
+    offsets = offsets_of(lengths, torch.int64, device)
+    scores = draw_scores(int(lengths.sum()), device)
+    keep = torch.arange(len(lengths), device=device) * 3
+    selected = select_rows(offsets, scores, keep=keep)
+    assert_selected(selected, *expected_rows(offsets, scores.cpu(), keep.unsqueeze(1)))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 16, 1000])
+def test_the_newest_without_scores(keep, device):
+    lengths = LENGTHS["edges"]
+    offsets = offsets_of(lengths, torch.int32, device)
+    num_rows = int(lengths.sum())
+    selected = select_rows(offsets, num_rows=num_rows, keep=keep)
+    limits = [[keep]] * len(lengths)
+    assert_selected(selected, *expected_rows(offsets, torch.zeros(num_rows), limits))
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.integers(0, 12), st.integers(0, 99))
+def test_any_lengths(lengths, keep, seed):
+    offsets = offsets_of(torch.tensor(lengths, dtype=torch.int64), torch.int64, CPU)
+    scores = draw_scores(sum(lengths), seed=seed)
+    expected = expected_rows(offsets, scores, [[keep]] * len(lengths))
+    assert_selected(select_rows(offsets, scores, keep=keep), *expected)
+
+
+@pytest.mark.reference
+def test_scores_that_only_fp64_tells_apart():
+    scores = torch.tensor([1 + 2**-40, 1, 1 + 2**-41], dtype=torch.float64)
+    assert select_rows(torch.tensor([0, 3]), scores, keep=2).rows.tolist() == [0, 2]
+    assert select_rows(torch.tensor([0, 3]), scores, threshold=1 + 2**-40).rows.tolist() == [0]
+
+
+@pytest.mark.gpu
+def test_more_samples_than_a_grid_has_rows():
+    offsets = offsets_of(MANY_SAMPLES, torch.int64, "cuda")
+    scores = draw_scores(len(MANY_SAMPLES), torch.device("cuda"))
+    selected = select_rows(offsets, scores, keep=1)
+    assert torch.equal(selected.rows, (~scores.isnan()).nonzero().flatten())
+
+
+@pytest.mark.parametrize("capacity", [30, 300])
+def test_room_for_more(capacity, device):
+    """Places without a row have zeros, and no row a gradient of theirs."""
+    lengths = LENGTHS["edges"]
+    offsets = offsets_of(lengths, torch.int64, device)
+    scores = draw_scores(int(lengths.sum()), device)
+    kept = select_rows(offsets, scores, keep=2)
+    count = kept.rows.numel()
+    selected = select_rows(offsets, scores, keep=2, capacity=capacity)
+    assert torch.equal(selected.offsets, kept.offsets)
+    assert torch.equal(selected.rows[:count], kept.rows)
+    assert (selected.rows[count:] == -1).all()
+    x = torch.randn(len(scores), 3, device=device, requires_grad=True)
+    out = take_rows(x, selected)
+    assert torch.equal(out[:count], x[kept.rows])
+    assert not out[count:].any()
+    grad = torch.randn_like(out)
+    grad[count:] = torch.nan
+    out.backward(grad)
+    expected = torch.zeros_like(x).index_put_((kept.rows,), grad[:count])
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.gpu
+def test_rows_beyond_the_room_are_lost():
+    offsets = torch.tensor([0, 3, 6], device="cuda")
+    scores = torch.arange(6.0, device="cuda")
+    selected = select_rows(offsets, scores, keep=2, capacity=3)
+    assert selected.rows.tolist() == [1, 2, 4]
+    assert selected.offsets.tolist() == [0, 2, 3]
+    assert selected.places.tolist() == [-1, 0, 1, -1, 2, -1]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 0), (2, 700)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str
+)
+def test_rows_of_any_shape(shape, dtype, device):
+    offsets = offsets_of(LENGTHS["edges"], torch.int64, device)
+    num_rows = int(offsets[-1])
+    x = (torch.randn(num_rows, *shape) * 50).to(device, dtype)
+    selected = select_rows(offsets, draw_scores(num_rows, device), keep=5)
+    assert torch.equal(take_rows(x, selected), x[selected.rows])
+    strided = x.repeat_interleave(2, 0)[::2]
+    assert torch.equal(take_rows(strided, selected), x[selected.rows])
+
+
+@pytest.mark.parametrize("lengths", ["all empty", "no sample"])
+def test_nothing_to_take(lengths, device):
+    offsets = offsets_of(LENGTHS[lengths], torch.int64, device)
+    x = torch.zeros(0, 4, device=device, requires_grad=True)
+    out = take_rows(x, select_rows(offsets, num_rows=0, keep=3))
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    assert x.grad.shape == (0, 4)
+
+
+def test_gradients_go_back_to_their_rows(device):
+    offsets = offsets_of(LENGTHS["edges"], torch.int64, device)
+    num_rows = int(offsets[-1])
+    x = torch.randn(num_rows, 6, device=device, requires_grad=True)
+    selected = select_rows(offsets, draw_scores(num_rows, device), keep=5)
+    grad = torch.randn(len(selected.rows), 2, 3, device=device)
+    take_rows(x.view(-1, 2, 3), selected).backward(grad)
+    again = x.detach().clone().requires_grad_()
+    again.view(-1, 2, 3)[selected.rows].backward(grad)
+    assert torch.equal(x.grad, again.grad)
+
+
+@pytest.mark.reference
+def test_second_derivatives():
+    selected = select_rows(torch.tensor([0, 3, 5]), torch.rand(5), keep=2)
+    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda x: take_rows(x, selected).square(), x)
+
+
+def test_a_sample_does_not_depend_on_others(device):
+    lengths = LENGTHS["many rows"]
+    offsets = offsets_of(lengths, torch.int64, device)
+    scores = draw_scores(int(lengths.sum()), device)
+    whole = select_rows(offsets, scores, keep=40)
+    for begin, end, first, last in zip(
+        offsets[:-1], offsets[1:], whole.offsets[:-1], whole.offsets[1:], strict=True
+    ):
+        alone = select_rows(offsets[:2] * 0 + (end - begin) * offsets.new_tensor([0, 1]),
+                            scores[begin:end], keep=40)  # fmt: skip
+        assert torch.equal(alone.rows + begin, whole.rows[first:last])
+
+
+def test_scores_in_strides(device):
+    offsets = offsets_of(LENGTHS["edges"], torch.int64, device)
+    scores = draw_scores(2 * int(offsets[-1]), device)
+    expected = select_rows(offsets, scores[::2].contiguous(), keep=3)
+    assert torch.equal(select_rows(offsets, scores[::2], keep=3).rows, expected.rows)
+
+
+@pytest.mark.gpu
+def test_never_waits_where_there_is_room():
+    offsets = offsets_of(LENGTHS["many rows"], torch.int64, "cuda")
+    scores = draw_scores(int(offsets[-1]), torch.device("cuda"))
+    segments = torch.zeros_like(scores, dtype=torch.int64)
+    x = torch.randn(len(scores), 8, device="cuda", requires_grad=True)
+
+    def call():
+        for options in ({"keep": 9}, {"keep": [3, 4], "segments": segments}, {"threshold": 0.5}):
+            selected = select_rows(offsets, scores, capacity=len(scores), **options)
+            take_rows(x, selected).sum().backward()
+
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_once_for_changing_lengths(device):
+    torch.compiler.reset()
+    counter = CompileCounter()
+
+    def call(x, offsets, scores, keep):
+        selected = select_rows(offsets, scores, keep=keep, capacity=50)
+        return take_rows(x, selected), selected.offsets
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for lengths in ([30, 2, 0, 17], [5, 9, 8], [11, 12, 0, 1, 40, 3]):
+        offsets = offsets_of(torch.tensor(lengths), torch.int64, device)
+        scores = draw_scores(sum(lengths), device)
+        x = torch.randn(len(scores), 3, device=device)
+        for actual, expected in zip(
+            compiled(x, offsets, scores, 6), call(x, offsets, scores, 6), strict=True
+        ):
+            assert torch.equal(actual, expected)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_ops_are_registered_as_they_behave(segmented, device):
+    offsets = offsets_of(torch.tensor([5, 0, 3]), torch.int64, device)
+    scores = draw_scores(8, device)
+    segments = torch.zeros(8, dtype=torch.int64, device=device) if segmented else None
+    keep = torch.full((3, 2), 2, device=device) if segmented else None
+    cuts = (offsets, scores, segments, keep, 8, 2 if segmented else 1, 2, -torch.inf)
+    torch.library.opcheck(selection.find_cuts, cuts)
+    lowest, first, _ = selection.find_cuts(*cuts)
+    new = torch.zeros_like(offsets)
+    placed = (offsets, new, scores, segments, lowest, first, 8, 5)
+    torch.library.opcheck(selection.place_rows, placed)
+    index = selection.place_rows(*placed)
+    x = torch.randn(8, 3, device=device, requires_grad=True)
+    torch.library.opcheck(selection.copy_rows, (x, *index))
+
+
+OFFSETS = torch.tensor([0, 2, 5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"scores": torch.zeros(5).long()}, TypeError, "scores must be one of"),
+        ({"scores": torch.zeros(5, 1)}, ValueError, r"scores must have shape \[N\]"),
+        ({"scores": torch.zeros(4)}, ValueError, "offsets must end at the 4 rows"),
+        ({}, ValueError, "num_rows must be given without scores and segments, got None"),
+        ({"num_rows": 5, "threshold": 0.5}, ValueError, "threshold must be None without scores"),
+        ({"num_rows": 5, "keep": -1}, ValueError, "keep must not be negative, got -1"),
+        ({"num_rows": 5, "keep": 2.0}, TypeError, r"keep must be an int or \[B\] integers, got 2"),
+        ({"num_rows": 5, "keep": [2]}, TypeError, r"keep must be an int or \[B\] integers, got \["),
+        ({"num_rows": 5, "keep": torch.ones(2)}, TypeError, "keep must be int32 or int64, got"),
+        ({"num_rows": 5, "keep": torch.tensor([1])}, ValueError, r"keep must have shape \[B\]"),
+        ({"segments": torch.zeros(5)}, TypeError, "segments must be int32 or int64, got"),
+        ({"segments": torch.zeros(5).long()}, TypeError, "a number for each segment, got None"),
+        ({"segments": torch.zeros(5).long(), "keep": [1, True]}, TypeError, "keep must be ints"),
+        (
+            {"segments": torch.zeros(5).long(), "keep": torch.ones(2).long()},
+            ValueError,
+            r"keep must have shape \[B, S\]",
+        ),
+        ({"num_rows": 5, "capacity": -3}, ValueError, "capacity must not be negative, got -3"),
+        (
+            {"num_rows": 5, "keep": 2, "capacity": 3},
+            ValueError,
+            "capacity must be at least the 4 rows that are kept, got 3",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        select_rows(OFFSETS, **arguments)
+
+
+def test_rows_must_be_those_selected():
+    selected = select_rows(OFFSETS, num_rows=5, keep=1)
+    with pytest.raises(ValueError, match=r"x must have shape \[N, …\] with N = 5, got \[4, 2\]"):
+        take_rows(torch.zeros(4, 2), selected)
+    with pytest.raises(TypeError, match="x must be a tensor, got a list"):
+        take_rows([1], selected)

@@ -1,0 +1,94 @@
+"""Rows of each sample with the highest scores, in plain PyTorch: ``kernels/selection/``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.layout import JaggedLayout
+
+__all__ = ["copy_rows", "find_cuts", "place_rows"]
+
+
+def find_cuts(
+    offsets: Tensor,
+    scores: Tensor | None,
+    segments: Tensor | None,
+    keep: Tensor | None,
+    num_rows: int,
+    num_segments: int,
+    limit: int,
+    threshold: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sample's segments, ``[B, S]``: lowest score, first row with it, rows that are kept.
+
+    Rows are sorted by segment of a sample, then by score, the newest first among equals.
+    """
+    shape = (offsets.numel() - 1, num_segments)
+    group = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
+    newest_first = torch.arange(num_rows - 1, -1, -1, device=offsets.device)
+    scores = _in_full(scores, newest_first)
+    eligible = scores >= threshold
+    if segments is not None:
+        eligible &= (segments >= 0) & (segments < num_segments)
+        group = group + segments
+    order = newest_first[eligible[newest_first]]
+    order = order[scores[order].argsort(descending=True, stable=True)]
+    order = order[group[order].argsort(stable=True)]
+    num_eligible = group[order].bincount(minlength=shape[0] * shape[1]).view(shape)
+    counts = num_eligible.clamp(max=limit)
+    if keep is not None:
+        counts = torch.minimum(num_eligible, keep.clamp(min=0))
+    begins = (num_eligible.flatten().cumsum(0) - num_eligible.flatten()).view(shape)
+    kept = counts > 0
+    last = order[(begins + counts - 1)[kept]]
+    lowest = scores.new_full(shape, torch.inf)
+    lowest[kept] = scores[last]
+    first = torch.full_like(counts, num_rows)
+    first[kept] = last
+    return lowest, first, counts
+
+
+def place_rows(
+    offsets: Tensor,
+    new_offsets: Tensor,
+    scores: Tensor | None,
+    segments: Tensor | None,
+    lowest: Tensor,
+    first: Tensor,
+    num_rows: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor]:
+    """The row at each new place, ``[C]``, and the new place of each row, ``[N]``; -1 for none."""
+    numbers = torch.arange(num_rows, device=offsets.device)
+    at = JaggedLayout(offsets, num_rows).sample_ids() * first.shape[1]
+    scores = _in_full(scores, numbers)
+    if segments is None:
+        is_kept = torch.ones_like(numbers, dtype=torch.bool)
+    else:
+        is_kept = (segments >= 0) & (segments < first.shape[1])
+        at = at + segments * is_kept
+    lowest, first = lowest.flatten()[at], first.flatten()[at]
+    is_kept &= (scores > lowest) | ((scores == lowest) & (numbers >= first))
+    new = is_kept.cumsum(0) - 1
+    is_kept &= new < capacity
+    places = new.masked_fill(~is_kept, -1)
+    kept = numbers[is_kept]
+    rows = numbers.new_full((capacity,), -1)
+    rows[: kept.numel()] = kept
+    return rows, places
+
+
+def copy_rows(x: Tensor, index: Tensor) -> Tensor:
+    """``[R, D]``: the rows of ``x [M, D]`` by ``index [R]``, zeros where that is -1."""
+    there = index >= 0
+    out = x.new_zeros(index.shape[0], x.shape[1])
+    out[there] = x[index[there]]
+    return out
+
+
+def _in_full(scores: Tensor | None, like: Tensor) -> Tensor:
+    """In fp32, or fp64; zeros without any."""
+    if scores is None:
+        return torch.zeros_like(like, dtype=torch.float32)
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -1,0 +1,321 @@
+"""``select_rows`` and ``take_rows``: the rows of each sample with the highest scores, alone.
+
+Which rows are kept is one small question, which what is kept of each row does not change: so
+``select_rows`` answers it once, and ``take_rows`` copies as many tensors as there are by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_offsets_metadata,
+    check_same,
+    check_shape,
+    check_tensor,
+    should_validate,
+)
+from torchrec_jagged_attn.cpu import selection as reference
+from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.kernels.selection import copies as copy_kernels
+from torchrec_jagged_attn.kernels.selection import rows as row_kernels
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.registration import (
+    Caller,
+    register_op_of_ops,
+    register_op_without_grad,
+)
+
+__all__ = ["SelectedRows", "select_rows", "take_rows"]
+
+NO_LIMIT = 2**62
+
+
+class SelectedRows(NamedTuple):
+    """Which rows were kept, in their order, and where they lie then.
+
+    Attributes:
+        rows: ``[C]`` int64: the row at each new place; -1 from ``offsets[B]`` on.
+        places: ``[N]`` int64: the new place of each row; -1 of those that are gone.
+        offsets: ``[B + 1]``, of the rows that were kept, in the dtype of those before.
+    """
+
+    rows: Tensor
+    places: Tensor
+    offsets: Tensor
+
+
+def select_rows(
+    offsets: Tensor,
+    scores: Tensor | None = None,
+    *,
+    num_rows: int | None = None,
+    keep: int | Sequence[int] | Tensor | None = None,
+    threshold: float | None = None,
+    segments: Tensor | None = None,
+    capacity: int | None = None,
+) -> SelectedRows:
+    r"""Find the rows of each sample with its highest scores, in the order that they have.
+
+    A row is kept if its score is at least ``threshold`` and fewer than ``keep`` rows of its sample
+    (and segment) come before it: those with a higher score, and of the same score those that are
+    newer, which lie behind it. Rows whose score is NaN are never kept. Without scores, the newest
+    rows are kept.
+
+    It is deterministic, and no sample's selection depends on another sample.
+
+    Args:
+        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns rows ``offsets[b]`` to
+            ``offsets[b + 1] - 1``, the oldest first.
+        scores: ``[N]`` of fp32, bf16 or fp16 (on CPU also fp64). They have no gradient.
+        num_rows: ``N``, where neither scores nor segments tell it.
+        keep: rows of a sample at most: one number, or ``[B]`` integers, one for each sample. With
+            ``segments``, a sequence of ``S`` numbers, or ``[B, S]`` integers: of a sample's rows of
+            each segment. By default, all.
+        threshold: lowest score that is kept.
+        segments: ``[N]`` int32 or int64, of each row, in 0…S - 1; rows of other numbers are not
+            kept.
+        capacity: ``C``, room for the rows that are kept of all samples. Then the host does not wait
+            for the device. Rows beyond it are lost, of the last samples. By default, their number
+            is read, and the host waits once.
+
+    Returns:
+        A :class:`SelectedRows`.
+
+    Raises:
+        TypeError: a dtype or type does not fit.
+        ValueError: a shape, a device, a number or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets do not fit, or there are more
+            rows than ``capacity``.
+        NotImplementedError: the device is neither CPU nor CUDA.
+
+    Example:
+        >>> scores = torch.tensor([0.1, 0.7, 0.4, 0.7, 0.2])
+        >>> selected = select_rows(torch.tensor([0, 4, 5]), scores, keep=2)
+        >>> selected.rows
+        tensor([1, 3, 4])
+        >>> selected.offsets
+        tensor([0, 2, 3])
+        >>> selected.places
+        tensor([-1,  0, -1,  1,  2])
+    """
+    num_rows = _check_rows(offsets, scores, segments, num_rows, threshold)
+    limits, num_segments, limit = _check_keep(keep, segments, offsets)
+    lowest, first, counts = find_cuts(
+        offsets, scores, segments, limits, num_rows, num_segments, limit,
+        -torch.inf if threshold is None else float(threshold),
+    )  # fmt: skip
+    new_offsets = torch.zeros_like(offsets)
+    torch.cumsum(counts.sum(1) if num_segments > 1 else counts.squeeze(1), 0, out=new_offsets[1:])
+    if capacity is None:
+        capacity = _read_last(new_offsets)
+    else:
+        _check_capacity(capacity, new_offsets)
+        new_offsets = new_offsets.clamp(max=capacity)
+    rows, places = place_rows(
+        offsets, new_offsets, scores, segments, lowest, first, num_rows, capacity
+    )
+    return SelectedRows(rows, places, new_offsets)
+
+
+def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
+    """Copy the selected rows: ``out[i] = x[selected.rows[i]]``, zeros where that is -1.
+
+    The gradient of a row is that of its copy, and zero for those that were not kept.
+
+    Args:
+        x: ``[N, …]``, of any dtype.
+        selected: what :func:`select_rows` returns.
+
+    Returns:
+        ``[C, …]``, in the dtype of ``x``.
+
+    Raises:
+        TypeError: ``x`` is no tensor.
+        ValueError: ``x`` has another number of rows, or lies on another device.
+
+    Example:
+        >>> selected = select_rows(torch.tensor([0, 2, 3]), torch.tensor([3.0, 1.0, 2.0]), keep=1)
+        >>> take_rows(torch.tensor([[1, 2], [3, 4], [5, 6]]), selected)
+        tensor([[1, 2],
+                [5, 6]])
+    """
+    check_tensor(x, "x")
+    num_rows = selected.places.shape[0]
+    if x.dim() == 0 or x.shape[0] != num_rows:
+        raise ValueError(f"x must have shape [N, …] with N = {num_rows}, got {list(x.shape)}")
+    check_same(selected.places, "selected", dtype=False, x=x)
+    rest = x.shape[1:]
+    out = call_copy_rows(x.reshape(num_rows, math.prod(rest)), selected.rows, selected.places)
+    return out.view(selected.rows.shape[0], *rest)
+
+
+def _check_rows(
+    offsets: Tensor,
+    scores: Tensor | None,
+    segments: Tensor | None,
+    num_rows: int | None,
+    threshold: float | None,
+) -> int:
+    """``N``, which all arguments must agree about."""
+    check_offsets_metadata(offsets)
+    implementation(offsets.device)
+    if scores is not None:
+        check_float(scores, "scores")
+        check_shape(scores, "scores", "[N]", (num_rows,))
+        num_rows = scores.shape[0]
+    elif threshold is not None:
+        raise ValueError(f"threshold must be None without scores, got {threshold}")
+    if segments is not None:
+        check_shape(segments, "segments", "[N]", (num_rows,))
+        if segments.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"segments must be int32 or int64, got {segments.dtype}")
+        num_rows = segments.shape[0]
+    if num_rows is None:
+        raise ValueError("num_rows must be given without scores and segments, got None")
+    check_same(offsets, "offsets", dtype=False, scores=scores, segments=segments)
+    check_offsets_values(offsets, num_rows, "offsets")
+    return num_rows
+
+
+def _check_keep(
+    keep: int | Sequence[int] | Tensor | None, segments: Tensor | None, offsets: Tensor
+) -> tuple[Tensor | None, int, int]:
+    """``[B, S]`` or ``[1, S]`` limits, or None; S; and the limit without them."""
+    num_samples = offsets.shape[0] - 1
+    if isinstance(keep, Tensor):
+        if keep.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"keep must be int32 or int64, got {keep.dtype}")
+        check_same(offsets, "offsets", dtype=False, keep=keep)
+        if segments is None:
+            check_shape(keep, "keep", "[B]", (num_samples,))
+            keep = keep.unsqueeze(1)
+        check_shape(keep, "keep", "[B, S]", (num_samples, None))
+        if keep.shape[1] == 0:
+            raise ValueError(f"keep must have one segment or more, got {list(keep.shape)}")
+        return keep.long(), keep.shape[1], NO_LIMIT
+    if segments is None:
+        if keep is None:
+            return None, 1, NO_LIMIT
+        _check_number(keep, "keep", "an int or [B] integers")
+        return None, 1, cast("int", keep)
+    if not isinstance(keep, Sequence) or not keep:
+        raise TypeError(f"keep must have a number for each segment, got {keep!r}")
+    for number in keep:
+        _check_number(number, "keep", "ints, one for each segment")
+    # Made on the device: a copy from the host would wait.
+    limits = [torch.full((1, 1), number, device=offsets.device) for number in keep]
+    return torch.cat(limits, 1), len(keep), NO_LIMIT
+
+
+def _check_number(value: object, name: str, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be {expected}, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+
+
+def _check_capacity(capacity: int, new_offsets: Tensor) -> None:
+    _check_number(capacity, "capacity", "an int or None")
+    if should_validate(new_offsets) and int(new_offsets[-1]) > capacity:
+        raise ValueError(
+            f"capacity must be at least the {int(new_offsets[-1])} rows that are kept, "
+            f"got {capacity}"
+        )
+
+
+def _read_last(offsets: Tensor) -> int:
+    """The number of rows; waits for the device once."""
+    size = cast("int", offsets[-1].item())
+    if torch.compiler.is_compiling():
+        torch._check(size >= 0)
+    return size
+
+
+def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
+    """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
+    return reference if implementation(x.device)[0] == "reference" else of_triton
+
+
+def _find_cuts(
+    offsets: Tensor,
+    scores: Tensor | None,
+    segments: Tensor | None,
+    keep: Tensor | None,
+    num_rows: int,
+    num_segments: int,
+    limit: int,
+    threshold: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[B, S]`` lowest scores that are kept, first rows with these, and counts of rows kept."""
+    return _implementation(offsets, row_kernels).find_cuts(
+        offsets, scores, segments, keep, num_rows, num_segments, limit, threshold
+    )
+
+
+def _find_cuts_fake(
+    offsets: Tensor, scores: Tensor | None, segments: object, keep: object, num_rows: int,
+    num_segments: int, limit: int, threshold: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = (offsets.shape[0] - 1, num_segments)
+    exact = torch.float64 if scores is not None and scores.dtype == torch.float64 else torch.float32
+    first, counts = (offsets.new_empty(shape, dtype=torch.int64) for _ in range(2))
+    return offsets.new_empty(shape, dtype=exact), first, counts
+
+
+find_cuts = register_op_without_grad("find_cuts", forward=_find_cuts, fake=_find_cuts_fake)
+
+
+def _place_rows(
+    offsets: Tensor,
+    new_offsets: Tensor,
+    scores: Tensor | None,
+    segments: Tensor | None,
+    lowest: Tensor,
+    first: Tensor,
+    num_rows: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor]:
+    """The row at each new place, and the new place of each row."""
+    return _implementation(offsets, row_kernels).place_rows(
+        offsets, new_offsets, scores, segments, lowest, first, num_rows, capacity
+    )
+
+
+def _place_rows_fake(offsets: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    *_, num_rows, capacity = others
+    rows, places = (
+        offsets.new_empty(cast("int", size), dtype=torch.int64) for size in (capacity, num_rows)
+    )
+    return rows, places
+
+
+place_rows = register_op_without_grad("place_rows", forward=_place_rows, fake=_place_rows_fake)
+
+
+def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """``[R, D]``: rows of ``x [M, D]`` by ``index [R]``; ``inverse [M]`` is where each went."""
+    return _implementation(x, copy_kernels).copy_rows(x, index)
+
+
+def _copy_backward(
+    call: Caller, grad_out: Tensor, needs: object, x: None, index: Tensor, inverse: Tensor, _: None
+) -> tuple[Tensor, None, None]:
+    """The same the other way round."""
+    return call(copy_rows, grad_out, inverse, index), None, None
+
+
+copy_rows, call_copy_rows = register_op_of_ops(
+    "copy_rows",
+    forward=_copy_forward,
+    fake=lambda x, index, inverse: x.new_empty(index.shape[0], x.shape[1]),
+    saves=("index", "inverse"),
+    backward=_copy_backward,
+)
