@@ -27,6 +27,19 @@ from torchrec_jagged_attn.semantic_ids import (
 )
 
 if TYPE_CHECKING:
+    from torchrec_jagged_attn.events import (
+        EventBasedFeature,
+        EventBoosting,
+        Events,
+        EventSelection,
+        Relevance,
+        TimeEncoding,
+        boost_weights,
+        rank_attributes,
+        segment_sessions,
+        select_events,
+        truncate_events,
+    )
     from torchrec_jagged_attn.modules import (
         HistoryEncoderLayer,
         JaggedFeatureInteraction,
@@ -45,15 +58,22 @@ __version__ = "0.1.0"
 __all__ = [
     "BalancedBatchSampler",
     "DiscretePCA",
+    "EventBasedFeature",
+    "EventBoosting",
+    "EventSelection",
+    "Events",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",
     "JaggedSelfAttention",
     "JaggedTargetAttention",
+    "Relevance",
     "SemanticIds",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
+    "TimeEncoding",
     "array_jagged_bmm_jagged_out",
+    "boost_weights",
     "embedding_bag_keys",
     "embedding_parameters",
     "jagged2_softmax",
@@ -68,19 +88,23 @@ __all__ = [
     "jagged_target_attention",
     "jagged_target_attention_over_ids",
     "jagged_target_attention_weights",
+    "rank_attributes",
     "rename_keys",
     "repeat_by_request",
+    "segment_sessions",
+    "select_events",
     "select_rows",
     "take_rows",
+    "truncate_events",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """The modules need torchrec, the ops do not: import the modules when one is asked for."""
+    """Modules and events need torchrec, the ops do not: import them when one is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from torchrec_jagged_attn import modules
+        from torchrec_jagged_attn import events, modules
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{name} needs TorchRec: pip install 'torchrec_jagged_attn[torchrec]' ({error})"
@@ -93,4 +117,4 @@ def __getattr__(name: str) -> object:
             "installing in README. With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
             f"({error.__cause__ or error})"
         ) from error
-    return getattr(modules, name)
+    return getattr(events if name in events.__all__ else modules, name)

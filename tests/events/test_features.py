@@ -1,0 +1,103 @@
+"""A row of an event is the linear layer over its pooled attributes and its time."""
+
+import math
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from tests.events.test_layout import INNER, LENGTHS, make_events
+from torchrec_jagged_attn import EventBasedFeature, Events, JaggedTargetAttention, TimeEncoding
+
+
+def make_tables():
+    return [
+        EmbeddingBagConfig(
+            name=f"{name}_table", embedding_dim=4, num_embeddings=40, feature_names=[name]
+        )
+        for name in INNER
+    ]
+
+
+def test_rows_are_made_of_attributes_and_times(device):
+    module = EventBasedFeature(make_tables(), 6, periods=(40.0,), is_weighted=True, device=device)
+    events = make_events(device)
+    history = module(events)
+    assert torch.equal(history.offsets(), events.offsets)
+    columns = []
+    for name in INNER:
+        table = module.embedding_bag_collection.embedding_bags[f"{name}_table"].weight
+        attribute = events.attributes[name]
+        rows = [
+            (table[ids] * weights.unsqueeze(1)).sum(0)
+            for ids, weights in zip(attribute.to_dense(), attribute.to_dense_weights(), strict=True)
+        ]
+        columns.append(torch.stack(rows))
+    times = events.timestamps.double()
+    newest = torch.tensor([20.0] * 3 + [70.0] * 5 + [80.0], device=device)
+    phase = times * (2 * math.pi / 40)
+    columns.append(torch.stack([(newest - times).log1p(), phase.sin(), phase.cos()], 1).float())
+    expected = torch.cat(columns, 1) @ module.compression.weight.T + module.compression.bias
+    torch.testing.assert_close(history.values(), expected)
+
+
+def test_gradients_reach_tables_and_weights(device):
+    module = EventBasedFeature(make_tables(), 8, is_weighted=True, device=device)
+    attend = JaggedTargetAttention(8, 2, device=device)
+    events = make_events(device)
+    newest = events.truncate(2)
+    target = torch.randn(len(LENGTHS), 8, device=device)
+    attend(target, module(newest)).sum().backward()
+    table = module.embedding_bag_collection.embedding_bags["item_table"].weight
+    seen = newest.attributes["item"].values()
+    assert table.grad[seen].any()
+    assert not table.grad[[i for i in range(40) if i not in seen.tolist()]].any()
+    assert module.compression.weight.grad.any()
+    assert events.attributes.weights().grad.any()
+
+
+def test_truncated_events_have_the_rows_that_they_had(device):
+    """But for their age, which is that of the newest event, and stays."""
+    module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
+    events = make_events(device)
+    whole, newest = module(events), module(events.truncate(2))
+    kept = [rows[-2:] for rows in whole.to_dense()]
+    torch.testing.assert_close(newest.values(), torch.cat(kept))
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_no_event(lengths, device):
+    module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
+    events = make_events(device, lengths=lengths, inner={key: [] for key in INNER})
+    with pytest.raises(ValueError, match="events must be one or more, got none"):
+        module(events)
+
+
+def test_events_without_times(device):
+    events = make_events(device, weighted=False)
+    untimed = Events(events.offsets, events.attributes)
+    module = EventBasedFeature(make_tables(), 6, periods=None, device=device)
+    assert torch.equal(module(untimed).values(), module(events).values())
+    assert module.compression.in_features == 12
+    timed = EventBasedFeature(make_tables(), 6, device=device)
+    with pytest.raises(TypeError, match="timestamps must be a tensor, got a NoneType"):
+        timed(untimed)
+
+
+def test_seconds_of_this_century():
+    """Times of day are exact, and ages to the second."""
+    now = 1_790_000_000
+    timestamps = torch.tensor([now - 2, now - 1, now])
+    encoding = TimeEncoding(periods=(86_400.0,))
+    encoded = encoding(timestamps, torch.tensor([0, 3]))
+    assert encoded[:, 0].tolist() == pytest.approx([math.log(3), math.log(2), 0])
+    angle = torch.atan2(encoded[:, 1], encoded[:, 2]).double() % (2 * math.pi)
+    seconds = angle / (2 * math.pi) * 86_400
+    assert seconds.tolist() == pytest.approx([t % 86_400 for t in timestamps.tolist()], abs=0.02)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="out_dim must be at least 1, got 0"):
+        EventBasedFeature(make_tables(), 0)
+    with pytest.raises(ValueError, match="periods must be positive and finite, got"):
+        TimeEncoding(periods=(3.0, 0.0))

@@ -1,0 +1,168 @@
+"""Events are selected and boosted in TorchRec's training pipeline, before the exchange of ids."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.types import ShardingType
+from torchrec.models.dlrm import DLRMTrain
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.torchrec.two_ranks import (
+    HISTORY_LENGTHS,
+    LEARNING_RATE,
+    NUM_STEPS,
+    batches,
+    dense_optimizer,
+    load,
+    make_model,
+    optimize_tables,
+    run_ranks,
+    shard,
+)
+from torchrec_jagged_attn import (
+    EventBasedFeature,
+    EventBoosting,
+    Events,
+    EventSelection,
+    JaggedTargetAttention,
+    Relevance,
+)
+
+CPU = torch.device("cpu")
+HISTORY = ["hist", "hist_cat", "times"]
+KEEP = 2
+
+
+class RelevanceOfBatch(nn.Module):
+    """Of its events, whose times are taken for dwell times and categories for surfaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relevance = Relevance(30)
+        torch.manual_seed(1)
+        self.relevance.coefficients.normal_()
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.relevance(features["times"].values(), features["hist_cat"].values())
+
+
+class SelectingModel(nn.Module):
+    """A DLRM that sees the most relevant events alone, each by its relevance."""
+
+    def __init__(self, train_model: DLRMTrain) -> None:
+        super().__init__()
+        relevance = RelevanceOfBatch()
+        self.selection = EventSelection(HISTORY, KEEP, scores=relevance)
+        self.boosting = EventBoosting(HISTORY, relevance)
+        self.train_model = train_model
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        features = self.boosting(self.selection(batch.sparse_features))
+        logits = self.train_model.model(batch.dense_features, features)
+        loss = self.train_model.loss_fn(logits.squeeze(-1), batch.labels.float())
+        return loss, (loss.detach(), logits.detach())
+
+
+def make_sharded(device: torch.device) -> DistributedModelParallel:
+    model = SelectingModel(make_model(is_weighted=True))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    optimize_tables(model)
+    sharded = shard(model, device, ShardingType.TABLE_WISE)
+    load(sharded, state)
+    return sharded
+
+
+def train(device: torch.device) -> dict[str, list[Tensor]]:
+    """Losses without a pipeline, and with one that selects before it looks up."""
+    plain = make_sharded(device)
+    optimizer = dense_optimizer(plain)
+    losses = []
+    for batch in batches(device):
+        optimizer.zero_grad()
+        loss, _ = plain(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    model = make_sharded(device)
+    pipeline = TrainPipelineSparseDist(
+        model, dense_optimizer(model), device, pipeline_postproc=True
+    )
+    collection = model.module.train_model.model.sparse_arch.embedding_bag_collection
+    lookup = collection.embedding_collections["8"]
+    input_dist, seen = lookup.input_dist, []
+    lookup.input_dist = lambda context, features: (
+        seen.append(features.to_dict()) or input_dist(context, features)
+    )
+    from_host = batches(CPU)
+    pipelined = [pipeline.progress(from_host)[0].detach() for _ in range(NUM_STEPS)]
+    assert len(pipeline._pipelined_modules) == 2
+    modules = {type(x.postproc_module).__name__ for x in pipeline._pipelined_postprocs}
+    assert modules == {"EventSelection", "EventBoosting"}
+    for step, features in enumerate(seen):
+        lengths = HISTORY_LENGTHS[step][torch.distributed.get_rank()]
+        for key in ("hist", "hist_cat"):
+            assert features[key].lengths().tolist() == [min(length, KEEP) for length in lengths]
+    assert len(seen) == NUM_STEPS
+    return {"none": losses, "pipelined": pipelined}
+
+
+def test_selected_before_the_exchange_between_ranks(tmp_path: Path, backend: str):
+    for losses in run_ranks(train, tmp_path, backend):
+        assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
+        assert len(losses["none"]) == NUM_STEPS
+
+
+class EventsModel(nn.Module):
+    """Pools rows of events, whose attributes are looked up by tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=30, feature_names=[key])
+            for name, key in {"t_item": "hist", "t_cat": "hist_cat"}.items()
+        ]
+        torch.manual_seed(0)
+        self.event_feature = EventBasedFeature(tables, 8, periods=(7.0,))
+        self.attention = JaggedTargetAttention(8, 2)
+        self.target = nn.Parameter(torch.randn(8))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        events = Events.of_features(features, ["hist", "hist_cat"], "times").truncate(3)
+        history = self.event_feature(events)
+        return self.attention(self.target.expand(features.stride(), -1), history)
+
+
+def train_events(device: torch.device, sharded: bool) -> list[Tensor]:
+    """What comes out on this rank's batches, and what the tables learned from the ones before."""
+    model = EventsModel().to(device)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if sharded:
+        optimize_tables(model)
+        model = DistributedModelParallel(model, device=device, sharders=get_default_sharders())
+        load(model, state)
+        optimizer = dense_optimizer(model)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    out = []
+    for batch in batches(device, [0, 3]):  # in which both ranks have events
+        optimizer.zero_grad()
+        out.append(model(batch.sparse_features))
+        out[-1].square().sum().backward()
+        optimizer.step()
+    return [x.detach() for x in out]
+
+
+def test_tables_of_events_are_sharded(tmp_path: Path, backend: str):
+    """The first outputs are those of one process."""
+    sharded = run_ranks(train_events, tmp_path, backend, True)
+    alone = run_ranks(train_events, tmp_path, backend, False)
+    for got, expected in zip(sharded, alone, strict=True):
+        torch.testing.assert_close(got[0], expected[0])
+        assert got[1].isfinite().all()
+        assert not torch.equal(got[1], got[0][: len(got[1])])

@@ -1,0 +1,252 @@
+"""Planted relevance is found, whatever the batches."""
+
+import pytest
+import torch
+
+from torchrec_jagged_attn import Relevance, rank_attributes, segment_sessions
+
+PLANTED = torch.tensor([[-4.0, 1.0], [-2.0, 0.0], [-1.0, 0.5]])  # a and b of each surface
+
+
+def draw_events(count, seed=0):
+    """Dwell times and surfaces, and conversions of the planted probability."""
+    generator = torch.Generator().manual_seed(seed)
+    surface = torch.randint(0, len(PLANTED), (count,), generator=generator)
+    dwell = torch.exp(2 + 1.5 * torch.randn(count, generator=generator))
+    p = planted(dwell, surface)
+    return dwell, surface, torch.rand(count, generator=generator) < p
+
+
+def planted(dwell, surface):
+    a, b = PLANTED[surface].unbind(1)
+    return torch.sigmoid(a + b * dwell.clamp(max=3600).log1p())
+
+
+def fitted(*events, **options):
+    relevance = Relevance(len(PLANTED), device=events[0].device, **options)
+    relevance.update(*events)
+    relevance.fit()
+    return relevance
+
+
+def test_planted_coefficients_are_found(device):
+    events = [x.to(device) for x in draw_events(200_000)]
+    relevance = fitted(*events)
+    # Four standard errors of the least certain coefficient, by the curvature of the likelihood.
+    x = torch.stack([torch.ones_like(events[0]), events[0].log1p()], 1).cpu().double()
+    for s, surface in enumerate(PLANTED):
+        own = x[events[1].cpu() == s]
+        p = torch.sigmoid(own @ surface.double())
+        errors = torch.linalg.inv((p * (1 - p)).unsqueeze(1).mul(own).T @ own).diagonal().sqrt()
+        assert ((relevance.coefficients[s].cpu() - surface).abs() < 4 * errors).all()
+
+
+def test_the_fit_is_that_of_logistic_regression():
+    """By PyTorch's L-BFGS, on the events themselves."""
+    dwell, surface, converted = draw_events(5000)
+    own = surface == 0
+    dwell, surface, converted = dwell[own], surface[own], converted[own]
+    relevance = Relevance(1, num_bins=4096, prior=1e-6)
+    relevance.update(dwell, surface, converted)
+    relevance.fit()
+    w = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([w], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        scores = w[0] + w[1] * dwell.double().log1p()
+        value = torch.nn.functional.binary_cross_entropy_with_logits(scores, converted.double())
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    torch.testing.assert_close(relevance.coefficients[0].double(), w.detach(), atol=2e-3, rtol=0)
+
+
+def test_batches_and_their_order_change_nothing(device):
+    events = [x.to(device) for x in draw_events(3000)]
+    whole = fitted(*events)
+    parts = Relevance(len(PLANTED), device=device)
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(1)).to(device)
+    for at in order.split(700):
+        parts.update(*(x[at] for x in events))
+    parts.fit()
+    assert torch.equal(parts.counts, whole.counts)
+    assert torch.equal(parts.coefficients, whole.coefficients)
+
+
+def test_counts_of_ranks_add_up():
+    events = draw_events(2000)
+    ranks = [Relevance(len(PLANTED)) for _ in range(2)]
+    for rank, relevance in enumerate(ranks):
+        relevance.update(*(x[rank::2] for x in events))
+    ranks[0].counts += ranks[1].counts
+    ranks[0].fit()
+    assert torch.equal(ranks[0].coefficients, fitted(*events).coefficients)
+
+
+def test_a_surface_without_events_has_what_all_have():
+    dwell, surface, converted = draw_events(4000)
+    relevance = Relevance(4)
+    relevance.update(dwell, surface * 0, converted)
+    relevance.fit()
+    torch.testing.assert_close(
+        relevance.coefficients[3], relevance.coefficients[0], atol=0.05, rtol=0
+    )
+    assert torch.equal(relevance.coefficients[3], relevance.coefficients[1])
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_events_that_all_are_alike(label):
+    """Nothing to tell apart: the fit is finite, and on the right side."""
+    dwell, surface, _ = draw_events(1000)
+    relevance = fitted(dwell, surface, torch.full((1000,), label))
+    p = relevance(dwell, surface)
+    assert p.isfinite().all()
+    assert ((p > 0.5) == bool(label)).all()
+
+
+def test_no_event(device):
+    empty = torch.zeros(0, device=device)
+    relevance = fitted(empty, empty.long(), empty.bool())
+    p = relevance(torch.tensor([3, 4], device=device), torch.tensor([0, 1], device=device))
+    assert p.tolist() == [0.5, 0.5]
+    assert relevance.mutual_information().tolist() == [0, 0, 0]
+
+
+def test_odd_dwell_times():
+    relevance = fitted(*draw_events(2000))
+    dwell = torch.tensor([torch.nan, 0.0, -5.0, 3600.0, torch.inf])
+    p = relevance(dwell, torch.zeros(5).long())
+    assert p[0] == p[1] == p[2]
+    assert p[3] == p[4]
+    relevance.update(dwell, torch.zeros(5).long(), torch.ones(5).bool())
+    assert relevance.counts.sum() == 2005
+
+
+def test_state_goes_into_another():
+    relevance = fitted(*draw_events(2000))
+    other = Relevance(len(PLANTED))
+    other.load_state_dict(relevance.state_dict())
+    assert torch.equal(other.coefficients, relevance.coefficients)
+    assert torch.equal(other.counts, relevance.counts)
+
+
+def entropy(p):
+    return -(p[p > 0] * p[p > 0].log()).sum()
+
+
+def test_mutual_information_is_that_of_entropies():
+    dwell, surface, converted = draw_events(4000)
+    relevance = fitted(dwell, surface, converted)
+    bins = (dwell.double().log1p() / relevance.bin_width).long().clamp(max=255) // 16
+    actual = relevance.mutual_information(16)
+    for s in range(len(PLANTED)):
+        own = surface == s
+        joint = torch.zeros(16, 2, dtype=torch.float64)
+        joint.index_put_((bins[own], converted[own].long()), torch.tensor(1.0).double(), True)
+        joint /= joint.sum()
+        expected = entropy(joint.sum(0)) + entropy(joint.sum(1)) - entropy(joint)
+        assert actual[s].item() == pytest.approx(expected.item(), abs=1e-6)
+    assert actual.argmin() == 1  # where dwell tells nothing
+
+
+def test_attributes_are_ranked():
+    """A copy of the best attribute is worth as much as it, but not beside it."""
+    generator = torch.Generator().manual_seed(0)
+    label, other = (torch.randint(0, 2, (4000,), generator=generator) for _ in range(2))
+    noisy = torch.where(torch.rand(4000, generator=generator) < 0.1, other, label)
+    weaker = torch.where(torch.rand(4000, generator=generator) < 0.5, other, label)
+    attributes = torch.stack([other, weaker, noisy, noisy * 3], 1)
+    chosen, worths = rank_attributes(attributes, label, 3)
+    assert chosen == [2, 3, 1]
+    assert worths[0] == pytest.approx(worths[1])
+    assert worths[1] > worths[2]
+    apart, _ = rank_attributes(attributes, label, 2, min_redundancy=True)
+    assert apart == [2, 1]
+
+
+def test_sessions_are_divided_at_pauses(device):
+    lengths = [4, 0, 3]
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    times = torch.tensor([0, 5, 16, 17, 3, 4, 50], device=device)
+    relevance = torch.tensor([0.4, 0.4, 0.5, 0.1, 0.9, 0.0, 0.7], device=device)
+    # Sessions of the first user: 0 and 1 (0.64), 2 and 3 (0.55); of the last: 4 and 5 (0.9), 6.
+    for threshold, expected in (
+        (0.6, [1, 1, 0, 0, 1, 1, 1]),
+        (0.8, [0, 0, 0, 0, 1, 1, 0]),
+        (0.0, [1, 1, 1, 1, 1, 1, 1]),
+    ):
+        actual = segment_sessions(relevance, offsets, times, gap=10, threshold=threshold)
+        assert actual.tolist() == expected
+
+
+def test_a_certain_event_makes_its_session_active(device):
+    relevance = torch.tensor([1.0, 0.0, 0.0], device=device)
+    offsets = torch.tensor([0, 3], device=device)
+    times = torch.tensor([0, 1, 90], device=device)
+    actual = segment_sessions(relevance, offsets, times, gap=10, threshold=1.0)
+    assert actual.tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_no_session(lengths, device):
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
+    empty = torch.zeros(0, device=device)
+    assert segment_sessions(empty, offsets, empty, gap=1, threshold=0.5).shape == (0,)
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_device():
+    dwell, surface, converted = (x.cuda() for x in draw_events(1000))
+    relevance = Relevance(len(PLANTED), device="cuda")
+    offsets = torch.tensor([0, 400, 1000], device="cuda")
+
+    def call():
+        relevance.update(dwell, surface, converted)
+        relevance.fit()
+        scores = relevance(dwell, surface)
+        segment_sessions(scores, offsets, dwell.cumsum(0), gap=10, threshold=0.5)
+
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_surfaces": 0}, ValueError, "num_surfaces must be at least 1, got 0"),
+        ({"num_surfaces": 2.0}, TypeError, r"num_surfaces must be an int, got 2\.0"),
+        ({"num_surfaces": 2, "num_bins": True}, TypeError, "num_bins must be an int, got True"),
+        ({"num_surfaces": 2, "max_dwell": 0}, ValueError, "max_dwell must be positive and finite"),
+        ({"num_surfaces": 2, "prior": -1}, ValueError, "prior must be positive and finite, got -1"),
+    ],
+)
+def test_wrong_modules_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Relevance(**arguments)
+
+
+def test_wrong_events_are_named():
+    relevance = Relevance(3)
+    dwell, surface, converted = draw_events(4)
+    with pytest.raises(ValueError, match="surface must be 0 to 2, got 0 to 3"):
+        relevance(dwell, torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(TypeError, match=r"surface must be int32 or int64, got torch\.float32"):
+        relevance(dwell, surface.float())
+    with pytest.raises(ValueError, match=r"surface must have shape \[N\] = \[4\], got \[3\]"):
+        relevance(dwell, surface[:3])
+    with pytest.raises(ValueError, match=r"converted must have shape \[N\] = \[4\], got \[2\]"):
+        relevance.update(dwell, surface, converted[:2])
+    with pytest.raises(ValueError, match="num_bins must divide 256, got 7"):
+        relevance.mutual_information(7)
+    with pytest.raises(TypeError, match=r"attributes must be integers, got torch\.float32"):
+        rank_attributes(dwell.unsqueeze(1), converted, 1)
+    with pytest.raises(ValueError, match="count must be 1 to 1, got 2"):
+        rank_attributes(surface.unsqueeze(1), converted, 2)
+    with pytest.raises(ValueError, match="attributes must not be negative, got -"):
+        rank_attributes(-1 - surface.unsqueeze(1), converted, 1)

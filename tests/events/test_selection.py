@@ -1,0 +1,352 @@
+"""Events are kept or removed as wholes: of looked-up rows, and of batches before that."""
+
+import pytest
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_jagged_attn import (
+    EventBoosting,
+    EventSelection,
+    JaggedTargetAttention,
+    Relevance,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    boost_weights,
+    jagged_target_attention,
+    segment_sessions,
+    select_events,
+    truncate_events,
+)
+from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
+
+LENGTHS = [4, 0, 7, 1]
+HISTORY = ["item", "surface", "dwell"]
+
+
+def make_features(device="cpu", *, weighted=False, seed=0):
+    """``user`` and ``tags``, and events of an item, a surface and a dwell time."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = {"user": [1] * 4, "item": LENGTHS, "tags": [2, 0, 1, 3]}
+    lengths |= {"surface": LENGTHS, "dwell": LENGTHS}
+    of_all = torch.tensor([n for of_key in lengths.values() for n in of_key])
+    values = torch.randint(0, 20, (int(of_all.sum()),), generator=generator)
+    weights = torch.rand(len(values), generator=generator) if weighted else None
+    return KeyedJaggedTensor(list(lengths), values, weights, lengths=of_all).to(device)
+
+
+def scores_of(features):
+    """The dwell time, and which of equal ones is first in no other way."""
+    return features["dwell"].values().float()
+
+
+def rows_kept(scores, keep, threshold=-torch.inf):
+    """Of one user: numbers of the events that are kept."""
+    newest_first = (scores >= threshold).nonzero().flatten().flip(0)
+    best = scores[newest_first].sort(descending=True, stable=True).indices[:keep]
+    return newest_first[best].sort().values
+
+
+def assert_kept(actual, features, rows):
+    """The events ``rows`` of each user, and all of the other keys."""
+    assert actual.keys() == features.keys()
+    assert actual.stride() == features.stride()
+    assert actual.values().numel() == sum(actual.length_per_key())
+    for key in features.keys():  # noqa: SIM118
+        for user, (got, had) in enumerate(
+            zip(actual[key].to_dense(), features[key].to_dense(), strict=True)
+        ):
+            kept = rows[user] if key in HISTORY else slice(None)
+            assert torch.equal(got, had[kept]), (key, user)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("keep", "threshold"), [(2, None), (0, None), (None, 9.0), (3, 9.0)])
+def test_events_of_highest_scores(keep, threshold, weighted, device):
+    features = make_features(device, weighted=weighted)
+    selection = EventSelection(HISTORY, keep, scores=scores_of, threshold=threshold)
+    limit = -torch.inf if threshold is None else threshold
+    rows = [rows_kept(x.float(), keep, limit) for x in features["dwell"].to_dense()]
+    actual = selection(features)
+    assert_kept(actual, features, rows)
+    if weighted:
+        of_values = features.__class__(
+            features.keys(), features.weights(), lengths=features.lengths()
+        )
+        weights = KeyedJaggedTensor(
+            actual.keys(), actual.weights(), lengths=actual.lengths(), stride=actual.stride()
+        )
+        assert_kept(weights, of_values, rows)
+
+
+def test_the_newest_are_those_of_history_truncation(device):
+    features = make_features(device)
+    actual = EventSelection(HISTORY, 3)(features)
+    expected = HistoryTruncation([(HISTORY, 3)])(features)
+    assert torch.equal(actual.values(), expected.values())
+    assert torch.equal(actual.lengths(), expected.lengths())
+    assert actual.lengths().dtype == expected.lengths().dtype
+
+
+def test_segments_have_budgets(device):
+    features = make_features(device)
+
+    def surface_of(x):
+        return x["surface"].values() % 2
+
+    actual = EventSelection(HISTORY, [1, 3], scores=scores_of, segments=surface_of)(features)
+    rows = []
+    for dwell, surface in zip(
+        features["dwell"].to_dense(), features["surface"].to_dense(), strict=True
+    ):
+        parts = []
+        for segment, keep in enumerate([1, 3]):
+            own = (surface % 2 == segment).nonzero().flatten()
+            parts.append(own[rows_kept(dwell[own].float(), keep)])
+        rows.append(torch.cat(parts).sort().values)
+    assert_kept(actual, features, rows)
+
+
+def test_two_histories_one_after_the_other():
+    features = make_features()
+    chain = torch.nn.Sequential(EventSelection(HISTORY, 2), EventSelection(["tags"], 1))
+    actual = chain(features)
+    assert actual["tags"].lengths().tolist() == [1, 0, 1, 1]
+    assert actual["item"].lengths().tolist() == [2, 0, 2, 1]
+    assert torch.equal(actual["user"].values(), features["user"].values())
+
+
+def test_no_event_at_all(device):
+    features = KeyedJaggedTensor(
+        ["user", *HISTORY],
+        torch.tensor([1, 2], device=device),
+        lengths=torch.tensor([1, 1, 0, 0, 0, 0, 0, 0], device=device),
+    )
+    actual = EventSelection(HISTORY, 2, scores=scores_of)(features)
+    assert torch.equal(actual.values(), features.values())
+    assert torch.equal(actual.lengths(), features.lengths())
+
+
+def test_keys_of_several_batch_sizes():
+    """A history that two samples have is there once."""
+    features = KeyedJaggedTensor(
+        ["user", *HISTORY],
+        torch.tensor([1, 2, 1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 5, 3]),
+        lengths=torch.tensor([1, 1, 4, 4, 4]),
+        stride_per_key_per_rank=[[2], [1], [1], [1]],
+        inverse_indices=(["user", *HISTORY], torch.tensor([[0, 1], [0, 0], [0, 0], [0, 0]])),
+    )
+    actual = EventSelection(HISTORY, 2, scores=scores_of)(features)
+    assert actual.stride_per_key() == [2, 1, 1, 1]
+    assert actual["item"].values().tolist() == [1, 3]
+    assert actual["dwell"].values().tolist() == [9, 5]
+    assert actual.inverse_indices() is features.inverse_indices()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_looked_up_rows(weighted, device):
+    """As if the removed events had never been looked up, gradients of the table included."""
+    features = make_features(device)
+    table = EmbeddingConfig(
+        name="t", embedding_dim=8, num_embeddings=20, feature_names=["item", "surface"]
+    )
+    lookup = EmbeddingCollection([table], device=device)
+    scores = scores_of(features)
+    query = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(1)).to(device)
+    weight = lookup.embeddings["t"].weight
+
+    def pooled_gradient(rows):
+        out = [jagged_target_attention(query, x.values(), x.offsets()) for x in rows.values()]
+        weight.grad = None
+        torch.cat(out).square().sum().backward()
+        return torch.cat(out).detach(), weight.grad
+
+    rows = lookup(features)
+    weights = torch.rand(len(scores), device=device, requires_grad=True) if weighted else None
+    if weighted:
+        rows = {
+            key: JaggedTensor(x.values(), weights, offsets=x.offsets()) for key, x in rows.items()
+        }
+    selected = select_events(rows, scores, keep=2)
+    actual = pooled_gradient(selected)
+    expected = pooled_gradient(lookup(EventSelection(HISTORY, 2, scores=scores_of)(features)))
+    for got, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(got, wanted)
+    if weighted:
+        selected["item"].weights().sum().backward()
+        kept = [rows_kept(x.float(), 2) for x in features["dwell"].to_dense()]
+        begins = features["item"].offsets()[:-1]
+        at = torch.cat([x + begin for x, begin in zip(kept, begins, strict=True)])
+        assert torch.equal(weights.grad.nonzero().flatten(), at)
+
+
+def test_truncated_with_room_to_spare(device):
+    rows = JaggedTensor(
+        torch.randn(12, 3, device=device), lengths=torch.tensor(LENGTHS, device=device)
+    )
+    exact = truncate_events(rows, 2)
+    roomy = truncate_events(rows, 2, capacity=8)
+    assert [x.tolist() for x in exact.to_dense()] == [x[-2:].tolist() for x in rows.to_dense()]
+    assert torch.equal(roomy.lengths(), exact.lengths())
+    assert torch.equal(roomy.values()[:5], exact.values())
+    assert not roomy.values()[5:].any()
+
+
+@pytest.mark.gpu
+def test_attention_after_a_selection_without_waiting():
+    rows = JaggedTensor(
+        torch.randn(12, 8, device="cuda", requires_grad=True),
+        offsets=torch.tensor([0, 4, 4, 11, 12], device="cuda"),
+    )
+    scores = torch.rand(12, device="cuda")
+    module = JaggedTargetAttention(8, 2, device="cuda")
+    target = torch.randn(4, 8, device="cuda")
+
+    def call():
+        return module(target, select_events(rows, scores, keep=2, capacity=8))
+
+    expected = module(target, select_events(rows, scores, keep=2))
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected)
+
+
+def make_collection(is_weighted, device="cpu"):
+    tables = [
+        EmbeddingBagConfig(
+            name=name, embedding_dim=8, num_embeddings=20, feature_names=[name, *more]
+        )
+        for name, more in {"target": ["item"], "user": []}.items()
+    ]
+    torch.manual_seed(0)
+    attention = TargetAttentionConfig("target", "item", num_heads=2, recency_bias=False)
+    return TargetAttentionEmbeddingBagCollection(tables, attention, device, is_weighted)
+
+
+def with_target(features):
+    """A key ``target`` of one id, too."""
+    ids = torch.arange(4, device=features.device())
+    target = KeyedJaggedTensor(["target"], ids, lengths=torch.ones_like(ids))
+    return KeyedJaggedTensor.concat([features, target])
+
+
+def test_boosts_are_prior_weights(device):
+    """Twice the weight is the event twice."""
+    features = with_target(make_features(device))
+    counts = torch.tensor([1.0, 2, 0, 1, 1, 1, 3, 1, 1, 1, 1, 2], device=device)
+    boosted = make_collection(True, device)(EventBoosting(HISTORY, lambda x: counts)(features))
+    repeated = {}
+    for key in features.keys():  # noqa: SIM118
+        lists = features[key].to_dense()
+        if key == "item":
+            of_users = counts.long().split(LENGTHS)
+            lists = [x.repeat_interleave(n) for x, n in zip(lists, of_users, strict=True)]
+        repeated[key] = lists
+    flat = [x for lists in repeated.values() for x in lists]
+    again = KeyedJaggedTensor(
+        list(repeated), torch.cat(flat), lengths=torch.tensor([len(x) for x in flat]).to(device)
+    )
+    expected = make_collection(False, device)(again)
+    torch.testing.assert_close(boosted.values(), expected.values())
+
+
+def test_boosts_multiply_weights_that_are_there():
+    features = make_features(weighted=True)
+    factor = torch.arange(12.0)
+    boosted = EventBoosting(HISTORY, lambda x: factor)(features)
+    for key in features.keys():  # noqa: SIM118
+        expected = features[key].weights() * (factor if key in HISTORY else 1)
+        assert torch.equal(boosted[key].weights(), expected)
+    assert torch.equal(boosted.values(), features.values())
+
+
+def test_relevance_selects_and_boosts(device):
+    """All parts together: the events are those of active sessions, the others count less."""
+    features = make_features(device)
+    relevance = Relevance(20, device=device)
+    dwell, surface = (features[key].values() for key in ("dwell", "surface"))
+    relevance.update(dwell, surface, dwell > 9)
+    relevance.fit()
+
+    def scores(x):
+        return relevance(x["dwell"].values(), x["surface"].values())
+
+    def segments(x):
+        times = torch.arange(len(x["item"].values()), device=device) * 1000
+        offsets = x["item"].offsets()
+        return segment_sessions(scores(x), offsets, times, gap=1500, threshold=0.9)
+
+    factors = torch.tensor([0.5, 2.0], device=device)
+    selection = EventSelection(HISTORY, [1, 4], scores=scores, segments=segments)
+    boosting = EventBoosting(
+        HISTORY, lambda x: boost_weights(scores(x), segments=segments(x), factors=factors)
+    )
+    out = boosting(selection(features))
+    assert out["item"].lengths().tolist() == selection(features)["item"].lengths().tolist()
+    expected = scores(out) * factors[segments(out)]
+    assert torch.equal(out["surface"].weights(), expected)
+    assert (out["tags"].weights() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 2), r"keys must be some, each once, got \[\]"),
+        ((["item", "item"], 2), "keys must be some, each once, got"),
+        ((["item"], [2, 3]), r"keep must be a list if and only if .* segments, got \[2, 3\]"),
+    ],
+)
+def test_wrong_modules_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EventSelection(*arguments)
+    with pytest.raises(ValueError, match=r"threshold must be None without scores, got 0\.5"):
+        EventSelection(["item"], threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "message"),
+    [
+        (["item", "where"], {}, r"features must have the keys \['where'\], got \['user', 'item'"),
+        (["item", "tags"], {}, "'tags' must be as long as 'item' in each sample, got 2 and 4"),
+        (["item"], {"scores": lambda x: torch.zeros(5)}, r"scores must have shape \[N\] = \[12\]"),
+    ],
+)
+def test_wrong_batches_are_named(keys, options, message):
+    with pytest.raises(ValueError, match=message):
+        EventSelection(keys, 2, **options)(make_features())
+
+
+def test_wrong_histories_are_named():
+    long, short = (JaggedTensor(torch.zeros(n), lengths=torch.tensor([n])) for n in (3, 2))
+    with pytest.raises(ValueError, match="'b' must be as long as 'a' in each sample, got 2 and 3"):
+        truncate_events({"a": long, "b": short}, 1)
+    with pytest.raises(ValueError, match="events must have one history or more, got none"):
+        truncate_events({}, 1)
+    with pytest.raises(TypeError, match="events must be a JaggedTensor, got a Tensor"):
+        truncate_events(torch.zeros(3), 1)
+    with pytest.raises(ValueError, match=r"scores must have shape \[N\] = \[3\], got \[2\]"):
+        select_events(long, torch.zeros(2), keep=1)
+
+
+@pytest.mark.parametrize(
+    ("relevance", "options", "error", "message"),
+    [
+        (torch.ones(2).long(), {}, TypeError, "relevance must be one of"),
+        (torch.ones(2), {"strength": -1}, ValueError, "strength must be finite and not negative"),
+        (torch.ones(2), {"factors": torch.ones(1)}, ValueError, "together, got factors alone"),
+        (
+            torch.ones(2),
+            {"segments": torch.zeros(3).long(), "factors": torch.ones(1)},
+            ValueError,
+            r"segments must have shape \[N\] = \[2\], got \[3\]",
+        ),
+    ],
+)
+def test_wrong_boosts_are_named(relevance, options, error, message):
+    with pytest.raises(error, match=message):
+        boost_weights(relevance, **options)

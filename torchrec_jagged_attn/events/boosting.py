@@ -1,0 +1,119 @@
+"""``boost_weights`` and ``EventBoosting``: events that count more, by prior weights."""
+
+# FX reads annotations, so they are no strings here.
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_jagged_attn.checks import check_float, check_same, check_shape
+from torchrec_jagged_attn.events.selection import check_events, replace_rows
+
+__all__ = ["EventBoosting", "boost_weights"]
+
+
+def boost_weights(
+    relevance: Tensor,
+    *,
+    strength: float = 1.0,
+    segments: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Tensor:
+    r"""Turn relevance and segments of events into prior weights: :math:`r_n^s \cdot f_{g(n)}`.
+
+    Attention multiplies what the softmax gives a row with the row's prior weight, and makes the sum
+    one again: it adds :math:`s \log r_n + \log f_{g(n)}` to the scores, in its kernels. Only ratios
+    within one user matter.
+
+    Args:
+        relevance: ``[N]``, not negative, as :class:`Relevance` gives.
+        strength: ``s``, at least 0: with 0, relevance does not count.
+        segments: ``[N]`` integers in 0…G - 1, such as those of :func:`segment_sessions`.
+        factors: ``[G]``, not negative: what events of each segment count.
+
+    Returns:
+        ``[N]``, in the dtype of ``relevance``: the ``prior_weights`` of attention.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape or a device does not fit, ``strength`` is negative, or one of
+            ``segments`` and ``factors`` is missing.
+
+    Example:
+        >>> segments, factors = torch.tensor([0, 1, 1]), torch.tensor([1.0, 4.0])
+        >>> boost_weights(torch.tensor([0.5, 0.5, 0.25]), segments=segments, factors=factors)
+        tensor([0.5000, 2.0000, 1.0000])
+    """
+    check_float(relevance, "relevance")
+    check_shape(relevance, "relevance", "[N]", (None,))
+    if not 0 <= strength < torch.inf:
+        raise ValueError(f"strength must be finite and not negative, got {strength}")
+    weights = relevance**strength
+    if (segments is None) != (factors is None):
+        given = "factors" if segments is None else "segments"
+        raise ValueError(f"segments and factors must be given together, got {given} alone")
+    if segments is None or factors is None:
+        return weights
+    check_shape(segments, "segments", "[N]", (relevance.shape[0],))
+    check_shape(factors, "factors", "[G]", (None,))
+    check_same(relevance, "relevance", dtype=False, segments=segments, factors=factors)
+    return weights * factors[segments].to(weights.dtype)
+
+
+class EventBoosting(nn.Module):
+    """Weighs events of a KeyedJaggedTensor, for collections with ``is_weighted=True``.
+
+    There the weights of a history are prior weights of its rows; those of features that are pooled
+    otherwise are factors of the rows. Weights that are there already are multiplied; where there
+    are none, other keys have ones.
+
+    Args:
+        keys: of the features of an event, equally long in each sample.
+        weights: from the KeyedJaggedTensor to a weight of each event, ``[N]`` in the order of the
+            keys' rows, as :func:`boost_weights` makes them.
+
+    Raises:
+        ValueError: no keys, or a key twice.
+
+    Example:
+        >>> features = KeyedJaggedTensor.from_lengths_sync(
+        ...     ["user", "item"], torch.tensor([5, 7, 3]), torch.tensor([1, 0, 1, 1])
+        ... )
+        >>> boosting = EventBoosting(["item"], lambda x: torch.tensor([2.0, 0.5]))
+        >>> boosting(features).weights()
+        tensor([1.0000, 2.0000, 0.5000])
+
+    Source:
+        After the abstract of DynamiX (https://arxiv.org/abs/2511.18331), which boosts events for
+        segments of users. That boosts are prior weights of attention is ours.
+    """
+
+    def __init__(self, keys: list[str], weights: Callable[[KeyedJaggedTensor], Tensor]) -> None:
+        super().__init__()
+        if not keys or len(set(keys)) < len(keys):
+            raise ValueError(f"keys must be some, each once, got {keys}")
+        self.keys, self.weights = keys, weights
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """``features`` with the same rows, weighted.
+
+        Raises:
+            TypeError: weights are of a dtype that is not computed with.
+            ValueError: a key is missing, or keys differ in length or batch size; or weights are not
+                one for each event.
+        """
+        return _boost(features, self.keys, self.weights(features))
+
+
+@torch.fx.wrap  # what branches on the batch is a leaf for FX
+def _boost(features: KeyedJaggedTensor, keys: list[str], weights: Tensor) -> KeyedJaggedTensor:
+    check_events(features, keys)
+    check_float(weights, "weights")
+    counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
+    check_shape(weights, "weights", "[N]", (counts[keys[0]],))
+    of_keys = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
+    weights, old = torch.cat(of_keys), features.weights_or_none()
+    return replace_rows(
+        features, features.values(), weights if old is None else old * weights, features.lengths()
+    )

@@ -1,0 +1,162 @@
+"""``Events``: jagged in jagged, attributes of the events of users."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_jagged_attn.checks import (
+    check_offsets_metadata,
+    check_same,
+    check_tensor,
+    check_timestamps,
+)
+from torchrec_jagged_attn.events.selection import check_events
+from torchrec_jagged_attn.layout import JaggedLayout
+from torchrec_jagged_attn.ops.selection import select_rows, take_rows
+
+__all__ = ["Events"]
+
+
+@dataclass(frozen=True)
+class Events:
+    """Events of ``B`` users, one user after the other, and any number of ids of each attribute.
+
+    Two layouts lie in each other. The outer one divides ``E`` events among the users, the oldest
+    first. The inner one is a KeyedJaggedTensor whose samples are events: it divides the ids of each
+    attribute among the events.
+
+    Args:
+        offsets: ``[B + 1]`` int32 or int64: user ``b`` has the events ``offsets[b]`` to
+            ``offsets[b + 1] - 1``.
+        attributes: of ``E`` samples, a key for each attribute.
+        timestamps: ``[E]`` int32, int64, fp32 or fp64, never decreasing within a user; or None.
+
+    Raises:
+        TypeError: a dtype or type does not fit.
+        ValueError: a shape or a device does not fit.
+
+    Example:
+        >>> events = Events(
+        ...     torch.tensor([0, 2, 3]),
+        ...     KeyedJaggedTensor.from_lengths_sync(
+        ...         ["item", "tags"],
+        ...         torch.tensor([7, 3, 5, 1, 2, 4]),
+        ...         torch.tensor([1, 1, 1, 2, 0, 1]),
+        ...     ),
+        ... )
+        >>> newest = events.truncate(1)
+        >>> newest.offsets
+        tensor([0, 1, 2])
+        >>> newest.attributes["tags"].to_dense()
+        [tensor([], dtype=torch.int64), tensor([4])]
+    """
+
+    offsets: Tensor
+    attributes: KeyedJaggedTensor
+    timestamps: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_offsets_metadata(self.offsets)
+        if not isinstance(self.attributes, KeyedJaggedTensor):
+            raise TypeError(
+                f"attributes must be a KeyedJaggedTensor, got a {type(self.attributes).__name__}"
+            )
+        if self.attributes.variable_stride_per_key():
+            raise ValueError(
+                "attributes must have one batch size, the number of events, got "
+                f"{self.attributes.stride_per_key()} for {self.attributes.keys()}"
+            )
+        if self.timestamps is not None:
+            check_tensor(self.timestamps, "timestamps")
+            check_timestamps(self.timestamps, self.num_events)
+        values = self.attributes.values()
+        check_same(
+            values, "attributes", dtype=False, offsets=self.offsets, timestamps=self.timestamps
+        )
+
+    @classmethod
+    def of_features(
+        cls, features: KeyedJaggedTensor, keys: list[str], timestamps: str | None = None
+    ) -> Events:
+        """Of features that have one id an event, as batches of histories have them.
+
+        Args:
+            features: of ``B`` users.
+            keys: of attributes, equally long in each sample.
+            timestamps: key of the events' times, likewise.
+
+        Raises:
+            ValueError: a key is missing, or keys differ in length or batch size.
+        """
+        if not keys:
+            raise ValueError(f"keys must be some, got {keys}")
+        check_events(features, keys if timestamps is None else [*keys, timestamps])
+        first = features[keys[0]]
+        num_events = first.values().numel()
+        values = torch.cat([features[key].values() for key in keys])
+        weighted = features.weights_or_none() is not None
+        attributes = KeyedJaggedTensor(
+            keys,
+            values,
+            torch.cat([features[key].weights() for key in keys]) if weighted else None,
+            lengths=features.lengths().new_ones(len(keys) * num_events),
+            stride=num_events,
+        )
+        times = None if timestamps is None else features[timestamps].values()
+        return cls(first.offsets(), attributes, times)
+
+    @property
+    def num_events(self) -> int:
+        """``E``, of all users."""
+        return self.attributes.stride()
+
+    def layout(self) -> JaggedLayout:
+        """The outer layout: which events each user has."""
+        return JaggedLayout(self.offsets, self.num_events)
+
+    def select(
+        self,
+        scores: Tensor | None,
+        *,
+        keep: int | list[int] | Tensor | None = None,
+        threshold: float | None = None,
+        segments: Tensor | None = None,
+    ) -> Events:
+        """Keep the events of each user with the highest scores, and all of their attributes.
+
+        Weights of attributes and timestamps have gradients. The host waits for the number of events
+        and of ids that are left. Arguments, scores of ``[E]`` among them, are those of
+        :func:`select_events`.
+        """
+        selected = select_rows(
+            self.offsets, scores, num_rows=self.num_events, keep=keep, threshold=threshold,
+            segments=segments,
+        )  # fmt: skip
+        old = self.attributes
+        # All ids of an event that is kept, none of another.
+        limits = torch.where(selected.places >= 0, 2**31 - 1, 0).repeat(len(old.keys()))
+        ids = select_rows(old.offsets(), num_rows=old.values().numel(), keep=limits)
+        weights = old.weights_or_none()
+        lengths = old.lengths().view(len(old.keys()), self.num_events)[:, selected.rows]
+        attributes = KeyedJaggedTensor(
+            old.keys(),
+            take_rows(old.values(), ids),
+            None if weights is None else take_rows(weights, ids),
+            lengths=lengths.flatten(),
+            stride=selected.rows.numel(),
+        )
+        timestamps = self.timestamps
+        return replace(
+            self,
+            offsets=selected.offsets,
+            attributes=attributes,
+            timestamps=None if timestamps is None else take_rows(timestamps, selected),
+        )
+
+    def truncate(self, keep: int | Tensor) -> Events:
+        """Keep the newest events of each user, and all of their attributes."""
+        return self.select(None, keep=keep)

@@ -1,0 +1,278 @@
+"""``Relevance``: how likely an event converts, given how long it was looked at, and where."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_jagged_attn.checks import check_same, check_shape, check_tensor, should_validate
+
+__all__ = ["Relevance", "rank_attributes"]
+
+NEWTON_STEPS, HALVINGS = 30, 12
+
+
+class Relevance(nn.Module):
+    r"""The probability that an event converts, by dwell time and surface:
+
+    .. math:: P(conversion \mid dwell, s) = \sigma(a_s + b_s \log(1 + dwell))
+
+    :meth:`update` counts events in bins of :math:`\log(1 + dwell)`, of each surface, converted or
+    not. Counts are integers: their sum does not depend on the order of events, on batches or on
+    ranks. :meth:`fit` finds :math:`a` and :math:`b` from them, by Newton's method in fp64. What all
+    surfaces have in common is fitted first; each surface is drawn towards it, the more the fewer
+    events it has. Neither waits for the device. Before it is fitted, all probabilities are ½.
+
+    Args:
+        num_surfaces: ``S``; surfaces are 0 to S - 1.
+        max_dwell: longest dwell time that is told apart from longer ones, in any unit.
+        num_bins: of the dwell time. Events of a bin count as in its middle.
+        prior: precision of ``a`` and ``b`` of a surface around those of all surfaces.
+        device: of the buffers.
+
+    Attributes:
+        counts: ``[S, num_bins, 2]`` int64: events that did not convert, and that did.
+        coefficients: ``[S, 2]`` fp32: ``a`` and ``b``.
+
+    Raises:
+        TypeError: a number is no int.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> relevance = Relevance(num_surfaces=2)
+        >>> dwell = torch.tensor([0.0, 1, 2, 3, 60, 90, 2, 120])
+        >>> surface = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])
+        >>> relevance.update(dwell, surface, dwell > 30)
+        >>> relevance.fit()
+        >>> relevance(torch.tensor([1.0, 100.0]), torch.tensor([0, 0])) > 0.5
+        tensor([False,  True])
+
+    Source:
+        After the abstract of DynamiX (https://arxiv.org/abs/2511.18331), which finds sessions and
+        surfaces of the highest relevance by dwell time and conversion. The model is ours.
+    """
+
+    counts: Tensor
+    coefficients: Tensor
+
+    def __init__(
+        self,
+        num_surfaces: int,
+        *,
+        max_dwell: float = 3600.0,
+        num_bins: int = 256,
+        prior: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("num_surfaces", num_surfaces), ("num_bins", num_bins)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, number in (("max_dwell", max_dwell), ("prior", prior)):
+            if not 0 < number < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {number}")
+        self.num_surfaces, self.num_bins, self.prior = num_surfaces, num_bins, prior
+        self.bin_width = math.log1p(max_dwell) / num_bins
+        counts = torch.zeros(num_surfaces, num_bins, 2, dtype=torch.int64, device=device)
+        self.register_buffer("counts", counts)
+        coefficients = torch.zeros(num_surfaces, 2, dtype=torch.float32, device=device)
+        self.register_buffer("coefficients", coefficients)
+
+    @torch.no_grad()
+    def update(self, dwell: Tensor, surface: Tensor, converted: Tensor) -> None:
+        """Count events. Sums of several ranks' ``counts`` are those of all their events.
+
+        Args:
+            dwell: ``[N]``, not negative, integers or floating point. NaN counts as 0.
+            surface: ``[N]`` integers.
+            converted: ``[N]`` bool, or integers 0 and 1.
+
+        Raises:
+            TypeError: a dtype does not fit.
+            ValueError: a shape or a device does not fit, or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a surface is none of 0 to S - 1.
+        """
+        self._check(dwell, surface)
+        check_shape(converted, "converted", "[N]", (dwell.shape[0],))
+        check_same(dwell, "dwell", dtype=False, converted=converted)
+        bins = (self._log_dwell(dwell).double() / self.bin_width).long().clamp(0, self.num_bins - 1)
+        at = (surface.long() * self.num_bins + bins) * 2 + (converted != 0).long()
+        self.counts.view(-1).index_add_(0, at, torch.ones_like(at))
+
+    @torch.no_grad()
+    def fit(self) -> None:
+        """Find ``coefficients`` for all events that were counted."""
+        middles = (torch.arange(self.num_bins, device=self.counts.device) + 0.5) * self.bin_width
+        x = torch.stack([torch.ones_like(middles), middles], 1).double()  # [bins, 2]
+        counts = self.counts.double()
+        start = torch.zeros(1, 2, dtype=torch.float64, device=counts.device)
+        of_all = _newton(x, counts.sum(0, keepdim=True), start, self.prior)
+        of_each = _newton(x, counts, of_all.expand(self.num_surfaces, -1), self.prior)
+        self.coefficients.copy_(of_each)
+
+    def forward(self, dwell: Tensor, surface: Tensor) -> Tensor:
+        """The probability of each event to convert, ``[N]`` fp32; without a gradient.
+
+        Args:
+            dwell: as in :meth:`update`.
+            surface: likewise.
+
+        Raises:
+            TypeError, ValueError: as there.
+        """
+        self._check(dwell, surface)
+        a, b = self.coefficients[surface].unbind(1)
+        return torch.sigmoid(a + b * self._log_dwell(dwell))
+
+    @torch.no_grad()
+    def mutual_information(self, num_bins: int = 16) -> Tensor:
+        r"""What dwell tells of conversion on each surface: :math:`I(bin; conversion)` in nats.
+
+        Args:
+            num_bins: the bins are joined to so many, a divisor of their number: few events in many
+                bins seem to tell more than they do.
+
+        Returns:
+            ``[S]`` fp64; 0 for surfaces without events.
+
+        Raises:
+            ValueError: ``num_bins`` does not divide the number of bins.
+        """
+        if num_bins < 1 or self.num_bins % num_bins:
+            raise ValueError(f"num_bins must divide {self.num_bins}, got {num_bins}")
+        return _mutual_information(self.counts.view(self.num_surfaces, num_bins, -1, 2).sum(2))
+
+    def _check(self, dwell: Tensor, surface: Tensor) -> None:
+        check_shape(dwell, "dwell", "[N]", (None,))
+        check_shape(surface, "surface", "[N]", (dwell.shape[0],))
+        if surface.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"surface must be int32 or int64, got {surface.dtype}")
+        check_same(self.counts, "this module", dtype=False, dwell=dwell, surface=surface)
+        if should_validate(surface) and surface.numel():
+            low, high = (int(x) for x in surface.aminmax())
+            if low < 0 or high >= self.num_surfaces:
+                raise ValueError(
+                    f"surface must be 0 to {self.num_surfaces - 1}, got {low} to {high}"
+                )
+
+    def _log_dwell(self, dwell: Tensor) -> Tensor:
+        """In fp32, of no more than the longest dwell time."""
+        longest = self.num_bins * self.bin_width
+        return dwell.float().nan_to_num(nan=0.0).clamp(min=0).log1p().clamp(max=longest)
+
+
+def _newton(x: Tensor, counts: Tensor, center: Tensor, prior: float) -> Tensor:
+    """``[S, 2]``: coefficients of most likely ``counts [S, bins, 2]``, drawn towards ``center``.
+
+    A step that does not lower the loss is halved, again and again; so it converges from anywhere.
+    """
+
+    def loss(w: Tensor) -> Tensor:
+        scores = w @ x.T  # [S, bins]
+        softplus = nn.functional.softplus
+        nll = counts[..., 0] * softplus(scores) + counts[..., 1] * softplus(-scores)
+        return nll.sum(1) + prior / 2 * (w - center).square().sum(1)
+
+    w, total = center.clone(), counts.sum(2)
+    identity = torch.eye(2, dtype=x.dtype, device=x.device)
+    for _ in range(NEWTON_STEPS):
+        p = torch.sigmoid(w @ x.T)
+        gradient = (total * p - counts[..., 1]) @ x + prior * (w - center)
+        curvature = (total * p * (1 - p)).unsqueeze(1) * x.T @ x + prior * identity
+        step = torch.linalg.solve_ex(curvature, gradient)[0]
+        before = loss(w)
+        size = torch.ones_like(before)
+        for _ in range(HALVINGS):
+            size = torch.where(loss(w - size.unsqueeze(1) * step) <= before, size, size / 2)
+        improves = loss(w - size.unsqueeze(1) * step) <= before
+        w = torch.where(improves.unsqueeze(1), w - size.unsqueeze(1) * step, w)
+    return w
+
+
+def _mutual_information(counts: Tensor) -> Tensor:
+    """``[…]`` nats, of two variables whose joint counts are ``[…, K, C]``; 0 without any."""
+    p = counts.double()
+    p = p / p.sum((-2, -1), keepdim=True).clamp(min=1)
+    independent = p.sum(-1, keepdim=True) * p.sum(-2, keepdim=True)
+    return torch.where(p > 0, p * (p / independent.clamp(min=1e-300)).log(), 0).sum((-2, -1))
+
+
+def rank_attributes(
+    attributes: Tensor, converted: Tensor, count: int, *, min_redundancy: bool = False
+) -> tuple[list[int], list[float]]:
+    r"""Choose the attributes of events that tell most of their conversion.
+
+    The relevance of an attribute is its mutual information with conversion, in nats. With
+    ``min_redundancy`` they are chosen one after the other, each the one with the most relevance
+    less its mean mutual information with those chosen before:
+
+    .. math:: I(x_i; y) - \frac{1}{|C|} \sum_{j \in C} I(x_i; x_j)
+
+    The host waits for the choice.
+
+    Args:
+        attributes: ``[N, F]`` integers from 0, such as surface, a bin of the dwell time, kind. Few
+            values each: joint counts of two attributes are made.
+        converted: ``[N]`` bool, or integers 0 and 1.
+        count: how many attributes to choose, at most ``F``.
+        min_redundancy: whether what an attribute has in common with others counts against it.
+
+    Returns:
+        The columns that are chosen, the best first; and what each was worth when it was chosen.
+
+    Raises:
+        TypeError: ``attributes`` are no integers.
+        ValueError: a shape, a device or ``count`` does not fit, or an attribute is negative.
+
+    Example:
+        >>> dwell_bin, kind = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+        >>> attributes = torch.stack([kind, dwell_bin], 1)
+        >>> rank_attributes(attributes, torch.tensor([False, False, True, True]), 1)
+        ([1], [0.6931471805599453])
+
+    Source:
+        Maximum relevance is in the abstract of DynamiX (https://arxiv.org/abs/2511.18331); minimum
+        redundancy is Peng, Long and Ding's (TPAMI 2005), equation 6.
+    """
+    check_tensor(attributes, "attributes")
+    if attributes.is_floating_point() or attributes.dtype == torch.bool:
+        raise TypeError(f"attributes must be integers, got {attributes.dtype}")
+    check_shape(attributes, "attributes", "[N, F]", (None, None))
+    check_shape(converted, "converted", "[N]", (attributes.shape[0],))
+    check_same(attributes, "attributes", dtype=False, converted=converted)
+    columns = list(attributes.long().unbind(1))
+    if not 1 <= count <= len(columns):
+        raise ValueError(f"count must be 1 to {len(columns)}, got {count}")
+    if attributes.numel() and int(attributes.min()) < 0:
+        raise ValueError(f"attributes must not be negative, got {int(attributes.min())}")
+    label = (converted != 0).long()
+    relevance = [_information_of(column, label) for column in columns]
+    redundancy = [0.0] * len(columns)
+    chosen: list[int] = []
+    worths: list[float] = []
+    while len(chosen) < count:
+        worth = {
+            at: relevance[at] - (redundancy[at] / len(chosen) if chosen else 0.0)
+            for at in range(len(columns))
+            if at not in chosen
+        }
+        best = max(worth, key=lambda at: worth[at])  # the first of equals
+        chosen.append(best)
+        worths.append(worth[best])
+        if min_redundancy:
+            for at in worth:
+                redundancy[at] += _information_of(columns[at], columns[best])
+    return chosen, worths
+
+
+def _information_of(x: Tensor, y: Tensor) -> float:
+    """Mutual information of two columns of small integers."""
+    if not x.numel():
+        return 0.0
+    num_x, num_y = int(x.max()) + 1, int(y.max()) + 1
+    counts = torch.bincount(x * num_y + y, minlength=num_x * num_y)
+    return _mutual_information(counts.view(num_x, num_y)).item()

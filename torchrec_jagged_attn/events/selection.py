@@ -1,0 +1,266 @@
+"""``select_events`` and ``truncate_events``, of looked-up rows; ``EventSelection``, before that."""
+
+# FX reads annotations, so they are no strings here.
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_jagged_attn.checks import check_shape
+from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, of_each_sample
+from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
+
+__all__ = ["EventSelection", "select_events", "truncate_events"]
+
+Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
+
+KEEP_ALL = 2**31 - 1
+
+
+def select_events(
+    events: Histories,
+    scores: Tensor | None,
+    *,
+    keep: int | Sequence[int] | Tensor | None = None,
+    threshold: float | None = None,
+    segments: Tensor | None = None,
+    capacity: int | None = None,
+) -> Histories:
+    """Keep the events of each user with the highest scores, in the order that they have.
+
+    Of equal scores the newer event, which lies behind the other, is kept first. Values and weights
+    have gradients, scores have none. See :func:`select_rows`, which finds the events.
+
+    Args:
+        events: of ``B`` users with ``N`` events in all, the oldest first; several histories of the
+            same events by name, whose events are kept or removed together.
+        scores: ``[N]``; ``None`` keeps the newest.
+        keep: events of a user at most: one number, or ``[B]`` integers. With ``segments``, a
+            sequence of one number for each segment, or ``[B, S]`` integers.
+        threshold: lowest score that is kept.
+        segments: ``[N]`` integers: what budget each event counts against.
+        capacity: room for the events of all users, so that the host does not wait; values have so
+            many rows, zeros behind the last event. By default, no more rows than events.
+
+    Returns:
+        As ``events``, of those that are kept.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`select_rows`; or histories of several
+            names differ in length.
+
+    Example:
+        >>> clicks = JaggedTensor(torch.tensor([7, 3, 5, 9]), lengths=torch.tensor([3, 1]))
+        >>> select_events(clicks, torch.tensor([0.9, 0.1, 0.5, 0.2]), keep=2).to_dense()
+        [tensor([7, 5]), tensor([9])]
+    """
+    if not isinstance(events, dict):
+        options = {"keep": keep, "threshold": threshold, "segments": segments}
+        return select_events({"events": events}, scores, capacity=capacity, **options)["events"]
+    if not events:
+        raise ValueError("events must have one history or more, got none")
+    for name, history in events.items():
+        if not isinstance(history, JaggedTensor):
+            raise TypeError(f"{name} must be a JaggedTensor, got a {type(history).__name__}")
+    first_name, first = next(iter(events.items()))
+    for name, history in events.items():
+        check_equal_lengths(history, name, first, first_name)
+    selected = select_rows(
+        first.offsets(),
+        scores,
+        num_rows=first.values().shape[0],
+        keep=keep,
+        threshold=threshold,
+        segments=segments,
+        capacity=capacity,
+    )
+    lengths = selected.offsets.diff().to(first.lengths().dtype)
+    kept = {name: _take(history, selected, lengths) for name, history in events.items()}
+    return cast("Histories", kept)
+
+
+def truncate_events(
+    events: Histories, keep: int | Tensor, *, capacity: int | None = None
+) -> Histories:
+    """Keep the newest events of each user: :func:`select_events` without scores.
+
+    Args:
+        events: as there.
+        keep: events of a user at most: one number, or ``[B]`` integers.
+        capacity: as there.
+
+    Returns:
+        As ``events``, of those that are kept.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as there.
+
+    Example:
+        >>> clicks = JaggedTensor(torch.tensor([7, 3, 5, 9]), lengths=torch.tensor([3, 1]))
+        >>> truncate_events(clicks, 2).to_dense()
+        [tensor([3, 5]), tensor([9])]
+    """
+    return select_events(events, None, keep=keep, capacity=capacity)
+
+
+def _take(history: JaggedTensor, selected: SelectedRows, lengths: Tensor) -> JaggedTensor:
+    weights = history.weights_or_none()
+    return JaggedTensor(
+        take_rows(history.values(), selected),
+        None if weights is None else take_rows(weights, selected),
+        lengths,
+        selected.offsets,
+    )
+
+
+class EventSelection(nn.Module):
+    """Keeps some events of each user in a KeyedJaggedTensor, before anything is looked up.
+
+    All features of an event are kept or removed together; other keys stay as they are. It has no
+    sharded child, so TorchRec's pipelines run it before the lookups, where they are told
+    ``pipeline_postproc=True``: removed events are neither sent to other ranks nor looked up. How
+    many rows are left is known on the device alone: without a pipeline, the host waits for it.
+
+    Args:
+        keys: of the features of an event, equally long in each sample, the oldest event first.
+        keep: events of a sample at most; with ``segments``, one number for each segment. By
+            default, all.
+        scores: from the KeyedJaggedTensor to a score of each event, ``[N]`` in the order of the
+            keys' rows. Without one, the newest events are kept.
+        threshold: lowest score that is kept.
+        segments: likewise, from there to the segment of each event, ``[N]`` integers.
+
+    Raises:
+        ValueError: no keys, or a key twice; or a threshold without scores.
+
+    Example:
+        >>> features = KeyedJaggedTensor.from_lengths_sync(
+        ...     ["user", "item", "dwell"],
+        ...     torch.tensor([1, 2, 7, 3, 5, 9, 30, 0, 12, 4]),
+        ...     torch.tensor([1, 1, 3, 1, 3, 1]),
+        ... )
+        >>> selection = EventSelection(
+        ...     ["item", "dwell"], 2, scores=lambda features: features["dwell"].values().float()
+        ... )
+        >>> selection(features)["item"].to_dense()
+        [tensor([7, 5]), tensor([9])]
+
+    Source:
+        After the abstract of DynamiX (https://arxiv.org/abs/2511.18331), which removes events for
+        segments of users. How it is done here is ours.
+    """
+
+    def __init__(
+        self,
+        keys: list[str],
+        keep: int | list[int] | None = None,
+        *,
+        scores: Callable[[KeyedJaggedTensor], Tensor] | None = None,
+        threshold: float | None = None,
+        segments: Callable[[KeyedJaggedTensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if not keys or len(set(keys)) < len(keys):
+            raise ValueError(f"keys must be some, each once, got {keys}")
+        if threshold is not None and scores is None:
+            raise ValueError(f"threshold must be None without scores, got {threshold}")
+        if isinstance(keep, list) != (segments is not None):
+            raise ValueError(f"keep must be a list if and only if there are segments, got {keep!r}")
+        self.keys, self.keep, self.threshold = keys, keep, threshold
+        self.scores, self.segments = scores, segments
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """``features`` with the same keys and samples, without the events that are not kept.
+
+        Raises:
+            ValueError: a key is missing, or keys differ in length or batch size; or scores or
+                segments are not one for each event.
+        """
+        scores = None if self.scores is None else self.scores(features)
+        segments = None if self.segments is None else self.segments(features)
+        return _select(features, self.keys, self.keep, scores, self.threshold, segments)
+
+
+@torch.fx.wrap  # what branches on the batch is a leaf for FX
+def _select(
+    features: KeyedJaggedTensor,
+    keys: list[str],
+    keep: int | list[int] | None,
+    scores: Tensor | None,
+    threshold: float | None,
+    segments: Tensor | None,
+) -> KeyedJaggedTensor:
+    """All lists of all keys are samples of one selection, to which each event has the same score
+    under each of its keys; rows of other keys have the highest one, and no limit.
+    """
+    check_events(features, keys)
+    num_rows, device = features.values().numel(), features.device()
+    strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
+    budgets = keep if isinstance(keep, list) else [KEEP_ALL if keep is None else keep]
+
+    def limits_of(key: str) -> list[Tensor]:
+        of_key = budgets if key in keys else [KEEP_ALL] * len(budgets)
+        return [torch.full((strides[key],), limit, device=device) for limit in of_key]
+
+    def of_all_rows(of_events: Tensor | None, name: str, other: float) -> Tensor | None:
+        if of_events is None:
+            return None
+        check_shape(of_events, name, "[N]", (counts[keys[0]],))
+        others = {
+            key: of_events.new_full((counts[key],), other) for key in counts if key not in keys
+        }
+        return torch.cat([others.get(key, of_events) for key in counts])
+
+    limits = [torch.cat(of_keys) for of_keys in zip(*map(limits_of, counts), strict=True)]
+    selected = select_rows(
+        features.offsets(),
+        of_all_rows(scores, "scores", torch.inf),
+        num_rows=num_rows,
+        keep=limits[0] if segments is None else torch.stack(limits, 1),
+        threshold=threshold,
+        segments=of_all_rows(segments, "segments", 0),
+    )
+    weights = features.weights_or_none()
+    return replace_rows(
+        features,
+        take_rows(features.values(), selected),
+        None if weights is None else take_rows(weights, selected),
+        selected.offsets.diff().to(features.lengths().dtype),
+    )
+
+
+def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:
+    """``features`` must have the ``keys``, equally long in each sample."""
+    known = features.keys()
+    if missing := [key for key in keys if key not in known]:
+        raise ValueError(f"features must have the keys {missing}, got {known}")
+    strides = dict(zip(known, features.stride_per_key(), strict=True))
+    for key in keys[1:]:
+        if strides[key] != strides[keys[0]]:
+            raise ValueError(
+                f"{key!r} must have the batch size of {keys[0]!r}, {strides[keys[0]]}, "
+                f"got {strides[key]}"
+            )
+        first = of_each_sample(features, keys[0])
+        check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
+
+
+def replace_rows(
+    features: KeyedJaggedTensor, values: Tensor, weights: Tensor | None, lengths: Tensor
+) -> KeyedJaggedTensor:
+    """``features`` with other rows and lengths, and the same keys and samples."""
+    if not features.variable_stride_per_key():
+        return KeyedJaggedTensor(
+            features.keys(), values, weights, lengths=lengths, stride=features.stride()
+        )
+    return KeyedJaggedTensor(
+        features.keys(),
+        values,
+        weights,
+        lengths=lengths,
+        stride_per_key_per_rank=features.stride_per_key_per_rank(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )
