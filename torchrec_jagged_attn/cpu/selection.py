@@ -25,6 +25,10 @@ def find_cuts(
     Rows are sorted by segment of a sample, then by score, the newest first among equals.
     """
     shape = (offsets.numel() - 1, num_segments)
+    if scores is None and segments is None:
+        counts = _limited(offsets.diff().long().unsqueeze(1), keep, limit)
+        first = offsets[1:].unsqueeze(1) - counts
+        return torch.zeros(shape, device=offsets.device), first, counts
     group = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
     newest_first = torch.arange(num_rows - 1, -1, -1, device=offsets.device)
     scores = _in_full(scores, newest_first)
@@ -33,12 +37,9 @@ def find_cuts(
         eligible &= (segments >= 0) & (segments < num_segments)
         group = group + segments
     order = newest_first[eligible[newest_first]]
-    order = order[scores[order].argsort(descending=True, stable=True)]
-    order = order[group[order].argsort(stable=True)]
+    order = _sorted(order, group[order], scores[order])
     num_eligible = group[order].bincount(minlength=shape[0] * shape[1]).view(shape)
-    counts = num_eligible.clamp(max=limit)
-    if keep is not None:
-        counts = torch.minimum(num_eligible, keep.clamp(min=0))
+    counts = _limited(num_eligible, keep, limit)
     begins = (num_eligible.flatten().cumsum(0) - num_eligible.flatten()).view(shape)
     kept = counts > 0
     last = order[(begins + counts - 1)[kept]]
@@ -81,10 +82,26 @@ def place_rows(
 
 def copy_rows(x: Tensor, index: Tensor) -> Tensor:
     """``[R, D]``: the rows of ``x [M, D]`` by ``index [R]``, zeros where that is -1."""
-    there = index >= 0
+    there = (index >= 0).nonzero().squeeze(1)
+    if there.numel() == index.numel():
+        return x.index_select(0, index)
     out = x.new_zeros(index.shape[0], x.shape[1])
-    out[there] = x[index[there]]
-    return out
+    return out.index_copy_(0, there, x.index_select(0, index[there]))
+
+
+def _limited(counts: Tensor, keep: Tensor | None, limit: int) -> Tensor:
+    """``counts [B, S]``, no more than the budgets."""
+    return counts.clamp(max=limit) if keep is None else torch.minimum(counts, keep.clamp(min=0))
+
+
+def _sorted(order: Tensor, group: Tensor, scores: Tensor) -> Tensor:
+    """``order`` by group, then by score, the highest first; equals stay as they are."""
+    if scores.dtype == torch.float64:
+        by_score = scores.argsort(descending=True, stable=True)
+        return order[by_score[group[by_score].argsort(stable=True)]]
+    bits = (scores + 0.0).view(torch.int32)  # of 0.0 for -0.0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # which is ordered as the scores are
+    return order[((group << 32) - bits).argsort(stable=True)]
 
 
 def _in_full(scores: Tensor | None, like: Tensor) -> Tensor:
