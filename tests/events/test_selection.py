@@ -108,6 +108,23 @@ def test_segments_have_budgets(device):
     assert_kept(actual, features, rows)
 
 
+def test_budgets_of_users(device):
+    features = make_features(device)
+    budgets = torch.tensor([1, 5, 3, 0], device=device)
+    selection = EventSelection(HISTORY, lambda x: budgets, scores=scores_of)
+    kept = zip(features["dwell"].to_dense(), budgets.tolist(), strict=True)
+    assert_kept(selection(features), features, [rows_kept(x.float(), n) for x, n in kept])
+
+    def half(x):
+        return (x["item"].lengths() + 1) // 2
+
+    halved = EventSelection(HISTORY, half)(features)
+    assert halved["item"].lengths().tolist() == [2, 0, 4, 1]
+    selection = EventSelection(HISTORY, lambda x: budgets[:2])
+    with pytest.raises(ValueError, match=r"keep must have shape \[B\] = \[4\], got \[2\]"):
+        selection(features)
+
+
 def test_two_histories_one_after_the_other():
     features = make_features()
     chain = torch.nn.Sequential(EventSelection(HISTORY, 2), EventSelection(["tags"], 1))

@@ -125,8 +125,9 @@ class EventSelection(nn.Module):
 
     Args:
         keys: of the features of an event, equally long in each sample, the oldest event first.
-        keep: events of a sample at most; with ``segments``, one number for each segment. By
-            default, all.
+        keep: events of a sample at most; with ``segments``, one number for each segment. Or from
+            the KeyedJaggedTensor to ``[B]`` integers, or with ``segments`` to ``[B, S]``: budgets
+            of users. By default, all.
         scores: from the KeyedJaggedTensor to a score of each event, ``[N]`` in the order of the
             keys' rows. Without one, the newest events are kept.
         threshold: lowest score that is kept.
@@ -155,7 +156,7 @@ class EventSelection(nn.Module):
     def __init__(
         self,
         keys: list[str],
-        keep: int | list[int] | None = None,
+        keep: int | list[int] | Callable[[KeyedJaggedTensor], Tensor] | None = None,
         *,
         scores: Callable[[KeyedJaggedTensor], Tensor] | None = None,
         threshold: float | None = None,
@@ -166,7 +167,7 @@ class EventSelection(nn.Module):
             raise ValueError(f"keys must be some, each once, got {keys}")
         if threshold is not None and scores is None:
             raise ValueError(f"threshold must be None without scores, got {threshold}")
-        if isinstance(keep, list) != (segments is not None):
+        if not callable(keep) and isinstance(keep, list) != (segments is not None):
             raise ValueError(f"keep must be a list if and only if there are segments, got {keep!r}")
         self.keys, self.keep, self.threshold = keys, keep, threshold
         self.scores, self.segments = scores, segments
@@ -175,19 +176,20 @@ class EventSelection(nn.Module):
         """``features`` with the same keys and samples, without the events that are not kept.
 
         Raises:
-            ValueError: a key is missing, or keys differ in length or batch size; or scores or
-                segments are not one for each event.
+            ValueError: a key is missing, or keys differ in length or batch size; scores or segments
+                are not one for each event; or budgets not of each sample.
         """
         scores = None if self.scores is None else self.scores(features)
         segments = None if self.segments is None else self.segments(features)
-        return _select(features, self.keys, self.keep, scores, self.threshold, segments)
+        keep = self.keep(features) if callable(self.keep) else self.keep
+        return _select(features, self.keys, keep, scores, self.threshold, segments)
 
 
 @torch.fx.wrap  # what branches on the batch is a leaf for FX
 def _select(
     features: KeyedJaggedTensor,
     keys: list[str],
-    keep: int | list[int] | None,
+    keep: int | list[int] | Tensor | None,
     scores: Tensor | None,
     threshold: float | None,
     segments: Tensor | None,
@@ -199,11 +201,16 @@ def _select(
     num_rows, device = features.values().numel(), features.device()
     strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
     counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
-    budgets = keep if isinstance(keep, list) else [KEEP_ALL if keep is None else keep]
-
-    def limits_of(key: str) -> list[Tensor]:
-        of_key = budgets if key in keys else [KEEP_ALL] * len(budgets)
-        return [torch.full((strides[key],), limit, device=device) for limit in of_key]
+    if not isinstance(keep, Tensor):
+        numbers = keep if isinstance(keep, list) else [KEEP_ALL if keep is None else keep]
+        columns = [torch.full((strides[keys[0]],), number, device=device) for number in numbers]
+        keep = torch.stack(columns, 1) if segments is not None else columns[0]
+    symbols, rest = ("[B]", ()) if segments is None else ("[B, S]", (None,))
+    check_shape(keep, "keep", symbols, (strides[keys[0]], *rest))
+    limits = [
+        keep if key in keys else keep.new_full((stride, *keep.shape[1:]), KEEP_ALL)
+        for key, stride in strides.items()
+    ]
 
     def of_all_rows(of_events: Tensor | None, name: str, other: float) -> Tensor | None:
         if of_events is None:
@@ -214,12 +221,11 @@ def _select(
         }
         return torch.cat([others.get(key, of_events) for key in counts])
 
-    limits = [torch.cat(of_keys) for of_keys in zip(*map(limits_of, counts), strict=True)]
     selected = select_rows(
         features.offsets(),
         of_all_rows(scores, "scores", torch.inf),
         num_rows=num_rows,
-        keep=limits[0] if segments is None else torch.stack(limits, 1),
+        keep=torch.cat(limits),
         threshold=threshold,
         segments=of_all_rows(segments, "segments", 0),
     )
