@@ -1,0 +1,437 @@
+"""Train one ranking model on parts of the events: by relevance, the newest, or any, and compare.
+
+    python benchmarks/event_selection.py                            # of made-up events
+    python benchmarks/event_selection.py --data data/ml-1m --csv event_selection.csv
+
+An example is an event that converted and the user's newest events before it, of which the model
+sees a part (``--budgets``); beside it stands one with another item, drawn by popularity. A user's
+last event that converted is for the test, those before are for training. Events that are left out
+are never looked up: ``EventSelection`` removes them first.
+
+    all         every event
+    boosted     every event, weighed by the probability to convert that ``relevance`` goes by
+    relevance   those that are likeliest to convert, by dwell time and surface, as ``Relevance``
+                finds from the events of training
+    newest      the newest
+    random      any
+
+Made-up users follow a few kinds of items. Of their events, ``--noise`` are of any kind, looked at
+shortly, and hardly ever convert: they tell nothing of what the user will take. How long events are
+looked at, and how many are noise, differs between surfaces. With --data, a folder of MovieLens-1M
+in GroupLens' form, an event is a rating: it converts with four stars or more, its surface is the
+film's first genre, and its dwell time is the time to the user's next rating, which is all that this
+log has.
+
+    ne          cross-entropy of the test's examples, in that of the base rate
+    auc         of all the test's examples
+    training    examples a second, of whole steps
+    inference   examples a second, without gradients
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+
+import quality
+from events import DataError
+
+from torchrec_jagged_attn import (
+    EventBoosting,
+    EventSelection,
+    Relevance,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+    boost_weights,
+)
+
+WAYS = ("relevance", "newest", "random")
+HISTORY = ["history", "surface", "dwell"]
+LIKED = 4
+"""Stars of a rating that converted."""
+LONGEST_DWELL = 3600
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """Events of all users, one user after the other, each from the oldest to the newest.
+
+    Args:
+        user, item, surface, dwell: ``[N]`` int64; dwell times in seconds.
+        converted: ``[N]`` bool.
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    surface: np.ndarray
+    dwell: np.ndarray
+    converted: np.ndarray
+
+
+def make_up(
+    *,
+    users: int = 2000,
+    events: int = 200,
+    noise: float = 0.75,
+    kinds: int = 20,
+    items_per_kind: int = 20,
+    surfaces: int = 4,
+    seed: int = 0,
+) -> EventLog:
+    """Users with three interests each, and events that have nothing to do with these."""
+    rng = np.random.default_rng(seed)
+    shape = (users, events)
+    interests = rng.integers(kinds, size=(users, 3))
+    surface = rng.integers(surfaces, size=shape)
+    # From one surface to the next, noise is more likely, and all is looked at longer.
+    step = np.linspace(-1, 1, surfaces)
+    chance = np.clip(noise + 0.15 * step, 0, 1)[surface]
+    is_noise = rng.random(shape) < chance
+    of_interest = np.take_along_axis(interests, rng.integers(3, size=shape), 1)
+    kind = np.where(is_noise, rng.integers(kinds, size=shape), of_interest)
+    typical = np.where(is_noise, 4.0, 40.0) * 2.0 ** step[surface]
+    dwell = np.exp(np.log(typical) + 0.8 * rng.standard_normal(shape))
+    return EventLog(
+        user=np.repeat(np.arange(users), events),
+        item=(kind * items_per_kind + rng.integers(items_per_kind, size=shape)).ravel(),
+        surface=surface.ravel(),
+        dwell=dwell.clip(max=LONGEST_DWELL).astype(np.int64).ravel(),
+        converted=(rng.random(shape) < np.where(is_noise, 0.01, 0.4)).ravel(),
+    )
+
+
+def read_movielens(folder: Path) -> EventLog:
+    """Ratings in order of time, those of one second in the order of the file."""
+    names = {
+        "ratings.dat": ["user", "item", "stars", "time"],
+        "movies.dat": ["item", "title", "genres"],
+    }
+    try:
+        ratings, movies = (
+            pd.read_csv(folder / file, sep="::", engine="python", names=of_file, encoding="latin-1")
+            for file, of_file in names.items()
+        )
+    except (OSError, pd.errors.ParserError) as error:
+        raise DataError(f"--data must be a folder of MovieLens-1M: {error}") from None
+    genre = movies.set_index("item")["genres"].str.partition("|")[0]
+    ratings = ratings.sort_values(["user", "time"], kind="stable")
+    user, time_of = ratings["user"].to_numpy(), ratings["time"].to_numpy()
+    pause = np.append(np.diff(time_of), 0)
+    is_last = np.append(np.diff(user) != 0, True)
+    return EventLog(
+        user=np.unique(user, return_inverse=True)[1],
+        item=np.unique(ratings["item"], return_inverse=True)[1],
+        surface=np.unique(ratings["item"].map(genre), return_inverse=True)[1],
+        dwell=np.where(is_last, 0, pause).clip(max=LONGEST_DWELL).astype(np.int64),
+        converted=ratings["stars"].to_numpy() >= LIKED,
+    )
+
+
+class Examples:
+    """A log on a device, whose events that converted are examples.
+
+    Args:
+        log: the events.
+        max_history: newest events that an example may see.
+        device: of all tensors.
+        seed: of negatives and order.
+
+    Attributes:
+        train, test: ``[M]`` places of events, which have one before them.
+    """
+
+    def __init__(self, log: EventLog, max_history: int, device: str, seed: int) -> None:
+        self.device, self.generator = device, torch.Generator().manual_seed(seed)
+        starts = np.searchsorted(log.user, log.user)
+        place = np.arange(len(log.user))
+        positive = np.flatnonzero(log.converted & (place > starts))
+        if not len(positive):
+            raise DataError("no event that converted has another before it")
+        is_last = np.append(np.diff(log.user[positive]) != 0, True)
+        self.train, self.test = (
+            torch.from_numpy(positive[~is_last]),
+            torch.from_numpy(positive[is_last]),
+        )
+        if not len(self.train):
+            raise DataError("no user has two events that converted, to train and to test on")
+        self.lengths = torch.from_numpy(np.minimum(place - starts, max_history))
+        self.item, self.surface, self.dwell = (
+            torch.from_numpy(x) for x in (log.item, log.surface, log.dwell)
+        )
+        self.converted = torch.from_numpy(log.converted)
+        self.num_items, self.num_surfaces = (int(x.max()) + 1 for x in (log.item, log.surface))
+        # Of each user, events of training come before the last one that converted.
+        last = np.full(int(log.user.max()) + 1, -1)
+        last[log.user[positive[is_last]]] = positive[is_last]
+        self.of_training = torch.from_numpy(place < last[log.user])
+
+    def relevance(self) -> Relevance:
+        """Fitted to the events of training."""
+        relevance = Relevance(self.num_surfaces, max_dwell=LONGEST_DWELL)
+        own = self.of_training
+        relevance.update(self.dwell[own], self.surface[own], self.converted[own])
+        relevance.fit()
+        return relevance.to(self.device)
+
+    def batches(
+        self, places: Tensor, size: int, *, shuffled: bool
+    ) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
+        """Features and labels, a negative beside each event; what fills no batch comes last."""
+        order = torch.randperm(len(places), generator=self.generator) if shuffled else None
+        places = places if order is None else places[order]
+        for part in places.split(size // 2):
+            drawn = torch.randint(len(self.item), (len(part),), generator=self.generator)
+            items = torch.cat([self.item[part], self.item[drawn]])
+            yield (
+                self._features(items, part.repeat(2)),
+                (torch.arange(len(items)) < len(part)).to(self.device, torch.float32),
+            )
+
+    def _features(self, items: Tensor, places: Tensor) -> KeyedJaggedTensor:
+        lengths = self.lengths[places]
+        rows = torch.arange(int(lengths.sum()))
+        rows += torch.repeat_interleave(places - lengths.cumsum(0), lengths)
+        of_events = [x[rows] for x in (self.item, self.surface, self.dwell)]
+        return KeyedJaggedTensor(
+            ["item", *HISTORY],
+            torch.cat([items, *of_events]),
+            lengths=torch.cat([torch.ones_like(lengths), *[lengths] * len(HISTORY)]),
+            length_per_key=[len(items), *[len(rows)] * len(HISTORY)],
+        ).to(self.device)
+
+
+class ShareOfHistory(nn.Module):
+    """The budget of each user: a part of the history, at least one event of it."""
+
+    def __init__(self, budget: float) -> None:
+        super().__init__()
+        self.budget = budget
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return (features["history"].lengths() * self.budget).ceil().long()
+
+
+def selection_of(way: str, budget: float, relevance: Relevance) -> nn.Module:
+    """What makes of features what a model sees of them."""
+
+    def by_relevance(features: KeyedJaggedTensor) -> Tensor:
+        return relevance(features["dwell"].values(), features["surface"].values())
+
+    def at_random(features: KeyedJaggedTensor) -> Tensor:
+        return torch.rand(features["history"].values().numel(), device=features.device())
+
+    if way == "all":
+        return nn.Identity()
+    if way == "boosted":
+        return EventBoosting(HISTORY, lambda features: boost_weights(by_relevance(features)))
+    scores = {"relevance": by_relevance, "newest": None, "random": at_random}[way]
+    return EventSelection(HISTORY, ShareOfHistory(budget), scores=scores)
+
+
+class Ranker(nn.Module):
+    """Attention of the candidate to events as they are selected or boosted, and two layers."""
+
+    def __init__(self, num_items: int, width: int, selection: nn.Module, device: str) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="t_item",
+            embedding_dim=width,
+            num_embeddings=num_items,
+            feature_names=["item", "history"],
+            init_fn=functools.partial(nn.init.normal_, std=width**-0.5),
+        )
+        attention = TargetAttentionConfig("item", "history", num_heads=2)
+        self.selection = selection
+        self.collection = TargetAttentionEmbeddingBagCollection(
+            [table],
+            [attention],
+            torch.device(device),
+            is_weighted=isinstance(selection, EventBoosting),
+        )
+        self.layers = nn.Sequential(nn.Linear(3 * width, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.layers.to(device)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Logits ``[B]``."""
+        pooled = self.collection(self.selection(features))
+        item, history = pooled["item"], pooled["history"]
+        return self.layers(torch.cat([item, history, item * history], 1)).squeeze(1)
+
+
+def learner(model: Ranker, lr: float) -> Callable[[KeyedJaggedTensor, Tensor], None]:
+    """A step of training."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+
+    def learn(features: KeyedJaggedTensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(model(features), labels).backward()
+        optimizer.step()
+
+    return learn
+
+
+def inferrer(model: Ranker) -> Callable[[KeyedJaggedTensor, Tensor], Tensor]:
+    """A step of inference, which needs no labels."""
+    return torch.no_grad()(lambda features, _: model(features))
+
+
+@torch.no_grad()
+def evaluate(model: Ranker, examples: Examples, size: int) -> tuple[float, float]:
+    """NE and AUC of the test."""
+    logits, labels = [], []
+    examples.generator.manual_seed(1)  # the same negatives for all
+    for features, of_batch in examples.batches(examples.test, size, shuffled=False):
+        logits.append(model(features))
+        labels.append(of_batch)
+    scores, truth = torch.cat(logits).double(), torch.cat(labels)
+    entropy = F.binary_cross_entropy_with_logits(scores, truth.double()).item()
+    return entropy / np.log(2), binary_auroc(scores, truth.long()).item()  # half are of each label
+
+
+def examples_per_second(
+    call: Callable[[KeyedJaggedTensor, Tensor], object],
+    batches: list[tuple[KeyedJaggedTensor, Tensor]],
+    seconds: float,
+) -> float:
+    """How many examples ``call`` takes in a second, of batches that are there."""
+
+    def wait() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    for batch in batches:
+        call(*batch)
+    wait()
+    count, begin = 0, time.perf_counter()
+    while (spent := time.perf_counter() - begin) < seconds:
+        for features, labels in batches:
+            call(features, labels)
+            count += len(labels)
+        wait()
+    return count / spent
+
+
+def compare(examples: Examples, args: argparse.Namespace, device: str) -> Iterator[dict]:
+    """A line of the table for each way, budget and seed."""
+    relevance = examples.relevance()
+    runs = [("all", 1.0), ("boosted", 1.0)] if 1.0 in args.budgets else []
+    runs += [(way, budget) for budget in args.budgets if budget < 1 for way in args.ways]
+    for seed in range(args.seeds):
+        for way, budget in runs:
+            torch.manual_seed(seed)
+            examples.generator.manual_seed(seed + 2)
+            selection = selection_of(way, budget, relevance)
+            model = Ranker(examples.num_items, args.width, selection, device)
+            learn = learner(model, args.lr)
+            for _ in range(args.epochs):
+                for batch in examples.batches(examples.train, args.batch_size, shuffled=True):
+                    learn(*batch)
+            ne, auc = evaluate(model, examples, args.batch_size)
+            timed = examples.batches(examples.train, args.batch_size, shuffled=True)
+            batches = [batch for batch, _ in zip(timed, range(4), strict=False)]
+            training = examples_per_second(learn, batches, args.seconds)
+            inference = examples_per_second(inferrer(model), batches, args.seconds)
+            yield {
+                "way": way,
+                "budget": budget,
+                "seed": seed,
+                "ne": ne,
+                "auc": auc,
+                "training": training,
+                "inference": inference,
+            }
+
+
+def print_comparison(lines: pd.DataFrame, console: Console) -> None:
+    """Means over seeds, ± their deviation of NE, and rates also in those of all events."""
+    means = lines.groupby(["way", "budget"], sort=False).mean(numeric_only=True)
+    spread = lines.groupby(["way", "budget"], sort=False)["ne"].std()
+    columns = ("way", "budget", "ne", "±", "auc", "training/s", "×", "inference/s", "×")
+    table = Table(*columns, box=None)
+    all_events = means.loc[("all", 1.0)] if ("all", 1.0) in means.index else None
+    for name, line in means.iterrows():
+        cells = [str(name[0]), f"{name[1]:g}", f"{line['ne']:.4f}", f"{spread[name]:.4f}"]
+        cells.append(f"{line['auc']:.4f}")
+        for rate in ("training", "inference"):
+            times = "–" if all_events is None else f"{line[rate] / all_events[rate]:.2f}"
+            cells += [f"{line[rate]:,.0f}", times]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="a folder of MovieLens-1M")
+    parser.add_argument("--users", type=int, default=2000, help="that are made up")
+    parser.add_argument("--events", type=int, default=200, help="of each, likewise")
+    parser.add_argument("--noise", type=float, default=0.75, help="share of their events")
+    parser.add_argument("--max-history", type=int, default=200, help="newest events to select from")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2, help="for which a rate is taken")
+    parser.add_argument("--csv", type=Path, help="write the figures there, too")
+    args = parser.parse_args(argv)
+    for name in ("users", "events", "max_history", "width", "epochs", "seeds"):
+        if getattr(args, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+            )
+    if args.width % 4:
+        parser.error(f"--width must be a multiple of 4, got {args.width}")
+    if args.batch_size < 2 or args.batch_size % 2:
+        parser.error(f"--batch-size must be even, got {args.batch_size}")
+    if not 0 <= args.noise <= 1:
+        parser.error(f"--noise must be 0 to 1, got {args.noise}")
+    for budget in args.budgets:
+        if not 0 < budget <= 1:
+            parser.error(f"--budgets must be over 0 and at most 1, got {budget}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if args.data is None:
+            log = make_up(users=args.users, events=args.events, noise=args.noise)
+        else:
+            log = read_movielens(args.data)
+        examples = Examples(log, args.max_history, device, seed=0)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 1
+    lines = pd.DataFrame(list(compare(examples, args, device)))
+    print_comparison(lines, Console())
+    if args.csv is not None:
+        lines.assign(**quality.stamp(device)).to_csv(args.csv, index=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

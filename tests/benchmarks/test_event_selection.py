@@ -1,0 +1,142 @@
+"""The comparison of selections: its data, its examples, and what it finds on planted noise."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+import event_selection
+from events import DataError
+
+
+def test_planted_relevance_is_worth_more_than_the_newest(tmp_path, capsys):
+    path = tmp_path / "figures.csv"
+    arguments = ["--users", "250", "--events", "100", "--epochs", "4", "--budgets", "1", "0.25"]
+    arguments += ["--seeds", "1", "--seconds", "0.01", "--batch-size", "256", "--csv", str(path)]
+    assert event_selection.main(arguments) == 0
+    assert "relevance" in capsys.readouterr().out
+    lines = pd.read_csv(path).set_index(["way", "budget"])
+    assert lines.index.tolist() == [
+        ("all", 1),
+        ("boosted", 1),
+        *((way, 0.25) for way in event_selection.WAYS),
+    ]
+    ne = lines["ne"]
+    for other in (("all", 1), ("newest", 0.25), ("random", 0.25)):
+        assert ne["relevance", 0.25] < ne[other]
+    assert ne["boosted", 1] < ne["all", 1]
+    assert lines["auc"].between(0, 1).all()
+    assert (lines[["training", "inference"]] > 0).all(axis=None)
+
+
+def make_examples(max_history=5, **options):
+    log = event_selection.make_up(users=30, events=40, **options)
+    return log, event_selection.Examples(log, max_history, "cpu", seed=0)
+
+
+def test_examples_are_events_that_converted():
+    log, examples = make_examples()
+    both = torch.cat([examples.train, examples.test]).sort().values.numpy()
+    first = np.flatnonzero(np.append(True, np.diff(log.user) != 0))
+    expected = np.setdiff1d(np.flatnonzero(log.converted), first)
+    assert np.array_equal(both, expected)
+    users = torch.from_numpy(log.user)
+    assert examples.test.unique().numel() == users[examples.test].unique().numel()
+    for place in examples.train.tolist():  # the last of a user is for the test
+        assert any(
+            other > place and users[other] == users[place] for other in examples.test.tolist()
+        )
+    assert not examples.of_training[examples.test].any()
+    assert examples.of_training[examples.train].all()
+
+
+def test_histories_are_the_newest_events_before():
+    log, examples = make_examples()
+    (features, labels), *_ = examples.batches(examples.train, 20, shuffled=False)
+    assert labels.tolist() == [1] * 10 + [0] * 10
+    for at, place in enumerate([*examples.train[:10].tolist()] * 2):
+        begin = max(int(np.searchsorted(log.user, log.user[place])), place - 5)
+        for key, values in (
+            ("history", log.item),
+            ("surface", log.surface),
+            ("dwell", log.dwell),
+        ):
+            got = features[key].to_dense()[at]
+            assert got.tolist() == values[begin:place].tolist()
+    assert features["item"].values()[:10].tolist() == log.item[examples.train[:10]].tolist()
+
+
+@pytest.mark.parametrize("way", event_selection.WAYS)
+def test_budgets_are_parts_of_histories(way):
+    _, examples = make_examples()
+    (features, _), *_ = examples.batches(examples.train, 40, shuffled=False)
+    selection = event_selection.selection_of(way, 0.5, examples.relevance())
+    kept = selection(features)
+    lengths = features["history"].lengths()
+    assert torch.equal(kept["history"].lengths(), (lengths + 1) // 2)
+    if way == "newest":
+        assert (
+            kept["history"].to_dense()[0].tolist()
+            == features["history"].to_dense()[0][-int(kept["history"].lengths()[0]) :].tolist()
+        )
+
+
+def test_noise_is_what_converts_less():
+    log, examples = make_examples(noise=0.6)
+    relevance = examples.relevance()
+    p = relevance(examples.dwell, examples.surface)
+    converted = torch.from_numpy(log.converted)
+    assert p[converted].mean() > 2 * p[~converted].mean()
+
+
+@pytest.fixture
+def movielens(tmp_path):
+    ratings = ["7::10::5::100", "7::12::3::160", "7::11::4::130", "9::11::4::90", "9::10::5::9000"]
+    ratings += ["9::12::4::9010"]
+    movies = ["10::A (1990)::Drama|War", "11::B (1991)::Comedy", "12::C (1992)::Drama"]
+    (tmp_path / "ratings.dat").write_text("\n".join(ratings))
+    (tmp_path / "movies.dat").write_text("\n".join(movies))
+    return tmp_path
+
+
+def test_ratings_are_events(movielens):
+    log = event_selection.read_movielens(movielens)
+    assert log.user.tolist() == [0, 0, 0, 1, 1, 1]
+    assert log.item.tolist() == [0, 1, 2, 1, 0, 2]
+    assert log.surface.tolist() == [1, 0, 1, 0, 1, 1]
+    assert log.dwell.tolist() == [30, 30, 0, 3600, 10, 0]
+    assert log.converted.tolist() == [True, True, False, True, True, True]
+    examples = event_selection.Examples(log, 10, "cpu", seed=0)
+    assert examples.train.tolist() == [4]
+    assert examples.test.tolist() == [1, 5]
+
+
+def test_missing_files_are_named(tmp_path, capsys):
+    assert event_selection.main(["--data", str(tmp_path)]) == 1
+    assert "--data must be a folder of MovieLens-1M" in capsys.readouterr().err
+
+
+def test_events_must_convert():
+    log = event_selection.make_up(users=3, events=5, noise=0.5)
+    never = event_selection.EventLog(**vars(log) | {"converted": np.zeros(15, dtype=bool)})
+    with pytest.raises(DataError, match="no event that converted has another before it"):
+        event_selection.Examples(never, 5, "cpu", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--users", "0"], "--users must be at least 1, got 0"),
+        (["--max-history", "0"], "--max-history must be at least 1, got 0"),
+        (["--width", "6"], "--width must be a multiple of 4, got 6"),
+        (["--batch-size", "3"], "--batch-size must be even, got 3"),
+        (["--noise", "2"], "--noise must be 0 to 1, got 2"),
+        (["--budgets", "1", "0"], "--budgets must be over 0 and at most 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message, capsys):
+    with pytest.raises(SystemExit):
+        event_selection.main(options)
+    assert message in capsys.readouterr().err
