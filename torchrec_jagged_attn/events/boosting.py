@@ -115,5 +115,9 @@ def _boost(features: KeyedJaggedTensor, keys: list[str], weights: Tensor) -> Key
     of_keys = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
     weights, old = torch.cat(of_keys), features.weights_or_none()
     return replace_rows(
-        features, features.values(), weights if old is None else old * weights, features.lengths()
+        features,
+        features.values(),
+        weights if old is None else old * weights,
+        features.lengths(),
+        features.length_per_key(),
     )

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import check_shape
 from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, of_each_sample
 from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
 
 __all__ = ["EventSelection", "select_events", "truncate_events"]
 
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
-
-KEEP_ALL = 2**31 - 1
 
 
 def select_events(
@@ -194,47 +191,35 @@ def _select(
     threshold: float | None,
     segments: Tensor | None,
 ) -> KeyedJaggedTensor:
-    """All lists of all keys are samples of one selection, to which each event has the same score
-    under each of its keys; rows of other keys have the highest one, and no limit.
-    """
+    """The selection of the first key's rows is that of the others."""
     check_events(features, keys)
-    num_rows, device = features.values().numel(), features.device()
-    strides = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-    counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
-    if not isinstance(keep, Tensor):
-        numbers = keep if isinstance(keep, list) else [KEEP_ALL if keep is None else keep]
-        columns = [torch.full((strides[keys[0]],), number, device=device) for number in numbers]
-        keep = torch.stack(columns, 1) if segments is not None else columns[0]
-    symbols, rest = ("[B]", ()) if segments is None else ("[B, S]", (None,))
-    check_shape(keep, "keep", symbols, (strides[keys[0]], *rest))
-    limits = [
-        keep if key in keys else keep.new_full((stride, *keep.shape[1:]), KEEP_ALL)
-        for key, stride in strides.items()
-    ]
-
-    def of_all_rows(of_events: Tensor | None, name: str, other: float) -> Tensor | None:
-        if of_events is None:
-            return None
-        check_shape(of_events, name, "[N]", (counts[keys[0]],))
-        others = {
-            key: of_events.new_full((counts[key],), other) for key in counts if key not in keys
-        }
-        return torch.cat([others.get(key, of_events) for key in counts])
-
+    first = features[keys[0]]
     selected = select_rows(
-        features.offsets(),
-        of_all_rows(scores, "scores", torch.inf),
-        num_rows=num_rows,
-        keep=torch.cat(limits),
+        first.offsets(),
+        scores,
+        num_rows=first.values().numel(),
+        keep=keep,
         threshold=threshold,
-        segments=of_all_rows(segments, "segments", 0),
+        segments=segments,
     )
+
+    def kept(rows: Tensor) -> Tensor:
+        """Of ids or weights of all keys."""
+        parts = zip(features.keys(), rows.split(features.length_per_key()), strict=True)
+        return torch.cat([take_rows(x, selected) if key in keys else x for key, x in parts])
+
     weights = features.weights_or_none()
+    lengths = selected.offsets.diff().to(features.lengths().dtype)
+    of_keys = zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True)
     return replace_rows(
         features,
-        take_rows(features.values(), selected),
-        None if weights is None else take_rows(weights, selected),
-        selected.offsets.diff().to(features.lengths().dtype),
+        kept(features.values()),
+        None if weights is None else kept(weights),
+        torch.cat([lengths if key in keys else old for key, old in of_keys]),
+        [
+            selected.rows.numel() if key in keys else count
+            for key, count in zip(features.keys(), features.length_per_key(), strict=True)
+        ],
     )
 
 
@@ -255,18 +240,21 @@ def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:
 
 
 def replace_rows(
-    features: KeyedJaggedTensor, values: Tensor, weights: Tensor | None, lengths: Tensor
+    features: KeyedJaggedTensor,
+    values: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor,
+    length_per_key: list[int],
 ) -> KeyedJaggedTensor:
     """``features`` with other rows and lengths, and the same keys and samples."""
-    if not features.variable_stride_per_key():
-        return KeyedJaggedTensor(
-            features.keys(), values, weights, lengths=lengths, stride=features.stride()
-        )
+    varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),
         values,
         weights,
         lengths=lengths,
-        stride_per_key_per_rank=features.stride_per_key_per_rank(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        length_per_key=length_per_key,  # known here; a GPU would have to be asked
         inverse_indices=features.inverse_indices_or_none(),
     )
