@@ -89,7 +89,7 @@ class EventLog:
 
 def make_up(
     *,
-    users: int = 2000,
+    users: int = 1000,
     events: int = 200,
     noise: float = 0.75,
     kinds: int = 20,
@@ -383,16 +383,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="a folder of MovieLens-1M")
-    parser.add_argument("--users", type=int, default=2000, help="that are made up")
+    parser.add_argument("--users", type=int, default=1000, help="that are made up")
     parser.add_argument("--events", type=int, default=200, help="of each, likewise")
     parser.add_argument("--noise", type=float, default=0.75, help="share of their events")
     parser.add_argument("--max-history", type=int, default=200, help="newest events to select from")
     parser.add_argument("--budgets", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2, help="for which a rate is taken")
     parser.add_argument("--csv", type=Path, help="write the figures there, too")

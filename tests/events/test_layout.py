@@ -102,6 +102,31 @@ def test_of_features_with_one_id_an_event(device):
         Events.of_features(features, [])
 
 
+@pytest.mark.parametrize("timed", [False, True])
+def test_moved_to_a_device(timed, device):
+    events = make_events()
+    if not timed:
+        events = Events(events.offsets, events.attributes)
+    moved = events.to(device)
+    for x in (moved.offsets, moved.attributes.values(), moved.attributes.weights()):
+        assert x.device.type == device.type
+    assert (moved.timestamps is not None) == timed
+    back = moved.to("cpu")
+    assert torch.equal(back.offsets, events.offsets)
+    assert torch.equal(back.attributes.values(), events.attributes.values())
+    assert torch.equal(back.attributes.lengths(), events.attributes.lengths())
+    assert not timed or torch.equal(back.timestamps, events.timestamps)
+
+
+@pytest.mark.gpu
+def test_pinned_and_used_on_another_stream():
+    pinned = make_events(weighted=False).pin_memory()
+    assert pinned.offsets.is_pinned()
+    assert pinned.attributes.values().is_pinned()
+    assert pinned.timestamps.is_pinned()
+    pinned.to("cuda", non_blocking=True).record_stream(torch.cuda.Stream())
+
+
 def test_wrong_arguments_are_named():
     events = make_events()
     with pytest.raises(TypeError, match="attributes must be a KeyedJaggedTensor, got a Tensor"):

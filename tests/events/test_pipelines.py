@@ -14,7 +14,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
     HISTORY_LENGTHS,
-    LEARNING_RATE,
     NUM_STEPS,
     batches,
     dense_optimizer,
@@ -118,6 +117,13 @@ def test_selected_before_the_exchange_between_ranks(tmp_path: Path, backend: str
         assert len(losses["none"]) == NUM_STEPS
 
 
+class NewestEvents(nn.Module):
+    """Those of a batch, as it has them."""
+
+    def forward(self, features: KeyedJaggedTensor) -> Events:
+        return Events.of_features(features, ["hist", "hist_cat"], "times").truncate(3)
+
+
 class EventsModel(nn.Module):
     """Pools rows of events, whose attributes are looked up by tables."""
 
@@ -128,41 +134,60 @@ class EventsModel(nn.Module):
             for name, key in {"t_item": "hist", "t_cat": "hist_cat"}.items()
         ]
         torch.manual_seed(0)
+        self.newest_events = NewestEvents()
         self.event_feature = EventBasedFeature(tables, 8, periods=(7.0,))
         self.attention = JaggedTargetAttention(8, 2)
         self.target = nn.Parameter(torch.randn(8))
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        events = Events.of_features(features, ["hist", "hist_cat"], "times").truncate(3)
-        history = self.event_feature(events)
-        return self.attention(self.target.expand(features.stride(), -1), history)
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        history = self.event_feature(self.newest_events(batch.sparse_features))
+        target = self.target.expand(batch.labels.shape[0], -1)
+        out = self.attention(target, history)
+        return out.square().sum(), out.detach()
 
 
-def train_events(device: torch.device, sharded: bool) -> list[Tensor]:
-    """What comes out on this rank's batches, and what the tables learned from the ones before."""
+def make_events_model(device: torch.device, sharded: bool) -> nn.Module:
     model = EventsModel().to(device)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharded:
         optimize_tables(model)
         model = DistributedModelParallel(model, device=device, sharders=get_default_sharders())
         load(model, state)
-        optimizer = dense_optimizer(model)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    out = []
-    for batch in batches(device, [0, 3]):  # in which both ranks have events
+    return model
+
+
+def train_events(device: torch.device) -> dict[str, list[Tensor]]:
+    """What comes out on this rank's batches, of which the first sees tables without training."""
+    steps = [0, 3]  # in which both ranks have events
+    first = next(batches(device, steps))
+    outputs = {"one process": [make_events_model(device, sharded=False)(first)[1]]}
+
+    model = make_events_model(device, sharded=True)
+    optimizer = dense_optimizer(model)
+    outputs["sharded"] = []
+    for batch in batches(device, steps):
         optimizer.zero_grad()
-        out.append(model(batch.sparse_features))
-        out[-1].square().sum().backward()
+        loss, out = model(batch)
+        loss.backward()
         optimizer.step()
-    return [x.detach() for x in out]
+        outputs["sharded"].append(out)
+
+    model = make_events_model(device, sharded=True)
+    pipeline = TrainPipelineSparseDist(
+        model, dense_optimizer(model), device, pipeline_postproc=True
+    )
+    from_host = batches(CPU, steps)
+    outputs["pipelined"] = [pipeline.progress(from_host) for _ in steps]
+    assert len(pipeline._pipelined_modules) == 1
+    (postproc,) = pipeline._pipelined_postprocs
+    assert type(postproc.postproc_module).__name__ == "NewestEvents"
+    return outputs
 
 
-def test_tables_of_events_are_sharded(tmp_path: Path, backend: str):
-    """The first outputs are those of one process."""
-    sharded = run_ranks(train_events, tmp_path, backend, True)
-    alone = run_ranks(train_events, tmp_path, backend, False)
-    for got, expected in zip(sharded, alone, strict=True):
-        torch.testing.assert_close(got[0], expected[0])
-        assert got[1].isfinite().all()
-        assert not torch.equal(got[1], got[0][: len(got[1])])
+def test_tables_of_events_are_sharded_and_their_lookup_is_pipelined(tmp_path: Path, backend: str):
+    for outputs in run_ranks(train_events, tmp_path, backend):
+        sharded = outputs["sharded"]
+        torch.testing.assert_close(sharded[0], outputs["one process"][0])
+        for step, out in enumerate(outputs["pipelined"]):
+            assert torch.equal(out, sharded[step])
+        assert not torch.equal(sharded[1], sharded[0][: len(sharded[1])])

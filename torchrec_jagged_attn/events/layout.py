@@ -109,6 +109,29 @@ class Events:
         times = None if timestamps is None else features[timestamps].values()
         return cls(first.offsets(), attributes, times)
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Events:
+        """On ``device``."""
+        timestamps = self.timestamps
+        if timestamps is not None:
+            timestamps = timestamps.to(device, non_blocking=non_blocking)
+        return Events(
+            self.offsets.to(device, non_blocking=non_blocking),
+            self.attributes.to(torch.device(device), non_blocking=non_blocking),
+            timestamps,
+        )
+
+    def pin_memory(self) -> Events:
+        """In memory that a GPU can copy from while the host goes on."""
+        timestamps = None if self.timestamps is None else self.timestamps.pin_memory()
+        return Events(self.offsets.pin_memory(), self.attributes.pin_memory(), timestamps)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Its memory is not given to others before ``stream`` has used it."""
+        self.offsets.record_stream(stream)
+        self.attributes.record_stream(stream)
+        if self.timestamps is not None:
+            self.timestamps.record_stream(stream)
+
     @property
     def num_events(self) -> int:
         """``E``, of all users."""
