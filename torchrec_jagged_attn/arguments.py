@@ -1,4 +1,4 @@
-"""Records of what the ops of attention take, return and give as gradients.
+"""Records of what the ops take, return and give as gradients.
 
 The fields of a record are the arguments of an op's schema, in their order. Of the gradients, each
 has the name of the argument that it belongs to, and is ``None`` where nobody asks for it.
@@ -25,6 +25,7 @@ __all__ = [
     "MultiHeadArguments",
     "MultiHeadGradients",
     "MultiHeadOutputs",
+    "ScoredRows",
     "TargetArguments",
     "TargetGradients",
     "TargetOutputs",
@@ -112,6 +113,22 @@ class TargetArguments(NamedTuple):
             self.row_dropout,
             self.dropout,
         )
+
+
+class ScoredRows(NamedTuple):
+    """Rows that some are selected of: see :func:`select_rows`.
+
+    Attributes:
+        offsets: ``[B + 1]``.
+        scores: ``[N]``; ``None`` if all are alike.
+        segments: ``[N]``; ``None`` if all rows of a sample are of one.
+        num_rows: ``N``.
+    """
+
+    offsets: Tensor
+    scores: Tensor | None
+    segments: Tensor | None
+    num_rows: int
 
 
 class TargetOutputs(NamedTuple):

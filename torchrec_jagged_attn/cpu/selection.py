@@ -5,25 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["copy_rows", "find_cuts", "place_rows"]
 
 
 def find_cuts(
-    offsets: Tensor,
-    scores: Tensor | None,
-    segments: Tensor | None,
-    keep: Tensor | None,
-    num_rows: int,
-    num_segments: int,
-    limit: int,
-    threshold: float,
+    rows: ScoredRows, keep: Tensor | None, num_segments: int, limit: int, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each sample's segments, ``[B, S]``: lowest score, first row with it, rows that are kept.
 
     Rows are sorted by segment of a sample, then by score, the newest first among equals.
     """
+    offsets, scores, segments, num_rows = rows
     shape = (offsets.numel() - 1, num_segments)
     if scores is None and segments is None:
         counts = _limited(offsets.diff().long().unsqueeze(1), keep, limit)
@@ -51,16 +46,10 @@ def find_cuts(
 
 
 def place_rows(
-    offsets: Tensor,
-    new_offsets: Tensor,
-    scores: Tensor | None,
-    segments: Tensor | None,
-    lowest: Tensor,
-    first: Tensor,
-    num_rows: int,
-    capacity: int,
+    rows: ScoredRows, new_offsets: Tensor, lowest: Tensor, first: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """The row at each new place, ``[C]``, and the new place of each row, ``[N]``; -1 for none."""
+    offsets, scores, segments, num_rows = rows
     numbers = torch.arange(num_rows, device=offsets.device)
     at = JaggedLayout(offsets, num_rows).sample_ids() * first.shape[1]
     scores = _in_full(scores, numbers)
@@ -75,9 +64,7 @@ def place_rows(
     is_kept &= new < capacity
     places = new.masked_fill(~is_kept, -1)
     kept = numbers[is_kept]
-    rows = numbers.new_full((capacity,), -1)
-    rows[: kept.numel()] = kept
-    return rows, places
+    return torch.cat([kept, kept.new_full((capacity - kept.numel(),), -1)]), places
 
 
 def copy_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.checks import (
     check_float,
     check_offsets_metadata,
@@ -255,8 +256,9 @@ def _find_cuts(
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``[B, S]`` lowest scores that are kept, first rows with these, and counts of rows kept."""
+    rows = ScoredRows(offsets, scores, segments, num_rows)
     return _implementation(offsets, row_kernels).find_cuts(
-        offsets, scores, segments, keep, num_rows, num_segments, limit, threshold
+        rows, keep, num_segments, limit, threshold
     )
 
 
@@ -284,8 +286,9 @@ def _place_rows(
     capacity: int,
 ) -> tuple[Tensor, Tensor]:
     """The row at each new place, and the new place of each row."""
+    rows = ScoredRows(offsets, scores, segments, num_rows)
     return _implementation(offsets, row_kernels).place_rows(
-        offsets, new_offsets, scores, segments, lowest, first, num_rows, capacity
+        rows, new_offsets, lowest, first, capacity
     )
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 __all__ = ["find_cuts", "place_rows"]
@@ -148,9 +149,9 @@ def _find_cuts_kernel(
 @triton.jit(do_not_specialize=["num_segments", "capacity"])
 def _place_rows_kernel(
     offsets_ptr,  # [B + 1]
-    new_offsets_ptr,  # [B + 1]
     scores_ptr,  # [N], or None
     segments_ptr,  # [N], or None
+    new_offsets_ptr,  # [B + 1]
     lowest_ptr,  # [B, S] fp32
     first_ptr,  # [B, S] int64
     rows_ptr,  # [C] int64
@@ -192,58 +193,60 @@ _place_rows = Launcher(_place_rows_kernel)
 
 
 def find_cuts(
-    offsets: Tensor,
-    scores: Tensor | None,
-    segments: Tensor | None,
-    keep: Tensor | None,
-    num_rows: int,
-    num_segments: int,
-    limit: int,
-    threshold: float,
+    rows: ScoredRows, keep: Tensor | None, num_segments: int, limit: int, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each sample's segments, ``[B, S]``: lowest score, first row with it, rows that are kept.
 
     ``keep`` is ``[B, S]`` or ``[1, S]`` int64; without it, each keeps ``limit`` rows at most.
     """
+    offsets = rows.offsets
     num_samples = offsets.numel() - 1
     shape = (num_samples, num_segments)
     lowest = offsets.new_empty(shape, dtype=torch.float32)
-    first = offsets.new_empty(shape, dtype=torch.int64)
-    counts = offsets.new_empty(shape, dtype=torch.int64)
+    first, counts = (offsets.new_empty(shape, dtype=torch.int64) for _ in range(2))
     if counts.numel():
         stride = 0 if keep is None or keep.shape[0] == 1 else num_segments
-        tensors = [None if x is None else x.contiguous() for x in (offsets, scores, segments, keep)]
+        keep = None if keep is None else keep.contiguous()
         _find_cuts(
             (num_samples * num_segments,),
-            (*tensors, lowest, first, counts, num_segments, stride, limit, threshold),
-            _constants(num_rows // num_samples),
+            (
+                *_contiguous(rows),
+                keep,
+                lowest,
+                first,
+                counts,
+                num_segments,
+                stride,
+                limit,
+                threshold,
+            ),
+            _constants(rows.num_rows // num_samples),
         )
     return lowest, first, counts
 
 
 def place_rows(
-    offsets: Tensor,
-    new_offsets: Tensor,
-    scores: Tensor | None,
-    segments: Tensor | None,
-    lowest: Tensor,
-    first: Tensor,
-    num_rows: int,
-    capacity: int,
+    rows: ScoredRows, new_offsets: Tensor, lowest: Tensor, first: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """The row at each new place, ``[C]``, and the new place of each row, ``[N]``; -1 for none."""
+    offsets, num_rows = rows.offsets, rows.num_rows
     num_samples = offsets.numel() - 1
-    rows = offsets.new_full((capacity,), -1, dtype=torch.int64)
+    numbers = offsets.new_full((capacity,), -1, dtype=torch.int64)
     places = offsets.new_empty(num_rows, dtype=torch.int64)
     if num_rows and num_samples:
-        tensors = [x.contiguous() for x in (offsets, new_offsets)]
-        tensors += [None if x is None else x.contiguous() for x in (scores, segments)]
+        cuts = (lowest, first, numbers, places, first.shape[1], capacity)
         _place_rows(
             (num_samples,),
-            (*tensors, lowest, first, rows, places, first.shape[1], capacity),
+            (*_contiguous(rows), new_offsets.contiguous(), *cuts),
             _constants(num_rows // num_samples),
         )
-    return rows, places
+    return numbers, places
+
+
+def _contiguous(rows: ScoredRows) -> list[Tensor | None]:
+    """Its tensors, without gaps."""
+    tensors = rows.offsets, rows.scores, rows.segments
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 @functools.cache
