@@ -119,8 +119,10 @@ def make_up(
     )
 
 
-def read_movielens(folder: Path) -> EventLog:
-    """Ratings in order of time, those of one second in the order of the file."""
+def read_movielens(folder: Path, users: int | None = None) -> EventLog:
+    """Ratings in order of time, those of one second in the order of the file; of so many users with
+    the lowest ids, or of all.
+    """
     names = {
         "ratings.dat": ["user", "item", "stars", "time"],
         "movies.dat": ["item", "title", "genres"],
@@ -134,6 +136,8 @@ def read_movielens(folder: Path) -> EventLog:
         raise DataError(f"--data must be a folder of MovieLens-1M: {error}") from None
     genre = movies.set_index("item")["genres"].str.partition("|")[0]
     ratings = ratings.sort_values(["user", "time"], kind="stable")
+    if users is not None:
+        ratings = ratings[ratings["user"].isin(ratings["user"].unique()[:users])]
     user, time_of = ratings["user"].to_numpy(), ratings["time"].to_numpy()
     pause = np.append(np.diff(time_of), 0)
     is_last = np.append(np.diff(user) != 0, True)
@@ -383,8 +387,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="a folder of MovieLens-1M")
-    parser.add_argument("--users", type=int, default=1000, help="that are made up")
-    parser.add_argument("--events", type=int, default=200, help="of each, likewise")
+    parser.add_argument("--users", type=int, help="of the lowest ids; without --data, 1000")
+    parser.add_argument("--events", type=int, default=200, help="of each made-up user")
     parser.add_argument("--noise", type=float, default=0.75, help="share of their events")
     parser.add_argument("--max-history", type=int, default=200, help="newest events to select from")
     parser.add_argument("--budgets", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
@@ -398,10 +402,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="write the figures there, too")
     args = parser.parse_args(argv)
     for name in ("users", "events", "max_history", "width", "epochs", "seeds"):
-        if getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if args.width % 4:
         parser.error(f"--width must be a multiple of 4, got {args.width}")
     if args.batch_size < 2 or args.batch_size % 2:
@@ -419,9 +422,9 @@ def main(argv: list[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if args.data is None:
-            log = make_up(users=args.users, events=args.events, noise=args.noise)
+            log = make_up(users=args.users or 1000, events=args.events, noise=args.noise)
         else:
-            log = read_movielens(args.data)
+            log = read_movielens(args.data, args.users)
         examples = Examples(log, args.max_history, device, seed=0)
     except DataError as error:
         print(error, file=sys.stderr)

@@ -108,6 +108,7 @@ def test_ratings_are_events(movielens):
     assert log.surface.tolist() == [1, 0, 1, 0, 1, 1]
     assert log.dwell.tolist() == [30, 30, 0, 3600, 10, 0]
     assert log.converted.tolist() == [True, True, False, True, True, True]
+    assert event_selection.read_movielens(movielens, users=1).item.tolist() == [0, 1, 2]
     examples = event_selection.Examples(log, 10, "cpu", seed=0)
     assert examples.train.tolist() == [4]
     assert examples.test.tolist() == [1, 5]
