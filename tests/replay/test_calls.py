@@ -29,6 +29,8 @@ from torchrec_jagged_attn import (
     jagged_softmax,
     jagged_target_attention,
     layout,
+    select_rows,
+    take_rows,
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.ops import interaction_gradients, target_attention
@@ -412,6 +414,14 @@ def of_rows(lengths, device):
     return add_and_multiply, leaves, {"offsets": offsets_of(lengths, device)}
 
 
+def of_taken_rows(lengths, device):
+    """Three of each sample, and room for more."""
+    num_rows = sum(lengths)
+    offsets = offsets_of(lengths, device)
+    selected = select_rows(offsets, num_rows=num_rows, keep=3, capacity=num_rows + 5)
+    return take_rows, {"x": draw(num_rows, 8, device=device)}, {"selected": selected}
+
+
 INTERACTIONS = (of_dense, of_transposed, of_pairs, of_rows)
 KINDS = {
     kind.__name__.removeprefix("of_"): kind
@@ -426,7 +436,7 @@ KINDS = {
         of_silu_target, of_sigmoid_module, of_unit,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows, of_module_by_index,
-        of_jagged_module_of_rows_by_index, of_explicit_module_by_index,
+        of_jagged_module_of_rows_by_index, of_explicit_module_by_index, of_taken_rows,
         *INTERACTIONS,
     )
 }  # fmt: skip
