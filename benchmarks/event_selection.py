@@ -123,16 +123,17 @@ def read_movielens(folder: Path, users: int | None = None) -> EventLog:
     """Ratings in order of time, those of one second in the order of the file; of so many users with
     the lowest ids, or of all.
     """
-    names = {
-        "ratings.dat": ["user", "item", "stars", "time"],
-        "movies.dat": ["item", "title", "genres"],
-    }
+
+    def table(name: str, columns: list[str]) -> pd.DataFrame:
+        path = folder / name
+        if not path.exists():
+            path = folder / f"{name}.gz"
+        return pd.read_csv(path, sep="::", engine="python", names=columns, encoding="latin-1")
+
     try:
-        ratings, movies = (
-            pd.read_csv(folder / file, sep="::", engine="python", names=of_file, encoding="latin-1")
-            for file, of_file in names.items()
-        )
-    except (OSError, pd.errors.ParserError) as error:
+        ratings = table("ratings.dat", ["user", "item", "stars", "time"])
+        movies = table("movies.dat", ["item", "title", "genres"])
+    except (OSError, ValueError) as error:
         raise DataError(f"--data must be a folder of MovieLens-1M: {error}") from None
     genre = movies.set_index("item")["genres"].str.partition("|")[0]
     ratings = ratings.sort_values(["user", "time"], kind="stable")

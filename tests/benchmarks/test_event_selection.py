@@ -1,5 +1,7 @@
 """The comparison of selections: its data, its examples, and what it finds on planted noise."""
 
+import gzip
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -97,7 +99,8 @@ def movielens(tmp_path):
     ratings += ["9::12::4::9010"]
     movies = ["10::A (1990)::Drama|War", "11::B (1991)::Comedy", "12::C (1992)::Drama"]
     (tmp_path / "ratings.dat").write_text("\n".join(ratings))
-    (tmp_path / "movies.dat").write_text("\n".join(movies))
+    with gzip.open(tmp_path / "movies.dat.gz", "wt") as file:  # either may be compressed
+        file.write("\n".join(movies))
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.arguments import ScoredRows
@@ -14,7 +15,8 @@ __all__ = ["copy_rows", "find_cuts", "place_rows"]
 def find_cuts(
     rows: ScoredRows, keep: Tensor | None, num_segments: int, limit: int, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sample's segments, ``[B, S]``: lowest score, first row with it, rows that are kept.
+    """Of each sample's segments: ``[B, S]`` lowest score and first row with it, and ``[B + 1, S]``
+    how many rows are kept, after a row of zeros.
 
     Rows are sorted by segment of a sample, then by score, the newest first among equals.
     """
@@ -23,7 +25,7 @@ def find_cuts(
     if scores is None and segments is None:
         counts = _limited(offsets.diff().long().unsqueeze(1), keep, limit)
         first = offsets[1:].unsqueeze(1) - counts
-        return torch.zeros(shape, device=offsets.device), first, counts
+        return torch.zeros(shape, device=offsets.device), first, F.pad(counts, (0, 0, 1, 0))
     group = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
     newest_first = torch.arange(num_rows - 1, -1, -1, device=offsets.device)
     scores = _in_full(scores, newest_first)
@@ -42,7 +44,7 @@ def find_cuts(
     lowest[kept] = scores[last]
     first = torch.full_like(counts, num_rows)
     first[kept] = last
-    return lowest, first, counts
+    return lowest, first, F.pad(counts, (0, 0, 1, 0))
 
 
 def place_rows(

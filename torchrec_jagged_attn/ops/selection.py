@@ -113,8 +113,8 @@ def select_rows(
         offsets, scores, segments, limits, num_rows, num_segments, limit,
         -torch.inf if threshold is None else float(threshold),
     )  # fmt: skip
-    new_offsets = torch.zeros_like(offsets)
-    torch.cumsum(counts.sum(1) if num_segments > 1 else counts.squeeze(1), 0, out=new_offsets[1:])
+    counts = counts.sum(1) if num_segments > 1 else counts.squeeze(1)
+    new_offsets = counts.cumsum(0, dtype=offsets.dtype)
     if capacity is None:
         capacity = _read_last(new_offsets)
     else:
@@ -255,7 +255,7 @@ def _find_cuts(
     limit: int,
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``[B, S]`` lowest scores that are kept, first rows with these, and counts of rows kept."""
+    """``[B, S]`` lowest scores that are kept and first rows with these, ``[B + 1, S]`` counts."""
     rows = ScoredRows(offsets, scores, segments, num_rows)
     return _implementation(offsets, row_kernels).find_cuts(
         rows, keep, num_segments, limit, threshold
@@ -268,7 +268,8 @@ def _find_cuts_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (offsets.shape[0] - 1, num_segments)
     exact = torch.float64 if scores is not None and scores.dtype == torch.float64 else torch.float32
-    first, counts = (offsets.new_empty(shape, dtype=torch.int64) for _ in range(2))
+    first = offsets.new_empty(shape, dtype=torch.int64)
+    counts = offsets.new_empty((offsets.shape[0], num_segments), dtype=torch.int64)
     return offsets.new_empty(shape, dtype=exact), first, counts
 
 

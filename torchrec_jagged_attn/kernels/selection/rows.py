@@ -2,13 +2,14 @@
 
 Of a sample's k-th highest score, one program finds the bits, eight at a time, from the highest on:
 it counts how many of the rows that are still in question have each value of these bits, and from
-the top down the value with which k is reached. Rows stay in the order that they have, so the place
-of one is the number of those kept before it, which another kernel counts.
+the top down the value with which k is reached. It ends when all rows that have these bits are to be
+kept: after two or three rounds, where scores are far from alike. Rows stay in the order that they
+have, so the place of one is the number of those kept before it, which another kernel counts.
 
 These kernels are bound by launches and latency. With N rows, S segments, scores of e bytes and room
 for C rows, they must read N·e bytes, and write 8·(N + C) bytes of places and rows and 20 bytes for
-each sample and segment. Scores are read up to 6 + S times, but from memory once: a sample's lie in
-the cache of its program. A sample that keeps all of its rows is read twice.
+each sample and segment. Scores are read up to 5 · S + 1 times, but from memory once: a sample's lie
+in the cache of its program.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torchrec_jagged_attn.kernels.common.launch import Launcher
 __all__ = ["find_cuts", "place_rows"]
 
 MIN_BLOCK, MAX_BLOCK = 128, 2048  # rows that a program takes at a time
+LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 
 
 @triton.jit
@@ -51,33 +53,49 @@ def _ordered(bits):
 
 
 @triton.jit
-def _find_score(
+def _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK: tl.constexpr):
+    """How many rows may be kept."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        _, mask = _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold)
+        counts += mask.to(tl.int32)
+    return tl.sum(counts, 0)
+
+
+@triton.jit
+def _find_lowest(
     scores_ptr, segments_ptr, begin, end, segment, threshold, budget, BLOCK: tl.constexpr
 ):
-    """The ``budget``-th highest score as an ordered int32, how many rows have it, and how many of
-    these are to be kept.
+    """A score, how many rows have it, how many of these are to be kept, and how many rows in all:
+    those with a higher score, too. Where the first two numbers are equal, all rows have it that
+    have the bits which were looked at, and the score is the lowest with these.
     """
     value = tl.arange(0, 256)
-    found = (begin * 0).to(tl.int32)
-    needed = budget.to(tl.int32)
-    equal = found
-    for step in range(4):
-        shift = 24 - 8 * step
-        known = tl.minimum(shift + 8, 31)  # bits from here on, but in the first step
-        of_sign = tl.where(step == 0, 128, 0)
+    equal = (end - begin).to(tl.int32)
+    needed, count = budget, budget
+    found = equal * 0
+    shift = found + 24
+    while (shift >= 0) & (needed > 0) & (equal > needed):
+        known = tl.minimum(shift + 8, 31)  # bits from here on, but in the first round
+        of_sign = tl.where(shift == 24, 128, 0)
         counts = tl.zeros([256], tl.int32)
         for start in range(begin, end, BLOCK):
             n = start + tl.arange(0, BLOCK)
             scores, mask = _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold)
             key = _ordered(scores.to(tl.int32, bitcast=True))
-            mask = mask & ((step == 0) | ((key >> known) == (found >> known)))
+            mask = mask & ((shift == 24) | ((key >> known) == (found >> known)))
             counts += tl.histogram(((key >> shift) & 255) ^ of_sign, 256, mask=mask)
-        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.max(tl.where(at_least >= needed, value, 0), 0)
+        seen = tl.sum(counts, 0)
+        needed = tl.minimum(needed, seen)
+        count = tl.where(shift == 24, needed, count)
+        digit = tl.max(tl.where(seen - tl.cumsum(counts, 0) + counts >= needed, value, 0), 0)
         needed -= tl.sum(tl.where(value > digit, counts, 0), 0)
         equal = tl.sum(tl.where(value == digit, counts, 0), 0)
         found = found | ((digit ^ of_sign) << shift)
-    return found, equal, needed
+        shift -= 8
+    lowest = _ordered(tl.maximum(found, LOWEST_KEY)).to(tl.float32, bitcast=True)
+    return tl.maximum(lowest, threshold), equal, needed, count
 
 
 @triton.jit(do_not_specialize=["num_segments", "keep_stride", "limit", "threshold"])
@@ -88,7 +106,7 @@ def _find_cuts_kernel(
     keep_ptr,  # [B or 1, S] int64, or None: the limit
     lowest_ptr,  # [B, S] fp32
     first_ptr,  # [B, S] int64
-    counts_ptr,  # [B, S] int64
+    counts_ptr,  # [B + 1, S] int64, of which the first are zeros
     num_segments,
     keep_stride,
     limit,
@@ -107,31 +125,30 @@ def _find_cuts_kernel(
     if keep_ptr is not None:
         budget = tl.load(keep_ptr + sample * keep_stride + segment)
 
-    lowest = threshold + 0.0
-    first = begin
-    if scores_ptr is None and segments_ptr is None:
-        budget = tl.minimum(tl.maximum(budget, 0), end - begin)
-        first = end - budget
-        lowest = tl.full([], 0.0, tl.float32)
-    else:
-        seen = tl.zeros([BLOCK], tl.int32)
-        for start in range(begin, end, BLOCK):
-            n = start + tl.arange(0, BLOCK)
-            _, mask = _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold)
-            seen += mask.to(tl.int32)
-        equal = tl.sum(seen, 0)
-        budget = tl.minimum(tl.maximum(budget, 0), equal)
-        if budget == 0:
+    budget = tl.minimum(tl.maximum(budget, 0), end - begin).to(tl.int32)
+
+    count = budget
+    first = end - count
+    lowest = tl.full([], 0.0, tl.float32)
+    if scores_ptr is not None or segments_ptr is not None:
+        first = begin
+        if scores_ptr is None:
+            equal = _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK)
+            needed = tl.minimum(budget, equal)
+            count = needed
+        elif budget < end - begin:
+            lowest, equal, needed, count = _find_lowest(
+                scores_ptr, segments_ptr, begin, end, segment, threshold, budget, BLOCK
+            )
+        else:
+            equal = _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK)
+            needed = equal
+            count = equal
+            lowest = threshold + 0.0
+        if count == 0:
             first = end
             lowest = tl.full([], float("inf"), tl.float32)
-        elif budget < equal:
-            key, needed = equal * 0, budget.to(tl.int32)
-            if scores_ptr is not None:
-                key, equal, needed = _find_score(
-                    scores_ptr, segments_ptr, begin, end, segment, threshold, budget, BLOCK
-                )
-            lowest = _ordered(key).to(tl.float32, bitcast=True)
-            # The older ones of the rows that have it go.
+        elif needed < equal:  # the older ones of the rows with this score go
             before = equal * 0
             for start in range(begin, end, BLOCK):
                 n = start + tl.arange(0, BLOCK)
@@ -143,10 +160,12 @@ def _find_cuts_kernel(
                 before += tl.sum(has_it, 0)
     tl.store(lowest_ptr + program, lowest)
     tl.store(first_ptr + program, first)
-    tl.store(counts_ptr + program, budget)
+    tl.store(counts_ptr + num_segments + program, count)
+    if sample == 0:
+        tl.store(counts_ptr + segment, 0)
 
 
-@triton.jit(do_not_specialize=["num_segments", "capacity"])
+@triton.jit(do_not_specialize=["num_samples", "num_segments", "num_rows", "capacity"])
 def _place_rows_kernel(
     offsets_ptr,  # [B + 1]
     scores_ptr,  # [N], or None
@@ -156,35 +175,52 @@ def _place_rows_kernel(
     first_ptr,  # [B, S] int64
     rows_ptr,  # [C] int64
     places_ptr,  # [N] int64
+    num_samples,
     num_segments,
+    num_rows,
     capacity,
     BLOCK: tl.constexpr,
 ):
-    """Place the rows of one sample that are kept, as far as there is room."""
+    """Place the rows of one sample that are kept, as far as there is room.
+
+    Programs after those of samples have BLOCK places and rows each: they mark places without a row,
+    and rows of no sample.
+    """
     sample = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    if sample >= num_samples:
+        at = (sample - num_samples) * BLOCK + i
+        nothing = at * 0 - 1
+        kept = tl.load(new_offsets_ptr + num_samples)
+        tl.store(rows_ptr + at, nothing, mask=(at >= kept) & (at < capacity))
+        end = tl.load(offsets_ptr + num_samples)
+        tl.store(places_ptr + at, nothing, mask=(at >= end) & (at < num_rows))
+        return
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
-    end = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    length = (tl.load(offsets_ptr + sample + 1) - begin).to(tl.int32)
     place = tl.load(new_offsets_ptr + sample).to(tl.int64)
-    for start in range(begin, end, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        mask = n < end
+    cuts = sample * num_segments
+    if segments_ptr is None:
+        lowest = tl.load(lowest_ptr + cuts)
+        first = (tl.load(first_ptr + cuts) - begin).to(tl.int32)
+    for start in range(0, length, BLOCK):
+        n = start + i  # in the sample
+        mask = n < length
+        is_kept = mask
         scores = tl.zeros([BLOCK], tl.float32)
         if scores_ptr is not None:
-            scores = tl.load(scores_ptr + n, mask=mask, other=0.0).to(tl.float32)
-        at = sample * num_segments + n * 0
-        is_kept = mask
+            scores = tl.load(scores_ptr + begin + n, mask=mask, other=0.0).to(tl.float32)
         if segments_ptr is not None:
-            segment = tl.load(segments_ptr + n, mask=mask, other=-1).to(tl.int64)
+            segment = tl.load(segments_ptr + begin + n, mask=mask, other=-1)
             is_kept = mask & (segment >= 0) & (segment < num_segments)
-            at += segment
-        lowest = tl.load(lowest_ptr + at, mask=is_kept, other=0.0)
-        first = tl.load(first_ptr + at, mask=is_kept, other=0)
+            lowest = tl.load(lowest_ptr + cuts + segment, mask=is_kept, other=0.0)
+            first = tl.load(first_ptr + cuts + segment, mask=is_kept, other=0) - begin
         is_kept = is_kept & ((scores > lowest) | ((scores == lowest) & (n >= first)))
-        count = is_kept.to(tl.int64)
-        new = place + tl.cumsum(count, 0) - count
+        count = is_kept.to(tl.int32)
+        new = place + (tl.cumsum(count, 0) - count)
         is_kept = is_kept & (new < capacity)
-        tl.store(rows_ptr + new, n, mask=is_kept)
-        tl.store(places_ptr + n, tl.where(is_kept, new, -1), mask=mask)
+        tl.store(rows_ptr + new, begin + n, mask=is_kept)
+        tl.store(places_ptr + begin + n, tl.where(is_kept, new, -1), mask=mask)
         place += tl.sum(count, 0)
 
 
@@ -195,7 +231,8 @@ _place_rows = Launcher(_place_rows_kernel)
 def find_cuts(
     rows: ScoredRows, keep: Tensor | None, num_segments: int, limit: int, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sample's segments, ``[B, S]``: lowest score, first row with it, rows that are kept.
+    """Of each sample's segments: ``[B, S]`` lowest score and first row with it, and ``[B + 1, S]``
+    how many rows are kept, after a row of zeros.
 
     ``keep`` is ``[B, S]`` or ``[1, S]`` int64; without it, each keeps ``limit`` rows at most.
     """
@@ -203,8 +240,11 @@ def find_cuts(
     num_samples = offsets.numel() - 1
     shape = (num_samples, num_segments)
     lowest = offsets.new_empty(shape, dtype=torch.float32)
-    first, counts = (offsets.new_empty(shape, dtype=torch.int64) for _ in range(2))
-    if counts.numel():
+    first = offsets.new_empty(shape, dtype=torch.int64)
+    counts = offsets.new_empty((num_samples + 1, num_segments), dtype=torch.int64)
+    if num_samples == 0:
+        counts.zero_()
+    else:
         stride = 0 if keep is None or keep.shape[0] == 1 else num_segments
         keep = None if keep is None else keep.contiguous()
         _find_cuts(
@@ -231,14 +271,16 @@ def place_rows(
     """The row at each new place, ``[C]``, and the new place of each row, ``[N]``; -1 for none."""
     offsets, num_rows = rows.offsets, rows.num_rows
     num_samples = offsets.numel() - 1
-    numbers = offsets.new_full((capacity,), -1, dtype=torch.int64)
+    numbers = offsets.new_empty(capacity, dtype=torch.int64)
     places = offsets.new_empty(num_rows, dtype=torch.int64)
-    if num_rows and num_samples:
-        cuts = (lowest, first, numbers, places, first.shape[1], capacity)
+    constants = _constants(num_rows // max(num_samples, 1))
+    num_programs = num_samples + -(-max(capacity, num_rows) // constants["BLOCK"])
+    if num_programs:
+        sizes = (num_samples, first.shape[1], num_rows, capacity)
         _place_rows(
-            (num_samples,),
-            (*_contiguous(rows), new_offsets.contiguous(), *cuts),
-            _constants(num_rows // num_samples),
+            (num_programs,),
+            (*_contiguous(rows), new_offsets.contiguous(), lowest, first, numbers, places, *sizes),
+            constants,
         )
     return numbers, places
 
