@@ -24,14 +24,14 @@ MANY_SAMPLES = torch.ones(70_000, dtype=torch.int64)
 
 
 def draw_scores(num_rows, device=CPU, dtype=torch.float32, *, ties=True, seed=0):
-    """With zeros of both signs, infinities and NaN; many alike, if ``ties``."""
+    """With zeros of both signs, subnormals, infinities and NaN; many alike, if ``ties``."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(num_rows, generator=generator)
     if ties:
         scores = (2 * scores).round() / 2
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
-    at = torch.randint(0, 40, (num_rows,), generator=generator)
-    scores = torch.where(at < 5, special[at.clamp(max=4)], scores)
+    special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, torch.inf, -torch.inf, torch.nan])
+    at = torch.randint(0, 50, (num_rows,), generator=generator)
+    scores = torch.where(at < 7, special[at.clamp(max=6)], scores)
     return scores.to(device, dtype)
 
 
