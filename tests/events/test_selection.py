@@ -310,6 +310,17 @@ def test_relevance_selects_and_boosts(device):
     assert (out["tags"].weights() == 1).all()
 
 
+def test_traced_by_fx():
+    features = make_features()
+    chain = torch.nn.Sequential(
+        EventSelection(HISTORY, 2, scores=scores_of), EventBoosting(HISTORY, scores_of)
+    )
+    actual, expected = torch.fx.symbolic_trace(chain)(features), chain(features)
+    assert torch.equal(actual.values(), expected.values())
+    assert torch.equal(actual.lengths(), expected.lengths())
+    assert torch.equal(actual.weights(), expected.weights())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

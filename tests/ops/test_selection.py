@@ -176,18 +176,6 @@ def test_room_for_more(capacity, device):
     assert torch.equal(x.grad, expected)
 
 
-def test_rows_behind_the_last_sample(kernel_device):
-    """As a selection with room to spare leaves them: they are of nobody, whatever their score."""
-    offsets = torch.tensor([0, 2, 3], device=kernel_device)
-    scores = torch.tensor([1.0, 2.0, 3.0, torch.nan, 9.0], device=kernel_device)
-    lowest, first, counts = selection.find_cuts(offsets, scores, None, None, 5, 1, 1, -torch.inf)
-    assert counts.flatten().tolist() == [0, 1, 1]
-    new = counts.flatten().cumsum(0)
-    rows, places = selection.place_rows(offsets, new, scores, None, lowest, first, 5, 4)
-    assert rows.tolist() == [1, 2, -1, -1]
-    assert places.tolist() == [-1, 0, 1, -1, -1]
-
-
 @pytest.mark.gpu
 def test_rows_beyond_the_room_are_lost():
     offsets = torch.tensor([0, 3, 6], device="cuda")
