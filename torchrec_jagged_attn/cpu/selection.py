@@ -26,16 +26,16 @@ def find_cuts(
         counts = _limited(offsets.diff().long().unsqueeze(1), keep, limit)
         first = offsets[1:].unsqueeze(1) - counts
         return torch.zeros(shape, device=offsets.device), first, F.pad(counts, (0, 0, 1, 0))
+    num_groups = shape[0] * shape[1]
     group = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
-    newest_first = torch.arange(num_rows - 1, -1, -1, device=offsets.device)
-    scores = _in_full(scores, newest_first)
+    scores = _in_full(scores, group)
     eligible = scores >= threshold
     if segments is not None:
         eligible &= (segments >= 0) & (segments < num_segments)
         group = group + segments
-    order = newest_first[eligible[newest_first]]
-    order = _sorted(order, group[order], scores[order])
-    num_eligible = group[order].bincount(minlength=shape[0] * shape[1]).view(shape)
+    group = group.masked_fill(~eligible, num_groups)  # behind all others
+    order = num_rows - 1 - _sort(group.flip(0), scores.flip(0))
+    num_eligible = group.bincount(minlength=num_groups + 1)[:num_groups].view(shape)
     counts = _limited(num_eligible, keep, limit)
     begins = (num_eligible.flatten().cumsum(0) - num_eligible.flatten()).view(shape)
     kept = counts > 0
@@ -83,14 +83,14 @@ def _limited(counts: Tensor, keep: Tensor | None, limit: int) -> Tensor:
     return counts.clamp(max=limit) if keep is None else torch.minimum(counts, keep.clamp(min=0))
 
 
-def _sorted(order: Tensor, group: Tensor, scores: Tensor) -> Tensor:
-    """``order`` by group, then by score, the highest first; equals stay as they are."""
+def _sort(group: Tensor, scores: Tensor) -> Tensor:
+    """Numbers of rows by group, then by score, the highest first; equals stay as they are."""
     if scores.dtype == torch.float64:
         by_score = scores.argsort(descending=True, stable=True)
-        return order[by_score[group[by_score].argsort(stable=True)]]
+        return by_score[group[by_score].argsort(stable=True)]
     bits = (scores + 0.0).view(torch.int32)  # of 0.0 for -0.0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # which is ordered as the scores are
-    return order[((group << 32) - bits).argsort(stable=True)]
+    return ((group << 32) - bits).argsort(stable=True)
 
 
 def _in_full(scores: Tensor | None, like: Tensor) -> Tensor:
