@@ -188,7 +188,7 @@ def test_rows_beyond_the_room_are_lost():
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 0), (2, 700)], ids=str)
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str
+    "dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool], ids=str
 )
 def test_rows_of_any_shape(shape, dtype, device):
     offsets = offsets_of(LENGTHS["edges"], torch.int64, device)

@@ -178,12 +178,15 @@ def _newton(x: Tensor, counts: Tensor, center: Tensor, prior: float) -> Tensor:
         return nll.sum(1) + prior / 2 * (w - center).square().sum(1)
 
     w, total = center.clone(), counts.sum(2)
-    identity = torch.eye(2, dtype=x.dtype, device=x.device)
+    squares = torch.stack([x[:, 0], x[:, 1], x[:, 1].square()], 1)  # of which curvatures are sums
     for _ in range(NEWTON_STEPS):
         p = torch.sigmoid(w @ x.T)
         gradient = (total * p - counts[..., 1]) @ x + prior * (w - center)
-        curvature = (total * p * (1 - p)).unsqueeze(1) * x.T @ x + prior * identity
-        step = torch.linalg.solve_ex(curvature, gradient)[0]
+        aa, ab, bb = ((total * p * (1 - p)) @ squares).unbind(1)
+        aa, bb = aa + prior, bb + prior
+        of_a, of_b = gradient.unbind(1)
+        step = torch.stack([bb * of_a - ab * of_b, aa * of_b - ab * of_a], 1)
+        step /= (aa * bb - ab * ab).unsqueeze(1)
         before = loss(w)
         size = torch.ones_like(before)
         for _ in range(HALVINGS):
