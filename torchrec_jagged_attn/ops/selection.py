@@ -132,7 +132,7 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
     The gradient of a row is that of its copy, and zero for those that were not kept.
 
     Args:
-        x: ``[N, …]``, of any dtype.
+        x: ``[N, …]``: bool, integers, or floating point of 16 bits or more.
         selected: what :func:`select_rows` returns.
 
     Returns:
