@@ -9,13 +9,14 @@ PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
 FAMILIES = {"target", "flash", "interaction", "selection"}
 BELOW = {  # what the files of a folder may import, beside their own folder and what has none
-    "modules": {"ops"},
+    "modules": {"ops", "serving"},
     "ops": {"cpu", "kernels", "replay"},
     "replay": {"kernels"},
     "cpu": set(),
     "data": set(),
     "semantic_ids": {"ops"},
     "events": {"ops", "modules"},
+    "serving": set(),
     "kernels": set(),
     "testing": set(),
 }

@@ -25,6 +25,7 @@ from torchrec_jagged_attn.semantic_ids import (
     SemanticIds,
     jagged_target_attention_over_ids,
 )
+from torchrec_jagged_attn.serving import HistoryCache
 
 if TYPE_CHECKING:
     from torchrec_jagged_attn.events import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         truncate_events,
     )
     from torchrec_jagged_attn.modules import (
+        CachedHistoryCollection,
         HistoryEncoderLayer,
         JaggedFeatureInteraction,
         JaggedSelfAttention,
@@ -57,11 +59,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BalancedBatchSampler",
+    "CachedHistoryCollection",
     "DiscretePCA",
     "EventBasedFeature",
     "EventBoosting",
     "EventSelection",
     "Events",
+    "HistoryCache",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",

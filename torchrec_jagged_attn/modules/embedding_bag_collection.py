@@ -24,6 +24,7 @@ from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
+from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionEmbeddingBagCollection"]
 
@@ -269,6 +270,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
         """
+        return self.embed(features)
+
+    def embed(
+        self, features: KeyedJaggedTensor, cached: CachedHistories | None = None
+    ) -> KeyedTensor:
+        """As :meth:`forward`; with ``cached``, as :class:`CachedHistoryCollection` does."""
         _check_features(
             features,
             self._num_embeddings,
@@ -286,9 +293,19 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         indices = {}
         for at, keys in enumerate(self._by_index):
             # After the lookup of bags has begun: this waits for the rows.
-            sequences[at], found = take_rows(sequences[at], keys)
+            sequences[at], found = take_rows(sequences[at], keys if cached is None else {})
             indices |= {keys[name]: places for name, places in found.items()}
-        return self.pooling(features, sequences, bags, indices or None)
+        return self.pooling(features, sequences, bags, indices or None, cached)
+
+    def check_cacheable(self) -> None:
+        """Histories must be such that a :class:`HistoryCache` holds all that is read of them."""
+        num_attentions = len(self.pooling.attentions)
+        if num_attentions != 1 or self._timestamps or self._is_weighted:
+            raise NotImplementedError(
+                "collection must have one attention, no timestamps and is_weighted=False to take "
+                f"histories from a cache, got {num_attentions}, {self._timestamps} and "
+                f"{self._is_weighted}"
+            )
 
     def reset_parameters(self) -> None:
         """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""

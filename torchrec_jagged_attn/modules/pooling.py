@@ -21,6 +21,7 @@ from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feat
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
+from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionPooling"]
 
@@ -142,6 +143,7 @@ class TargetAttentionPooling(nn.Module):
         sequences: list[dict[str, JaggedTensor]],
         bags: KeyedTensor | None,
         indices: dict[str, Tensor] | None = None,
+        cached: CachedHistories | None = None,
     ) -> KeyedTensor:
         """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
         requests ``[ΣT, sum of widths]``.
@@ -152,6 +154,7 @@ class TargetAttentionPooling(nn.Module):
             bags: of the EmbeddingBagCollection, if there is one.
             indices: ``[N]`` of histories that are read by index, by their keys of the output. Their
                 sequences have values ``[U, D]``.
+            cached: the histories, where ``features`` have the new rows of these alone.
         """
         first = self._targets[0]
         candidates = first.rows(sequences)
@@ -180,6 +183,9 @@ class TargetAttentionPooling(nn.Module):
             if indices is not None and attention.histories[0].key in indices:
                 rows = indices[attention.histories[0].key]
                 places = _of_samples(rows, history)
+            if cached is not None:
+                in_place = cached.scales is None and len(layers) == 0 and attend.unit is None
+                history, rows = _with_cached(history, cached, in_place)
             if attention.timestamps is not None:
                 timestamps = _timestamps(features, attention.timestamps, places, keys[0])
             if self._is_weighted:
@@ -402,6 +408,17 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
         for sequence, name in zip(sequences, names, strict=True):
             check_equal_lengths(sequence, name, first, names[0])
     return _of_samples(torch.cat([sequence.values() for sequence in sequences], dim=1), first)
+
+
+def _with_cached(
+    new: JaggedTensor, cached: CachedHistories, in_place: bool
+) -> tuple[JaggedTensor, Tensor | None]:
+    """Histories from the cache, after their ``new`` rows are put there; and their indices, where
+    they are read ``in_place``.
+    """
+    cached.write(new.values())
+    rows, indices = (cached.rows, cached.indices) if in_place else (cached.read(), None)
+    return JaggedTensor(rows, lengths=cached.offsets.diff(), offsets=cached.offsets), indices
 
 
 @torch.fx.wrap
