@@ -1,21 +1,27 @@
-"""Serves what train_dlrm.py has trained: scores one user's candidates, and says how fast.
+"""Serves what train_dlrm.py has trained: scores users' candidates, and says how fast.
 
     python examples/train_dlrm.py --pooling attention     # leaves a checkpoint
     python examples/serve_dlrm.py                         # scores examples/request.json
 
 From the checkpoint to the scores: the tables are quantized to int8, the model is exported for any
-number of candidates and history rows, and compiled ahead of time into one file. A user's history is
-looked up and read once for all candidates; training looks it up for each of them.
+number of requests, candidates and history rows, and compiled ahead of time into one file. It is the
+model that was trained, with requests for samples: a user's history is looked up and read once for
+all candidates.
 
-With --explain K, it also shows which K events of the history each of the best candidates looks at
-most, and the weight that each head of the attention gives them.
+With --cache DTYPE, the rows of a user's history stay between requests, so that new events alone are
+looked up. With --triton FOLDER, it also writes a model for Triton Inference Server. With --explain
+K, it shows which K events of the history each of the best candidates looks at most, and the weight
+that each head of the attention gives them.
 
 A request names the user's features, the history from the oldest event to the newest, and the
 candidates, with counts as they are, and at most 10,000 rows of either:
 
-    {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
+    {"user": {"id": 7, "cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
      "history": [{"item": 7, "category": 0}, ...],
      "candidates": [{"item": 12, "category": 0, "events": 210}, ...]}
+
+The id is read with --cache alone. The history then has the user's newest events, as many as were
+trained with, or all.
 """
 # ruff: noqa: E402
 
@@ -25,26 +31,16 @@ import argparse
 import json
 import logging
 import os
-import reprlib
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-from options import end_on_ctrl_c, number, package_file
+from options import end_on_ctrl_c, number, package_file, writable_folder
 
-T = TypeVar("T", int, list, dict)
-TARGETS = ["item", "category"]
-HISTORIES = ["item_history", "category_history"]
 PERCENTILES = (50, 90, 99)
-MAX_ROWS = 10_000
-"""Of a request's history, and of its candidates."""
-MAX_BYTES = 16 * 2**20
-"""Of a request's file."""
-MAX_COUNT = 2**63 - 1
-KINDS = {int: "an integer from {} to {}", list: "a list of {} to {}", dict: "an object"}
 
 
 def parse_args() -> argparse.Namespace:
@@ -62,15 +58,25 @@ def parse_args() -> argparse.Namespace:
                         help="the compiled model (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false",
                         help="run the exported model as it is")
+    parser.add_argument("--cache", choices=["fp32", "bf16", "int8"],
+                        help="keep the rows of histories between requests, in this")
+    parser.add_argument("--cache-mib", type=number(int, 1, 10**6), default=64,
+                        help="MiB of such rows (default: %(default)s)")
+    parser.add_argument("--triton", type=writable_folder, metavar="FOLDER",
+                        help="model repository for Triton Inference Server to write the compiled "
+                             "model to")
     parser.add_argument("--times", type=number(int, 1, 10**6), default=200,
                         help="how often to score the request (default: %(default)s)")
     parser.add_argument("--top", type=number(int, 1, 10**6), default=5,
                         help="candidates to show (default: %(default)s)")
-    parser.add_argument("--explain", type=number(int, 0, MAX_ROWS), default=0, metavar="K",
+    parser.add_argument("--explain", type=number(int, 0, 10_000), default=0, metavar="K",
                         help="events to show of the history for each of them, those of the largest "
                              "weight, mean of the heads, as trained (default: %(default)s)")
     # fmt: on
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.triton is not None and not args.compile:
+        parser.error("--triton needs the compiled model, got --no-compile")
+    return args
 
 
 if __name__ == "__main__":
@@ -88,6 +94,7 @@ from checkpoint import CheckpointError, describe_checkpoint, load_state, newest_
 from events import NUM_DENSE_FEATURES
 from rich.console import Console
 from rich.table import Table
+from scoring import HISTORIES, TARGETS, RequestError, Requests, Server, make_cache, read_request
 from torch import Tensor, nn
 from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM
@@ -95,155 +102,79 @@ from torchrec.pt2.utils import register_fake_classes
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from train_dlrm import build_model
 
+from torchrec_jagged_attn import CachedHistoryCollection, HistoryCache
+from torchrec_jagged_attn.serving import CachedHistories
 
-class RequestError(Exception):
-    """The request or the checkpoint cannot be used; the message says where and why."""
+TRITON_CONFIG = """\
+name: "serve_dlrm"
+backend: "python"
+max_batch_size: 32
+dynamic_batching {}
+input [{ name: "REQUEST", data_type: TYPE_STRING, dims: [ 1 ] }]
+output [{ name: "SCORES", data_type: TYPE_FP32, dims: [ -1 ] }]
+instance_group [{ kind: KIND_AUTO, count: 1 }]
+"""
+"""A request is JSON. One instance, for each has a cache of its own."""
 
 
 class Scorer(nn.Module):
-    """A trained DLRM that scores all candidates of one user.
+    """A trained DLRM that scores the candidates of requests.
 
     Args:
-        dlrm: with a TargetAttentionEmbeddingBagCollection whose one attention is that of
-            train_dlrm.py.
+        dlrm: with a TargetAttentionEmbeddingBagCollection of jagged candidates.
+        keys: of the features, in the order of `Requests.tensors`.
+        from_cache: whether histories come from a HistoryCache.
     """
 
-    def __init__(self, dlrm: DLRM) -> None:
+    def __init__(self, dlrm: DLRM, keys: list[str], from_cache: bool = False) -> None:
         super().__init__()
-        self.dlrm = dlrm
-        self.user_keys = [
-            name
-            for table in dlrm.sparse_arch.embedding_bag_collection.embedding_bag_configs()
-            for name in table.feature_names
-            if name not in TARGETS + HISTORIES
-        ]
+        self.dlrm, self.keys = dlrm, keys
+        if from_cache:
+            arch = dlrm.sparse_arch
+            arch.embedding_bag_collection = CachedHistoryCollection(arch.embedding_bag_collection)
 
-    def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor, user: Tensor) -> Tensor:
-        """Probabilities `[C]` that the user takes each of `C` candidates.
+    def forward(
+        self, dense: Tensor, ids: Tensor, lengths: Tensor, *cached: Tensor | None
+    ) -> Tensor:
+        """Probabilities `[ΣC]` that users take each of their candidates.
 
         Args:
-            dense: `[C, NUM_DENSE_FEATURES]`.
-            ids: `[2·C + 2·L]`, items and categories of the candidates, then of `L` history rows.
-            lengths: `[4]`, the parts of `ids`: `C, C, L, L`.
-            user: one id for each of `user_keys`.
+            dense: `[ΣC, NUM_DENSE_FEATURES]`.
+            ids: of all requests by feature, first all candidates' items.
+            lengths: `[F, B]`, the parts of `ids`.
+            cached: the fields of CachedHistories, where histories come from a cache: `ids` then
+                have new events alone.
         """
-        collection = self.dlrm.sparse_arch.embedding_bag_collection
-        count = dense.shape[0]
-        columns, targets, history = self._rows(count, ids, lengths)
-        attended = collection.pooling.attentions[0](
-            JaggedTensor(targets, lengths=lengths[:1]), history
-        )
-        columns |= zip(HISTORIES, attended.chunk(2, dim=1), strict=True)
-        users = KeyedJaggedTensor(
-            keys=self.user_keys, values=user, lengths=torch.ones_like(user), stride=1
-        )
-        for name, row in collection.embedding_bag_collection(users).to_dict().items():
-            columns[name] = row.expand(count, -1)
+        features = self._features(ids, lengths)
+        batch = (features, CachedHistories(*cached)) if cached else features
+        return self.dlrm(dense, batch).squeeze(1).sigmoid()
 
-        names = self.dlrm.sparse_arch.sparse_feature_names
-        interacted = self.dlrm.inter_arch(
-            dense_features=self.dlrm.dense_arch(dense),
-            sparse_features=torch.stack([columns[name] for name in names], dim=1),
-        )
-        return self.dlrm.over_arch(interacted).squeeze(1).sigmoid()
-
-    def explain(self, dense: Tensor, ids: Tensor, lengths: Tensor, user: Tensor) -> Tensor:
+    def explain(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Weights `[L, C, H]` that each head of each candidate gives each row of the history.
 
-        The arguments are those of `forward`. Encoder layers have mixed the rows before, if there
-        are any.
+        The arguments are those of `forward`, of the first request. Encoder layers have mixed the
+        rows before, if there are any.
         """
-        pooling = self.dlrm.sparse_arch.embedding_bag_collection.pooling
-        _, targets, history = self._rows(dense.shape[0], ids, lengths)
-        return pooling.attentions[0].attention_weights(targets.unsqueeze(0), history).values()
-
-    def _rows(
-        self, count: int, ids: Tensor, lengths: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor, JaggedTensor]:
-        """Rows of the candidates by their key, side by side, and those of the encoded history."""
         collection = self.dlrm.sparse_arch.embedding_bag_collection
-        features = KeyedJaggedTensor(keys=TARGETS + HISTORIES, values=ids, lengths=lengths)
         (lookup,) = collection.embedding_collections.values()  # of one width
-        rows = lookup(features)
-        columns = {name: rows[name].values() for name in TARGETS}
-        for column in columns.values():
-            torch._check(column.shape[0] == count)
-        item_history, category_history = (rows[name].values() for name in HISTORIES)
-        torch._check(item_history.shape[0] == category_history.shape[0])
-        history = JaggedTensor(
-            torch.cat([item_history, category_history], dim=1), lengths=lengths[2:3]
+        rows = lookup(self._features(ids, lengths))
+        targets, histories = (
+            torch.cat([rows[name].to_dense()[0] for name in names], dim=1)
+            for names in (TARGETS, HISTORIES)
         )
-        targets = torch.cat(list(columns.values()), dim=1)
-        return columns, targets, collection.pooling.encoders[0](history)
+        history = JaggedTensor(histories, lengths=lengths[len(TARGETS), :1])
+        encoded = collection.pooling.encoders[0](history)
+        attention = collection.pooling.attentions[0]
+        return attention.attention_weights(targets.unsqueeze(0), encoded).values()
 
-
-class Requests:
-    """Turns requests into tensors, and refuses what the model does not know.
-
-    Args:
-        features: of the checkpoint: ids per feature, and mean and deviation of dense features.
-        device: of the tensors.
-    """
-
-    def __init__(self, features: dict, user_keys: list[str], device: torch.device) -> None:
-        self._cardinalities: dict[str, int] = features["cardinalities"]
-        self._mean, self._std = (np.array(features[f"dense_{name}"]) for name in ("mean", "std"))
-        self._user_keys, self._device = user_keys, device
-
-    def tensors(self, request: dict) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `Scorer.forward`; a lone candidate is in them twice.
-
-        Raises:
-            RequestError: something is missing, of another kind, or out of range.
-        """
-        user = _field(request, "user", "the request", dict)
-        history = _field(request, "history", "the request", list, most=MAX_ROWS)
-        candidates = _field(request, "candidates", "the request", list, least=1, most=MAX_ROWS)
-        if len(candidates) == 1:
-            candidates = candidates * 2  # the compiled model takes two or more
-        counts = [
-            [
-                _field(user, "events", "user", int),
-                _field(user, "seconds_since_last", "user", int),
-                _field(candidate, "events", f"candidates[{index}]", int),
-            ]
-            for index, candidate in enumerate(candidates)
-        ]
-        dense = (np.log1p(counts) - self._mean) / self._std
-        ids = [
-            self._id(row, name, f"{where}[{index}]")
-            for where, some in (("candidates", candidates), ("history", history))
-            for name in TARGETS
-            for index, row in enumerate(some)
-        ]
-        lengths = [len(candidates)] * len(TARGETS) + [len(history)] * len(HISTORIES)
-        user_ids = [self._id(user, name, "user") for name in self._user_keys]
-        return (
-            torch.tensor(dense, dtype=torch.float32, device=self._device),
-            *(torch.tensor(some, device=self._device) for some in (ids, lengths, user_ids)),
+    def _features(self, ids: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            keys=self.keys, values=ids, lengths=lengths.flatten(), stride=lengths.shape[1]
         )
 
-    def _id(self, row: object, name: str, where: str) -> int:
-        return _field(row, name, where, int, most=self._cardinalities[name] - 1)
 
-
-def _field(
-    row: object, name: str, where: str, kind: type[T], least: int = 0, most: int = MAX_COUNT
-) -> T:
-    """`row[name]`, an integer in a range, a list of as many members, or an object."""
-    if not isinstance(row, dict):
-        raise RequestError(f"{where} must be an object, got {reprlib.repr(row)}")
-    value = row.get(name)
-    # True is an int, too, but not of this type.
-    if type(value) is not kind or not least <= (value if kind is int else len(value)) <= most:
-        got = f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
-        expected = KINDS[kind].format(least, most)
-        raise RequestError(f"{name} of {where} must be {expected}, got {got}")
-    return value
-
-
-def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
-    """The model of a run's newest checkpoint, and the features of its data."""
+def load_scorer(run: Path, device: torch.device, from_cache: bool = False) -> tuple[Scorer, dict]:
+    """The model of a run's newest checkpoint, and what is known of its data and rows."""
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise RequestError(f"{run} holds no checkpoint; make one with train_dlrm.py")
@@ -251,30 +182,49 @@ def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
     options, features = description["options"], description["features"]
     if (pooling := description["progress"]["pooling"]) != "attention":
         raise RequestError(f"{checkpoint} must pool by attention, got {pooling}")
-    names = ("width", "heads", "encoder_layers")
-    shape = argparse.Namespace(**{name: int(options[name]) for name in names})
-    model = build_model("attention", features["cardinalities"], shape)
+    names = ("width", "heads", "encoder_layers", "max_history")
+    numbers = {name: int(options[name]) for name in names}
+    shape = argparse.Namespace(**numbers)
+    model = build_model("attention", features["cardinalities"], shape, candidates="jagged")
     load_state({"model": model.state_dict()}, checkpoint, no_dist=True)
-    return Scorer(model.model).to(device).eval(), features
+    features |= {"history_width": len(HISTORIES) * shape.width, "max_history": shape.max_history}
+    scorer = Scorer(model.model, Requests(features, device).keys, from_cache)
+    return scorer.to(device).eval(), features
 
 
-def export_scorer(scorer: Scorer, device: torch.device) -> torch.export.ExportedProgram:
-    """For any number of history rows, and of candidates from two on."""
+def export_scorer(
+    scorer: Scorer, device: torch.device, cache: HistoryCache | None = None
+) -> torch.export.ExportedProgram:
+    """For any number of requests and candidates, from two on, and of history rows.
+
+    Args:
+        scorer: to export.
+        device: of its parameters.
+        cache: one like the program's, if histories come from it: its capacity may be another.
+    """
+    candidates, history = [2, 1, 3], [2, 0, 3]
+    columns = [candidates] * len(TARGETS) + [history] * len(HISTORIES)
+    columns += [[1] * len(candidates)] * (len(scorer.keys) - len(columns))
+    lengths = torch.tensor(columns, device=device)
+    cached: tuple[Tensor | None, ...] = ()
+    if cache is not None:
+        _, cached = cache.append([object() for _ in history], history)
     example = (
-        torch.zeros(3, NUM_DENSE_FEATURES, device=device),
-        torch.zeros(10, dtype=torch.int64, device=device),
-        torch.tensor([3, 3, 2, 2], device=device),
-        torch.zeros(len(scorer.user_keys), dtype=torch.int64, device=device),
+        torch.zeros(sum(candidates), NUM_DENSE_FEATURES, device=device),
+        torch.zeros(int(lengths.sum()), dtype=torch.int64, device=device),
+        lengths,
+        *cached,
     )
-    dynamic = {0: torch.export.Dim.DYNAMIC}
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = [{0: dynamic}, {0: dynamic}, {1: dynamic}]
+    if cached:
+        shapes.append(tuple(None if tensor is None else {0: dynamic} for tensor in cached))
     with torch.no_grad():
         scorer(*example)  # quantized lookups note the order of keys when they are first called
-        return torch.export.export(
-            scorer,
-            example,
-            dynamic_shapes={"dense": dynamic, "ids": dynamic, "lengths": None, "user": None},
-            strict=False,
-        )
+        program = torch.export.export(scorer, example, dynamic_shapes=tuple(shapes), strict=False)
+    if cache is not None:
+        cache.clear()
+    return program
 
 
 def compile_program(program: torch.export.ExportedProgram, package: Path) -> Callable[..., Tensor]:
@@ -284,64 +234,64 @@ def compile_program(program: torch.export.ExportedProgram, package: Path) -> Cal
     return torch._inductor.aoti_load_package(str(package))
 
 
-@torch.no_grad()
-def score(
-    scorer: Callable[..., Tensor], requests: Requests, request: dict
-) -> tuple[np.ndarray, float]:
+def score(server: Server, request: object) -> tuple[np.ndarray, float]:
     """The candidates' probabilities, and the milliseconds from the parsed request to these."""
     start = time.perf_counter()
-    scores = scorer(*requests.tensors(request)).cpu().numpy()[: len(request["candidates"])]
-    return scores, 1000 * (time.perf_counter() - start)
+    (scores,) = server.scores([request])
+    milliseconds = 1000 * (time.perf_counter() - start)
+    if isinstance(scores, RequestError):
+        raise scores
+    return scores, milliseconds
 
 
 @torch.no_grad()
 def explain(
-    scorer: Scorer, requests: Requests, request: dict, most: int
+    scorer: Scorer, requests: Requests, request: object, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The events that each candidate looks at most, `most` or all, from the largest weight on.
 
     Returns:
         `[C, K]`, places in the history; and `[C, K, H]`, the weight by each head, whose mean ranks.
     """
-    weights = scorer.explain(*requests.tensors(request)).cpu().numpy()
-    weights = weights.swapaxes(0, 1)[: len(request["candidates"])]
+    _, *tensors = requests.tensors([requests.check(request)])
+    weights = scorer.explain(*tensors).cpu().numpy().swapaxes(0, 1)
     events = np.argsort(-weights.mean(axis=2), axis=1, kind="stable")[:, :most]
     return events, np.take_along_axis(weights, events[:, :, None], axis=1)
 
 
-def read_request(path: Path) -> object:
-    """What the file holds; integers past 64 bits as text, for a message that names their field.
-
-    Raises:
-        RequestError: the file cannot be read, is too large, or not JSON in UTF-8.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES} bytes")
-        return json.loads(
-            content.decode(), parse_int=lambda text: int(text) if len(text) < 20 else text
-        )
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"--request {path} cannot be read as JSON in UTF-8: {error}") from None
+def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
+    """A model of Triton's Python backend, with all that it reads but for what is installed."""
+    folder = repository / "serve_dlrm"
+    version = folder / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    here = Path(__file__).parent
+    shutil.copy(here / "triton_model.py", version / "model.py")
+    shutil.copy(here / "scoring.py", version)
+    shutil.copy(package, version / "scorer.pt2")
+    (version / "features.json").write_text(json.dumps(features))
+    (folder / "config.pbtxt").write_text(TRITON_CONFIG)
+    return folder
 
 
 def serve(args: argparse.Namespace, device: torch.device) -> None:
     request = read_request(args.request)
     trained, features = load_scorer(args.run, device)
-    requests = Requests(features, trained.user_keys, device)
-    exact, _ = score(trained, requests, request)
+    requests = Requests(features, device)
+    exact, _ = score(trained_server := Server(trained, requests), request)
 
-    served = trained
+    served, _ = load_scorer(args.run, device, from_cache=args.cache is not None)
     if args.tables == "int8":
-        served, _ = load_scorer(args.run, device)
         register_fake_classes()  # of FBGEMM, for the exporter
         quantize_inference_model(served)
-    program = export_scorer(served, device)
+    features |= {"cache": args.cache, "cache_mib": args.cache_mib}
+    cache = make_cache(features, device)
+    program = export_scorer(served, device, cache)
     name = f"{'compiled' if args.compile else 'exported'}, {args.tables}"
+    if args.cache:
+        name += f", cached in {args.cache}"
     scorer = compile_program(program, args.package) if args.compile else program.module()
-    scores, _ = score(scorer, requests, request)
+    server = Server(scorer, requests, cache)
+    scores, _ = score(server, request)
 
     console = Console()
     best = Table("candidate", title=f"The best {min(args.top, len(scores))} of {len(scores)}")
@@ -360,12 +310,14 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
     latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")
-    for label, model in (("as trained", trained), (name, scorer)):
-        times = [score(model, requests, request)[1] for _ in range(args.times)]
+    for label, model in (("as trained", trained_server), (name, server)):
+        times = [score(model, request)[1] for _ in range(args.times)]
         latency.add_row(label, *(f"{ms:.2f}" for ms in np.percentile(times, PERCENTILES)))
     console.print(latency)
     if args.compile:
         print(f"the compiled model: {args.package}")
+    if args.triton is not None:
+        print(f"for Triton: {write_triton_model(args.triton, args.package, features)}")
 
 
 def table_of_weights(request: dict, events: np.ndarray, weights: np.ndarray) -> Table:

@@ -162,7 +162,9 @@ from torchrec_jagged_attn import (
 )
 
 
-def build_model(pooling: str, cardinalities: dict[str, int], args: argparse.Namespace) -> DLRMTrain:
+def build_model(
+    pooling: str, cardinalities: dict[str, int], args: argparse.Namespace, candidates: str = "one"
+) -> DLRMTrain:
     """A DLRM with one table for each kind of id; a history shares the table of its candidate."""
     tables = [
         EmbeddingBagConfig(
@@ -181,7 +183,9 @@ def build_model(pooling: str, cardinalities: dict[str, int], args: argparse.Name
             num_heads=args.heads,
             encoder_layers=args.encoder_layers,
         )
-        collection = TargetAttentionEmbeddingBagCollection(tables, [attention])
+        collection = TargetAttentionEmbeddingBagCollection(
+            tables, [attention], candidates=candidates
+        )
     else:
         # The weights of recency pooling come with the batch, see events.py.
         collection = EmbeddingBagCollection(tables, is_weighted=pooling == "recency")

@@ -1,9 +1,12 @@
 """``examples/serve_dlrm.py``: from a training's checkpoint to scores of a compiled model."""
 
+import argparse
 import json
 import logging
 import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +14,29 @@ import pytest
 import serve_dlrm
 import torch
 from events import NUM_DENSE_FEATURES
-from serve_dlrm import (
+from scoring import (
     HISTORIES,
     TARGETS,
     RequestError,
     Requests,
+    Server,
+    make_cache,
+    read_request,
+)
+from serve_dlrm import (
+    Scorer,
     explain,
     export_scorer,
     load_scorer,
-    read_request,
     score,
+    write_triton_model,
 )
+from torch import Tensor
 from torchrec.inference.modules import quantize_inference_model
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from train_dlrm import build_model
 
-from tests.processes import run_script
+from tests.processes import run_code, run_script
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -63,20 +74,31 @@ def request_of(candidates: int, history: int) -> dict:
     return {**REQUEST, "candidates": rows[:candidates], "history": REQUEST["history"][:history]}
 
 
+def loaded(
+    run: Path, device: torch.device, cache: str | None = None
+) -> tuple[Scorer, Requests, dict]:
+    """The trained model, what makes tensors for it, and what is known of the run."""
+    scorer, features = load_scorer(run, device, from_cache=cache is not None)
+    return scorer, Requests(features, device), features | {"cache": cache, "cache_mib": 1}
+
+
+def scores_of(scorer: Callable[..., Tensor], requests: Requests, request: dict) -> np.ndarray:
+    return score(Server(scorer, requests), request)[0]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_history_looked_up_once_scores_as_in_training(run: Path, shape: str):
+def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str):
     """Where each candidate is a sample that has the whole history."""
-    scorer, features = load_scorer(run, CPU)
+    scorer, requests, features = loaded(run, CPU)
     request = request_of(*SHAPES[shape])
-    requests = Requests(features, scorer.user_keys, CPU)
-    scores, _ = score(scorer, requests, request)
+    scores = scores_of(scorer, requests, request)
     count = len(request["candidates"])
     assert scores.shape == (count,)
 
     bags = {name: [[row[name]] for row in request["candidates"]] for name in TARGETS}
     for target, history in zip(TARGETS, HISTORIES, strict=True):
         bags[history] = [[row[target] for row in request["history"]]] * count
-    for name in scorer.user_keys:
+    for name in requests.keys[len(bags) :]:
         bags[name] = [[request["user"][name]]] * count
     batch = KeyedJaggedTensor(
         keys=list(bags),
@@ -88,18 +110,98 @@ def test_a_history_looked_up_once_scores_as_in_training(run: Path, shape: str):
         [user["events"], user["seconds_since_last"], row["events"]] for row in request["candidates"]
     ]
     dense = (np.log1p(counts) - features["dense_mean"]) / features["dense_std"]
+    shape = argparse.Namespace(width=16, heads=4, encoder_layers=0)
+    trained = build_model("attention", features["cardinalities"], shape).model
+    trained.load_state_dict(scorer.dlrm.state_dict())
     with torch.no_grad():
-        logits = scorer.dlrm(torch.tensor(dense, dtype=torch.float32), batch)
+        logits = trained(torch.tensor(dense, dtype=torch.float32), batch)
     np.testing.assert_allclose(scores, logits.squeeze(1).sigmoid().numpy(), atol=1e-6)
+
+
+def test_a_batch_scores_as_its_requests_do(run: Path):
+    """But for one that is wrong, which the others do not notice."""
+    scorer, requests, _ = loaded(run, CPU)
+    batch = [request_of(*shape) for shape in SHAPES.values()]
+    *scores, empty, cut, last = Server(scorer, requests).scores([*batch, {}, b"{", REQUEST])
+    for request, together in zip([*batch, REQUEST], [*scores, last], strict=True):
+        np.testing.assert_allclose(together, scores_of(scorer, requests, request), atol=1e-6)
+    assert str(empty) == "user of the request must be an object, got None"
+    assert str(cut).startswith("the request must be JSON in UTF-8: ")
+
+
+def visits() -> list[list[dict]]:
+    """Batches of requests of users whose histories grow; one visits twice in a batch."""
+    batches = [{1: 0, 2: 1, 3: 40}, {1: 5, 3: 40}, {3: 300, 2: 2}, {1: 6, 4: 250, 3: 301}]
+    rows = REQUEST["history"] * 8
+
+    def request_of_user(user: int, events: int) -> dict:
+        request = request_of(1 + (user + events) % 5, 0)
+        of_user = {**REQUEST["user"], "id": user, "events": events}
+        begin = max(0, events - 200)
+        return {**request, "user": of_user, "history": rows[user:][begin:events]}
+
+    made = [[request_of_user(*visit) for visit in batch.items()] for batch in batches]
+    return [*made, [request_of_user(2, 9), request_of_user(2, 10), request_of_user(1, 7)]]
+
+
+def test_new_events_alone_score_as_whole_histories(run: Path, device: torch.device):
+    trained, requests, _ = loaded(run, device)
+    scorer, _, features = loaded(run, device, "fp32")
+    looked_up = []
+
+    def counting(dense: Tensor, ids: Tensor, lengths: Tensor, *cached: Tensor) -> Tensor:
+        looked_up.append(lengths[len(TARGETS)].tolist())
+        return scorer(dense, ids, lengths, *cached)
+
+    server = Server(counting, requests, make_cache(features, device))
+    for batch in visits():
+        for scores, request in zip(server.scores(batch), batch, strict=True):
+            np.testing.assert_allclose(scores, scores_of(trained, requests, request), atol=1e-6)
+    assert looked_up == [
+        [0, 1, 40, 0],
+        [5, 0, 0],
+        [200, 1, 0],
+        [1, 200, 1, 0],
+        [7, 1, 0],
+        [1, 0],  # of the second visit
+    ]
+
+
+@pytest.mark.parametrize("cache", ["fp32", "bf16", "int8"])
+def test_the_exported_model_takes_histories_from_a_cache(
+    run: Path, cache: str, device: torch.device, fake_classes: None
+):
+    scorer, requests, features = loaded(run, device, cache)
+    smaller = make_cache(features, device)
+    quantize_inference_model(scorer)
+    exported = export_scorer(scorer, device, smaller).module()
+    features["cache_mib"] = 2
+    servers = [Server(x, requests, make_cache(features, device)) for x in (scorer, exported)]
+    for batch in visits():
+        expected, scores = (server.scores(batch) for server in servers)
+        np.testing.assert_array_equal(np.concatenate(scores), np.concatenate(expected))
+
+
+def test_rows_that_were_not_written_are_forgotten(run: Path):
+    trained, requests, features = loaded(run, CPU, "fp32")
+    cache = make_cache(features, CPU)
+
+    def fail(*_: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Server(fail, requests, cache).scores([REQUEST])
+    assert len(cache) == 0
+    (scores,) = Server(trained, requests, cache).scores([REQUEST])
+    uncached, requests, _ = loaded(run, CPU)
+    np.testing.assert_allclose(scores, scores_of(uncached, requests, REQUEST), atol=1e-6)
 
 
 @pytest.mark.parametrize("most", [1, 3, 10_000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: str, most: int):
-    scorer, features = load_scorer(run, CPU)
-    request = request_of(*SHAPES[shape])
-    requests = Requests(features, scorer.user_keys, CPU)
-    events, weights = explain(scorer, requests, request, most)
+    scorer, requests, _ = loaded(run, CPU)
+    events, weights = explain(scorer, requests, request_of(*SHAPES[shape]), most)
     count, length = SHAPES[shape]
     assert events.shape == weights.shape[:2] == (count, min(most, length))
     means = weights.mean(axis=2)
@@ -111,32 +213,31 @@ def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: 
 
 def test_an_explained_output_is_the_sum_of_its_events(run: Path):
     """Of each head its own columns of the rows, by the weights of all events."""
-    scorer, features = load_scorer(run, CPU)
-    tensors = Requests(features, scorer.user_keys, CPU).tensors(REQUEST)
+    scorer, requests, _ = loaded(run, CPU)
+    dense, ids, lengths = requests.tensors([requests.check(REQUEST)])
     attended = []
     attention = scorer.dlrm.sparse_arch.embedding_bag_collection.pooling.attentions[0]
     attention.register_forward_hook(lambda _, inputs, out: attended.append((inputs[1], out)))
     with torch.no_grad():
-        scorer(*tensors)
-        weights = scorer.explain(*tensors)
+        scorer(dense, ids, lengths)
+        weights = scorer.explain(ids, lengths)
     ((history, out),) = attended
     columns = history.values().unflatten(1, (attention.num_heads, -1))
     sums = torch.einsum("lch,lhd->chd", weights, columns).flatten(1)
-    torch.testing.assert_close(sums, out)
+    torch.testing.assert_close(sums, out[:-1])  # the last one is nobody's
 
 
 @pytest.mark.parametrize("tables", ["fp32", "int8"])
 def test_the_exported_model_takes_any_candidates_and_history(
     run: Path, tables: str, device: torch.device, fake_classes: None
 ):
-    scorer, features = load_scorer(run, device)
-    requests = Requests(features, scorer.user_keys, device)
+    scorer, requests, _ = loaded(run, device)
     if tables == "int8":
         quantize_inference_model(scorer)
     exported = export_scorer(scorer, device).module()
     for shape in SHAPES.values():
-        expected, _ = score(scorer, requests, request_of(*shape))
-        scores, _ = score(exported, requests, request_of(*shape))
+        expected = scores_of(scorer, requests, request_of(*shape))
+        scores = scores_of(exported, requests, request_of(*shape))
         np.testing.assert_array_equal(scores, expected)
 
 
@@ -158,8 +259,8 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
 
 @packages_load
 def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tuple[Path, str]):
-    scorer, features = load_scorer(run, CPU)
-    scores, _ = score(scorer, Requests(features, scorer.user_keys, CPU), REQUEST)
+    scorer, requests, _ = loaded(run, CPU)
+    scores = scores_of(scorer, requests, REQUEST)
     _, printed = served
     assert f"The best 4 of {len(REQUEST['candidates'])}" in printed
     best = REQUEST["candidates"][int(scores.argmax())]["item"]
@@ -171,9 +272,8 @@ def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tupl
 
 @packages_load
 def test_what_the_best_candidates_look_at_is_printed(run: Path, served: tuple[Path, str]):
-    scorer, features = load_scorer(run, CPU)
-    requests = Requests(features, scorer.user_keys, CPU)
-    scores, _ = score(scorer, requests, REQUEST)
+    scorer, requests, _ = loaded(run, CPU)
+    scores = scores_of(scorer, requests, REQUEST)
     events, weights = explain(scorer, requests, REQUEST, 2)
     _, printed = served
     lines = [line.split() for line in printed.partition("What they look at")[2].splitlines()]
@@ -193,16 +293,94 @@ def test_the_compiled_model_takes_any_candidates_and_history(
     run: Path, served: tuple[Path, str], shape: str
 ):
     package, _ = served
-    scorer, features = load_scorer(run, CPU)
-    requests = Requests(features, scorer.user_keys, CPU)
-    exact, _ = score(scorer, requests, request_of(*SHAPES[shape]))
+    scorer, requests, _ = loaded(run, CPU)
+    exact = scores_of(scorer, requests, request_of(*SHAPES[shape]))
     quantize_inference_model(scorer)
-    expected, _ = score(scorer, requests, request_of(*SHAPES[shape]))
-    compiled = torch._inductor.aoti_load_package(str(package))
-    scores, milliseconds = score(compiled, requests, request_of(*SHAPES[shape]))
+    expected = scores_of(scorer, requests, request_of(*SHAPES[shape]))
+    compiled = Server(torch._inductor.aoti_load_package(str(package)), requests)
+    scores, milliseconds = score(compiled, request_of(*SHAPES[shape]))
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     np.testing.assert_allclose(scores, exact, atol=0.05)
     assert milliseconds > 0
+
+
+TRITON_STUB = """
+class Tensor:
+    def __init__(self, name, array):
+        self.name, self.array = name, array
+
+    def as_numpy(self):
+        return self.array
+
+
+class TritonError:
+    def __init__(self, message):
+        self.message = message
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors=(), error=None):
+        self.output_tensors, self.error = output_tensors, error
+
+
+def get_input_tensor_by_name(request, name):
+    return next(tensor for tensor in request if tensor.name == name)
+"""
+"""Of ``triton_python_backend_utils``, which is there in a server alone."""
+CALL_AS_TRITON = """
+import importlib, json, sys
+import numpy as np
+folder, stub, requests = sys.argv[1:]
+sys.path += [f"{folder}/1", folder, stub]
+import triton_python_backend_utils as pb_utils
+model = importlib.import_module("1.model").TritonPythonModel()
+model.initialize({"model_repository": folder, "model_version": "1",
+                  "model_instance_kind": "CPU", "model_instance_device_id": "0"})
+for batch in json.load(open(requests)):
+    responses = model.execute(
+        [[pb_utils.Tensor("REQUEST", np.array([[json.dumps(x).encode()]], dtype=object))]
+         for x in batch]
+    )
+    print(json.dumps([
+        x.error.message if x.error else x.output_tensors[0].as_numpy().tolist() for x in responses
+    ]))
+"""
+
+
+@packages_load
+def test_triton_loads_the_compiled_model(run: Path, tmp_path: Path):
+    """As far as a stub of its Python backend goes: scores, a cache, and one bad request."""
+    options = [f"--run={run}", f"--package={tmp_path}/scorer.pt2", f"--triton={tmp_path}"]
+    options += ["--times=1", "--cache=bf16", "--cache-mib=2"]
+    done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert f"for Triton: {tmp_path / 'serve_dlrm'}" in done.stdout
+
+    batches = [*visits(), [REQUEST, {**REQUEST, "user": {"id": "x"}}]]
+    (tmp_path / "requests.json").write_text(json.dumps(batches))
+    (tmp_path / "triton_python_backend_utils.py").write_text(TRITON_STUB)
+    paths = [str(tmp_path / name) for name in ("serve_dlrm", "", "requests.json")]
+    done = run_code(CALL_AS_TRITON, argv=tuple(paths), OMP_NUM_THREADS="1")
+    *responses, (last, error) = [json.loads(line) for line in done.stdout.splitlines()]
+
+    scorer, requests, features = loaded(run, CPU, "bf16")
+    quantize_inference_model(scorer)
+    server = Server(scorer, requests, make_cache(features, CPU))
+    for batch, of_batch in zip(visits(), responses, strict=True):
+        for expected, (scores,) in zip(server.scores(batch), of_batch, strict=True):
+            np.testing.assert_allclose(scores, expected, atol=1e-6)
+    np.testing.assert_allclose(last[0], server.scores([REQUEST])[0], atol=1e-6)
+    assert error == "events of user must be an integer from 0 to 9223372036854775807, got None"
+
+
+def test_the_configuration_for_triton_names_what_the_model_reads(tmp_path: Path):
+    (tmp_path / "scorer.pt2").write_text("")
+    folder = write_triton_model(tmp_path, tmp_path / "scorer.pt2", FEATURES)
+    config = (folder / "config.pbtxt").read_text()
+    model = (folder / "1" / "model.py").read_text()
+    for name in re.findall(r'name: "([A-Z]+)"', config):
+        assert f'"{name}"' in model
+    assert f'name: "{folder.name}"' in config
 
 
 ROW = {"item": 1, "category": 0, "events": 0}
@@ -284,29 +462,29 @@ FEATURES = {
 @pytest.fixture
 def requests() -> Requests:
     """For ``FEATURES``, without a model."""
-    return Requests(FEATURES, ["cohort", "device"], CPU)
+    return Requests(FEATURES, CPU)
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_bad_requests_are_refused(requests: Requests, case: str):
     change, message = BAD_REQUESTS[case]
     with pytest.raises(RequestError, match=f"^{message}"):
-        requests.tensors(REQUEST | change)
+        requests.check(REQUEST | change)
 
 
 def test_a_request_must_be_an_object(requests: Requests):
     with pytest.raises(RequestError, match="the request must be an object, got None"):
-        requests.tensors(None)
+        requests.check(None)
 
 
 def test_the_largest_counts_and_ids_are_taken(requests: Requests):
     row = {"item": 1499, "category": 29, "events": 2**63 - 1}
     user = {"cohort": 7, "device": 2, "events": 2**63 - 1, "seconds_since_last": 0}
     some = {"user": user, "history": [row] * 10_000, "candidates": [row] * 10_000}
-    dense, ids, lengths, _ = requests.tensors(some)
+    dense, ids, lengths = requests.tensors([requests.check(some)])
     assert dense.isfinite().all()
-    assert ids.shape == (40_000,)
-    assert lengths.tolist() == [10_000] * 4
+    assert ids.shape == (40_002 + 2 * 2,)  # with nobody's
+    assert lengths.tolist() == [[10_000, 1]] * 2 + [[10_000, 0]] * 2 + [[1, 1]] * 2
 
 
 BAD_FILES = {
@@ -324,7 +502,9 @@ def test_unreadable_files_are_refused(tmp_path: Path, case: str):
     content, message = BAD_FILES[case]
     path = tmp_path / "request.json"
     path.write_bytes(content)
-    with pytest.raises(RequestError, match="cannot be read as JSON in UTF-8: ") as error:
+    with pytest.raises(
+        RequestError, match="cannot be read: the request must be JSON in UTF-8: "
+    ) as error:
         read_request(path)
     assert message in str(error.value)
     assert str(path) in str(error.value)
@@ -346,7 +526,7 @@ def test_integers_of_many_digits_are_named(
     path = tmp_path / "request.json"
     path.write_text(text.replace(field, f"{field.split()[0]} {digits}"))
     with pytest.raises(RequestError, match=message) as error:
-        requests.tensors(read_request(path))
+        requests.check(read_request(path))
     assert len(str(error.value)) < 150
 
 
@@ -384,6 +564,8 @@ def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: py
 
 
 BAD_OPTIONS = {
+    "--triton x --no-compile": "--triton needs the compiled model, got --no-compile",
+    "--cache fp8": "argument --cache: invalid choice: 'fp8'",
     "--times 0": "argument --times: must be an integer from 1 to 1000000, got '0'",
     "--times 1e30": "argument --times: must be an integer from 1 to 1000000, got '1e30'",
     "--top -1": "argument --top: must be an integer from 1 to 1000000, got '-1'",

@@ -204,8 +204,12 @@ def test_a_refused_batch_changes_nothing(case):
 
 def test_rows_must_be_those_that_are_lacking():
     _, cached = HistoryCache(8, 20, capacity=96).append([1], [2])
-    with pytest.raises(ValueError, match=r"rows must have shape \[M, D\] = \[2, 8\], got \[1, 8\]"):
+    with pytest.raises(ValueError, match="rows must be the 2 that the cache lacked, got 1"):
         cached.write(torch.zeros(1, 8))
+    with pytest.raises(
+        ValueError, match=r"rows must have shape \[M, D\] = \[any, 8\], got \[2, 4\]"
+    ):
+        cached.write(torch.zeros(2, 4))
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_shape
+from torchrec_jagged_attn.checks import check_shape, should_validate
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["CachedHistories", "HistoryCache"]
@@ -33,31 +33,37 @@ class CachedHistories(NamedTuple):
         offsets: ``[B + 1]`` int32, of histories.
         indices: ``[N]`` int32: the history of sample ``b`` is
             ``rows[indices[offsets[b] : offsets[b + 1]]]``, from its oldest row to its newest.
-        slots: ``[M]`` int32: where in ``rows`` those go that the cache lacked, by sample.
+        lacks: ``[B]`` int32, how many of the newest rows of each are not there yet.
     """
 
     rows: Tensor
     scales: Tensor | None
     offsets: Tensor
     indices: Tensor
-    slots: Tensor
+    lacks: Tensor
 
     def write(self, rows: Tensor) -> None:
-        """Put the rows ``[M, D]`` that the cache lacked into their slots, in its dtype.
+        """Put the rows ``[M, D]`` that the cache lacked where they belong, in its dtype.
 
         An int8 row's scale is its largest absolute value over 127.
+
+        Raises:
+            ValueError: they are of another width, or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) not as many.
         """
-        num_slots, width = self.slots.shape[0], self.rows.shape[1]
-        if torch.compiler.is_compiling():  # the program checks it as it runs
-            torch._check(rows.shape[0] == num_slots)
-        else:
-            check_shape(rows, "rows", "[M, D]", (num_slots, width))
+        check_shape(rows, "rows", "[M, D]", (None, self.rows.shape[1]))
+        if should_validate(rows) and (lacks := int(self.lacks.sum())) != rows.shape[0]:
+            raise ValueError(f"rows must be the {lacks} that the cache lacked, got {len(rows)}")
+        layout = JaggedLayout.from_lengths(self.lacks, rows.shape[0])
+        begins = self.offsets[1:] - layout.offsets[1:]  # of each sample, less its rows before
+        places = begins[layout.sample_ids()] + torch.arange(rows.shape[0], device=rows.device)
+        slots = self.indices[places]
         if self.scales is not None:
             rows = rows.float()
             scales = rows.abs().amax(1) / 127
-            self.scales[self.slots] = scales
+            self.scales[slots] = scales
             rows = (rows / torch.where(scales > 0, scales, 1).unsqueeze(1)).round()
-        self.rows[self.slots] = rows.to(self.rows.dtype)
+        self.rows[slots] = rows.to(self.rows.dtype)
 
     def read(self) -> Tensor:
         """A copy of the histories' rows, ``[N, D]``; of int8 rows their values, in fp32.
@@ -263,7 +269,7 @@ class HistoryCache:
         self.remove(list(self._users))
 
     def _places(self, batch: list[_User], lacks: list[int]) -> CachedHistories:
-        """Where the rows of ``batch`` are, and of these the newest ``lacks`` of each."""
+        """Where the rows of ``batch`` are, of which the newest ``lacks`` of each are new."""
         size, numbers = self.page_size, functools.partial(torch.tensor, dtype=torch.int64)
         layout = JaggedLayout.from_lengths(numbers([user.length for user in batch]))
         pages = numbers([page for user in batch for page in user.pages])
@@ -273,8 +279,7 @@ class HistoryCache:
         sample = layout.sample_ids()
         places = torch.arange(layout.num_rows) + (begins - layout.offsets[:-1])[sample]
         indices = pages[places // size] * size + places % size
-        slots = indices[layout.positions_from_end() < numbers(lacks)[sample]]
-        parts = [layout.offsets, indices, slots]
+        parts = [layout.offsets, indices, numbers(lacks)]
         packed = torch.cat(parts).int()
         if self.rows.is_cuda:  # one copy, which the host does not wait for
             packed = packed.pin_memory().to(self.rows.device, non_blocking=True)

@@ -1,0 +1,44 @@
+"""What serve_dlrm.py --triton makes: a model of Triton Inference Server's Python backend.
+
+A REQUEST is JSON as serve_dlrm.py describes it, and its SCORES are those of its candidates. Triton
+gives execute() the requests that it has batched. PyTorch, FBGEMM and torchrec_jagged_attn must be
+installed where it runs, in the versions that the model was compiled with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import fbgemm_gpu  # noqa: F401, registers the lookups
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils  # Triton's own
+from scoring import RequestError, Requests, Server, make_cache
+
+
+class TritonPythonModel:
+    """Called by Triton."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load what lies beside this file."""
+        folder = Path(args["model_repository"], args["model_version"])
+        device = torch.device("cpu")
+        if args["model_instance_kind"] == "GPU":
+            device = torch.device("cuda", int(args["model_instance_device_id"]))
+        features = json.loads((folder / "features.json").read_text())
+        scorer = torch._inductor.aoti_load_package(str(folder / "scorer.pt2"))
+        requests, cache = Requests(features, device), make_cache(features, device)
+        self._server = Server(scorer, requests, cache)
+
+    def execute(self, requests: list) -> list:
+        """A response for each request; the others are not touched by one that is wrong."""
+        given = [pb_utils.get_input_tensor_by_name(x, "REQUEST").as_numpy() for x in requests]
+        scores = self._server.scores([x.item() if x.size == 1 else x.tolist() for x in given])
+        return [_response(each) for each in scores]
+
+
+def _response(scores: np.ndarray | RequestError) -> pb_utils.InferenceResponse:
+    if isinstance(scores, RequestError):
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(scores)))
+    return pb_utils.InferenceResponse([pb_utils.Tensor("SCORES", scores[np.newaxis])])
