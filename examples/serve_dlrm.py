@@ -273,25 +273,30 @@ def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
     return folder
 
 
-def serve(args: argparse.Namespace, device: torch.device) -> None:
-    request = read_request(args.request)
-    trained, features = load_scorer(args.run, device)
-    requests = Requests(features, device)
-    exact, _ = score(trained_server := Server(trained, requests), request)
-
-    served, _ = load_scorer(args.run, device, from_cache=args.cache is not None)
+def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
+    """What is served, as the options say; and what a server must know of it."""
+    scorer, features = load_scorer(args.run, device, from_cache=args.cache is not None)
     if args.tables == "int8":
         register_fake_classes()  # of FBGEMM, for the exporter
-        quantize_inference_model(served)
+        quantize_inference_model(scorer)
     features |= {"cache": args.cache, "cache_mib": args.cache_mib}
     cache = make_cache(features, device)
-    program = export_scorer(served, device, cache)
+    program = export_scorer(scorer, device, cache)
+    served = compile_program(program, args.package) if args.compile else program.module()
+    return Server(served, Requests(features, device), cache), features
+
+
+def serve(args: argparse.Namespace, device: torch.device) -> None:
+    request = read_request(args.request)
+    model, features = load_scorer(args.run, device)
+    requests = Requests(features, device)
+    trained = Server(model, requests)
+    exact, _ = score(trained, request)
+    server, features = prepare(args, device)
+    scores, _ = score(server, request)
     name = f"{'compiled' if args.compile else 'exported'}, {args.tables}"
     if args.cache:
         name += f", cached in {args.cache}"
-    scorer = compile_program(program, args.package) if args.compile else program.module()
-    server = Server(scorer, requests, cache)
-    scores, _ = score(server, request)
 
     console = Console()
     best = Table("candidate", title=f"The best {min(args.top, len(scores))} of {len(scores)}")
@@ -304,14 +309,14 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
     console.print(best)
     if args.explain:
         some = {**request, "candidates": [request["candidates"][index] for index in shown]}
-        console.print(table_of_weights(some, *explain(trained, requests, some, args.explain)))
+        console.print(table_of_weights(some, *explain(model, requests, some, args.explain)))
     console.print(f"largest difference of all scores: {np.abs(scores - exact).max():.2g}")
 
     latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")
-    for label, model in (("as trained", trained_server), (name, server)):
-        times = [score(model, request)[1] for _ in range(args.times)]
+    for label, each in (("as trained", trained), (name, server)):
+        times = [score(each, request)[1] for _ in range(args.times)]
         latency.add_row(label, *(f"{ms:.2f}" for ms in np.percentile(times, PERCENTILES)))
     console.print(latency)
     if args.compile:

@@ -1,0 +1,243 @@
+"""Load on the served example: latencies of requests that come by themselves, at stated rates.
+
+    python examples/train_dlrm.py --pooling attention
+    python benchmarks/serving_load.py --rates 100 400 --csv serving_load.csv
+
+An open loop: requests are scheduled beforehand, by a Poisson process, and come whether or not those
+before them are done. A latency goes from the scheduled arrival to the scores on the host, so that a
+request that waits for others counts its wait. One thread serves: it takes all that have arrived, up
+to --max-batch, as one batch. Not in it: the network, and a server's own queue.
+
+A request is JSON, whole: it is parsed, checked and scored. Users are drawn by Zipf's law, and have
+histories of log-normal length, to which each visit adds a few events. Those of the first --warm-up
+seconds are scored, too, but not counted.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from options import HelpFormatter, number, package_file
+
+FORMS = {  # tables, cache, compiled
+    "as trained": ("fp32", None, False),
+    "compiled": ("int8", None, True),
+    "compiled-cache-bf16": ("int8", "bf16", True),
+    "compiled-cache-int8": ("int8", "int8", True),
+}
+SPIN = 2e-4
+"""Seconds before an arrival from which on the loop does not sleep: sleeping overshoots."""
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+from rich.table import Table
+from scoring import Requests, Server
+from serve_dlrm import load_scorer, prepare
+
+import torchrec_jagged_attn
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    add = parser.add_argument
+    # fmt: off
+    add("--run", type=Path, default=Path("runs/train_dlrm/attention"), help="of train_dlrm.py")
+    add("--forms", nargs="+", choices=FORMS, default=[*FORMS], help="of the model")
+    add("--rates", nargs="+", type=number(int, 1, 10**6), default=[100, 200, 400],
+        help="requests per second")
+    add("--seconds", type=number(float, 0.1, 3600), default=20, help="of each rate, to be counted")
+    add("--warm-up", type=number(float, 0, 3600), default=5, help="seconds before that")
+    add("--candidates", type=number(int, 1, 10_000), default=100, help="of a request")
+    add("--history", type=number(int, 1, 10_000), default=100, help="median events of a user")
+    add("--users", type=number(int, 1, 10**7), default=1000, help="to draw from")
+    add("--max-batch", type=number(int, 1, 1000), default=16, help="requests scored together")
+    add("--cache-mib", type=number(int, 1, 10**6), default=64, help="of cached rows")
+    add("--seed", type=number(int, 0, 2**31), default=0, help="of users, requests and arrivals")
+    add("--package", type=package_file, default="runs/serving_load/scorer.pt2",
+        help="the compiled model")
+    add("--csv", type=Path, help="to add the figures to")
+    # fmt: on
+    return parser.parse_args(argv)
+
+
+class Traffic:
+    """Requests of users who come back.
+
+    Args:
+        features: of the model: how many ids each feature has, and the longest history.
+        args: of the command.
+    """
+
+    def __init__(self, features: dict[str, Any], args: argparse.Namespace) -> None:
+        self._random = np.random.default_rng(args.seed)
+        self._ids, self._num_candidates = features["cardinalities"], args.candidates
+        self._max_history = features["max_history"]
+        lengths = np.exp(self._random.normal(np.log(args.history), 1, args.users))
+        self._num_events = lengths.astype(int) + 1
+        popularity = 1 / np.arange(1, args.users + 1)
+        self._popularity = popularity / popularity.sum()
+
+    def arrivals(self, rate: float, seconds: float) -> np.ndarray:
+        """Seconds of a Poisson process: gaps are exponential."""
+        gaps = self._random.exponential(1 / rate, int(2 * rate * seconds) + 100)
+        times = gaps.cumsum()
+        return times[times < seconds]
+
+    def requests(self, count: int) -> list[bytes]:
+        """As clients send them, one after the other."""
+        users = self._random.choice(len(self._popularity), count, p=self._popularity)
+        return [self._request(int(user)) for user in users]
+
+    def _request(self, user: int) -> bytes:
+        self._num_events[user] += self._random.poisson(2)
+        num_events = int(self._num_events[user])
+        events = np.arange(max(0, num_events - self._max_history), num_events)
+        items = (user * 7919 + events * 104_729) % self._ids["item"]  # a user's own, always alike
+        candidates = self._random.integers(self._ids["item"], size=self._num_candidates)
+        features = {name: user % count for name, count in self._ids.items()}
+        of_user = {"id": user, "events": num_events, "seconds_since_last": 60, **features}
+        rows = [
+            [{"item": int(item), "category": int(item) % self._ids["category"]} for item in some]
+            for some in (items, candidates)
+        ]
+        shown = [{**row, "events": 1 + row["item"] % 100} for row in rows[1]]
+        return json.dumps({"user": of_user, "history": rows[0], "candidates": shown}).encode()
+
+
+def replay(
+    serve: Callable[[Sequence[bytes]], object],
+    arrivals: np.ndarray,
+    requests: Sequence[bytes],
+    max_batch: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Serve requests as they arrive.
+
+    Returns:
+        Seconds from each one's scheduled arrival to its end, and how many were in its batch.
+    """
+    done, sizes = np.empty(len(arrivals)), np.empty(len(arrivals))
+    begin, start = 0, time.perf_counter()
+    while begin < len(arrivals):
+        now = time.perf_counter() - start
+        if (early := arrivals[begin] - now) > 0:
+            if early > SPIN:
+                time.sleep(early - SPIN)
+            continue
+        arrived = int(np.searchsorted(arrivals, now, side="right"))
+        end = min(arrived, begin + max_batch)
+        serve(requests[begin:end])
+        done[begin:end], sizes[begin:end] = time.perf_counter() - start, end - begin
+        begin = end
+    return done - arrivals, sizes
+
+
+def measure(
+    server: Server, traffic: Traffic, rate: int, args: argparse.Namespace
+) -> dict[str, tuple[float, str]]:
+    """The figures at one rate, each with its unit."""
+    arrivals = traffic.arrivals(rate, args.warm_up + args.seconds)
+    requests = traffic.requests(len(arrivals))
+    gc.collect()
+
+    def serve(batch: Sequence[bytes]) -> None:
+        for scores in server.scores(batch):
+            if isinstance(scores, Exception):
+                raise scores
+
+    latencies, sizes = replay(serve, arrivals, requests, args.max_batch)
+    counted = arrivals >= args.warm_up
+    if not counted.any():
+        raise SystemExit(f"no request came in --seconds {args.seconds} at a rate of {rate}")
+    p50, p99 = np.percentile(1000 * latencies[counted], [50, 99])
+    last = float((arrivals + latencies)[counted].max()) - args.warm_up
+    return {
+        "p50": (p50, "ms"),
+        "p99": (p99, "ms"),
+        "served": (counted.sum() / max(last, args.seconds), "requests/s"),
+        "batch": (float(sizes[counted].mean()), "requests"),
+    }
+
+
+def stamp(args: argparse.Namespace) -> dict[str, object]:
+    """On what, with what and when figures were measured."""
+    hardware = f"{platform.machine()}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        hardware = torch.cuda.get_device_name()
+    packages = ("triton", "torchrec")
+    return {
+        "max_batch": args.max_batch,
+        "candidates": args.candidates,
+        "history": args.history,
+        "users": args.users,
+        "seconds": args.seconds,
+        "gpu": hardware,
+        "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in packages},
+        "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "note": f"load average {os.getloadavg()[0]:.1f} before",
+    }
+
+
+def serve_form(form: str, args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
+    """The server of a form, and what it knows."""
+    tables, cache, is_compiled = FORMS[form]
+    if not is_compiled:
+        scorer, features = load_scorer(args.run, device)
+        return Server(scorer, Requests(features, device)), features
+    options = argparse.Namespace(**vars(args), tables=tables, cache=cache, compile=True)
+    return prepare(options, device)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, and add to the CSV."""
+    args = parse_args(argv)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    described = stamp(args)
+    printed = Table("form", "requests/s", "p50, ms", "p99, ms", "served/s", "a batch")
+    for form in args.forms:
+        server, features = serve_form(form, args, device)
+        traffic = Traffic(features, args)
+        for rate in args.rates:
+            figures = measure(server, traffic, rate, args)
+            printed.add_row(form, f"{rate}", *(f"{value:.2f}" for value, _ in figures.values()))
+            rows = pd.DataFrame(
+                {
+                    "suite": "serving_load",
+                    "case": f"{rate}/s",
+                    "provider": form,
+                    "mode": "forward",
+                    "metric": metric,
+                    "median": value,
+                    "unit": unit,
+                    **described,
+                }
+                for metric, (value, unit) in figures.items()
+            )
+            if args.csv is not None:
+                header = not args.csv.exists()
+                rows.to_csv(args.csv, mode="a", header=header, index=False, float_format="%.4g")
+    Console().print(printed)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
