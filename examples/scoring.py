@@ -63,7 +63,7 @@ def make_cache(features: dict, device: torch.device) -> HistoryCache | None:
         return None
     return HistoryCache(
         features["history_width"],
-        features["max_history"],
+        min(features["max_history"], MAX_ROWS),
         capacity_bytes=features["cache_mib"] * 2**20,
         dtype=CACHE_DTYPES[features["cache"]],
         device=device,
@@ -108,8 +108,8 @@ class Requests:
         candidates = _field(request, "candidates", "the request", list, least=1, most=MAX_ROWS)
         num_events = _field(user, "events", "user", int)
         if cache is not None:
-            least = min(num_events, cache.max_history, MAX_ROWS)
-            _field(request, "history", "the request", list, least=least, most=MAX_ROWS)
+            least, most = (min(num_events, x) for x in (cache.max_history, MAX_ROWS))
+            _field(request, "history", "the request", list, least, most)
         since_last = _field(user, "seconds_since_last", "user", int)
         counts = [
             [num_events, since_last, _field(candidate, "events", f"candidates[{index}]", int)]

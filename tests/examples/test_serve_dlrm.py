@@ -37,6 +37,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from train_dlrm import build_model
 
 from tests.processes import run_code, run_script
+from torchrec_jagged_attn import HistoryCache
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -470,6 +471,32 @@ def test_bad_requests_are_refused(requests: Requests, case: str):
     change, message = BAD_REQUESTS[case]
     with pytest.raises(RequestError, match=f"^{message}"):
         requests.check(REQUEST | change)
+
+
+BAD_WITH_A_CACHE = {
+    "nobody": (
+        {"user": {**REQUEST["user"], "id": None}},
+        "id of user must be an integer from 0 to .*, got None",
+    ),
+    "short": ({"history": REQUEST["history"][1:]}, "a list of 40 to 40, got a list of 39"),
+    "cut": (
+        {"user": {**REQUEST["user"], "events": 300}},
+        "history of the request must be a list of 200 to 300, got a list of 40",
+    ),
+    "long": (
+        {"user": {**REQUEST["user"], "events": 39}},
+        "history of the request must be a list of 39 to 39, got a list of 40",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WITH_A_CACHE)
+def test_bad_requests_with_a_cache_are_refused(requests: Requests, case: str):
+    cache = HistoryCache(width=8, max_history=200, capacity=1000)
+    requests.check(REQUEST, cache)
+    change, message = BAD_WITH_A_CACHE[case]
+    with pytest.raises(RequestError, match=message):
+        requests.check(REQUEST | change, cache)
 
 
 def test_a_request_must_be_an_object(requests: Requests):
