@@ -79,7 +79,12 @@ def append(cache: HistoryCache, batch: list[Request]):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"value_projection": False}, {"encoder_layers": 1, "user_column": True}],
+    [
+        {},
+        {"value_projection": False},
+        {"encoder_layers": 1, "user_column": True},
+        {"score": "silu", "recency_bias": False},
+    ],
     ids=str,
 )
 @torch.no_grad()
@@ -113,7 +118,9 @@ def test_narrow_rows(device: torch.device, dtype: torch.dtype):
         cached_collection((features_of(batch, lacks, device), cached))
         collection(whole(batch, device))
     handle.remove()
-    for (target, *_, out), (_, history, *_) in zip(calls[::2], calls[1::2], strict=True):
+    for (target, of_cache, *_, out), (_, history, *_) in zip(calls[::2], calls[1::2], strict=True):
+        is_copied = of_cache.values().data_ptr() != cache.rows.data_ptr()
+        assert is_copied == (dtype == torch.int8)
         rows = history.values()
         if dtype == torch.int8:
             scales = rows.abs().amax(1, keepdim=True) / 127

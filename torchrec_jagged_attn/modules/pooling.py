@@ -184,8 +184,7 @@ class TargetAttentionPooling(nn.Module):
                 rows = indices[attention.histories[0].key]
                 places = _of_samples(rows, history)
             if cached is not None:
-                in_place = cached.scales is None and len(layers) == 0 and attend.unit is None
-                history, rows = _with_cached(history, cached, in_place)
+                history, rows = _with_cached(history, cached, attention.takes_indices)
             if attention.timestamps is not None:
                 timestamps = _timestamps(features, attention.timestamps, places, keys[0])
             if self._is_weighted:
@@ -217,7 +216,7 @@ class TargetAttentionPooling(nn.Module):
         """
         keys: list[dict[str, str]] = [{} for _ in range(self._num_lookups)]
         for attention in self._attentions:
-            if attention.is_by_index:
+            if attention.takes_indices and len(attention.histories) == 1:
                 (source,) = attention.histories
                 keys[source.lookup][source.name] = source.key
         return keys
@@ -270,14 +269,14 @@ def _sources(
 
 
 class _Attention(NamedTuple):
-    """What one attention reads, whether its history may be read by index, and the key of its user
-    column, if it has one.
+    """What one attention reads, whether it takes rows by index, and the key of its user column, if
+    it has one.
     """
 
     targets: list[_Source]
     histories: list[_Source]
     timestamps: str | None
-    is_by_index: bool
+    takes_indices: bool
     user_key: str | None
 
 
@@ -294,8 +293,8 @@ def _attention(
         for argument, names in (("target", config.targets), ("history", config.histories))
     )
     user_key = f"user@{histories[0].key}" if config.user_column else None
-    is_by_index = len(histories) == 1 and config.encoder_layers == 0 and config.score != "din"
-    return _Attention(targets, histories, config.timestamps, is_by_index, user_key)
+    takes_indices = config.encoder_layers == 0 and config.score != "din"
+    return _Attention(targets, histories, config.timestamps, takes_indices, user_key)
 
 
 def _check_is_new(user_key: str, keys: dict[str, int]) -> None:
@@ -411,13 +410,18 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
 
 
 def _with_cached(
-    new: JaggedTensor, cached: CachedHistories, in_place: bool
+    new: JaggedTensor, cached: CachedHistories, takes_indices: bool
 ) -> tuple[JaggedTensor, Tensor | None]:
     """Histories from the cache, after their ``new`` rows are put there; and their indices, where
-    they are read ``in_place``.
+    these are read in place.
+
+    An exported program reads a copy: it chooses as it runs whether keys are made of the rows.
     """
     cached.write(new.values())
-    rows, indices = (cached.rows, cached.indices) if in_place else (cached.read(), None)
+    if takes_indices and cached.scales is None and not torch.compiler.is_compiling():
+        rows, indices = cached.rows, cached.indices
+    else:
+        rows, indices = cached.read(), None
     return JaggedTensor(rows, lengths=cached.offsets.diff(), offsets=cached.offsets), indices
 
 
