@@ -20,6 +20,7 @@ __all__ = [
     "check_hidden_dims",
     "check_indices",
     "check_indices_values",
+    "check_int",
     "check_offsets_metadata",
     "check_prior_weights",
     "check_prior_weights_values",
@@ -157,6 +158,14 @@ def check_width(width: int, name: str) -> None:
     """A head width must lie in 1…512."""
     if not 1 <= width <= MAX_WIDTH:
         raise NotImplementedError(f"{name} must have a width of 1 to {MAX_WIDTH}, got {width}")
+
+
+def check_int(value: object, name: str, least: int) -> None:
+    """``value`` must be an int, and not too small."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_heads(num_heads: int, embed_dim: int) -> None:

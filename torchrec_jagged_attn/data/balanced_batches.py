@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from numbers import Integral
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
+
+from torchrec_jagged_attn.checks import check_int
 
 __all__ = ["BalancedBatchSampler"]
 
@@ -88,7 +89,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ("balanced_steps", balanced_steps, 1),
             ("seed", seed, 0),
         ):
-            _check_int(value, name, least)
+            check_int(value, name, least)
         if rank >= num_replicas:
             raise ValueError(f"rank must be less than num_replicas {num_replicas}, got {rank}")
         if cost not in POWERS:
@@ -131,7 +132,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Args:
             epoch: number of the epoch, from 0.
         """
-        _check_int(epoch, "epoch", 0)
+        check_int(epoch, "epoch", 0)
         if epoch != self._epoch:
             self._epoch, self._given, self._resume_at = epoch, 0, 0
 
@@ -158,8 +159,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if missing := {"epoch", "batches"} - set(state_dict):
             raise ValueError(f"state_dict must have {min(missing)}, got {sorted(state_dict)}")
         epoch, batches = state_dict["epoch"], state_dict["batches"]
-        _check_int(epoch, "state_dict['epoch']", 0)
-        _check_int(batches, "state_dict['batches']", 0)
+        check_int(epoch, "state_dict['epoch']", 0)
+        check_int(batches, "state_dict['batches']", 0)
         if batches > len(self):
             raise ValueError(
                 f"state_dict['batches'] must be at most the {len(self)} of an epoch, got {batches}"
@@ -228,10 +229,3 @@ def _checked_lengths(lengths: Any) -> Tensor:
         at = int(lengths.argmin())
         raise ValueError(f"lengths must not be negative, got {least} at position {at}")
     return lengths
-
-
-def _check_int(value: object, name: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if int(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")

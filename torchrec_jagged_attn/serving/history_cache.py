@@ -6,13 +6,12 @@ import functools
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_shape, should_validate
+from torchrec_jagged_attn.checks import check_int, check_shape, should_validate
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["CachedHistories", "HistoryCache"]
@@ -155,7 +154,7 @@ class HistoryCache:
             ("capacity_bytes", capacity_bytes),
         ):
             if value is not None:
-                _check_int(value, name, 1)
+                check_int(value, name, 1)
         if dtype not in DTYPES:
             names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
             raise TypeError(f"dtype must be one of {names}, got {dtype}")
@@ -217,7 +216,7 @@ class HistoryCache:
                 f"num_events must be as many as users, {len(users)}, got {len(num_events)}"
             )
         for number in num_events:
-            _check_int(number, "num_events", 0)
+            check_int(number, "num_events", 0)
         if len(set(users)) < len(users):
             twice = next(user for at, user in enumerate(users) if user in users[:at])
             raise ValueError(f"users must be named once each, got {twice!r} twice")
@@ -284,10 +283,3 @@ class HistoryCache:
         if self.rows.is_cuda:  # one copy, which the host does not wait for
             packed = packed.pin_memory().to(self.rows.device, non_blocking=True)
         return CachedHistories(self.rows, self.scales, *packed.split([len(x) for x in parts]))
-
-
-def _check_int(value: object, name: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
