@@ -157,7 +157,7 @@ def test_new_events_alone_score_as_whole_histories(run: Path, device: torch.devi
     server = Server(counting, requests, make_cache(features, device))
     for batch in visits():
         for scores, request in zip(server.scores(batch), batch, strict=True):
-            np.testing.assert_allclose(scores, scores_of(trained, requests, request), atol=1e-6)
+            np.testing.assert_allclose(scores, scores_of(trained, requests, request), atol=1e-5)
     assert looked_up == [
         [0, 1, 40, 0],
         [5, 0, 0],
@@ -179,8 +179,9 @@ def test_the_exported_model_takes_histories_from_a_cache(
     features["cache_mib"] = 2
     servers = [Server(x, requests, make_cache(features, device)) for x in (scorer, exported)]
     for batch in visits():
-        expected, scores = (server.scores(batch) for server in servers)
-        np.testing.assert_array_equal(np.concatenate(scores), np.concatenate(expected))
+        expected, scores = (np.concatenate(server.scores(batch)) for server in servers)
+        # On a GPU, the exported model's copy of the rows may have other kernels, in bf16.
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=2**-8 if device != CPU else 0)
 
 
 def test_rows_that_were_not_written_are_forgotten(run: Path):

@@ -91,7 +91,7 @@ def append(cache: HistoryCache, batch: list[Request]):
 def test_new_events_alone_give_what_whole_histories_give(
     device: torch.device, options: dict[str, Any]
 ):
-    """Bit for bit."""
+    """Bit for bit on a CPU; on a GPU, rows without indices may have other kernels."""
     collection = make_collection(device, **options)
     cached_collection, cache = CachedHistoryCollection(collection), make_cache(device)
     looked_up = []
@@ -100,7 +100,9 @@ def test_new_events_alone_give_what_whole_histories_give(
         lacks, cached = append(cache, batch)
         pooled = cached_collection((features_of(batch, lacks, device), cached))
         assert pooled.keys() == expected.keys()
-        assert torch.equal(pooled.values(), expected.values())
+        if device.type == "cpu":
+            assert torch.equal(pooled.values(), expected.values())
+        torch.testing.assert_close(pooled.values(), expected.values())
         looked_up.append(lacks)
     assert looked_up == [[4, 0, 6], [0, 1], [1, 6, 2, 2], [6, 4]]
 
@@ -128,7 +130,8 @@ def test_narrow_rows(device: torch.device, dtype: torch.dtype):
         else:
             rows = rows.to(dtype)
         history = JaggedTensor(rows, lengths=history.lengths())
-        assert torch.equal(attention(target, history), out)
+        indices = None if dtype == torch.int8 else torch.arange(len(rows), device=device)
+        assert torch.equal(attention(target, history, indices=indices), out)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.checks import check_int, check_shape, should_validate
@@ -279,7 +280,11 @@ class HistoryCache:
         places = torch.arange(layout.num_rows) + (begins - layout.offsets[:-1])[sample]
         indices = pages[places // size] * size + places % size
         parts = [layout.offsets, indices, numbers(lacks)]
-        packed = torch.cat(parts).int()
+        # Each begins at a multiple of 16 bytes, as a tensor of its own does.
+        padded = [F.pad(part, (0, -len(part) % 4)) for part in parts]
+        packed = torch.cat(padded).int()
         if self.rows.is_cuda:  # one copy, which the host does not wait for
             packed = packed.pin_memory().to(self.rows.device, non_blocking=True)
-        return CachedHistories(self.rows, self.scales, *packed.split([len(x) for x in parts]))
+        views = packed.split([len(part) for part in padded])
+        views = [view[: len(part)] for view, part in zip(views, parts, strict=True)]
+        return CachedHistories(self.rows, self.scales, *views)
