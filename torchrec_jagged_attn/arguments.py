@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "ACTIVATIONS",
+    "ROW_FORMATS",
     "SCORES",
     "ActivationUnitArguments",
     "ActivationUnitGradients",
@@ -40,6 +41,10 @@ SCORES = ("softmax", "silu", "sigmoid")
 
 ACTIVATIONS = ("sigmoid", "silu", "relu")
 """What follows the hidden layers of an activation unit: ``σ(x)``, ``x · σ(x)`` or ``max(x, 0)``."""
+
+
+ROW_FORMATS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3"}
+"""What an element of a narrow history row is: see :func:`jagged_target_attention`."""
 
 
 class Biases(NamedTuple):
@@ -77,7 +82,11 @@ class TargetArguments(NamedTuple):
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
         history: ``[N, D]`` or, with ``indices``, ``[U, D]``.
         indices: ``[N]``, of the rows of ``history``.
+        row_scale: ``[N]`` or ``[U]``, where the rows of ``history`` are narrow.
+        row_bias: likewise.
         bias: see :class:`Biases`.
+        row_format: one of ``ROW_FORMATS`` where rows are narrow, whose elements are then given as
+            integers of a byte; else ``""``.
         score: one of ``SCORES``.
         for_backward: whether a gradient may be taken.
     """
@@ -87,12 +96,15 @@ class TargetArguments(NamedTuple):
     offsets: Tensor
     query_offsets: Tensor | None
     indices: Tensor | None
+    row_scale: Tensor | None
+    row_bias: Tensor | None
     bias: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
     row_dropout: Tensor | None
     dropout: Tensor | None
+    row_format: str
     scale: float
     score: str
     for_backward: bool

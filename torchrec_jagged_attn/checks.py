@@ -9,7 +9,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import ACTIVATIONS, SCORES, Biases
+from torchrec_jagged_attn.arguments import ACTIVATIONS, ROW_FORMATS, SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_indices",
     "check_indices_values",
     "check_int",
+    "check_narrow_rows",
     "check_offsets_metadata",
     "check_prior_weights",
     "check_prior_weights_values",
@@ -249,6 +250,35 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
             f"indices must be 0 to {num_rows - 1}, of the {num_rows} rows of history, got "
             f"{int(indices[at])} at position {at}"
         )
+
+
+def check_narrow_rows(
+    history: Tensor, row_scale: Tensor | None, row_bias: Tensor | None, symbols: str
+) -> None:
+    """``history`` must be of a byte a number with ``row_scale``, and of no other dtype with it.
+
+    Scales and biases must be those of its rows, and frozen, as these are.
+    """
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ROW_FORMATS)
+    if row_scale is None:
+        if history.dtype in ROW_FORMATS:
+            raise ValueError(f"row_scale must be given for history of {history.dtype}, got None")
+        if row_bias is not None:
+            raise ValueError("row_bias must go with row_scale, got row_bias alone")
+        return
+    if history.dtype not in ROW_FORMATS:
+        raise TypeError(
+            f"history must be one of {names} where row_scale is given, got {history.dtype}"
+        )
+    for name, tensor in (("row_scale", row_scale), ("row_bias", row_bias)):
+        if tensor is not None:
+            check_float(tensor, name)
+            check_shape(tensor, name, symbols, (history.shape[0],))
+    for name, tensor in (("history", history), ("row_scale", row_scale), ("row_bias", row_bias)):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name} must not require a gradient where rows are narrow, got requires_grad=True"
+            )
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:

@@ -119,6 +119,7 @@ def target(
     score: Any = "softmax",
     dropout: float = 0.0,
     index_dtype: torch.dtype | None = None,
+    of_byte: torch.dtype | None = None,
 ) -> None:
     query = zeros(4, num_targets, 4, width, dtype=dtype)
     query_offsets = None
@@ -126,6 +127,9 @@ def target(
         query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
     biases = tables(4) if biased else {}
     history = zeros(N, width, dtype=dtype)
+    if of_byte is not None:
+        history = torch.zeros(N, width).to(of_byte)
+        biases |= {"row_scale": torch.ones(N), "row_bias": torch.zeros(N)}
     indices = None if index_dtype is None else torch.zeros(N, dtype=index_dtype)
     jagged_target_attention(
         query, history, OFFSETS, query_offsets=query_offsets, indices=indices, score=score,
@@ -244,6 +248,17 @@ CASES = {
     ),
     "rows by index, general, SiLU": Case(
         (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
+    ),
+    "narrow rows, general, biased": Case(
+        (80, 90), "general", lambda: target(2, BF16, 32, True, True, of_byte=torch.int8)
+    ),
+    "narrow rows by index, general": Case(
+        (80, 90),
+        "general",
+        lambda: target(20, BF16, 128, index_dtype=torch.int32, of_byte=torch.float8_e4m3fn),
+    ),
+    "narrow rows, general, fp32": Case(
+        (90,), "general", lambda: target(2, FP32, 64, of_byte=torch.uint8)
     ),
     "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
     "weights of target attention, biased": Case(

@@ -574,12 +574,13 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], None, None, inputs["bias"]
+    tensors = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 4, inputs["bias"]
+    arguments = (*tensors, *[None] * 5, "", 0.25, "softmax", False)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    torch.library.opcheck(op, (*arguments, None, None, None, None, None, 0.25, "softmax", False))
+    torch.library.opcheck(op, arguments)
     inputs["query"].requires_grad_()
     with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
-        op(*arguments, None, None, None, None, None, 0.25, "softmax", False)[0].sum().backward()
+        op(*arguments)[0].sum().backward()
 
 
 @pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
@@ -597,12 +598,15 @@ def test_opcheck(device, jagged, prior):
         inputs["offsets"],
         query_offsets,
         None,  # indices
+        None,  # row_scale
+        None,  # row_bias
         bias.requires_grad_(),
         torch.randn(3, 2, device=device, requires_grad=True),
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
         torch.tensor([7, 2**31], device=device),  # row_dropout
         torch.tensor([9, 2**30], device=device),  # dropout
+        "",  # row_format
         0.25,
         "softmax",
         True,

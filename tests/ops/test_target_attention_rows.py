@@ -264,12 +264,15 @@ def test_opcheck(jagged, index_dtype, device):
         inputs["offsets"],
         query_offsets,
         inputs["indices"],
+        None,  # row_scale
+        None,  # row_bias
         torch.randn(8, 2, device=device, requires_grad=True),
         torch.randn(3, 2, device=device, requires_grad=True),
         torch.randn(5, 2, device=device, requires_grad=True),
         torch.arange(8, device=device),
         torch.tensor([7, 2**31], device=device),  # row_dropout
         torch.tensor([9, 2**30], device=device),  # dropout
+        "",  # row_format
         0.25,
         "softmax",
         True,

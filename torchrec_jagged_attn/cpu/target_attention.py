@@ -24,7 +24,8 @@ def forward(args: TargetArguments) -> TargetOutputs:
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    out, stats = attention.forward(_over_history(args, query), args.score, args.indices)
+    rows, indices = _rows_of(args)
+    out, stats = attention.forward(_over_rows(args, query, rows), args.score, indices)
     out = out.view(query.shape)
     is_rounded = args.for_backward and out.element_size() == 2
     residual = out.new_zeros(out.shape if is_rounded else [0])
@@ -40,26 +41,27 @@ def backward(
 ) -> TargetGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
-    Those of the bias and of the history are made whether they are asked for or not.
+    Those of the bias and of the history are made whether they are asked for or not; but that of
+    narrow rows is ``None``.
     """
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    history = args.history
-    grad_history = history.new_empty(history.shape)
-    if args.indices is not None:
-        grad_history = history.new_zeros(history.shape, dtype=attention.compute_dtype(history))
+    rows, indices = _rows_of(args)
+    grad_rows = rows.new_empty(rows.shape)
+    if indices is not None:
+        grad_rows = rows.new_zeros(rows.shape, dtype=attention.compute_dtype(rows))
     grads = attention.backward(
-        grad_out.flatten(0, -3), _over_history(args, query), None, grad_history.unsqueeze(1), None,
-        score=args.score, indices=args.indices,
+        grad_out.flatten(0, -3), _over_rows(args, query, rows), None, grad_rows.unsqueeze(1), None,
+        score=args.score, indices=indices,
     )  # fmt: skip
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share
         grad_query = grad_query.sum(0, keepdim=True)
     return TargetGradients(
         query=grad_query.to(args.query.dtype),
-        history=grad_history.to(history.dtype),
+        history=None if args.row_scale is not None else grad_rows.to(rows.dtype),
         bias=grads.bias,
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
@@ -69,15 +71,35 @@ def backward(
 def weights(args: TargetArguments) -> Tensor:
     """``[N, T, H]``: what the targets of each row's sample give it; queries are not jagged."""
     query = args.query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    return attention.weights(_over_history(args, query), query.shape[1], args.score)
+    return attention.weights(_over_rows(args, query, args.history), query.shape[1], args.score)
 
 
-def _over_history(args: TargetArguments, query: Tensor) -> FlashArguments:
-    """Attention of the rows of ``query``, as each sample has it, over the history."""
+def _rows_of(args: TargetArguments) -> tuple[Tensor, Tensor | None]:
+    """The rows of the history, and the indices that they are read by, if they are.
+
+    Narrow rows are made wide, in the dtype that is computed in: of those that indices name, a copy
+    in the order of their places.
+    """
+    history, indices = args.history, args.indices
+    scale, bias = args.row_scale, args.row_bias
+    if scale is None:
+        return history, indices
+    if indices is not None:
+        history, scale = history.index_select(0, indices), scale.index_select(0, indices)
+        bias = None if bias is None else bias.index_select(0, indices)
+    if args.row_format == "e4m3":
+        history = history.view(torch.float8_e4m3fn)
+    dtype = attention.compute_dtype(args.query)
+    rows = history.to(dtype) * scale.to(dtype).unsqueeze(1)
+    return rows if bias is None else rows + bias.to(dtype).unsqueeze(1), None
+
+
+def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArguments:
+    """Attention of the rows of ``query``, as each sample has it, over ``rows`` of histories."""
     q_offsets = args.query_offsets
     if q_offsets is None:
         q_offsets = torch.arange(args.offsets.numel()) * query.shape[1]
-    rows = args.history.unsqueeze(1)
+    rows = rows.unsqueeze(1)
     return FlashArguments(
         query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases,
         causal=False, window=0, scale=args.scale, needs_stats=True,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.arguments import (
+    ROW_FORMATS,
     Biases,
     TargetArguments,
     TargetGradients,
@@ -20,6 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_float,
     check_indices,
     check_indices_values,
+    check_narrow_rows,
     check_offsets_metadata,
     check_prior_weights_values,
     check_same,
@@ -47,6 +49,8 @@ def jagged_target_attention(
     *,
     query_offsets: Tensor | None = None,
     indices: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    row_bias: Tensor | None = None,
     bias: Tensor | None = None,
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
@@ -76,16 +80,24 @@ def jagged_target_attention(
     or those of a whole table. They are read where they are: no ``[N, D]`` tensor is made, nor in
     backward, which sums up the gradient of each row in fp32, over the places that name it.
 
+    With ``row_scale``, rows are narrow: :math:`x_n = row\_scale_n \cdot c_n + row\_bias_n` of the
+    numbers :math:`c_n` of a byte that ``history`` has. They are read as they are, and are frozen:
+    queries and biases have gradients, rows have none.
+
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
             queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
             fp16 (on CPU also fp64), ``D`` in 1…512.
-        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
+        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``, or,
+            with ``row_scale``, int8, uint8 or float8_e4m3fn.
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
         indices: ``[N]`` int32 or int64: which of the rows ``[U, D]`` of ``history`` stands at each
             place. Biases, times, prior weights and dropout are of places, not of rows.
+        row_scale: ``[N]`` or, with ``indices``, ``[U]``, any dtype that ``query`` may have: what
+            the numbers of each row of a narrow ``history`` are multiplied with.
+        row_bias: likewise, what is then added to all of them; 0 by default.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
@@ -111,7 +123,8 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, a device, ``row_dropout``, ``dropout`` or (on CPU, or under
+        ValueError: ``row_scale`` and the dtype of ``history`` do not go together, or narrow rows
+            require a gradient; a shape, a device, ``row_dropout``, ``dropout`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices or prior weights do
             not fit.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
@@ -140,8 +153,13 @@ def jagged_target_attention(
     """
     biases = Biases(bias, position_bias, age_bias, timestamps)
     per_sample = check_arguments(
-        query, history, offsets, query_offsets, indices, biases, prior_weights, score
-    )
+        query, history, offsets, query_offsets, indices, row_scale, row_bias, biases,
+        prior_weights, score,
+    )  # fmt: skip
+    row_format = ""
+    if row_scale is not None:
+        row_format = ROW_FORMATS[history.dtype]
+        history = history.view(torch.int8) if history.is_floating_point() else history
     if per_sample:
         query = query.unsqueeze(1)
     drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
@@ -150,9 +168,9 @@ def jagged_target_attention(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     out = call_target_attention(
-        query, history, offsets, query_offsets, indices,
+        query, history, offsets, query_offsets, indices, row_scale, row_bias,
         bias_or_prior_weights(bias, prior_weights), position_bias, age_bias, timestamps, dropped,
-        dropped_weights, scale, score, torch.is_grad_enabled(),
+        dropped_weights, row_format, scale, score, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -163,6 +181,8 @@ def check_arguments(
     offsets: Tensor,
     query_offsets: Tensor | None,
     indices: Tensor | None,
+    row_scale: Tensor | None,
+    row_bias: Tensor | None,
     biases: Biases,
     prior_weights: Tensor | None,
     score: str,
@@ -192,11 +212,14 @@ def check_arguments(
     if indices is not None:
         check_indices(indices)
     num_rows = (history if indices is None else indices).shape[0]
-    check_same(query, "query", dtype=True, history=history)
     check_same(
         query, "query", dtype=False,
-        offsets=offsets, query_offsets=query_offsets, indices=indices,
+        history=history, offsets=offsets, query_offsets=query_offsets, indices=indices,
+        row_scale=row_scale, row_bias=row_bias,
     )  # fmt: skip
+    check_narrow_rows(history, row_scale, row_bias, "[N]" if indices is None else "[U]")
+    if row_scale is None:
+        check_same(query, "query", dtype=True, history=history)
     check_biases(query, "query", num_rows, biases, prior_weights)
     check_score(score, prior_weights)
     return per_sample
@@ -268,7 +291,14 @@ _, call_target_attention = register_op(
     forward=forward,
     fake=fake,
     backward=backward,
-    non_differentiable=("indices", "timestamps", "row_dropout", "dropout"),
+    non_differentiable=(
+        "indices",
+        "row_scale",
+        "row_bias",
+        "timestamps",
+        "row_dropout",
+        "dropout",
+    ),
     axes=dict.fromkeys(
         (
             "query",
@@ -276,6 +306,8 @@ _, call_target_attention = register_op(
             "offsets",
             "query_offsets",
             "indices",
+            "row_scale",
+            "row_bias",
             "bias",
             "timestamps",
             "out",

@@ -77,7 +77,9 @@ def jagged_target_attention_weights(
                 [1.0000]])
     """
     biases = Biases(bias, position_bias, age_bias, timestamps)
-    per_sample = check_arguments(query, history, offsets, None, None, biases, prior_weights, score)
+    per_sample = check_arguments(
+        query, history, offsets, None, None, None, None, biases, prior_weights, score
+    )
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     weights = target_attention_weights(
@@ -101,8 +103,9 @@ def _forward(
 ) -> Tensor:
     """Weights ``[N, T, H]``; see :class:`TargetArguments`."""
     args = TargetArguments(
-        query, history, offsets, None, None, bias, position_bias, age_bias, timestamps,
-        row_dropout=None, dropout=None, scale=scale, score=score, for_backward=False,
+        query, history, offsets, None, None, None, None, bias, position_bias, age_bias, timestamps,
+        row_dropout=None, dropout=None, row_format="", scale=scale, score=score,
+        for_backward=False,
     )  # fmt: skip
     check_values(args)
     return implementation_of(query).weights(args)

@@ -179,7 +179,8 @@ def backward(
 ) -> TargetGradients:
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
-    That of the history always, but, where it is read by indices, if ``needs_history``.
+    That of the history always, but, where it is read by indices, if ``needs_history``; of narrow
+    rows it is ``None``.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
@@ -191,7 +192,7 @@ def backward(
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = found = None
-    if needs_history or not call.by_index:
+    if not call.narrow and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
@@ -380,6 +381,7 @@ class _Launch:
         self.sizes = (self.num_samples, call.num_targets, total_rows)
         self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
         self.indices = _contiguous(args.indices)
+        self.row_scale, self.row_bias = args.row_scale, args.row_bias
 
     def samples(self) -> Samples:
         """Where samples lie, for the main kernel.
@@ -398,7 +400,9 @@ class _Launch:
                     (SlotList(slots, self.offsets), self.num_samples, self.num_slots),
                     self.plan.list_slots,
                 )
-        return Samples(slots, self.offsets, self.query_offsets, self.indices)
+        return Samples(
+            slots, self.offsets, self.query_offsets, self.indices, self.row_scale, self.row_bias
+        )
 
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given: bool) -> Call:
@@ -422,14 +426,17 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         prior=bias is not None and bias.dim() == 1,
         row_dropout=args.row_dropout is not None,
         dropout=args.dropout is not None,
-        element_size=history.element_size(),
+        element_size=args.query.element_size(),
         history_stride=history.stride(0),
         aligned=history.data_ptr() % 16 == 0,
         addressable=history.shape[0] <= END.value,
-        precision=product_precision(history.dtype),
+        precision=product_precision(args.query.dtype),
         score=args.score,
         slots_given=slots_given,
         by_index=args.indices is not None,
+        row_format=args.row_format,
+        scale_stride=1 if args.row_scale is None else args.row_scale.stride(0),
+        row_bias_stride=1 if args.row_bias is None else args.row_bias.stride(0),
     )
 
 

@@ -29,11 +29,11 @@ from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draw
 from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, softmax_weights
+from torchrec_jagged_attn.kernels.target.history_rows import load_history
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
-    numbers_of_rows,
     slot_rows,
     store_queries,
 )
@@ -155,9 +155,7 @@ def grad_query_kernel(
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x_row = numbers_of_rows(samples, n, visible)
-        x_ptrs = history_ptr + x_row * history_stride + d[None, :]
-        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+        x = load_history(history_ptr, samples, n, visible, d, history_stride, out.dtype, C)
         bias = load_bias(
             biases, samples.offsets, work.sample, n, visible, r[None, :], count,
             C.H, C.P, C.A, C.PRIOR,
@@ -228,9 +226,8 @@ def grad_history_kernel(
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x_mask = visible & (d < C.D)[None, :]
-        x_row = numbers_of_rows(samples, n, visible)
-        x = tl.load(history_ptr + x_row * history_stride + d[None, :], mask=x_mask, other=0.0)
+        dtype: tl.constexpr = query_ptr.dtype.element_ty
+        x = load_history(history_ptr, samples, n, visible, d, history_stride, dtype, C)
         grad_x = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:

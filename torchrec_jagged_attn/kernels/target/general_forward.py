@@ -22,11 +22,11 @@ from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draw
 from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update, store_stats
+from torchrec_jagged_attn.kernels.target.history_rows import load_history
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
     load_queries,
-    numbers_of_rows,
     slot_rows,
     store_outputs,
     store_queries,
@@ -68,9 +68,7 @@ def forward_kernel(
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
-        row = numbers_of_rows(samples, n, visible)
-        x_ptrs = history_ptr + row * history_stride + d[None, :]
-        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+        x = load_history(history_ptr, samples, n, visible, d, history_stride, q.dtype, C)
         bias = load_bias(
             biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,
             C.H, C.P, C.A, C.PRIOR,

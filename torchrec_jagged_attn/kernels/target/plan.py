@@ -72,7 +72,7 @@ class Call(NamedTuple):
         prior: whether these are prior weights.
         row_dropout: whether history rows are dropped.
         dropout: whether weights are.
-        element_size: bytes of an element.
+        element_size: bytes of an element of queries.
         history_stride: elements from one history row to the next.
         aligned: whether the history begins at a multiple of 16 bytes.
         addressable: whether it has few enough rows for a descriptor of the tensor memory
@@ -81,6 +81,9 @@ class Call(NamedTuple):
         score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
         by_index: whether history rows are read by indices.
+        row_format: one of ``arguments.ROW_FORMATS`` where rows are narrow, else ``""``.
+        scale_stride: elements from one row's scale to the next, if rows are narrow.
+        row_bias_stride: the same of biases, if they have any.
     """
 
     device: torch.device
@@ -103,6 +106,9 @@ class Call(NamedTuple):
     score: str = "softmax"
     slots_given: bool = False
     by_index: bool = False
+    row_format: str = ""
+    scale_stride: int = 1
+    row_bias_stride: int = 1
 
     @property
     def query_rows(self) -> int:
@@ -119,12 +125,17 @@ class Call(NamedTuple):
 
     @property
     def half(self) -> bool:
-        """Whether elements have half precision."""
+        """Whether queries have half precision."""
         return self.element_size == 2
 
     @property
+    def narrow(self) -> bool:
+        """Whether history rows are narrow."""
+        return self.row_format != ""
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of a history row in a tile."""
+        """Bytes of a history row in a tile, once it is multiplied."""
         return padded_width(self.width) * self.element_size
 
 
@@ -132,6 +143,7 @@ def _rows_are_aligned(x: Call) -> bool:
     return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
 
 
+_WIDE = Condition("history rows that are not narrow", lambda x: not x.narrow)
 _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
     Condition("history rows at multiples of 16 bytes", _rows_are_aligned),
@@ -149,6 +161,7 @@ _MORE_ROWS = (
         lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
     ),
     Condition("width up to 128", lambda x: x.width <= 128),
+    _WIDE,
 )
 PATHS = (
     Path(
@@ -159,6 +172,7 @@ PATHS = (
                 lambda x: x.query_rows <= ONE_WARP_ROWS,
             ),
             Condition("width up to 256", lambda x: x.width <= 256),
+            _WIDE,
             *_GLUON,
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
@@ -320,6 +334,9 @@ def _inputs(x: Call) -> dict[str, Any]:
         "A": x.num_ages,
         "PRIOR": x.prior,
         "SCORE": x.score,
+        "ROW_FORMAT": x.row_format,
+        "SCALE_STRIDE": x.scale_stride,
+        "ROW_BIAS_STRIDE": x.row_bias_stride,
     }
 
 

@@ -25,6 +25,9 @@ class Constants(NamedTuple):
     A: int = 0  # buckets of ages
     PRIOR: bool = False  # whether the bias is prior weights
     SCORE: str = "softmax"  # what makes weights of scores, see ``arguments.SCORES``
+    ROW_FORMAT: str = ""  # of narrow history rows, one of ``arguments.ROW_FORMATS``
+    SCALE_STRIDE: int = 1  # elements from the scale of one of them to the next
+    ROW_BIAS_STRIDE: int = 1  # the same of their biases
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     NUM_STAGES: int | None = None  # tiles in shared memory
@@ -69,12 +72,16 @@ class Samples(NamedTuple):
         offsets: ``[B + 1]``, of history rows.
         query_offsets: ``[B + 1]``, of targets, where queries are JAGGED.
         indices: ``[N]``, of the rows of the history, where it is read by them.
+        row_scale: ``[N]``, or ``[U]`` where rows are read by indices, if rows are narrow.
+        row_bias: likewise, if they have any.
     """
 
     slots: Any
     offsets: Any
     query_offsets: Any
     indices: Any = None
+    row_scale: Any = None
+    row_bias: Any = None
 
 
 class Sums(NamedTuple):

@@ -1,0 +1,55 @@
+"""History rows as Triton's kernels multiply them: read as they are, or made of narrow ones.
+
+A narrow row has numbers of a byte, and a scale and perhaps a bias for all of them:
+
+    x_n = scale_n · c_n + bias_n
+
+They are multiplied in fp32 and then rounded to the dtype of queries, in registers: D bytes are read
+of a row, and 4 or 8 for its scale and bias.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.kernels.target.schedule import numbers_of_rows
+
+__all__ = ["load_history"]
+
+
+@triton.jit
+def load_history(
+    history_ptr, samples, n, visible, d, history_stride, dtype: tl.constexpr, C: tl.constexpr
+):
+    """``[BLOCK_N, BLOCK_D]``: the rows at the places ``n`` that are visible, in ``dtype``.
+
+    Zeros where places are not visible, and beyond D in rows that are not narrow.
+    """
+    row = numbers_of_rows(samples, n, visible)
+    x_ptrs = history_ptr + row * history_stride + d[None, :]
+    x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+    if C.ROW_FORMAT != "":
+        scale_ptrs = samples.row_scale + row * C.SCALE_STRIDE
+        scale = tl.load(scale_ptrs, mask=visible, other=0.0).to(tl.float32)
+        x = _numbers_of_bytes(x, C.ROW_FORMAT) * scale
+        if samples.row_bias is not None:
+            bias_ptrs = samples.row_bias + row * C.ROW_BIAS_STRIDE
+            x += tl.load(bias_ptrs, mask=visible, other=0.0).to(tl.float32)
+        x = x.to(dtype)
+    return x
+
+
+@triton.jit
+def _numbers_of_bytes(x, FORMAT: tl.constexpr):
+    """The fp32 numbers that bytes stand for; e4m3 by its bits, which every device understands."""
+    if FORMAT == "e4m3":
+        bits = x.to(tl.int32)
+        magnitude = bits & 0x7F
+        # Exponent and mantissa where fp32 has them: too small by 2^(127 - 7), also if subnormal.
+        number = (magnitude << 20).to(tl.float32, bitcast=True) * 2.0**120
+        number = tl.where(magnitude == 0x7F, float("nan"), number)
+        number = tl.where(bits < 0, -number, number)
+    else:
+        number = x.to(tl.float32)
+    return number
