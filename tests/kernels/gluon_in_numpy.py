@@ -105,14 +105,19 @@ _define("xor", operator.xor)
 
 
 class Pointer:
-    """Addresses of elements of one tensor."""
+    """Addresses of elements of one tensor; of bf16, by the bits, and read as fp32."""
 
-    def __init__(self, elements: np.ndarray, offsets: object = 0) -> None:
+    def __init__(
+        self, elements: np.ndarray, offsets: object = 0, element_ty: object = None
+    ) -> None:
         self.elements, self.offsets = elements, np.asarray(offsets, np.int64)
-        self.dtype = types.SimpleNamespace(element_ty=elements.dtype.type)
+        element_ty = elements.dtype.type if element_ty is None else element_ty
+        self.dtype = types.SimpleNamespace(element_ty=element_ty)
+        self.loaded = np.dtype(np.float32) if element_ty is BFLOAT16 else elements.dtype
 
     def __add__(self, offsets: object) -> Pointer:
-        return Pointer(self.elements, self.offsets + np.asarray(_values(offsets), np.int64))
+        offsets = self.offsets + np.asarray(_values(offsets), np.int64)
+        return Pointer(self.elements, offsets, self.dtype.element_ty)
 
     def __sub__(self, offsets: object) -> Pointer:
         return self + -np.asarray(_values(offsets), np.int64)
@@ -120,11 +125,17 @@ class Pointer:
     def read(self, mask: object, into: np.ndarray) -> None:
         """Write what ``mask`` lets through ``into`` its place."""
         at, mask = self._masked(mask, into.shape)
-        into[mask] = self.elements[at]
+        found = self.elements[at]
+        if self.dtype.element_ty is BFLOAT16:
+            found = torch.from_numpy(found).view(torch.bfloat16).float().numpy()
+        into[mask] = found
 
     def write(self, values: object, mask: object) -> None:
         at, mask = self._masked(mask, self.offsets.shape)
-        self.elements[at] = np.broadcast_to(_values(values), mask.shape)[mask]
+        values = np.broadcast_to(_values(values), mask.shape)[mask]
+        if self.dtype.element_ty is BFLOAT16:
+            values = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
+        self.elements[at] = values
 
     def _masked(self, mask: object, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         mask = np.broadcast_to(True if mask is None else _values(mask), shape)
@@ -155,6 +166,9 @@ class SharedMemory:
         view = self.values.view()
         view.shape = shape  # which raises where a copy would be needed
         return SharedMemory(view)
+
+    def _reinterpret(self, dtype: type, shape: list[int], layout: object) -> SharedMemory:
+        return SharedMemory(self.values.view(dtype)).reshape(shape)
 
     def load(self, layout: object) -> Block:
         return Block(self.values.copy())
@@ -356,7 +370,7 @@ class Product:
 
 def _load(ptr: Pointer, mask: object = None, other: float = 0, cache_modifier: str = "") -> Block:
     shape = np.broadcast_shapes(ptr.offsets.shape, np.shape(_values(mask)))
-    out = np.full(shape, other, ptr.elements.dtype)
+    out = np.full(shape, other, ptr.loaded)
     ptr.read(mask, out)
     return Block(out)
 
@@ -393,6 +407,16 @@ def _shift_columns(tile: Block, count: Block) -> Block:
     return Block(np.where(at < 0, tile.values.dtype.type(np.nan), values))
 
 
+def _even_and_odd(pairs: Block, row_format: str) -> tuple[Block, Block]:
+    """Of pairs of bytes, what both stand for."""
+    codes = torch.from_numpy(np.ascontiguousarray(pairs.values)).view(torch.uint8)
+    codes = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    if row_format == "uint8":
+        return tuple(Block(x.float().numpy() - np.float32(128)) for x in codes)
+    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[row_format]
+    return tuple(Block(x.contiguous().view(dtype).float().numpy()) for x in codes)
+
+
 def _multiply_add(a: Block, b: float, c: Block) -> Block:
     """Rounded once; ``b`` is a number in fp32, too."""
     return Block((a.values.astype(np.float64) * np.float32(b) + c.values).astype(np.float32))
@@ -412,7 +436,7 @@ def _language(
             barriers = [Barrier(machine) for _ in range(shape[0])]
             return types.SimpleNamespace(index=lambda at: barriers[int(at)], shape=shape)
         dtype = np.dtype(np.float32 if dtype is BFLOAT16 else dtype)
-        fresh = np.nan if dtype.kind == "f" else -(2**30)
+        fresh = np.nan if dtype.kind == "f" else np.iinfo(dtype).min // 2
         return SharedMemory(np.full(shape, fresh, dtype))
 
     def atomic_add(ptr: Pointer, value: object, sem: str = "", scope: str = "") -> Block:
@@ -487,7 +511,10 @@ def _argument(x: object) -> object:
     if isinstance(x, torch.Tensor):
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         size = last + 1 if x.numel() else 0
-        return Pointer(x.detach().as_strided((size,), (1,)).numpy())
+        elements = x.detach().as_strided((size,), (1,))
+        if x.dtype == torch.bfloat16:
+            return Pointer(elements.view(torch.int16).numpy(), element_ty=BFLOAT16)
+        return Pointer(elements.numpy())
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, tuple):
@@ -542,6 +569,7 @@ def _launch(
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
             "shift_columns": _shift_columns,
+            "even_and_odd": _even_and_odd,
         }
         with np.errstate(all="ignore"):
             _in_numpy(kernel, replaced)(*arguments, **constants)
@@ -595,7 +623,9 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
     with (
         mock.patch.object(Launcher, "launch", launch_any),
         ops_take_the_cpu_for(
-            gluon_shared_memory=HOPPER_SHARED_MEMORY, hopper_multiprocessors=multiprocessors
+            gluon_shared_memory=HOPPER_SHARED_MEMORY,
+            hopper_multiprocessors=multiprocessors,
+            converts_e4m3=True,
         ),
     ):
         yield launched

@@ -87,6 +87,7 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
             gluon_shared_memory=SHARED_MEMORY[arch],
             hopper_multiprocessors=132 if arch == 90 else 0,
             launches_overlap=arch >= 90,
+            converts_e4m3=arch >= 90,
         ),
         mock.patch.dict(devices._IMPLEMENTATIONS, cpu=("triton", "compiled")),
         mock.patch.object(Launcher, "launch", launch),
@@ -249,6 +250,19 @@ CASES = {
     "rows by index, general, SiLU": Case(
         (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
     ),
+    "narrow rows, one warp": Case(
+        (80, 90), "one_warp_forward", lambda: target(1, BF16, 128, of_byte=torch.int8)
+    ),
+    "narrow rows by index, one warp": Case(
+        (90,),
+        "one_warp_forward",
+        lambda: target(1, BF16, 128, index_dtype=torch.int64, of_byte=torch.uint8),
+    ),
+    "narrow rows of e4m3, one warp, biased, dropout": Case(
+        (90,),
+        "one_warp_forward",
+        lambda: target(2, BF16, 64, True, dropout=0.5, of_byte=torch.float8_e4m3fn),
+    ),
     "narrow rows, general, biased": Case(
         (80, 90), "general", lambda: target(2, BF16, 32, True, True, of_byte=torch.int8)
     ),
@@ -319,6 +333,8 @@ FITS = {
     "one warp",
     "one warp, SiLU",
     "rows by index, one warp",
+    "narrow rows, one warp",
+    "narrow rows by index, one warp",
     "warpgroup",
     "warpgroup, SiLU",
     "hopper flash",

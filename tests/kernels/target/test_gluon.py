@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from tests.ops import test_target_attention_narrow_rows as narrow_rows
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
@@ -18,8 +19,9 @@ from tests.ops.test_target_attention import (
 )
 from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
 from tests.ops.test_target_attention_rows import by_index
-from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn import devices, jagged_target_attention
 from torchrec_jagged_attn.testing import (
+    assert_close,
     assert_matches_oracle,
     outputs_and_gradients,
     target_attention_oracle,
@@ -314,8 +316,8 @@ def test_repeats_are_bit_equal(dtype, launched):
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 8, 0.25, "softmax"
-    out, rest, _ = op(*arguments, for_backward)
+    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 10
+    out, rest, _ = op(*arguments, "", 0.25, "softmax", for_backward)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)
     assert torch.isfinite(rest).all()
@@ -371,3 +373,39 @@ def test_dropout_of_rows_by_index(num_targets, launched):
         OVER_ROWS, inputs, num_query_rows, 2, num_places, torch.device("cpu")
     )
     assert launched
+
+
+@pytest.fixture
+def bf16(monkeypatch):
+    """Whose products Triton's interpreter lacks; numpy has them in fp32."""
+    monkeypatch.setitem(devices._DTYPES, "triton-interpreter", (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.usefixtures("bf16")
+@pytest.mark.parametrize("of_byte", narrow_rows.NARROW, ids=str)
+@pytest.mark.parametrize("make", [narrow_rows.narrow, narrow_rows.by_index])
+@pytest.mark.parametrize(
+    ("num_targets", "num_heads", "width", "num_positions", "score"),
+    [
+        (1, 4, 16, 0, "softmax"),
+        (2, 3, 48, 12, "softmax"),
+        (8, 1, 256, 0, "silu"),
+        (1, 4, 128, 20, "softmax"),
+    ],
+)
+def test_narrow_rows(num_targets, num_heads, width, num_positions, score, make, of_byte, launched):
+    """Forward alone: their backward is Triton's."""
+    shape = {"num_targets": num_targets, "num_heads": num_heads, "width": width}
+    inputs, rows = make(LENGTHS, torch.device("cpu"), torch.bfloat16, of_byte, **shape)
+    if num_positions:
+        generator = torch.Generator().manual_seed(1)
+        table = torch.randn(num_positions, num_heads, generator=generator)
+        inputs["position_bias"] = table.bfloat16()
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    attend, oracle, plain = narrow_rows.functions_of(rows)
+    assert_close(
+        attend(**inputs, score=score),
+        oracle(**exact, score=score),
+        plain(**inputs, score=score),
+    )
+    assert launched == ["one_warp_forward"]

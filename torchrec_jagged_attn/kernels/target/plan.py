@@ -81,6 +81,7 @@ class Call(NamedTuple):
         score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
         by_index: whether history rows are read by indices.
+        bf16: whether queries are of bf16.
         row_format: one of ``arguments.ROW_FORMATS`` where rows are narrow, else ``""``.
         scale_stride: elements from one row's scale to the next, if rows are narrow.
         row_bias_stride: the same of biases, if they have any.
@@ -106,6 +107,7 @@ class Call(NamedTuple):
     score: str = "softmax"
     slots_given: bool = False
     by_index: bool = False
+    bf16: bool = False
     row_format: str = ""
     scale_stride: int = 1
     row_bias_stride: int = 1
@@ -134,13 +136,18 @@ class Call(NamedTuple):
         return self.row_format != ""
 
     @property
+    def history_element_size(self) -> int:
+        """Bytes of an element of the history."""
+        return 1 if self.narrow else self.element_size
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a history row in a tile, once it is multiplied."""
         return padded_width(self.width) * self.element_size
 
 
 def _rows_are_aligned(x: Call) -> bool:
-    return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
+    return x.aligned and (x.width | x.history_stride) % (16 // x.history_element_size) == 0
 
 
 _WIDE = Condition("history rows that are not narrow", lambda x: not x.narrow)
@@ -172,7 +179,14 @@ PATHS = (
                 lambda x: x.query_rows <= ONE_WARP_ROWS,
             ),
             Condition("width up to 256", lambda x: x.width <= 256),
-            _WIDE,
+            Condition(
+                "narrow history rows forward, with queries of bf16",
+                lambda x: not x.narrow or (x.bf16 and not x.backward),
+            ),
+            Condition(
+                "e4m3 on an Ada GPU or later",
+                lambda x: x.row_format != "e4m3" or devices.converts_e4m3(x.device),
+            ),
             *_GLUON,
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
@@ -395,7 +409,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         return {
             "BLOCK_R": ONE_WARP_ROWS,
             "BLOCK_N": 32 if x.half and not x.backward else 16,
-            "BLOCK_D": width,
+            "BLOCK_D": max(32, width) if x.narrow else width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
             "NUM_STAGES": 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2,
             "num_warps": 1,

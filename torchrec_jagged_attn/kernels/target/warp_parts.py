@@ -107,7 +107,8 @@ def row_layout(width, dtype, warps=1):
 def ring_layout(width, dtype):
     """Tiles in shared memory, so that reads along either side meet few banks twice."""
     rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
-    return gl.SwizzledSharedLayout(8, rows, min(8, width // 8), [1, 0])
+    elements = max(8, 128 // dtype.primitive_bitwidth)
+    return gl.SwizzledSharedLayout(elements, rows, min(8, width // elements), [1, 0])
 
 
 @gluon.jit
@@ -317,9 +318,14 @@ def find_chunk(samples, num_samples, num_slots, C: gl.constexpr):
 
 
 @gluon.jit
-def load_columns(ptr, first, count, C: gl.constexpr):
-    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp."""
-    d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, RIGHT))
+def load_columns(
+    ptr, first, count, C: gl.constexpr, STEP: gl.constexpr = 1, begin: gl.constexpr = 0
+):
+    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp.
+
+    Of every STEP-th column, from ``begin`` on.
+    """
+    d = begin + STEP * gl.arange(0, C.BLOCK_D // STEP, gl.SliceLayout(1, RIGHT))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
     mask = (d < C.D)[:, None] & (r < count)[None, :]
     return gl.load(ptr + first * C.D + (r[None, :] * C.D + d[:, None]), mask=mask, other=0.0)
