@@ -6,6 +6,7 @@ from torchrec_jagged_attn.data import BalancedBatchSampler
 from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
+    fused_rows,
     jagged2_softmax,
     jagged_activation_unit,
     jagged_dense_add,
@@ -80,6 +81,7 @@ __all__ = [
     "boost_weights",
     "embedding_bag_keys",
     "embedding_parameters",
+    "fused_rows",
     "jagged2_softmax",
     "jagged_activation_unit",
     "jagged_dense_add",
