@@ -121,6 +121,7 @@ def target(
     dropout: float = 0.0,
     index_dtype: torch.dtype | None = None,
     of_byte: torch.dtype | None = None,
+    row_bytes: int | None = None,
 ) -> None:
     query = zeros(4, num_targets, 4, width, dtype=dtype)
     query_offsets = None
@@ -129,7 +130,7 @@ def target(
     biases = tables(4) if biased else {}
     history = zeros(N, width, dtype=dtype)
     if of_byte is not None:
-        history = torch.zeros(N, width).to(of_byte)
+        history = torch.zeros(N, row_bytes or width).to(of_byte)[:, -width:]
         biases |= {"row_scale": torch.ones(N), "row_bias": torch.zeros(N)}
     indices = None if index_dtype is None else torch.zeros(N, dtype=index_dtype)
     jagged_target_attention(
@@ -258,6 +259,16 @@ CASES = {
         "one_warp_forward",
         lambda: target(1, BF16, 128, index_dtype=torch.int64, of_byte=torch.uint8),
     ),
+    "narrow rows at multiples of 4 bytes, one warp": Case(
+        (80, 90),
+        "one_warp_forward",
+        lambda: target(1, BF16, 128, of_byte=torch.int8, row_bytes=132),
+    ),
+    "narrow rows at multiples of 8 bytes by index, one warp": Case(
+        (90,),
+        "one_warp_forward",
+        lambda: target(1, BF16, 64, index_dtype=torch.int32, of_byte=torch.uint8, row_bytes=72),
+    ),
     "narrow rows of e4m3, one warp, biased, dropout": Case(
         (90,),
         "one_warp_forward",
@@ -335,6 +346,8 @@ FITS = {
     "rows by index, one warp",
     "narrow rows, one warp",
     "narrow rows by index, one warp",
+    "narrow rows at multiples of 4 bytes, one warp",
+    "narrow rows at multiples of 8 bytes by index, one warp",
     "warpgroup",
     "warpgroup, SiLU",
     "hopper flash",

@@ -66,7 +66,7 @@ def fused_rows(rows: Tensor, width: int, *, scale_bias_last: bool = True) -> Fus
             f"rows must have {row_bytes} bytes or more each, for {width} numbers, scale and bias, "
             f"got {rows.shape[1]}"
         )
-    if rows.stride(1) != 1 or (rows.stride(0) | rows.storage_offset()) % 4:
+    if rows.stride(1) != 1 or rows.stride(0) % 4 or rows.storage_offset() % 4:
         raise ValueError(
             "rows must begin at multiples of 4 bytes, each byte next to the last, got strides "
             f"{rows.stride()} and a storage offset of {rows.storage_offset()}"

@@ -382,21 +382,28 @@ def bf16(monkeypatch):
 
 
 @pytest.mark.usefixtures("bf16")
+@pytest.mark.parametrize("is_strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("of_byte", narrow_rows.NARROW, ids=str)
 @pytest.mark.parametrize("make", [narrow_rows.narrow, narrow_rows.by_index])
 @pytest.mark.parametrize(
     ("num_targets", "num_heads", "width", "num_positions", "score"),
     [
         (1, 4, 16, 0, "softmax"),
-        (2, 3, 48, 12, "softmax"),
+        (2, 3, 20, 12, "softmax"),
         (8, 1, 256, 0, "silu"),
         (1, 4, 128, 20, "softmax"),
     ],
 )
-def test_narrow_rows(num_targets, num_heads, width, num_positions, score, make, of_byte, launched):
+def test_narrow_rows(
+    num_targets, num_heads, width, num_positions, score, make, of_byte, is_strided, launched
+):
     """Forward alone: their backward is Triton's."""
     shape = {"num_targets": num_targets, "num_heads": num_heads, "width": width}
     inputs, rows = make(LENGTHS, torch.device("cpu"), torch.bfloat16, of_byte, **shape)
+    if is_strided:
+        around = torch.full((len(rows["history"]), width + 20), 0xFF, dtype=torch.uint8)
+        around[:, 4 : 4 + width] = rows["history"].view(torch.uint8)
+        rows["history"] = around[:, 4 : 4 + width].view(of_byte)
     if num_positions:
         generator = torch.Generator().manual_seed(1)
         table = torch.randn(num_positions, num_heads, generator=generator)

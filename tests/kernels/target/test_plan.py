@@ -31,6 +31,7 @@ PLAIN = Call(
 WIDE = {"width": 128, "history_stride": 128}
 FP32 = {"element_size": 4}
 GROUP = {"num_targets": 8}
+NARROW = {"row_format": "int8", "bf16": True}
 
 
 @pytest.fixture
@@ -42,6 +43,7 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(devices, "gluon_shared_memory", lambda device: shared_memory)
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(devices, "launches_overlap", lambda device: multiprocessors > 0)
+    monkeypatch.setattr(devices, "converts_e4m3", lambda device: shared_memory == H100)
 
 
 def path_of(**changes):
@@ -105,6 +107,13 @@ def test_paths_of_a_gpu(gpu, expected):
         (GROUP | {"by_index": True}, "few_warps", "general"),
         (GROUP | FP32 | {"by_index": True}, "few_warps", "few_warps"),
         (GROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),
+        (NARROW, "one_warp", "general"),
+        (NARROW | {"copy_bytes": 4}, "one_warp", "general"),
+        (NARROW | {"copy_bytes": 2}, "general", "general"),
+        (NARROW | {"row_format": "e4m3"}, "one_warp", "general"),
+        (NARROW | {"bf16": False}, "general", "general"),
+        (NARROW | FP32 | {"bf16": False}, "general", "general"),
+        (NARROW | GROUP, "general", "general"),
         ({"num_heads": 16, "bias": True}, "warpgroup", "general"),
         ({"num_heads": 16, "bias": True, "num_ages": 1}, "warpgroup", "few_warps"),
     ],
@@ -120,6 +129,14 @@ def test_rules_on_an_h100(changes, forward, backward, gpu):
 def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
     assert path_of(num_targets=8, num_ages=ages) == "few_warps"
     assert path_of(num_targets=8, num_ages=ages, backward=True) == backward
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"), [("A100", "general"), ("H100", "one_warp")], indirect=["gpu"]
+)
+def test_e4m3_by_single_warps_where_it_is_converted(gpu, expected):
+    assert path_of(**NARROW | {"row_format": "e4m3"}) == expected
+    assert path_of(**NARROW) == "one_warp"
 
 
 def test_a_plan_says_why(gpu):

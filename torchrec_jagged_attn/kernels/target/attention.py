@@ -438,7 +438,14 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         row_format=args.row_format,
         scale_stride=1 if args.row_scale is None else args.row_scale.stride(0),
         row_bias_stride=1 if args.row_bias is None else args.row_bias.stride(0),
+        copy_bytes=_copy_bytes(history) if args.row_format else 16,
     )
+
+
+def _copy_bytes(rows: Tensor) -> int:
+    """The largest power of two up to 16 that narrow ``rows`` begin at multiples of, and end at."""
+    width, stride = rows.shape[1], rows.stride(0)
+    return next(n for n in (16, 8, 4, 2, 1) if not (width % n or stride % n or rows.data_ptr() % n))
 
 
 def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:

@@ -28,6 +28,8 @@ def load_history(
     """
     row = numbers_of_rows(samples, n, visible)
     x_ptrs = history_ptr + row * history_stride + d[None, :]
+    if C.COPY_BYTES < 16:  # Triton knows of multiples of 16 alone
+        x_ptrs = tl.multiple_of(x_ptrs, [1, C.COPY_BYTES])
     x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
     if C.ROW_FORMAT != "":
         scale_ptrs = samples.row_scale + row * C.SCALE_STRIDE
@@ -46,12 +48,10 @@ def _numbers_of_bytes(x, FORMAT: tl.constexpr):
     if FORMAT == "e4m3":
         bits = x.to(tl.int32)
         magnitude = bits & 0x7F
-        # Exponent and mantissa where fp32 has them: too small by 2^(127 - 7), also if subnormal.
+        # Exponent and mantissa lie where fp32 has them, whose bias is larger by 127 - 7.
         number = (magnitude << 20).to(tl.float32, bitcast=True) * 2.0**120
         number = tl.where(magnitude == 0x7F, float("nan"), number)
         number = tl.where(bits < 0, -number, number)
-    elif FORMAT == "int8":  # by way of uint8, of which there are four times as many conversions
-        number = (x ^ -128).to(tl.uint8, bitcast=True).to(tl.float32) - 128.0
     else:
         number = x.to(tl.float32)
     return number

@@ -85,6 +85,7 @@ class Call(NamedTuple):
         row_format: one of ``arguments.ROW_FORMATS`` where rows are narrow, else ``""``.
         scale_stride: elements from one row's scale to the next, if rows are narrow.
         row_bias_stride: the same of biases, if they have any.
+        copy_bytes: 16, or the largest power of two below that whose multiples narrow rows are at.
     """
 
     device: torch.device
@@ -111,6 +112,7 @@ class Call(NamedTuple):
     row_format: str = ""
     scale_stride: int = 1
     row_bias_stride: int = 1
+    copy_bytes: int = 16
 
     @property
     def query_rows(self) -> int:
@@ -136,24 +138,21 @@ class Call(NamedTuple):
         return self.row_format != ""
 
     @property
-    def history_element_size(self) -> int:
-        """Bytes of an element of the history."""
-        return 1 if self.narrow else self.element_size
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a history row in a tile, once it is multiplied."""
         return padded_width(self.width) * self.element_size
 
 
 def _rows_are_aligned(x: Call) -> bool:
-    return x.aligned and (x.width | x.history_stride) % (16 // x.history_element_size) == 0
+    if x.narrow:
+        return x.copy_bytes >= 4
+    return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
 
 
 _WIDE = Condition("history rows that are not narrow", lambda x: not x.narrow)
 _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
-    Condition("history rows at multiples of 16 bytes", _rows_are_aligned),
+    Condition("history rows at multiples of 16 bytes, narrow ones of 4", _rows_are_aligned),
     Condition(
         "a bias of each row with one target only",
         lambda x: not x.bias or x.prior or x.num_targets == 1,
@@ -351,6 +350,7 @@ def _inputs(x: Call) -> dict[str, Any]:
         "ROW_FORMAT": x.row_format,
         "SCALE_STRIDE": x.scale_stride,
         "ROW_BIAS_STRIDE": x.row_bias_stride,
+        "COPY_BYTES": x.copy_bytes,
     }
 
 

@@ -30,6 +30,7 @@ class Constants(NamedTuple):
     ROW_BIAS_STRIDE: int = 1  # the same of their biases
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
+    COPY_BYTES: int = 16  # of a history row, that a lane copies at once
     NUM_STAGES: int | None = None  # tiles in shared memory
     SLOT: int | None = None  # history rows for each slot
     PRECISION: str | None = None  # of products, see ``matmul.product_precision``

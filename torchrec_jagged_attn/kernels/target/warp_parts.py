@@ -96,9 +96,9 @@ def probe_layout(warps):
 
 
 @gluon.constexpr_function
-def row_layout(width, dtype, warps=1):
-    """Lanes along rows of ``width`` elements, 16 bytes each."""
-    elements = 128 // dtype.primitive_bitwidth
+def row_layout(width, dtype, warps=1, num_bytes=16):
+    """Lanes along rows of ``width`` elements, ``num_bytes`` each."""
+    elements = 8 * num_bytes // dtype.primitive_bitwidth
     lanes = min(32, width // elements)
     return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -372,7 +372,7 @@ def _indices_of_tile(samples, chunk, start, end, C: gl.constexpr, dtype: gl.cons
     """The indices of a tile's rows, from ``start`` on; 0 where rows are not read by indices."""
     indices = 0
     if samples.indices is not None:
-        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
+        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps(), C.COPY_BYTES)
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         ptrs = samples.indices + chunk.first + start + i
         indices = gl.load(ptrs, mask=i < end - start, other=0)
@@ -385,7 +385,7 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
 
     Copies that are masked, beyond ``end`` and D, write zeros.
     """
-    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
+    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps(), C.COPY_BYTES)
     if start < end:
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, layout))
@@ -397,6 +397,8 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
             ptrs = begin_ptr + (i[:, None] * C.STRIDE + d[None, :])
         else:
             ptrs = history_ptr + (indices.to(gl.int64) * C.STRIDE)[:, None] + d[None, :]
+        if C.COPY_BYTES < 16:
+            ptrs = gl.multiple_of(ptrs, [1, C.COPY_BYTES])
         async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
     async_copy.commit_group()
 
