@@ -10,7 +10,8 @@ from tests.combinations import each_pair
 from tests.conftest import skip_unless_supported
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
-from tests.ops.test_target_attention import draw_prior_weights, inputs_of
+from tests.ops.test_target_attention import inputs_of
+from tests.ops.test_target_attention_rows import BIASES, LAYOUTS, LENGTHS, TARGETS, lay_out
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     Case,
@@ -21,7 +22,6 @@ from torchrec_jagged_attn.testing import (
 )
 
 CPU = torch.device("cpu")
-LENGTHS = [300, 0, 3, 64, 1]
 E4M3 = torch.float8_e4m3fn
 NARROW = [torch.int8, torch.uint8, E4M3]
 
@@ -99,8 +99,8 @@ def assert_right(inputs, rows, **constants):
 @pytest.mark.parametrize(
     ("layout", "biases", "dtype", "of_byte", "make"),
     each_pair(
-        ["one-target", "targets", "many-targets", "shared", "jagged"],
-        ["none", "bias and tables", "prior weights and ages"],
+        LAYOUTS,
+        BIASES,
         [torch.float32, torch.float16, torch.bfloat16],
         NARROW,
         [narrow, by_index],
@@ -109,23 +109,8 @@ def assert_right(inputs, rows, **constants):
 )
 def test_right(layout, biases, dtype, of_byte, make, device):
     skip_unless_supported(Case("rows", 5, 300, 2, 16, dtype=dtype), device)
-    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    inputs, rows = make(LENGTHS, device, dtype, of_byte, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    timestamps = None
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    if biases == "bias and tables":
-        inputs["bias"] = torch.randn(368, 2, generator=generator).to(device, dtype)
-        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-    if biases == "prior weights and ages":
-        inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
-    if biases != "none":
-        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device).long()
+    inputs, rows = make(LENGTHS, device, dtype, of_byte, num_targets=TARGETS.get(layout, 9))
+    inputs, timestamps = lay_out(inputs, layout, biases)
     assert_right(inputs, rows, timestamps=timestamps)
 
 

@@ -59,26 +59,20 @@ FUNCTIONS = (
 )
 
 
-def assert_right(inputs, **constants):
+def assert_right(inputs, timestamps=None, **constants):
+    constants["timestamps"] = timestamps
     functions = (functools.partial(function, **constants) for function in FUNCTIONS)
     assert_matches_oracle(*functions, inputs)
 
 
-@pytest.mark.usefixtures("without_a_compiler")
-@pytest.mark.parametrize(
-    ("layout", "biases", "dtype", "index_dtype"),
-    each_pair(
-        ["one-target", "targets", "many-targets", "shared", "jagged"],
-        ["none", "bias and tables", "prior weights and ages"],
-        [torch.float32, torch.float16, torch.bfloat16],
-        [torch.int32, torch.int64],
-    ),
-    ids=str,
-)
-def test_right(layout, biases, dtype, index_dtype, device):
-    skip_unless_supported(Case("rows", 5, 300, 2, 16, dtype=dtype), device)
-    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    inputs = by_index(LENGTHS, device, dtype, index_dtype=index_dtype, num_targets=num_targets)
+LAYOUTS = ["one-target", "targets", "many-targets", "shared", "jagged"]
+TARGETS = {"one-target": 1, "many-targets": 40}  # of a layout; 9 of others
+BIASES = ["none", "bias and tables", "prior weights and ages"]
+
+
+def lay_out(inputs, layout, biases):
+    """``inputs`` of LENGTHS with queries of this layout, and with biases; and their timestamps."""
+    device, dtype = inputs["query"].device, inputs["query"].dtype
     generator = torch.Generator().manual_seed(1)
     timestamps = None
     if layout == "shared":
@@ -94,7 +88,25 @@ def test_right(layout, biases, dtype, index_dtype, device):
     if biases != "none":
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
         timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device).long()
-    assert_right(inputs, timestamps=timestamps)
+    return inputs, timestamps
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize(
+    ("layout", "biases", "dtype", "index_dtype"),
+    each_pair(
+        LAYOUTS,
+        BIASES,
+        [torch.float32, torch.float16, torch.bfloat16],
+        [torch.int32, torch.int64],
+    ),
+    ids=str,
+)
+def test_right(layout, biases, dtype, index_dtype, device):
+    skip_unless_supported(Case("rows", 5, 300, 2, 16, dtype=dtype), device)
+    num_targets = TARGETS.get(layout, 9)
+    inputs = by_index(LENGTHS, device, dtype, index_dtype=index_dtype, num_targets=num_targets)
+    assert_right(*lay_out(inputs, layout, biases))
 
 
 @pytest.mark.parametrize("width", [8, 20, 64, 128, 256, 512])
