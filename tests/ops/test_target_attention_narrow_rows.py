@@ -15,8 +15,10 @@ from tests.ops.test_target_attention_rows import BIASES, LAYOUTS, LENGTHS, TARGE
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     Case,
+    assert_close,
     assert_matches_oracle,
     outputs_and_gradients,
+    plain_products,
     target_attention_oracle,
     target_attention_plain,
 )
@@ -91,8 +93,20 @@ def functions_of(rows):
 
 
 def assert_right(inputs, rows, **constants):
+    """Also where no gradient is taken, which other kernels may compute."""
+    assert_right_without_a_gradient(inputs, rows, **constants)
     functions = (functools.partial(function, **constants) for function in functions_of(rows))
     assert_matches_oracle(*functions, inputs)
+
+
+def assert_right_without_a_gradient(inputs, rows, **constants):
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    attend, oracle, plain = functions_of(rows)
+    with torch.no_grad():
+        found, expected = attend(**inputs, **constants), oracle(**exact, **constants)
+        with plain_products():
+            formula = plain(**inputs, **constants)
+    assert_close(found, expected, formula)
 
 
 @pytest.mark.usefixtures("without_a_compiler")
@@ -291,31 +305,42 @@ def test_rows_have_no_gradient(device):
     assert scale.grad is None
 
 
-def on_every_kernel(test):
-    """A test on a GPU for the kernels of one warp, of several, and those in Triton."""
-    for mark in (
-        pytest.mark.parametrize("num_targets", [1, 9, 40]),
-        pytest.mark.parametrize("of_byte", NARROW, ids=str),
-        pytest.mark.gpu,
-    ):
-        test = mark(test)
-    return test
-
-
-@on_every_kernel
-def test_cuda_graph_replays_with_other_rows(num_targets, of_byte):
-    inputs, rows = narrow(
-        [60, 1200, 140, 600], "cuda", torch.bfloat16, of_byte, num_targets=num_targets, width=64
-    )
+@pytest.fixture(params=["no gradient", "1 target", "9 targets", "40 targets"])
+def long_samples(request):
+    """On a GPU, inputs, their rows, and a function of both: for the kernels of one warp, which take
+    no gradient, and for those in Triton.
+    """
+    num_targets = {"9 targets": 9, "40 targets": 40}.get(request.param, 1)
+    of_byte = request.getfixturevalue("of_byte")
+    shape = {"num_targets": num_targets, "width": 64}
+    inputs, rows = narrow([60, 1200, 140, 600], "cuda", torch.bfloat16, of_byte, **shape)
     grad_out = torch.randn_like(inputs["query"])
-    attend = functions_of(rows)[0]
-    outputs_and_gradients(attend, inputs, grad_out)  # compiles
+
+    def results():
+        attend = functions_of(rows)[0]
+        if request.param != "no gradient":
+            return outputs_and_gradients(attend, inputs, grad_out)
+        with torch.no_grad():
+            return {"out": attend(**inputs)}
+
+    return inputs, rows, results
+
+
+@pytest.fixture(params=NARROW, ids=str)
+def of_byte(request):
+    return request.param
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_with_other_rows(long_samples):
+    inputs, rows, results_of = long_samples
+    results_of()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = outputs_and_gradients(attend, inputs, grad_out)
+        results = results_of()
     inputs["offsets"].copy_(torch.tensor([0, 1800, 1800, 1820, 2000]))
     rows["history"].view(torch.uint8).copy_(rows["history"].view(torch.uint8).flip(0))
-    expected = outputs_and_gradients(attend, inputs, grad_out)
+    expected = results_of()
     for _ in range(2):
         for value in results.values():
             value.fill_(torch.nan)
@@ -324,26 +349,22 @@ def test_cuda_graph_replays_with_other_rows(num_targets, of_byte):
             assert torch.equal(results[name], value), name
 
 
-@on_every_kernel
-def test_repeats_are_bit_equal(num_targets, of_byte):
-    lengths = torch.arange(100) * 29 % 4001
-    shape = {"num_targets": num_targets, "width": 64}
-    inputs, rows = narrow(lengths, "cuda", torch.bfloat16, of_byte, **shape)
-    grad_out = torch.randn_like(inputs["query"])
-    first = outputs_and_gradients(functions_of(rows)[0], inputs, grad_out)
+@pytest.mark.gpu
+def test_repeats_are_bit_equal(long_samples):
+    *_, results_of = long_samples
+    first = results_of()
     for _ in range(50):
-        again = outputs_and_gradients(functions_of(rows)[0], inputs, grad_out)
+        again = results_of()
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@on_every_kernel
-def test_never_waits_for_the_device(num_targets, of_byte):
-    inputs, rows = narrow([3, 60, 7, 30], "cuda", torch.bfloat16, of_byte, num_targets=num_targets)
-    grad_out = torch.randn_like(inputs["query"])
-    outputs_and_gradients(functions_of(rows)[0], inputs, grad_out)  # compiles
+@pytest.mark.gpu
+def test_never_waits_for_the_device(long_samples):
+    *_, results_of = long_samples
+    results_of()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        outputs_and_gradients(functions_of(rows)[0], inputs, grad_out)
+        results_of()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

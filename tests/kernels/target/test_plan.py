@@ -121,7 +121,7 @@ def test_paths_of_a_gpu(gpu, expected):
 )
 def test_rules_on_an_h100(changes, forward, backward, gpu):
     assert path_of(**changes) == forward
-    assert path_of(**changes, backward=True) == backward
+    assert path_of(**changes, backward=True, for_backward=True) == backward
 
 
 @pytest.mark.parametrize("gpu", ["B200"], indirect=True)
@@ -137,6 +137,11 @@ def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
 def test_e4m3_by_single_warps_where_it_is_converted(gpu, expected):
     assert path_of(**NARROW | {"row_format": "e4m3"}) == expected
     assert path_of(**NARROW) == "one_warp"
+
+
+def test_narrow_rows_whose_queries_have_a_gradient(gpu):
+    """Backward has weights of the very scores that forward had them of."""
+    assert path_of(**NARROW, for_backward=True) == "general"
 
 
 def test_a_plan_says_why(gpu):

@@ -434,6 +434,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         score=args.score,
         slots_given=slots_given,
         by_index=args.indices is not None,
+        for_backward=args.for_backward,
         bf16=args.query.dtype == torch.bfloat16,
         row_format=args.row_format,
         scale_stride=1 if args.row_scale is None else args.row_scale.stride(0),

@@ -8,6 +8,8 @@ scales and biases of rows go into scores and weights:
     q · x_n = s_n · (q · c_n) + b_n · Σ_d q_d
     Σ_n p_n · x_n = Σ_n (p_n · s_n) · c_n + Σ_n p_n · b_n
 
+Rows that are made wide and rounded have scores of their own: so there is no backward of these.
+
 Of uint8, c is 128 less than its byte, and b so much more: both sums are then about as large as what
 comes out, so that little is lost where weights are rounded.
 """

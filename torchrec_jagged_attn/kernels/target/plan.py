@@ -81,6 +81,7 @@ class Call(NamedTuple):
         score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
         by_index: whether history rows are read by indices.
+        for_backward: whether a gradient may be taken.
         bf16: whether queries are of bf16.
         row_format: one of ``arguments.ROW_FORMATS`` where rows are narrow, else ``""``.
         scale_stride: elements from one row's scale to the next, if rows are narrow.
@@ -108,6 +109,7 @@ class Call(NamedTuple):
     score: str = "softmax"
     slots_given: bool = False
     by_index: bool = False
+    for_backward: bool = False
     bf16: bool = False
     row_format: str = ""
     scale_stride: int = 1
@@ -179,8 +181,8 @@ PATHS = (
             ),
             Condition("width up to 256", lambda x: x.width <= 256),
             Condition(
-                "narrow history rows forward, with queries of bf16",
-                lambda x: not x.narrow or (x.bf16 and not x.backward),
+                "narrow history rows without a gradient, with queries of bf16",
+                lambda x: not x.narrow or (x.bf16 and not x.for_backward),
             ),
             Condition(
                 "e4m3 on an Ada GPU or later",
