@@ -166,16 +166,18 @@ def test_scales_alone(dtype, of_byte, device):
     assert_right(*narrow(LENGTHS, device, dtype, of_byte, has_bias=False))
 
 
+@pytest.mark.parametrize("for_backward", [False, True])
 @pytest.mark.parametrize("of_byte", NARROW, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_number_of_a_byte(dtype, of_byte, device):
+def test_every_number_of_a_byte(dtype, of_byte, for_backward, device):
     """Each is the only row of a sample, whose output it is; NaN, too."""
     skip_unless_supported(Case("rows", 5, 300, 2, 16, dtype=dtype), device)
     codes = torch.arange(256, dtype=torch.uint8, device=device).view(of_byte)
     query = torch.ones(256, 1, 16, device=device, dtype=dtype)
     rows = codes.unsqueeze(1).repeat(1, 16)
-    ones = torch.ones(256, device=device)
-    out = jagged_target_attention(query, rows, torch.arange(257, device=device), row_scale=ones)
+    ones, offsets = torch.ones(256, device=device), torch.arange(257, device=device)
+    with torch.set_grad_enabled(for_backward):
+        out = jagged_target_attention(query, rows, offsets, row_scale=ones)
     assert torch.equal(out.squeeze(1).nan_to_num(1000), rows.to(dtype).nan_to_num(1000))
 
 
