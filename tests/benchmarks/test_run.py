@@ -56,7 +56,7 @@ def test_every_suite_file_is_found():
     others += ["skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
     variants = ["target_attention_rows", "target_attention_sigmoid", "target_attention_silu"]
-    variants += ["narrow_rows"]
+    variants += ["target_attention_narrow"]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
     assert list(SUITES) == sorted(

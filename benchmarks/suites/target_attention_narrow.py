@@ -5,6 +5,7 @@ exactly, so that all providers compute one function. ``ours-after-dequantizing``
 wide at each call, as one must who has no other attention. Forward alone, as in serving.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -69,7 +70,7 @@ def after_dequantizing(x: Narrow) -> Callable[[], Tensor]:
 
 
 SUITE = Suite(
-    name="narrow_rows",
+    name="target_attention_narrow",
     measures="jagged_target_attention over rows of a byte",
     cases={name: TRAINING_CASES[name] for name in NAMES},
     inputs=make_inputs,
@@ -82,6 +83,7 @@ SUITE = Suite(
         "ours-uint8": of_uint8,
         "ours-e4m3": lambda x: over(x, x.numbers.to(torch.float8_e4m3fn), x.scale),
         "ours-after-dequantizing": after_dequantizing,
+        "padded": lambda x: functools.partial(base.plain, x),
     },
     modes=("forward",),
 )
