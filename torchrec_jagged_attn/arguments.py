@@ -75,10 +75,11 @@ class TargetArguments(NamedTuple):
 
     Attributes:
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
-        history: ``[N, D]`` or, with ``indices``, ``[U, D]``.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``; with ``num_levels``, of packed rows.
         indices: ``[N]``, of the rows of ``history``.
         bias: see :class:`Biases`.
         score: one of ``SCORES``.
+        num_levels: of the digits that the history is packed in; 0 where its rows are numbers.
         for_backward: whether a gradient may be taken.
     """
 
@@ -95,6 +96,7 @@ class TargetArguments(NamedTuple):
     dropout: Tensor | None
     scale: float
     score: str
+    num_levels: int
     for_backward: bool
 
     @property

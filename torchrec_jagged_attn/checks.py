@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.arguments import ACTIVATIONS, SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_byte
 
 __all__ = [
     "check_activation",
@@ -21,7 +22,10 @@ __all__ = [
     "check_indices",
     "check_indices_values",
     "check_int",
+    "check_num_levels",
     "check_offsets_metadata",
+    "check_packed",
+    "check_packed_values",
     "check_prior_weights",
     "check_prior_weights_values",
     "check_rows",
@@ -249,6 +253,30 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
             f"indices must be 0 to {num_rows - 1}, of the {num_rows} rows of history, got "
             f"{int(indices[at])} at position {at}"
         )
+
+
+def check_num_levels(num_levels: int) -> None:
+    """``num_levels`` of a digit must be odd, and few enough for a byte."""
+    if isinstance(num_levels, bool) or not isinstance(num_levels, int):
+        raise TypeError(f"num_levels must be an int, got {num_levels!r}")
+    if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
+        raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
+
+
+def check_packed(packed: Tensor, name: str, num_digits: int, num_levels: int) -> None:
+    """``packed`` must be rows of bytes that hold so many digits."""
+    check_tensor(packed, name)
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"{name} must be uint8, got {packed.dtype}")
+    num_bytes = bytes_of_digits(num_digits, num_levels)
+    check_shape(packed, name, "[N, num_bytes]", (None, num_bytes))
+
+
+def check_packed_values(packed: Tensor, name: str, num_levels: int) -> None:
+    """They must be bytes that digits have; skipped where reading would wait."""
+    most = num_levels ** digits_per_byte(num_levels) - 1
+    if should_validate(packed) and packed.numel() and packed.max() > most:
+        raise ValueError(f"{name} must be at most {most}, got {packed.max().item()}")
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:

@@ -30,6 +30,7 @@ from triton.runtime import JITFunction, driver
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
+    SemanticIds,
     devices,
     jagged_activation_unit,
     jagged_dense_add,
@@ -140,6 +141,26 @@ def target_weights(dtype: torch.dtype, biased: bool = False, score: Any = "softm
     jagged_target_attention_weights(query, history, OFFSETS, score=score, **biases)
 
 
+def digits(
+    dtype: torch.dtype,
+    width: int = 26,
+    biased: bool = False,
+    num_levels: int = 3,
+    num_targets: int = 1,
+    dropout: float = 0.0,
+) -> None:
+    """Into bytes and out of them, and attention over them."""
+    ids = SemanticIds(width - 1, num_levels)
+    ids.pack(torch.zeros(N, ids.num_digits, dtype=torch.int8))
+    packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
+    ids.unpack(packed)
+    biases = tables(4) if biased else {}
+    jagged_target_attention(
+        zeros(4, num_targets, 4, width, dtype=dtype), packed, OFFSETS, num_levels=num_levels,
+        dropout=dropout, **biases,
+    ).sum().backward()  # fmt: skip
+
+
 def flash(
     width: int,
     dtype: torch.dtype = BF16,
@@ -244,6 +265,11 @@ CASES = {
     ),
     "rows by index, general, SiLU": Case(
         (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
+    ),
+    "digits": Case((80, 90), "", lambda: digits(BF16)),
+    "digits, fp32, biased": Case((80, 90), "general", lambda: digits(FP32, biased=True)),
+    "digits, wide, dropout": Case(
+        (90,), "general", lambda: digits(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)
     ),
     "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
     "weights of target attention, biased": Case(

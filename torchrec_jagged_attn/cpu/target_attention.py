@@ -12,6 +12,7 @@ from torchrec_jagged_attn.arguments import (
     TargetOutputs,
 )
 from torchrec_jagged_attn.cpu import attention
+from torchrec_jagged_attn.cpu.digits import rows_of_digits
 
 __all__ = ["backward", "forward", "weights"]
 
@@ -21,6 +22,7 @@ def forward(args: TargetArguments) -> TargetOutputs:
 
     The residual is zeros: the gradient does not need it here.
     """
+    args = _with_digits(args)
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
@@ -40,8 +42,10 @@ def backward(
 ) -> TargetGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
-    Those of the bias and of the history are made whether they are asked for or not.
+    Those of the bias and of the history are made whether they are asked for or not; that of a
+    history packed in digits is left out.
     """
+    args = _with_digits(args)
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
     if args.query_offsets is None:
@@ -59,7 +63,7 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True)
     return TargetGradients(
         query=grad_query.to(args.query.dtype),
-        history=grad_history.to(history.dtype),
+        history=None if args.num_levels else grad_history.to(history.dtype),
         bias=grads.bias,
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
@@ -70,6 +74,15 @@ def weights(args: TargetArguments) -> Tensor:
     """``[N, T, H]``: what the targets of each row's sample give it; queries are not jagged."""
     query = args.query.expand(args.offsets.numel() - 1, -1, -1, -1)
     return attention.weights(_over_history(args, query), query.shape[1], args.score)
+
+
+def _with_digits(args: TargetArguments) -> TargetArguments:
+    """With the rows that a history is packed in, if it is."""
+    if not args.num_levels:
+        return args
+    query = args.query
+    rows = rows_of_digits(args.history, query.shape[-1], args.num_levels, query.dtype)
+    return args._replace(history=rows)
 
 
 def _over_history(args: TargetArguments, query: Tensor) -> FlashArguments:

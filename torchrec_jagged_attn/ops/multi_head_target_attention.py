@@ -295,7 +295,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        args.indices, *args.biases[:6], args.scale, args.score, args.for_backward,
+        args.indices, *args.biases[:6], args.scale, args.score, 0, args.for_backward,
     )  # fmt: skip
 
 

@@ -102,7 +102,8 @@ def _forward(
     """Weights ``[N, T, H]``; see :class:`TargetArguments`."""
     args = TargetArguments(
         query, history, offsets, None, None, bias, position_bias, age_bias, timestamps,
-        row_dropout=None, dropout=None, scale=scale, score=score, for_backward=False,
+        row_dropout=None, dropout=None, scale=scale, score=score, num_levels=0,
+        for_backward=False,
     )  # fmt: skip
     check_values(args)
     return implementation_of(query).weights(args)

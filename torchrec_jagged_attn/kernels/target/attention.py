@@ -11,6 +11,8 @@ order), N history rows of width D and e bytes an element:
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
 
+Rows that are packed in digits are read as bytes, and have no gradient: ``common/digits.py``.
+
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
 by the program that ends last, which an atomic counter tells. There are no other atomics. Where a
@@ -179,7 +181,8 @@ def backward(
 ) -> TargetGradients:
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
-    That of the history always, but, where it is read by indices, if ``needs_history``.
+    That of the history always, but, where it is read by indices, if ``needs_history``, and none
+    where it is packed in digits.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
@@ -191,7 +194,7 @@ def backward(
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = found = None
-    if needs_history or not call.by_index:
+    if not call.num_levels and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
@@ -422,14 +425,15 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         prior=bias is not None and bias.dim() == 1,
         row_dropout=args.row_dropout is not None,
         dropout=args.dropout is not None,
-        element_size=history.element_size(),
+        element_size=args.query.element_size(),
         history_stride=history.stride(0),
         aligned=history.data_ptr() % 16 == 0,
         addressable=history.shape[0] <= END.value,
-        precision=product_precision(history.dtype),
+        precision=product_precision(args.query.dtype),
         score=args.score,
         slots_given=slots_given,
         by_index=args.indices is not None,
+        num_levels=args.num_levels,
     )
 
 

@@ -32,6 +32,7 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, softm
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
+    load_history,
     load_queries,
     numbers_of_rows,
     slot_rows,
@@ -119,7 +120,7 @@ def _load_block(
 def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows history_stride apart
+    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -156,8 +157,7 @@ def grad_query_kernel(
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
         x_row = numbers_of_rows(samples, n, visible)
-        x_ptrs = history_ptr + x_row * history_stride + d[None, :]
-        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+        x = load_history(history_ptr, x_row, visible, d, queries.q.dtype, history_stride, C)
         bias = load_bias(
             biases, samples.offsets, work.sample, n, visible, r[None, :], count,
             C.H, C.P, C.A, C.PRIOR,
@@ -185,7 +185,7 @@ def grad_query_kernel(
 def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows history_stride apart
+    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -228,9 +228,9 @@ def grad_history_kernel(
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x_mask = visible & (d < C.D)[None, :]
         x_row = numbers_of_rows(samples, n, visible)
-        x = tl.load(history_ptr + x_row * history_stride + d[None, :], mask=x_mask, other=0.0)
+        dtype = query_ptr.dtype.element_ty
+        x = load_history(history_ptr, x_row, visible, d, dtype, history_stride, C)
         grad_x = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:

@@ -25,6 +25,7 @@ from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_up
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
     find_work,
+    load_history,
     load_queries,
     numbers_of_rows,
     slot_rows,
@@ -38,7 +39,7 @@ __all__ = ["forward_kernel"]
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows history_stride apart
+    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
     sums,  # Sums
@@ -69,8 +70,7 @@ def forward_kernel(
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
         row = numbers_of_rows(samples, n, visible)
-        x_ptrs = history_ptr + row * history_stride + d[None, :]
-        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+        x = load_history(history_ptr, row, visible, d, q.dtype, history_stride, C)
         bias = load_bias(
             biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,
             C.H, C.P, C.A, C.PRIOR,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.digits import digits_per_byte
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.target import schedule
@@ -72,7 +73,7 @@ class Call(NamedTuple):
         prior: whether these are prior weights.
         row_dropout: whether history rows are dropped.
         dropout: whether weights are.
-        element_size: bytes of an element.
+        element_size: bytes of an element of queries.
         history_stride: elements from one history row to the next.
         aligned: whether the history begins at a multiple of 16 bytes.
         addressable: whether it has few enough rows for a descriptor of the tensor memory
@@ -81,6 +82,7 @@ class Call(NamedTuple):
         score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
         by_index: whether history rows are read by indices.
+        num_levels: of the digits that they are packed in; 0 where they are numbers.
     """
 
     device: torch.device
@@ -103,6 +105,7 @@ class Call(NamedTuple):
     score: str = "softmax"
     slots_given: bool = False
     by_index: bool = False
+    num_levels: int = 0
 
     @property
     def query_rows(self) -> int:
@@ -133,6 +136,7 @@ def _rows_are_aligned(x: Call) -> bool:
 
 
 _GLUON = (
+    Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
     Condition("history rows at multiples of 16 bytes", _rows_are_aligned),
     Condition(
@@ -320,6 +324,8 @@ def _inputs(x: Call) -> dict[str, Any]:
         "A": x.num_ages,
         "PRIOR": x.prior,
         "SCORE": x.score,
+        "LEVELS": x.num_levels,
+        "PER_BYTE": digits_per_byte(x.num_levels) if x.num_levels else 0,
     }
 
 
@@ -417,7 +423,8 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         "BLOCK_R": block_r,
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
-        "CHUNK": max(128, 16 * slot_rows),
+        # A row of digits is read in no time.
+        "CHUNK": 1024 if x.num_levels else max(128, 16 * slot_rows),
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

@@ -25,6 +25,8 @@ class Constants(NamedTuple):
     A: int = 0  # buckets of ages
     PRIOR: bool = False  # whether the bias is prior weights
     SCORE: str = "softmax"  # what makes weights of scores, see ``arguments.SCORES``
+    LEVELS: int = 0  # of the digits that history rows are packed in; 0 where they are numbers
+    PER_BYTE: int = 0  # how many of these a byte holds
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     NUM_STAGES: int | None = None  # tiles in shared memory

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from torchrec_jagged_attn.kernels.common.digits import load_digits
 from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample, find_tile
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "find_work",
     "list_slots",
     "list_slots_kernel",
+    "load_history",
     "load_queries",
     "numbers_of_rows",
     "query_rows",
@@ -123,6 +125,22 @@ def numbers_of_rows(samples, n, visible):
     if samples.indices is not None:
         rows = tl.load(samples.indices + n, mask=visible, other=0).to(tl.int64)
     return rows
+
+
+@triton.jit
+def load_history(ptr, row, visible, d, dtype, history_stride, C: tl.constexpr):
+    """``[BLOCK_N, BLOCK_D]``: the rows of these numbers (``[BLOCK_N, 1]``), of those visible.
+
+    Of packed rows, their digits and, in the last column, a one, in ``dtype``; what is not visible
+    is no zero then, but counts nothing.
+    """
+    if C.LEVELS > 0:
+        ptr += row * history_stride
+        x = load_digits(ptr, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
+    else:
+        mask = visible & (d < C.D)[None, :]
+        x = tl.load(ptr + row * history_stride + d[None, :], mask=mask, other=0.0)
+    return x
 
 
 @triton.jit
