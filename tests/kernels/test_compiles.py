@@ -267,8 +267,12 @@ CASES = {
         (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
     ),
     "digits": Case((80, 90), "", lambda: digits(BF16)),
-    "digits, fp32, biased": Case((80, 90), "general", lambda: digits(FP32, biased=True)),
-    "digits, wide, dropout": Case(
+    "digits, fp32, biased": Case((80, 90), "target", lambda: digits(FP32, biased=True)),
+    "digits, general, fp32": Case(
+        (80, 90), "general", lambda: digits(FP32, biased=True, num_targets=3)
+    ),
+    "digits, wide": Case((90,), "target", lambda: digits(BF16, 250, num_levels=15)),
+    "digits, general, wide, dropout": Case(
         (90,), "general", lambda: digits(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)
     ),
     "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
@@ -329,6 +333,7 @@ TYPES = {  # of parameters in PTX
 FITS = {
     "one warp",
     "one warp, SiLU",
+    "digits",
     "rows by index, one warp",
     "warpgroup",
     "warpgroup, SiLU",

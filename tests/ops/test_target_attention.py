@@ -576,10 +576,10 @@ def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
     arguments = inputs["query"], inputs["history"], inputs["offsets"], None, None, inputs["bias"]
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    torch.library.opcheck(op, (*arguments, None, None, None, None, None, 0.25, "softmax", False))
+    torch.library.opcheck(op, (*arguments, None, None, None, None, None, 0.25, "softmax", 0, False))
     inputs["query"].requires_grad_()
     with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
-        op(*arguments, None, None, None, None, None, 0.25, "softmax", False)[0].sum().backward()
+        op(*arguments, None, None, None, None, None, 0.25, "softmax", 0, False)[0].sum().backward()
 
 
 @pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
@@ -605,6 +605,7 @@ def test_opcheck(device, jagged, prior):
         torch.tensor([9, 2**30], device=device),  # dropout
         0.25,
         "softmax",
+        0,  # num_levels
         True,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)

@@ -272,6 +272,7 @@ def test_opcheck(jagged, index_dtype, device):
         torch.tensor([9, 2**30], device=device),  # dropout
         0.25,
         "softmax",
+        0,  # num_levels
         True,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)

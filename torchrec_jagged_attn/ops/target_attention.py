@@ -201,6 +201,11 @@ def check_arguments(
         check_shape(history, "history", symbols, (None, width))
     else:
         check_num_levels(num_levels)
+        if width < 2:
+            raise ValueError(
+                "query must have a width of at least 2, of digits and a one, where num_levels is "
+                f"given, got {width}"
+            )
         check_packed(history, "history", width - 1, num_levels)
     if indices is not None:
         check_indices(indices)

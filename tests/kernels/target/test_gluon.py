@@ -16,6 +16,10 @@ from tests.ops.test_target_attention import (
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
+from tests.ops.test_target_attention_digits import (
+    assert_right_over_digits,
+    inputs_of_digits,
+)
 from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
 from tests.ops.test_target_attention_rows import by_index
 from torchrec_jagged_attn import jagged_target_attention
@@ -78,6 +82,18 @@ def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, la
         assert set(launched) == {"few_warps_forward"} | (
             {"few_warps_backward"} if one_pass else set()
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_levels", "num_digits", "num_heads", "row_bytes"),
+    [(3, 25, 1, 5), (3, 25, 4, 8), (3, 12, 2, 3), (5, 40, 8, 14), (255, 3, 1, 3), (3, 160, 2, 32)],
+)
+def test_rows_of_digits(num_levels, num_digits, num_heads, row_bytes, dtype, launched):
+    """With biases, whatever their bytes' stride is."""
+    inputs = inputs_of_digits(LENGTHS, dtype, num_levels, num_digits, num_heads, row_bytes)
+    assert_right_over_digits(inputs, num_levels)
+    assert set(launched) == {"one_warp_forward", "one_warp_backward"}
 
 
 @pytest.mark.parametrize("times", FAR_TIMES, ids=str)
@@ -315,7 +331,7 @@ def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
     arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 8, 0.25, "softmax"
-    out, rest, _ = op(*arguments, for_backward)
+    out, rest, _ = op(*arguments, 0, for_backward)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)
     assert torch.isfinite(rest).all()

@@ -1,15 +1,19 @@
 """Rows of digits, made of their bytes in registers; ``SemanticIds`` says how digits lie in bytes.
 
-Digit ``k`` of a byte ``v`` of ``n`` levels is ``⌊n · frac(v / n^(k+1))⌋ - (n - 1) / 2``. In fixed
-point that is two products, a mask and a shift, with one factor for each column that no loop makes
-again. A table of 256 digits, or of what a byte adds to a score, would save these, but its look-ups
-at random cost more: a warp reads as many lines as its bytes have values. And it serves scores
-alone: the weighted sum of rows would have to be scattered by value, which takes atomics.
+Here any lane makes any digit, as Triton's layouts ask for; where a lane makes whole rows, see
+``_store_digits`` of ``target/warp_parts.py``.
 
-Rows of ``L`` digits take ``L / 5`` bytes in place of ``2·L`` or, of decoded rows, ``2·D``, but no
-fewer products. So what bounds attention over them is not memory. With N rows and R query rows, it
-takes N·L·(4 integer operations, a conversion and a load from the cache) to make digits, N·R·4·L
-FLOPs on tensor cores, and N·R exponentials, where R counts as 16 at least.
+Digit ``k`` of a byte ``v`` of ``n`` levels is ``⌊n · frac(v / n^(k+1))⌋ - (n - 1) / 2``: in fixed
+point two products, a mask and a shift, with one factor for each column, made once.
+
+Rows of ``L`` digits of three levels take ``L / 5`` bytes in place of ``2·L`` or, of decoded rows,
+``2·D``; but no fewer products, and their digits must be made. So arithmetic bounds attention over
+them, not memory. A table of what each value of a byte adds to a score, ``[bytes, 256]`` in shared
+memory for each query row, would save digits and products of scores, in ``L / 5`` look-ups a row and
+query. But the weighted sum of rows has no such form, other than sums by value, whose rows collide:
+they take atomics, or as many look-ups once more, sorted. With digits made for the sum, scores take
+tensor cores next to nothing. A table of digits, 243 entries of five, takes a look-up a byte, of
+16 bytes at random: more cycles of shared memory than making the digits takes of the units.
 """
 
 from __future__ import annotations

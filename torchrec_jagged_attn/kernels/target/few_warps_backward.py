@@ -138,7 +138,7 @@ def backward_kernel(
     if chunk.busy:
         dtype: gl.constexpr = history_ptr.dtype.element_ty
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
-        ring = open_ring(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
         shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
@@ -189,7 +189,7 @@ def backward_kernel(
         zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             targets = load_targets(grads, stored, chunk.first, start, end)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)

@@ -71,7 +71,7 @@ def forward_kernel(
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = history_ptr.dtype.element_ty
-        ring = open_ring(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
@@ -95,7 +95,7 @@ def forward_kernel(
         maximum = gl.full([C.BLOCK_R], -float("inf"), gl.float32, by_query)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)

@@ -38,6 +38,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_parts,
     next_indices,
     open_ring,
+    parts_of_rows,
     product,
     query_draws,
     row_buckets,
@@ -54,7 +55,7 @@ __all__ = ["forward_kernel"]
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows STRIDE apart
+    history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
     sums,  # Sums
@@ -71,8 +72,8 @@ def forward_kernel(
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
-        dtype: gl.constexpr = history_ptr.dtype.element_ty
-        ring = open_ring(history_ptr, samples, chunk, C)
+        dtype: gl.constexpr = query_ptr.dtype.element_ty
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q = load_columns(query_ptr, row * 0 if C.LAYOUT == SHARED else row, count, C)
@@ -85,7 +86,8 @@ def forward_kernel(
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
@@ -93,12 +95,12 @@ def forward_kernel(
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), C.PARTS)
+                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
                 if C.PARTS > 1:
                     of_q = load_parts(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
                 else:
@@ -129,7 +131,7 @@ def forward_kernel(
                 acc = accs[column // COLUMNS]
                 if C.SCORE == "softmax":
                     acc *= rescale
-                new_accs += (product(split(columns, C.PARTS), weights, acc, C.PARTS),)
+                new_accs += (product(split(columns, ROWS), weights, acc, C.PARTS),)
             accs = new_accs
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 

@@ -132,13 +132,13 @@ class Call(NamedTuple):
 
 
 def _rows_are_aligned(x: Call) -> bool:
-    return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
+    in_pieces = (x.width | x.history_stride) % (16 // x.element_size) == 0
+    return x.num_levels > 0 or (x.aligned and in_pieces)
 
 
 _GLUON = (
-    Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
-    Condition("history rows at multiples of 16 bytes", _rows_are_aligned),
+    Condition("history rows at multiples of 16 bytes, or of digits", _rows_are_aligned),
     Condition(
         "a bias of each row with one target only",
         lambda x: not x.bias or x.prior or x.num_targets == 1,
@@ -148,6 +148,7 @@ _GLUON = (
     ),
 )
 _MORE_ROWS = (
+    Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
     Condition(
         f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
         lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
@@ -381,12 +382,20 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     """
     width = padded_width(x.width)
     if path == "one_warp":
+        # Each lane makes the digits of a row.
+        by_lane = x.num_levels > 0 and width < 256
         return {
             "BLOCK_R": ONE_WARP_ROWS,
-            "BLOCK_N": 32 if x.half and not x.backward else 16,
+            "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
             "BLOCK_D": width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
-            "NUM_STAGES": 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2,
+            "NUM_STAGES": 2
+            if x.num_levels
+            else 4
+            if x.half and x.backward
+            else 3
+            if x.row_bytes < 1024
+            else 2,
             "num_warps": 1,
         }
     if path == "warpgroup":
