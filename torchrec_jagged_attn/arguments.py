@@ -229,7 +229,8 @@ class MultiHeadArguments(NamedTuple):
 
     Attributes:
         target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
-        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype; with
+            ``num_levels``, of packed rows.
         offsets: ``[B + 1]`` int32 or int64.
         query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
         indices: ``[N]``, of the rows of ``history``: keys and values are absorbed then.
@@ -253,6 +254,7 @@ class MultiHeadArguments(NamedTuple):
             keys and values in that of ``history``.
         keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
         score: one of ``SCORES``.
+        num_levels: see :class:`TargetArguments`. Keys and values are absorbed then.
         for_backward: whether a gradient may be taken.
     """
 
@@ -277,6 +279,7 @@ class MultiHeadArguments(NamedTuple):
     dtype: torch.dtype
     keys_and_values: str
     score: str
+    num_levels: int
     for_backward: bool
 
     @property
@@ -295,6 +298,18 @@ class MultiHeadArguments(NamedTuple):
     def embed_dim(self) -> int:
         """``E``, width of the output."""
         return (self.q_weight if self.out_weight is None else self.out_weight).shape[0]
+
+    @property
+    def row_dim(self) -> int:
+        """``D``, width of history rows; of digits, with the one after them."""
+        if self.num_levels and self.k_weight is not None:
+            return self.k_weight.shape[1]
+        return self.history.shape[1]
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What history rows are attended in; digits have no dtype of their own."""
+        return self.dtype if self.num_levels else self.history.dtype
 
     @property
     def head_dim(self) -> int:

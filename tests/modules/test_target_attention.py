@@ -1457,6 +1457,7 @@ def op_arguments(
         "dtype": torch.float32,
         "keys_and_values": keys_and_values,
         "score": "softmax",
+        "num_levels": 0,
         "for_backward": True,
     }
 

@@ -20,6 +20,9 @@ from torchrec_jagged_attn.ops.digits import pack_digits, unpack_digits
 
 __all__ = ["SemanticIds"]
 
+WORD = 8
+"""Bytes of an int64."""
+
 
 @dataclass(frozen=True)
 class SemanticIds:
@@ -31,7 +34,8 @@ class SemanticIds:
     .. math:: \sum_{j < k} (c_{j} + h) \cdot levels^j, \qquad levels^k \le 256
 
     The last byte of a row may have fewer digits. A packed row is a row of ``uint8``, and travels as
-    any other: as the values of a ``JaggedTensor``, with the offsets of the history.
+    any other: as the values of a ``JaggedTensor``, with the offsets of the history. In a
+    ``KeyedJaggedTensor``, whose values are numbers, it is an int64 for each eight bytes.
 
     Args:
         num_digits: ``L``, of a row.
@@ -75,6 +79,11 @@ class SemanticIds:
         """Of a packed row."""
         return bytes_of_digits(self.num_digits, self.num_levels)
 
+    @property
+    def num_words(self) -> int:
+        """Of int64, that hold the bytes of a packed row."""
+        return -(-self.num_bytes // WORD)
+
     def pack(self, digits: Tensor) -> Tensor:
         """Digits as bytes.
 
@@ -109,6 +118,38 @@ class SemanticIds:
         check_packed(packed, "packed", self.num_digits, self.num_levels)
         check_packed_values(packed, "packed", self.num_levels)
         return unpack_digits(packed, self.num_digits, self.num_levels)
+
+    def to_words(self, packed: Tensor) -> Tensor:
+        """Packed rows ``[N, num_bytes]`` as int64 ``[N, num_words]``: zeros fill the last one.
+
+        Raises:
+            TypeError: ``packed`` is not uint8.
+            ValueError: its shape does not fit.
+
+        Example:
+            >>> ids = SemanticIds(num_digits=6)
+            >>> ids.to_words(torch.tensor([[75, 2]], dtype=torch.uint8))
+            tensor([[587]])
+            >>> ids.from_words(torch.tensor([[587]]))
+            tensor([[75,  2]], dtype=torch.uint8)
+        """
+        check_packed(packed, "packed", self.num_digits, self.num_levels)
+        filled = packed.new_zeros(packed.shape[0], self.num_words * WORD)
+        filled[:, : self.num_bytes] = packed
+        return filled.view(torch.int64)
+
+    def from_words(self, words: Tensor) -> Tensor:
+        """What :meth:`to_words` was given: a view of ``words``, if they are contiguous.
+
+        Raises:
+            TypeError: ``words`` are not int64.
+            ValueError: their shape does not fit.
+        """
+        check_tensor(words, "words")
+        if words.dtype != torch.int64:
+            raise TypeError(f"words must be int64, got {words.dtype}")
+        check_shape(words, "words", "[N, num_words]", (None, self.num_words))
+        return words.contiguous().view(torch.uint8)[:, : self.num_bytes]
 
     def check_digits(self, digits: Tensor) -> None:
         """They must be ``[N, L]`` integers; values are read only where that would not wait."""
