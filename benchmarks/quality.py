@@ -405,15 +405,20 @@ def examples_of(data: str, max_history: int, device: str) -> Examples:
     return Examples(read(data), max_history, torch.device(device))
 
 
-def train(run: Run, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A training's figures."""
+def train(
+    run: Run,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    items: torch.nn.Module | None = None,
+) -> dict[str, Any]:
+    """A training's figures; for ``items`` see :class:`Ranker`."""
     start = time.perf_counter()
     generator = torch.Generator(device).manual_seed(run.seed)
     with SETTING_UP:
         examples = examples_of(run.data, run.max_history, device)
         torch.manual_seed(run.seed)
         model = Ranker(
-            run.pooling, examples.num_items, run.width, run.half_life, run.max_history
+            run.pooling, examples.num_items, run.width, run.half_life, run.max_history, items
         ).to(device, dtype)
     optimizer = torch.optim.Adam(
         model.parameters(),
