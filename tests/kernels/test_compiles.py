@@ -269,8 +269,12 @@ CASES = {
     "digits": Case((80, 90), "", lambda: digits(BF16)),
     "digits, fp32, biased": Case((80, 90), "target", lambda: digits(FP32, biased=True)),
     "digits, general, fp32": Case(
-        (80, 90), "general", lambda: digits(FP32, biased=True, num_targets=3)
+        (80, 90), "general", lambda: digits(FP32, 129, biased=True, num_targets=3)
     ),
+    "digits, few warps, biased": Case(
+        (90,), "few_warps", lambda: digits(BF16, biased=True, num_targets=5)
+    ),
+    "digits, few warps, fp32": Case((90,), "few_warps", lambda: digits(FP32, 128, num_targets=8)),
     "digits, wide": Case((90,), "target", lambda: digits(BF16, 250, num_levels=15)),
     "digits, general, wide, dropout": Case(
         (90,), "general", lambda: digits(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)

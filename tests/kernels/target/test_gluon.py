@@ -96,6 +96,24 @@ def test_rows_of_digits(num_levels, num_digits, num_heads, row_bytes, dtype, lau
     assert set(launched) == {"one_warp_forward", "one_warp_backward"}
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_levels", "num_digits", "num_targets", "num_heads"),
+    [(3, 25, 3, 4), (3, 25, 16, 1), (5, 40, 8, 4), (15, 100, 5, 5), (255, 3, 9, 1)],
+)
+def test_rows_of_digits_and_more_queries(
+    num_levels, num_digits, num_targets, num_heads, dtype, biased, launched
+):
+    inputs = inputs_of_digits(
+        LENGTHS, dtype, num_levels, num_digits, num_heads, num_targets=num_targets, biased=biased
+    )
+    assert_right_over_digits(inputs, num_levels)
+    by_general = biased and dtype == torch.float32
+    backward = set() if by_general else {"few_warps_backward"}
+    assert set(launched) == {"few_warps_forward"} | backward
+
+
 @pytest.mark.parametrize("times", FAR_TIMES, ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9])
 @pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])

@@ -148,7 +148,6 @@ _GLUON = (
     ),
 )
 _MORE_ROWS = (
-    Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
     Condition(
         f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
         lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
@@ -175,6 +174,7 @@ PATHS = (
             *_MORE_ROWS,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
+            Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
             Condition(
                 "no indices: boxes are of rows one after the other", lambda x: not x.by_index
@@ -201,8 +201,12 @@ PATHS = (
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
-                "tables in half-precision backward, where general is faster without",
-                lambda x: not (x.backward and x.half) or x.buckets > 0,
+                "no tables in fp32 backward over digits: general has their gradients more exactly",
+                lambda x: not (x.backward and x.num_levels) or x.half or x.buckets == 0,
+            ),
+            Condition(
+                "tables or digits in half-precision backward, where general is faster without",
+                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.num_levels > 0,
             ),
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
@@ -384,18 +388,13 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     if path == "one_warp":
         # Each lane makes the digits of a row.
         by_lane = x.num_levels > 0 and width < 256
+        stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
         return {
             "BLOCK_R": ONE_WARP_ROWS,
             "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
             "BLOCK_D": width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
-            "NUM_STAGES": 2
-            if x.num_levels
-            else 4
-            if x.half and x.backward
-            else 3
-            if x.row_bytes < 1024
-            else 2,
+            "NUM_STAGES": 2 if x.num_levels else stages,
             "num_warps": 1,
         }
     if path == "warpgroup":
@@ -416,12 +415,13 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         }
     if path == "few_warps":
         block_r = padded_width(x.query_rows)
+        block_n = 64 if x.half else 32 if x.num_levels else 16
         return {
             "BLOCK_R": block_r,
-            "BLOCK_N": max(32, block_r) if x.backward else 64 if x.half else 16,
+            "BLOCK_N": max(32, block_r) if x.backward else block_n,
             "BLOCK_D": width,
             "CHUNK": 512 if x.half else 256,
-            "NUM_STAGES": 3 if x.half or not x.backward else 2,
+            "NUM_STAGES": 3 if not x.num_levels and (x.half or not x.backward) else 2,
             "num_warps": block_r // 16,
         }
     block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)

@@ -77,7 +77,6 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
 PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
 
-PER_LANE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of digits: a row to a lane
 TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken off, it rounds to an integer
 
 LOG2E_LOW = gl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
@@ -97,6 +96,12 @@ def probe_layout(warps):
     """32 numbers over the lanes of a warp, the same in all."""
     lanes = [[1], [2], [4], [8], [16]]
     return gl.DistributedLinearLayout([], lanes, [[0]] * (warps.bit_length() - 1), [], [32])
+
+
+@gluon.constexpr_function
+def lane_layout(warps):
+    """A row to a lane."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.constexpr_function
@@ -152,7 +157,7 @@ def blocks_of(buckets):
 
 
 @gluon.constexpr_function
-def columns_at_once(width, rows, parts, levels=0):
+def columns_at_once(width, rows, parts, levels):
     """How many columns of a tile's ``rows`` registers hold at a time; those of digits have one
     part.
     """
@@ -225,8 +230,8 @@ def load_parts(
 
 @gluon.jit
 def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
-    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones; ``a`` may
-    be whole in one.
+    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones; one of
+    them may be whole in one.
 
     Tensor cores cut sums short where fp32 is rounded: so those of parts begin anew, the smallest
     first. Where there are few of them, APART, they do not wait for each other.
@@ -240,11 +245,12 @@ def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
         total = zeros
         for below in gl.static_range(PARTS):
             for part in gl.static_range(min(len(a), PARTS - below)):
-                other = b[PARTS - 1 - below - part]
-                if APART:
-                    total += mma_v2(a[part], other, zeros)
-                else:
-                    total = mma_v2(a[part], other, total)
+                if PARTS - 1 - below - part < len(b):
+                    other = b[PARTS - 1 - below - part]
+                    if APART:
+                        total += mma_v2(a[part], other, zeros)
+                    else:
+                        total = mma_v2(a[part], other, total)
         acc += total
     return acc
 
@@ -423,7 +429,7 @@ def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, d
 @gluon.jit
 def _bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
     """The bytes of a tile's rows, from ``start`` on: ``[BLOCK_N]`` each."""
-    i = gl.arange(0, C.BLOCK_N, PER_LANE)
+    i = gl.arange(0, C.BLOCK_N, lane_layout(gl.num_warps()))
     mask = i < end - start
     if samples.indices is None:
         ptrs = history_ptr + start.to(gl.int64) * C.STRIDE + i * C.STRIDE
@@ -453,9 +459,10 @@ def _store_digits(tile, found, C: gl.constexpr):
             columns += (rounded - after * C.LEVELS,)
             rounded = after
         columns += (rounded,)
-    columns += (gl.full([C.BLOCK_N], 1.0, gl.float32, PER_LANE),)
+    by_lane: gl.constexpr = lane_layout(gl.num_warps())
+    columns += (gl.full([C.BLOCK_N], 1.0, gl.float32, by_lane),)
     for _ in gl.static_range(C.BLOCK_D - C.D):
-        columns += (gl.full([C.BLOCK_N], 0.0, gl.float32, PER_LANE),)
+        columns += (gl.full([C.BLOCK_N], 0.0, gl.float32, by_lane),)
     WIDTH: gl.constexpr = min(C.BLOCK_D, 64)
     for first in gl.static_range(0, C.BLOCK_D, WIDTH):
         joined = ()
