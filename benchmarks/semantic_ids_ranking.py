@@ -23,8 +23,8 @@ begin with those rows:
                       films are rated one after the other; with the genres and the decade as labels
 
 Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
-fp32. Models, batches and figures are those of ``quality.py``, of its test events after the last
-epoch.
+fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that is
+best by its tuning events.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import copy
 import re
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -244,11 +245,10 @@ def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]
     return found
 
 
-def compare(args: argparse.Namespace, device: str) -> pd.DataFrame:
+def compare(args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
     """A line for each way and seed."""
     examples = quality.examples_of(args.data, args.max_history, device)
     rows = learn(args.data, args.width, args.epochs, device, all_items=True)
-    lines = []
     for way in ways(args.data, examples, rows, args.bytes):
         stored = sum(x.nbytes for x in way.kept.stored)
         shared = sum(x.nbytes for x in way.kept.shared)
@@ -258,18 +258,15 @@ def compare(args: argparse.Namespace, device: str) -> pd.DataFrame:
                 epochs=args.epochs, width=args.width,
             )  # fmt: skip
             scores = quality.train(run, device, items=copy.deepcopy(way.items))
-            lines.append(
-                {
-                    "way": way.name,
-                    "bytes": stored / len(rows),
-                    "shared, KiB": shared / 2**10,
-                    "footprint, KiB": (stored + shared) / 2**10,
-                    "auc": scores["auc"],
-                    "ne": scores["ne"],
-                    "seed": seed,
-                }
-            )
-    return pd.DataFrame(lines)
+            yield {
+                "way": way.name,
+                "bytes": stored / len(rows),
+                "shared, KiB": shared / 2**10,
+                "footprint, KiB": (stored + shared) / 2**10,
+                "auc": scores["auc"],
+                "ne": scores["ne"],
+                "seed": seed,
+            }
 
 
 def print_comparison(lines: pd.DataFrame, console: Console) -> None:
@@ -310,14 +307,18 @@ def main(argv: list[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         quality.start_thread()
+    lines = []
     try:
-        lines = compare(args, device)
+        for line in compare(args, device):
+            lines.append(line)
+            print(f"{line['way']}: AUC {line['auc']:.4f}", file=sys.stderr)
+            if args.csv is not None:
+                stamped = pd.DataFrame(lines).assign(data=args.data, **quality.stamp(device))
+                stamped.to_csv(args.csv, index=False)
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    print_comparison(lines, Console())
-    if args.csv is not None:
-        lines.assign(data=args.data, **quality.stamp(device)).to_csv(args.csv, index=False)
+    print_comparison(pd.DataFrame(lines), Console())
     return 0
 
 
