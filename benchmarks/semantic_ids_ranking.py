@@ -23,8 +23,8 @@ begin with those rows:
                       films are rated one after the other; with the genres and the decade as labels
 
 Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
-fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that is
-best by its tuning events.
+fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that
+is best by its tuning events.
 """
 
 from __future__ import annotations

@@ -161,6 +161,20 @@ def test_wrong_codes_are_named(values, error, message):
         module(torch.zeros(1, WIDTH), JaggedTensor(values, lengths=torch.tensor([4])))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_digits_are_attended_in_the_dtype_of_parameters(dtype, device):
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=fitted(), dtype=dtype, device=device)
+    history = JaggedTensor(
+        torch.zeros(4, 4, dtype=torch.uint8, device=device), offsets=torch.tensor([0, 4]).to(device)
+    )
+    target = torch.zeros(1, WIDTH, device=device)
+    if dtype in supported_dtypes(device):
+        assert module(target, history).dtype == dtype
+    else:
+        with pytest.raises(TypeError, match=f"parameters must be what .*, got {dtype}"):
+            module(target, history)
+
+
 # The collection
 
 

@@ -30,6 +30,7 @@ from torchrec_jagged_attn.checks import (
     check_timestamps,
     check_width,
 )
+from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops.activation_unit import (
@@ -545,6 +546,11 @@ def _attend(
             target_dim, history_dim, score, num_digits, num_levels,
         )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
+        if num_levels > 0 and dtype not in supported_dtypes(rows.device):
+            raise TypeError(
+                f"parameters must be what is computed with on {rows.device} where there are "
+                f"history_codes, got {dtype}"
+            )
     if num_levels > 0:
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
