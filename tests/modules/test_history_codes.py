@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.modules.test_target_attention import attend, attend_by_sample, make_inputs
 from torchrec_jagged_attn import (
+    CachedHistoryCollection,
     DiscretePCA,
     JaggedTargetAttention,
     SemanticIds,
@@ -51,7 +52,8 @@ def assert_right(codes, targets, dtype, device, **options):
     if module.history_basis is not None:
         inputs["history_mean"] = module.history_mean.detach()
         inputs["history_basis"] = module.history_basis.detach()
-    inputs["prior_weights"] = torch.rand(sum(LENGTHS), device=device).to(dtype)
+    weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) + 0.5
+    inputs["prior_weights"] = weights.to(device, dtype)
     timestamps = None
     if options.get("age_bias"):
         timestamps = torch.arange(sum(LENGTHS), device=device) ** 2
@@ -121,7 +123,7 @@ def test_copied_scripted_and_under_autocast(device):
     module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, device=device)
     lengths = torch.tensor(LENGTHS, device=device)
     history = JaggedTensor(draw_codes(pca.ids, sum(LENGTHS)).to(device), lengths=lengths)
-    target = torch.randn(5, WIDTH, device=device)
+    target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
     expected = module(target, history)
     for other in (copy.deepcopy(module), torch.jit.script(module)):
         assert torch.equal(other(target, history), expected)
@@ -245,6 +247,13 @@ def test_collection_cuts_codes():
         JaggedTensor(packed[kept], lengths=torch.tensor(LENGTHS).clamp(max=3)),
     )
     assert torch.equal(cut(features)["h"], expected)
+
+
+def test_codes_are_not_cached():
+    config = TargetAttentionConfig("item", "h", history_codes=fitted())
+    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    with pytest.raises(NotImplementedError, match=r"no history_codes .*, got those of \['h'\]"):
+        CachedHistoryCollection(collection)
 
 
 def test_dlrm_reads_what_codes_give():

@@ -319,6 +319,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     def check_cacheable(self) -> None:
         """Histories must be such that a :class:`HistoryCache` holds all that is read of them."""
+        if self._codes:
+            raise NotImplementedError(
+                "collection must have no history_codes to take histories from a cache, which keeps "
+                f"rows, got those of {self._codes}"
+            )
         num_attentions = len(self.pooling.attentions)
         if num_attentions != 1 or self._timestamps or self._is_weighted:
             raise NotImplementedError(
