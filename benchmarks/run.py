@@ -407,7 +407,7 @@ def print_suites(chosen: list[Suite], console: Console) -> None:
     for suite in chosen:
         table.add_row(suite.name, suite.measures, str(len(suite.cases)))
     console.print(table)
-    console.print("\n--list SUITE prints its cases, providers and modes; --help the options")
+    console.print("--list SUITE prints its cases, providers and modes; --help the options")
 
 
 def print_names(suite: Suite, console: Console) -> None:

@@ -116,5 +116,6 @@ SUITE = Suite(
         "ours-codes": ours,
         "ours-decoded": lambda x: lambda: base.formula(over_rows(x), jagged_target_attention),
         "ours-rows": rows,
+        "padded": lambda x: lambda: base.plain(over_rows(x)),
     },
 )
