@@ -593,8 +593,11 @@ def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
     of_copy = args._replace(indices=None)
     if args.indices is None or not is_explicit(of_copy):
         return args
-    # Unlike that of ``index_select``, its gradient is added up in one order, and in fp32.
-    return of_copy._replace(history=F.embedding(args.indices, args.history))
+    # Whose gradient is added up in one order, and in fp32: on a GPU, it is not that of
+    # ``index_select``, on a CPU, not that of ``embedding``.
+    if args.history.is_cuda:
+        return of_copy._replace(history=F.embedding(args.indices, args.history))
+    return of_copy._replace(history=args.history.index_select(0, args.indices))
 
 
 def _over_digits(
