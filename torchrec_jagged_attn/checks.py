@@ -23,6 +23,7 @@ __all__ = [
     "check_indices_values",
     "check_int",
     "check_num_levels",
+    "check_numbers",
     "check_offsets_metadata",
     "check_packed",
     "check_packed_values",
@@ -277,6 +278,18 @@ def check_packed_values(packed: Tensor, name: str, num_levels: int) -> None:
     most = num_levels ** digits_per_byte(num_levels) - 1
     if should_validate(packed) and packed.numel() and packed.max() > most:
         raise ValueError(f"{name} must be at most {most}, got {packed.max().item()}")
+
+
+def check_numbers(numbers: Tensor, name: str, count: int) -> None:
+    """``numbers`` must be int32 or int64, and from 0 to ``count - 1``; they are not read where that
+    would wait.
+    """
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+    if should_validate(numbers) and numbers.numel():
+        low, high = (int(x) for x in numbers.aminmax())
+        if low < 0 or high >= count:
+            raise ValueError(f"{name} must be 0 to {count - 1}, got {low} to {high}")
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:

@@ -124,6 +124,11 @@ def test_odd_dwell_times():
     assert relevance.counts.sum() == 2005
 
 
+def test_probabilities_have_no_gradient():
+    dwell, surface, _ = draw_events(5)
+    assert not Relevance(len(PLANTED))(dwell.requires_grad_(), surface).requires_grad
+
+
 def test_state_goes_into_another():
     relevance = fitted(*draw_events(2000))
     other = Relevance(len(PLANTED))
