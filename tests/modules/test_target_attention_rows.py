@@ -131,7 +131,7 @@ def test_a_row_in_many_places(device):
     assert_matches_oracle(ours, plain, plain, inputs)
 
 
-@pytest.mark.parametrize("num_targets", [2, 40])
+@pytest.mark.parametrize("num_targets", [2, 16])
 def test_many_targets_take_explicit_keys_and_values(num_targets, device):
     """To the bit what that option gives."""
     results = {}
