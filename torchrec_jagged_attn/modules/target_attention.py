@@ -593,8 +593,8 @@ def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
     of_copy = args._replace(indices=None)
     if args.indices is None or not is_explicit(of_copy):
         return args
-    # Whose gradient is added up in one order, and in fp32: on a GPU, it is not that of
-    # ``index_select``, on a CPU, not that of ``embedding``.
+    # The gradient of ``index_select`` is added up in no fixed order on a GPU, and that of
+    # ``embedding`` in 16 bits on a CPU, where rows have these.
     if args.history.is_cuda:
         return of_copy._replace(history=F.embedding(args.indices, args.history))
     return of_copy._replace(history=args.history.index_select(0, args.indices))
