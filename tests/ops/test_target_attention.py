@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -741,11 +741,8 @@ def test_more_elements_than_int32_counts():
 def test_never_waits_for_the_device(num_targets, dtype, shared):
     inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
