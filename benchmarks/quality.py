@@ -17,7 +17,8 @@ run's figures are those of the test events at the epoch that is best by the tuni
 runs are written to --csv at once; those that are in it are not run again.
 
 On a GPU, a step is a CUDA graph, and --jobs trainings share the device, each in a thread and on a
-stream of its own; on a CPU, each in a process.
+stream of its own; on a CPU, each in a process. They slow each other down: ``seconds`` of runs with
+different --jobs are not compared.
 
     auc       share of an event's negatives that score below it, mean of all users, that is, grouped
               by user (gAUC); ties count half
