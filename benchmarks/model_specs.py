@@ -11,6 +11,7 @@ __all__ = [
     "MEANS",
     "MODEL_TABLES",
     "POOLINGS",
+    "SEARCH",
     "STEP_PROVIDERS",
     "Goal",
     "Goals",

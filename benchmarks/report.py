@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 sys.path.append(str(Path(__file__).parent))
 
 import model_specs
-from model_specs import HISTORIES, LOGS, MEANS, POOLINGS, STEP_PROVIDERS
+from model_specs import HISTORIES, LOGS, MEANS, POOLINGS, SEARCH, STEP_PROVIDERS
 from table_specs import OPS, Cell
 from tables import DOCUMENTS, RESULTS, ROOT, Figures, are_there, files_of, refill, say
 
@@ -204,6 +204,7 @@ def end_to_end_parts(figures: Figures, figure: Figure) -> None:
         "host": "GPU waits for the host",
     }
     cases = [case for case in figures.cases if case.startswith(("mean-200", "mean-1000"))]
+    cases = cases or figures.cases
     cases.sort(key=lambda case: ("gpus" in case, len(case)))
     axes = [*figure.subplots(-(-len(cases) // 2), 2, squeeze=False, sharey=True).flat]
     for ax in axes[len(cases) :]:
@@ -226,7 +227,6 @@ def end_to_end_parts(figures: Figures, figure: Figure) -> None:
 
 def end_to_end_largest(figures: Figures, figure: Figure) -> None:
     """The longest histories, and the largest batches, in one GPU's memory."""
-    (case,) = figures.cases
     asked = {
         "longest_history": ("rows", "longest history that is trained, events"),
         "largest_batch": ("samples", "largest batch that is trained, samples"),
@@ -234,10 +234,10 @@ def end_to_end_largest(figures: Figures, figure: Figure) -> None:
     providers = [
         name
         for name in STEP_PROVIDERS
-        if figures.find(case, Cell(name, "step", "longest_history", "rows"))
+        if figures.find(SEARCH, Cell(name, "step", "longest_history", "rows"))
     ]
     for ax, (metric, (unit, label)) in zip(figure.subplots(1, 2), asked.items(), strict=True):
-        found = [figures.find(case, Cell(name, "step", metric, unit)) for name in providers]
+        found = [figures.find(SEARCH, Cell(name, "step", metric, unit)) for name in providers]
         bars = ax.barh([STEP_PROVIDERS[name] for name in providers], [_number(x) for x in found])
         ax.bar_label(bars, ["" if x is None else f"{int(x):,}" for x in found], padding=2)
         ax.invert_yaxis()
