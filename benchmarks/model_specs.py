@@ -58,6 +58,8 @@ STEP_PROVIDERS = {
     "ours": "ours",
     "ours-single-lookup": "ours, one lookup",
     "ours-index-dedup": "ours, one lookup of unique ids",
+    "ours-once": "ours, histories sent once",
+    "ours-by-request": "ours, by request",
 }
 """Those of ``end_to_end.py``, in words."""
 RUNGS = {
@@ -108,14 +110,17 @@ HISTORIES = {
 """The same by the greatest length of a history."""
 
 
-def steps(case: str, form: str, *cells: tuple[str, str, str]) -> Column:
-    """A column of a mean length, with a provider in each row: metrics and units."""
-    mean = int(case.removeprefix("mean-"))
-    return Column(
-        f"{mean:,} events, {{batch}} samples",
-        form,
-        tuple(Cell(provider, "step", metric, unit) for provider, metric, unit in cells),
-        case,
+def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, ...]:
+    """A column of each mean length, with a provider in each row.
+
+    Args:
+        figures: metrics and units.
+        of: how the names of the cases go on after the mean.
+    """
+    cells = tuple(Cell("{}", "step", metric, unit) for metric, unit in figures)
+    return tuple(
+        Column(f"{mean:,} events, {{batch}} samples", form, cells, f"mean-{mean}{of}")
+        for mean in MEANS
     )
 
 
@@ -211,31 +216,25 @@ MODEL_TABLES = {
         ("end_to_end",),
         "pooling",
         {label: name for name, label in STEP_PROVIDERS.items()},
-        tuple(
-            steps(
-                f"mean-{mean}",
-                "{} ({}), {}",
-                ("{}", "time", "ms"),
-                ("{}", "gpu_busy", "ms"),
-                ("{}", "peak_memory", "MiB"),
-            )
-            for mean in MEANS
-        ),
+        steps("{} ({}), {}", ("time", "ms"), ("gpu_busy", "ms"), ("peak_memory", "MiB")),
     ),
     "end_to_end_ladder": Table(
         ("end_to_end",),
         "with all of the rows above",
         {label: name for name, label in RUNGS.items()},
-        tuple(
-            steps(
-                f"mean-{mean}",
-                "{} ms, {} ×",
-                ("{}", "time", "ms"),
-                ("{}", "throughput", "× ours"),
-            )
-            for mean in MEANS
-        ),
+        steps("{} ms, {} ×", ("time", "ms"), ("throughput", "× ours")),
         ours="padded",
+    ),
+    "end_to_end_requests": Table(
+        ("end_to_end",),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        steps(
+            "{} ms, {} MiB",
+            ("time", "ms"),
+            ("history_traffic", "MiB"),
+            of="-candidates-32-features-13",
+        ),
     ),
     "end_to_end_gpus": Table(
         ("end_to_end",),

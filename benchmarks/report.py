@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import io
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -203,22 +204,28 @@ def end_to_end_parts(figures: Figures, figure: Figure) -> None:
         "gpu_communication": "communication",
         "host": "GPU waits for the host",
     }
-    cases = [case for case in figures.cases if case.startswith(("mean-200", "mean-1000"))]
-    cases = cases or figures.cases
+    plain = re.compile(r"mean-(\d+)(?:-(\d)-gpus)?")
+    cases = [case for case in figures.cases if plain.fullmatch(case)]
+    cases = [case for case in cases if case.startswith(("mean-200", "mean-1000"))] or cases
     cases.sort(key=lambda case: ("gpus" in case, len(case)))
+    providers = [
+        name
+        for name in STEP_PROVIDERS
+        if any(figures.find(case, Cell(name, "step", "gpu_busy")) for case in cases)
+    ]
     axes = [*figure.subplots(-(-len(cases) // 2), 2, squeeze=False, sharey=True).flat]
     for ax in axes[len(cases) :]:
         ax.remove()
     for ax, case in zip(axes[: len(cases)], cases, strict=True):
-        lefts = [0.0] * len(STEP_PROVIDERS)
+        lefts = [0.0] * len(providers)
         for colour, (metric, label) in zip([*COLOURS[:5], GREY], parts.items(), strict=True):
-            found = [figures.find(case, Cell(name, "step", metric)) for name in STEP_PROVIDERS]
+            found = [figures.find(case, Cell(name, "step", metric)) for name in providers]
             widths = [_number(x or 0) for x in found]
             ax.barh(range(len(widths)), widths, 0.7, left=lefts, color=colour, label=label)
             lefts = [a + b for a, b in zip(lefts, widths, strict=True)]
-        ax.set_yticks(range(len(STEP_PROVIDERS)), [*STEP_PROVIDERS.values()])
-        mean, _, gpus = case.removeprefix("mean-").partition("-")
-        on = f"{gpus[0]} GPUs" if gpus else "one GPU"
+        ax.set_yticks(range(len(providers)), [STEP_PROVIDERS[name] for name in providers])
+        mean, gpus = plain.fullmatch(case).groups()
+        on = f"{gpus} GPUs" if gpus else "one GPU"
         title = f"{int(mean):,} events, {figures.batch(case)} samples a GPU, {on}"
         ax.set(title=title, xlabel="ms of a step")
     figure.axes[0].invert_yaxis()

@@ -13,7 +13,8 @@ from torchrec.pt2.utils import deregister_fake_classes
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
-    r"(?P<before>[^\n]*)\n+ *```python\n(?P<code>.*?)^ *```$(?:\n\n```text\n(?P<printed>.*?)^```$)?",
+    r"(?P<before>[^\n]*)\n+ *```python\n(?P<code>.*?)^ *```$"
+    r"(?:\n\n```text\n(?P<printed>.*?)^```$)?",
     re.M | re.S,
 )
 """A block, the line above it, and what a block of text right below says that it prints."""
