@@ -149,7 +149,7 @@ def step_goal(
     """Of a step with ours, to that with a peer."""
     what = {"throughput": "samples/s", "time": "step time", "peak_memory": "peak memory"}[metric[0]]
     return Goal(
-        f"mean {mean:,}: {what} to {STEP_PROVIDERS[peer]}",
+        f"mean {mean:,}, {what}: ours over {STEP_PROVIDERS[peer]}",
         (f"mean-{mean}", Cell("ours", "step", *metric)),
         (f"mean-{mean}", Cell(peer, "step", *metric)),
         bound,
@@ -201,7 +201,7 @@ GOALS = {
             ),
             *(
                 Goal(
-                    f"mean {mean:,}: samples/s of two GPUs to one",
+                    f"mean {mean:,}, samples/s: two GPUs over one",
                     (f"mean-{mean}-2-gpus", Cell("ours", "step", "throughput", "samples/s")),
                     (f"mean-{mean}", Cell("ours", "step", "throughput", "samples/s")),
                     "1.7",
@@ -254,7 +254,7 @@ MODEL_TABLES = {
         "pooling",
         {label: name for name, label in STEP_PROVIDERS.items()},
         (
-            one("longest, events", "{}", "step", "rows", metric="longest_history", case=SEARCH),
+            one("longest history", "{}", "step", "rows", metric="longest_history", case=SEARCH),
             one("largest batch", "{}", "step", "samples", metric="largest_batch", case=SEARCH),
         ),
     ),
