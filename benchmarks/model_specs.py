@@ -238,16 +238,9 @@ MODEL_TABLES = {
     ),
     "end_to_end_gpus": Table(
         ("end_to_end",),
-        "mean length, GPUs",
-        {
-            f"{mean:,}, {gpus}": f"mean-{mean}" + (f"-{gpus}-gpus" if gpus > 1 else "")
-            for mean in MEANS
-            for gpus in (1, 2, 4)
-        },
-        tuple(
-            one(label, name, "step", "samples/s", metric="throughput")
-            for name, label in STEP_PROVIDERS.items()
-        ),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
     ),
     "end_to_end_memory": Table(
         ("end_to_end_memory",),

@@ -170,7 +170,7 @@ def pooling(figures: Figures, figure: Figure) -> None:
 SHOWN = {
     "sum": GREY,
     "ours": COLOURS[0],
-    "ours-index-dedup": COLOURS[4],
+    "ours-single-lookup": COLOURS[4],
     "linear-varlen": COLOURS[1],
     "fbgemm-sll": COLOURS[2],
     "padded": COLOURS[3],
@@ -211,9 +211,12 @@ def end_to_end_parts(figures: Figures, figure: Figure) -> None:
     providers = [
         name
         for name in STEP_PROVIDERS
-        if any(figures.find(case, Cell(name, "step", "gpu_busy")) for case in cases)
+        if name != "padded-din"  # beside whose steps the others' parts could not be seen
+        and any(figures.find(case, Cell(name, "step", "gpu_busy")) for case in cases)
     ]
-    axes = [*figure.subplots(-(-len(cases) // 2), 2, squeeze=False, sharey=True).flat]
+    height = -(-len(cases) // 2)
+    figure.set_figheight(1 + 3 * height)
+    axes = [*figure.subplots(height, 2, squeeze=False, sharey=True).flat]
     for ax in axes[len(cases) :]:
         ax.remove()
     for ax, case in zip(axes[: len(cases)], cases, strict=True):
@@ -318,7 +321,7 @@ class Plot(NamedTuple):
 
 PLOTS = (
     Plot(end_to_end, ("end_to_end",), (10, 4), "Training speed of a whole model", "sum"),
-    Plot(end_to_end_parts, ("end_to_end",), (10, 7), "Where the time of a step goes"),
+    Plot(end_to_end_parts, ("end_to_end",), (10, 4), "Where the time of a step goes"),
     Plot(end_to_end_memory, ("end_to_end",), (10, 4), "Memory of a whole model"),
     Plot(end_to_end_largest, ("end_to_end_memory",), (10, 2.5), "What fits in one GPU's memory"),
     Plot(

@@ -202,7 +202,7 @@ def shown(value: Decimal | None, unit: str) -> str:
 def figures_table(table: Table, results: Path = RESULTS) -> str:
     """The lines of one of TABLES; below, notes on its figures, and on what they were measured.
 
-    No lines while a file is not there.
+    No lines while a file is not there, or none of its figures.
     """
     if not are_there(table.results, results):
         return ""
@@ -229,6 +229,8 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
             cells.append((column.template.format(*values) if known else "–") + mark)
         if set(cells) != {"–"}:
             rows.append([label, *cells])
+    if not rows:
+        return ""
     known = [{row[i] for row in rows} != {"–"} for i in range(len(table.columns) + 1)]
     heads = [table.heads]
     for column in table.columns:

@@ -241,6 +241,13 @@ def test_goals_are_met_or_not(results):
     }
 
 
+def test_two_gpus_and_what_was_not_measured(results):
+    rows = cells_of(tables.figures_table(TABLES["end_to_end_gpus"], results))
+    assert rows["pooling"] == ["200 events, 8,192 samples"]
+    assert rows["sum pooling"] == ["10 ms, 1,638,400/s"]
+    assert tables.figures_table(TABLES["end_to_end_requests"], results) == ""
+
+
 def test_what_fits_in_memory_says_what_came_next(results):
     lines = tables.figures_table(TABLES["end_to_end_memory"], results)
     assert cells_of(lines)["ours"] == ["3,000 ¹", "3,000 ¹"]
