@@ -6,7 +6,7 @@
 A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and
 ``<!-- end of table -->``. NAME is one of TABLES or of GOALS, or, for the table of which path takes
 a call, a module of the package that defines ``PATHS``. While a file of its figures is not there,
-the place stays empty. Rows and columns of which nothing is known are left out.
+the place says so. Rows and columns of which nothing is known are left out.
 
 A file under ``results/`` is what ``run.py --csv`` writes, or a part of it: the columns ``suite``,
 ``case``, ``provider``, ``mode``, ``metric``, ``median`` and ``unit``, then what was measured, on
@@ -44,6 +44,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PACKAGE = "torchrec_jagged_attn"
 LACKS_MEMORY = ("out of memory", "alloc_failed")  # in what CUDA and its libraries raise
 NO_MEMORY = "out of memory"
+UNKNOWN = "Not measured yet."
 SCORES = ("AUC", "HR@10", "NE", "nats")
 TABLES = MODEL_TABLES | OP_TABLES
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -361,7 +362,9 @@ def main(argv: list[str] | None = None, documents: Sequence[Path] = DOCUMENTS) -
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a table is stale")
     check = parser.parse_args(argv).check
-    stale = refill(documents, "table", lambda name, document: table_of(name), check=check)
+    stale = refill(
+        documents, "table", lambda name, document: table_of(name) or UNKNOWN, check=check
+    )
     return say(stale, "tables.py", check=check)
 
 

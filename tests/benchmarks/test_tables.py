@@ -283,12 +283,13 @@ def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
     assert {len(row) for row in rows.values()} == {1}
 
 
-def test_a_table_without_its_file_leaves_its_place_empty(tmp_path, monkeypatch):
+def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
     document = tmp_path / "guide.md"
     document.write_text("<!-- table: giant -->\n| old |\n<!-- end of table -->\n")
     monkeypatch.setitem(TABLES, "giant", replace(TABLES["giant"], results=("absent",)))
     assert tables.main([], [document]) == 0
-    assert document.read_text() == "<!-- table: giant -->\n<!-- end of table -->\n"
+    empty = "<!-- table: giant -->\nNot measured yet.\n<!-- end of table -->\n"
+    assert document.read_text() == empty
     assert tables.main(["--check"], [document]) == 0
     assert tables.goals_table(tables.GOALS["end_to_end_goals"], tmp_path) == ""
 
