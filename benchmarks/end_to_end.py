@@ -358,7 +358,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     # fmt: off
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, metavar="NAME",
-                        default=[*PROVIDERS], help="see below")
+                        help="see below; all, if not given, and of one candidate those of samples")
     parser.add_argument("--csv", type=writable_file, help="what stands there is not measured again")
     parser.add_argument("--rounds", type=number(int, 2, 1000), default=7,
                         help="whose median is a step's time")
@@ -368,9 +368,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: on
     add_sizes(parser)
     args = parser.parse_args(argv)
-    if sizes_of(args).batch % args.candidates:
-        parser.error(f"--candidates must divide the batch {sizes_of(args).batch}, got "
-                     f"{args.candidates}")  # fmt: skip
+    sizes = sizes_of(args)
+    if sizes.batch % sizes.candidates:
+        parser.error(f"--candidates must divide the batch {sizes.batch}, got {sizes.candidates}")
+    if sizes.candidate_features > sizes.features:
+        parser.error(f"--candidate-features must be at most all {sizes.features} features, got "
+                     f"{sizes.candidate_features}")  # fmt: skip
+    if args.providers is None:  # of one candidate, all forms of a batch hold the same
+        args.providers = [
+            name
+            for name, provider in PROVIDERS.items()
+            if sizes.candidates > 1 or provider.batches == "samples"
+        ]
     if args.cuda_graph and not torch.cuda.is_available():
         parser.error("--cuda-graph needs a GPU, got none")
     return args

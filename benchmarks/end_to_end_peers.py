@@ -173,7 +173,7 @@ class Provider:
         keys_and_values, single_lookup: of ours.
         index_dedup: TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
         batches: see :func:`make_batches`.
-        replays: whether ours are launched by C++.
+        replays: whether it has ops of ours that C++ launches.
     """
 
     does: str
@@ -183,7 +183,7 @@ class Provider:
     single_lookup: bool = False
     index_dedup: bool = False
     batches: Literal["samples", "requests", "once"] = "samples"
-    replays: bool = True
+    replays: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -198,20 +198,22 @@ PROVIDERS = {
     "fbgemm-sll": Provider("linear layers, FBGEMM's sll_jagged_dense_flash_attention", fbgemm_sll),
     "linear-varlen": Provider("linear layers, FlashAttention-2 of jagged rows", varlen),
     "ours-explicit": Provider(
-        "ours, of keys and values, launched from Python", keys_and_values="explicit", replays=False
+        "ours, of keys and values, launched from Python", keys_and_values="explicit"
     ),
     "ours-absorbed": Provider(
-        "ours, of raw rows, launched from Python", keys_and_values="absorbed", replays=False
+        "ours, of raw rows, launched from Python", keys_and_values="absorbed"
     ),
-    "ours": Provider("TargetAttentionEmbeddingBagCollection as it comes"),
-    "ours-single-lookup": Provider("the same with single_lookup=True", single_lookup=True),
+    "ours": Provider("TargetAttentionEmbeddingBagCollection as it comes", replays=True),
+    "ours-single-lookup": Provider(
+        "the same with single_lookup=True", single_lookup=True, replays=True
+    ),
     "ours-index-dedup": Provider(
-        "and with TorchRec's use_index_dedup", single_lookup=True, index_dedup=True
+        "and with TorchRec's use_index_dedup", single_lookup=True, index_dedup=True, replays=True
     ),
     "ours-once": Provider(
-        "ours, what a request has sent once, by batch sizes that vary", batches="once"
+        "ours, what a request has sent once, by batch sizes that vary", batches="once", replays=True
     ),
-    "ours-by-request": Provider("ours with candidates='jagged'", batches="requests"),
+    "ours-by-request": Provider("ours with candidates='jagged'", batches="requests", replays=True),
 }
 LADDER = {
     "padded": "",

@@ -54,6 +54,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 
 import quality
 from events import DataError
+from options import writable_file
 
 from torchrec_jagged_attn import (
     EventBoosting,
@@ -400,7 +401,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2, help="for which a rate is taken")
-    parser.add_argument("--csv", type=Path, help="write the figures there, too")
+    parser.add_argument("--csv", type=writable_file, help="write the figures there, too")
     args = parser.parse_args(argv)
     for name in ("users", "events", "max_history", "width", "epochs", "seeds"):
         value = getattr(args, name)
@@ -433,6 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = pd.DataFrame(list(compare(examples, args, device)))
     print_comparison(lines, Console())
     if args.csv is not None:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
         lines.assign(**quality.stamp(device)).to_csv(args.csv, index=False)
     return 0
 

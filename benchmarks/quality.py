@@ -17,7 +17,8 @@ run's figures are those of the test events at the epoch that is best by the tuni
 runs are written to --csv at once; those that are in it are not run again.
 
 On a GPU, a step is a CUDA graph, and --jobs trainings share the device, each in a thread and on a
-stream of its own; on a CPU, each in a process.
+stream of its own; on a CPU, each in a process. They slow each other down: ``seconds`` of runs with
+different --jobs are not compared.
 
     auc       share of an event's negatives that score below it, mean of all users, that is, grouped
               by user (gAUC); ties count half
@@ -62,6 +63,7 @@ from movielens import read_movielens
 from options import writable_file
 from quality_logs import first_users, is_kuairand, is_taobao, read_kuairand, read_taobao
 from quality_models import POOLINGS, Ranker
+from quality_results import SCORES, comparison
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import JaggedLayout
@@ -405,15 +407,20 @@ def examples_of(data: str, max_history: int, device: str) -> Examples:
     return Examples(read(data), max_history, torch.device(device))
 
 
-def train(run: Run, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A training's figures."""
+def train(
+    run: Run,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    items: torch.nn.Module | None = None,
+) -> dict[str, Any]:
+    """A training's figures; for ``items`` see :class:`Ranker`."""
     start = time.perf_counter()
     generator = torch.Generator(device).manual_seed(run.seed)
     with SETTING_UP:
         examples = examples_of(run.data, run.max_history, device)
         torch.manual_seed(run.seed)
         model = Ranker(
-            run.pooling, examples.num_items, run.width, run.half_life, run.max_history
+            run.pooling, examples.num_items, run.width, run.half_life, run.max_history, items
         ).to(device, dtype)
     optimizer = torch.optim.Adam(
         model.parameters(),
@@ -555,16 +562,7 @@ def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:
                 aucs[case], chosen[case] = auc, point
 
     best = [(case, seed) for case in cases for seed in range(args.seeds)]
-    tested = runs.results(run_of(case, seed, **chosen[case]) for case, seed in best)
-    rows = []
-    for case in cases:
-        of_case = tested[[other == case for other, _ in best]]
-        row = dict(zip(("data", "max_history", "pooling"), case, strict=True)) | chosen[case]
-        for name in (*Scores._fields, "seconds"):
-            row[name] = of_case[name].mean()
-            row[f"{name}_se"] = of_case[name].sem() if len(of_case) > 1 else float("nan")
-        rows.append(row)
-    return pd.DataFrame(rows)
+    return comparison(runs.results(run_of(case, seed, **chosen[case]) for case, seed in best))
 
 
 def with_error(mean: float, error: float) -> str:
@@ -576,14 +574,14 @@ def print_comparison(frame: pd.DataFrame, console: Console) -> None:
     """A table for each data set and history length."""
     for (data, max_history), part in frame.groupby(["data", "max_history"], sort=False):
         table = Table(
-            *("pooling", "AUC", "HR@10", "NE", "lr", "decay", "half-life", "s"),
+            *("pooling", *SCORES.values(), "lr", "decay", "half-life", "s"),
             title=f"{Path(data).name}, up to {max_history} events",
             box=None,
         )
         for row in part.to_dict("records"):
             table.add_row(
                 row["pooling"],
-                *(with_error(row[name], row[f"{name}_se"]) for name in Scores._fields),
+                *(with_error(row[name], row[f"{name}_se"]) for name in SCORES),
                 f"{row['lr']:g}",
                 f"{row['weight_decay']:g}",
                 f"{row['half_life']:g}" if row["pooling"] == "recency" else "–",

@@ -26,14 +26,23 @@ class Ranker(nn.Module):
         width: of embeddings.
         half_life: of recency pooling, in events.
         max_history: events of a history at most.
+        items: from ids to rows; a table that starts at random by default.
     """
 
     def __init__(
-        self, pooling: str, num_items: int, width: int, half_life: float, max_history: int
+        self,
+        pooling: str,
+        num_items: int,
+        width: int,
+        half_life: float,
+        max_history: int,
+        items: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.items = nn.Embedding(num_items, width)
-        nn.init.normal_(self.items.weight, std=width**-0.5)
+        if items is None:
+            items = nn.Embedding(num_items, width)
+            nn.init.normal_(items.weight, std=width**-0.5)
+        self.items = items
         # Before the pooling, so that they start alike with each.
         self.layers = nn.Sequential(nn.Linear(3 * width, 64), nn.ReLU(), nn.Linear(64, 1))
         self.pooling = POOLINGS[pooling](width, half_life, max_history)

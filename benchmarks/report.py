@@ -5,7 +5,8 @@
 
 A plot is one SVG for light and dark pages: its ink follows the reader's colour scheme. It holds a
 digest of what it was drawn from, so that ``--check`` asks for the same figures, not for the same
-matplotlib.
+matplotlib. A document marks its place by two comments, ``<!-- plot: NAME -->`` and ``<!-- end of
+plot -->``. While a file of its figures is not there, it is not drawn, and its place stays empty.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import os
+import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +30,10 @@ from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parent))
 
+import model_specs
+from model_specs import HISTORIES, LOGS, MEANS, POOLINGS, SEARCH, STEP_PROVIDERS
 from table_specs import OPS, Cell
-from tables import RESULTS, ROOT, Figures
+from tables import DOCUMENTS, RESULTS, ROOT, Figures, are_there, files_of, refill, say
 
 matplotlib.use("Agg")
 
@@ -40,7 +45,8 @@ STYLE = """<style>
 </style>
 """
 # Told apart by readers of all colour vision, on light and on dark (Okabe and Ito, 2008).
-COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"]
+COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
+GREY = "#8c959f"  # of what is there for comparison
 LOOK: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
@@ -161,6 +167,140 @@ def pooling(figures: Figures, figure: Figure) -> None:
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+SHOWN = {
+    "sum": GREY,
+    "ours": COLOURS[0],
+    "ours-single-lookup": COLOURS[4],
+    "linear-varlen": COLOURS[1],
+    "fbgemm-sll": COLOURS[2],
+    "padded": COLOURS[3],
+    "padded-din": COLOURS[5],
+}
+"""Ways of ``end_to_end.py`` to pool a history that are compared by mean length, and colours."""
+
+
+def end_to_end(figures: Figures, figure: Figure) -> None:
+    """Samples a second of whole steps, over those of sum pooling, by mean length."""
+    ax = figure.subplots()
+    _by_mean(ax, figures, [name for name in SHOWN if name != "sum"], "throughput", "× ours")
+    ax.axhline(1, color=INK, linewidth=1, linestyle="--")
+    ax.set_ylabel("samples/s, × those of sum pooling")
+
+
+def end_to_end_memory(figures: Figures, figure: Figure) -> None:
+    """Peak memory of whole steps, by mean length."""
+    ax = figure.subplots()
+    _by_mean(ax, figures, [*SHOWN], "peak_memory", "MiB", 1024)
+    ax.set_ylabel("peak memory of a step, tables included, GiB")
+
+
+def end_to_end_parts(figures: Figures, figure: Figure) -> None:
+    """Where a step's time goes."""
+    parts = {
+        "gpu_attention": "attention",
+        "gpu_dense": "dense layers and Adam",
+        "gpu_lookups": "lookups",
+        "gpu_copies": "copies",
+        "gpu_communication": "communication",
+        "host": "GPU waits for the host",
+    }
+    plain = re.compile(r"mean-(\d+)(?:-(\d)-gpus)?")
+    cases = [case for case in figures.cases if plain.fullmatch(case)]
+    cases = [case for case in cases if case.startswith(("mean-200", "mean-1000"))] or cases
+    cases.sort(key=lambda case: ("gpus" in case, len(case)))
+    providers = [
+        name
+        for name in STEP_PROVIDERS
+        if name != "padded-din"  # beside whose steps the others' parts could not be seen
+        and any(figures.find(case, Cell(name, "step", "gpu_busy")) for case in cases)
+    ]
+    height = -(-len(cases) // 2)
+    figure.set_figheight(1 + 3 * height)
+    axes = [*figure.subplots(height, 2, squeeze=False, sharey=True).flat]
+    for ax in axes[len(cases) :]:
+        ax.remove()
+    for ax, case in zip(axes[: len(cases)], cases, strict=True):
+        lefts = [0.0] * len(providers)
+        for colour, (metric, label) in zip([*COLOURS[:5], GREY], parts.items(), strict=True):
+            found = [figures.find(case, Cell(name, "step", metric)) for name in providers]
+            widths = [_number(x or 0) for x in found]
+            ax.barh(range(len(widths)), widths, 0.7, left=lefts, color=colour, label=label)
+            lefts = [a + b for a, b in zip(lefts, widths, strict=True)]
+        ax.set_yticks(range(len(providers)), [STEP_PROVIDERS[name] for name in providers])
+        mean, gpus = plain.fullmatch(case).groups()
+        on = f"{gpus} GPUs" if gpus else "one GPU"
+        title = f"{int(mean):,} events, {figures.batch(case)} samples a GPU, {on}"
+        ax.set(title=title, xlabel="ms of a step")
+    figure.axes[0].invert_yaxis()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+
+
+def end_to_end_largest(figures: Figures, figure: Figure) -> None:
+    """The longest histories, and the largest batches, in one GPU's memory."""
+    asked = {
+        "longest_history": ("rows", "longest history that is trained, events"),
+        "largest_batch": ("samples", "largest batch that is trained, samples"),
+    }
+    providers = [
+        name
+        for name in STEP_PROVIDERS
+        if figures.find(SEARCH, Cell(name, "step", "longest_history", "rows"))
+    ]
+    for ax, (metric, (unit, label)) in zip(figure.subplots(1, 2), asked.items(), strict=True):
+        found = [figures.find(SEARCH, Cell(name, "step", metric, unit)) for name in providers]
+        bars = ax.barh([STEP_PROVIDERS[name] for name in providers], [_number(x) for x in found])
+        ax.bar_label(bars, ["" if x is None else f"{int(x):,}" for x in found], padding=2)
+        ax.invert_yaxis()
+        ax.set_xlabel(label)
+        ax.margins(x=0.15)
+    figure.axes[1].set_yticklabels([])
+
+
+def end_to_end_quality(figures: Figures, figure: Figure) -> None:
+    """AUC and NE while one attention is trained, as peers and ours compute it."""
+    epochs: dict[str, list[str]] = {}
+    for case in figures.cases:
+        data, _, epoch = case.rpartition("-")
+        epochs.setdefault(data, []).append(epoch)
+    rows = [(data, metric) for data in epochs for metric in ("AUC", "NE")]
+    peers = {name: STEP_PROVIDERS[name] for name in ("padded", "linear-varlen", "ours")}
+    for axes, (data, metric) in zip(
+        figure.subplots(len(rows), 2, squeeze=False), rows, strict=True
+    ):
+        x = [float(epoch) for epoch in epochs[data]]
+        curves = {
+            name: [
+                _number(figures.find(f"{data}-{epoch}", Cell(name, "test", metric.lower(), metric)))
+                for epoch in epochs[data]
+            ]
+            for name in peers
+        }
+        for (name, label), marker in zip(peers.items(), "so^", strict=True):
+            apart = [a - b for a, b in zip(curves[name], curves["padded"], strict=True)]
+            axes[0].plot(x, curves[name], marker=marker, fillstyle="none", label=label)
+            axes[1].plot(x, apart, marker=marker, fillstyle="none")
+        axes[0].set(title=LOGS[data], ylabel=f"{metric} of the test", xlabel="epochs")
+        axes[1].set(ylabel=f"{metric} less that of padded SDPA", xlabel="epochs")
+        axes[1].ticklabel_format(axis="y", scilimits=(-3, 3))
+    figure.axes[0].legend()
+
+
+def quality(figures: Figures, figure: Figure) -> None:
+    """AUC by pooling, all tuned alike, with standard errors."""
+    logs = [case for case in HISTORIES if case in figures.cases]
+    axes = figure.subplots(1, len(logs), sharey=True, squeeze=False)[0]
+    for ax, case in zip(axes, logs, strict=True):
+        mean, error = (
+            [_number(figures.find(case, Cell(name, "test", metric, "AUC"))) for name in POOLINGS]
+            for metric in ("auc", "auc_se")
+        )
+        labels = [label.replace("`", "") for label in POOLINGS.values()]
+        ax.errorbar(mean, labels, xerr=error, fmt="o", markersize=4, capsize=2)
+        ax.set(title=HISTORIES[case].replace(", ", ",\n"), xlabel="AUC")
+        ax.grid(axis="both", color=INK, alpha=0.15)
+    figure.axes[0].invert_yaxis()
+
+
 class Plot(NamedTuple):
     """A plot of the docs.
 
@@ -169,15 +309,25 @@ class Plot(NamedTuple):
         results: files that it is drawn from, without ``.csv``.
         size: in inches.
         title: of the file.
+        ours: the provider that ratios are to.
     """
 
     draw: Callable[[Figures, Figure], None]
     results: tuple[str, ...]
     size: tuple[float, float]
     title: str
+    ours: str = "ours"
 
 
 PLOTS = (
+    Plot(end_to_end, ("end_to_end",), (10, 4), "Training speed of a whole model", "sum"),
+    Plot(end_to_end_parts, ("end_to_end",), (10, 4), "Where the time of a step goes"),
+    Plot(end_to_end_memory, ("end_to_end",), (10, 4), "Memory of a whole model"),
+    Plot(end_to_end_largest, ("end_to_end_memory",), (10, 2.5), "What fits in one GPU's memory"),
+    Plot(
+        end_to_end_quality, ("end_to_end_quality",), (9, 6), "One function, computed in three ways"
+    ),
+    Plot(quality, ("quality",), (10, 5), "AUC by pooling, all tuned alike"),
     Plot(pooling, ("train_dlrm",), (8, 4), "AUC by pooling"),
     Plot(dlrm_step, ("dlrm_step",), (10, 4.5), "A step of a whole model"),
     Plot(figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length"),
@@ -187,6 +337,7 @@ PLOTS = (
         ("target_attention_kernel", "self_attention", "table1"),
         (9, 7),
         "How near the roofline",
+        "ours-kernel",
     ),
 )
 
@@ -198,13 +349,12 @@ def name_of(plot: Plot) -> str:
 
 def figures_of(plot: Plot) -> Figures:
     """What a plot is drawn from."""
-    ours = "ours-kernel" if "target_attention_kernel" in plot.results else "ours"
-    return Figures([RESULTS / f"{name}.csv" for name in plot.results], ours)
+    return Figures(files_of(plot.results, RESULTS), plot.ours)
 
 
 def digest(plot: Plot) -> str:
-    """Of a plot's figures and of this file, which draws it."""
-    files = (Path(__file__), *(RESULTS / f"{name}.csv" for name in plot.results))
+    """Of a plot's figures, of this file, which draws it, and of its words."""
+    files = (Path(__file__), Path(model_specs.__file__), *files_of(plot.results, RESULTS))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -232,28 +382,70 @@ def svg(plot: Plot) -> str:
     return text.replace(" <metadata>", f" {STYLE} <metadata>", 1)
 
 
-def main(argv: list[str] | None = None, plots: Path = PLOTS_OF_DOCS) -> int:
-    """Draw all, or check; 1 if something that was checked is stale."""
+def main(
+    argv: list[str] | None = None,
+    plots: Path = PLOTS_OF_DOCS,
+    documents: Sequence[Path] = DOCUMENTS,
+) -> int:
+    """Draw all, and show them in ``documents``, or check; 1 if something checked is stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a plot is stale")
-    args = parser.parse_args(argv)
+    check = parser.parse_args(argv).check
+    there = {name_of(plot): plot for plot in PLOTS if are_there(plot.results, RESULTS)}
     stale = []
-    for plot in PLOTS:
-        path = plots / f"{name_of(plot)}.svg"
+    for name, plot in there.items():
+        path = plots / f"{name}.svg"
         if not path.exists() or digest(plot) not in path.read_text():
             stale.append(path)
-            if not args.check:
+            if not check:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(svg(plot))
-    for path in stale:
-        print(f"{path.name}: {'stale; run python benchmarks/report.py' if args.check else 'new'}")
-    return int(args.check and bool(stale))
+
+    def image(name: str, document: Path) -> str:
+        link = os.path.relpath(plots / f"{name}.svg", document.parent)
+        return f"![{there[name].title}]({link})" if name in there else ""
+
+    return say([*stale, *refill(documents, "plot", image, check=check)], "report.py", check=check)
+
+
+def _by_mean(
+    ax: Axes,
+    figures: Figures,
+    providers: list[str],
+    metric: str,
+    unit: str,
+    divisor: int = 1,
+) -> None:
+    """Bars of a figure of steps, on one GPU, by the mean length of histories."""
+    cases = [f"mean-{mean}" for mean in MEANS if f"mean-{mean}" in figures.cases]
+    labels = [
+        f"{int(case.removeprefix('mean-')):,} events,\n{figures.batch(case)} samples"
+        for case in cases
+    ]
+    found, reasons = {}, {}
+    for name in providers:
+        cell, label = Cell(name, "step", metric, unit), STEP_PROVIDERS[name]
+        found[label] = [_parts(figures.find(case, cell), divisor) for case in cases]
+        reasons[label] = [figures.note(case, cell) for case in cases]
+    ax.set_prop_cycle(color=[SHOWN[name] for name in providers])
+    _bars(ax, labels, found, reasons=reasons)
+    ax.set(xlabel="mean length of a history, samples of a step", xlim=(-0.5, len(cases) - 0.5))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _bars(
-    ax: Axes, labels: list[str], groups: dict[str, list], *, horizontal: bool = False
+    ax: Axes,
+    labels: list[str],
+    groups: dict[str, list],
+    *,
+    horizontal: bool = False,
+    reasons: dict[str, list[str]] | None = None,
 ) -> None:
-    """A bar of each group above each label, with its figure at its end."""
+    """A bar of each group above each label, with its figure at its end.
+
+    Args:
+        reasons: why there is no bar, where there is none; of upright ones alone.
+    """
     width = 0.8 / len(groups)
     for n, (name, values) in enumerate(groups.items()):
         at = [i + (n - (len(groups) - 1) / 2) * width for i in range(len(labels))]
@@ -261,6 +453,11 @@ def _bars(
         bars = (ax.barh if horizontal else ax.bar)(at, heights, width * 0.9, label=name)
         texts = ["" if x is None else f"{float(x):.3g}" for x in values]
         ax.bar_label(bars, texts, fontsize=7, padding=1)
+        for place, value, reason in zip(
+            at, values, (reasons or {}).get(name, [""] * len(at)), strict=True
+        ):
+            if value is None:
+                ax.text(place, 0, f" {reason}", fontsize=7, rotation=90, ha="center", va="bottom")
     (ax.set_yticks if horizontal else ax.set_xticks)(range(len(labels)), labels)
     ax.legend()
 
@@ -271,6 +468,10 @@ def _number(x) -> float:
 
 def _times(x, factor: int):
     return None if x is None else x * factor
+
+
+def _parts(x, divisor: int):
+    return None if x is None else x / divisor
 
 
 if __name__ == "__main__":

@@ -129,8 +129,10 @@ def make_up(num_rows: int, width: int, power: float = 0.75, seed: int = 0) -> Te
     return torch.randn(num_rows, width, generator=generator) * deviations @ axes
 
 
-def learn(data: str, width: int, epochs: int, device: str, seed: int = 0) -> Tensor:
-    """Embeddings of the items of ``data`` that a training event has."""
+def learn(
+    data: str, width: int, epochs: int, device: str, seed: int = 0, *, all_items: bool = False
+) -> Tensor:
+    """Embeddings of the items of ``data`` that a training event has, or of all items."""
     examples = quality.examples_of(data, 50, device)
     torch.manual_seed(seed)
     model = Ranker("mean", examples.num_items, width, 6.0, 50).to(device)
@@ -143,7 +145,8 @@ def learn(data: str, width: int, epochs: int, device: str, seed: int = 0) -> Ten
         optimizer.zero_grad()
         F.binary_cross_entropy_with_logits(logits, labels).backward()
         optimizer.step()
-    return model.items.weight.detach()[examples.items[examples.train].unique()]
+    rows = model.items.weight.detach()
+    return rows if all_items else rows[examples.items[examples.train].unique()]
 
 
 def compare(name: str, rows: Tensor, budgets: list[int]) -> Iterator[dict[str, object]]:

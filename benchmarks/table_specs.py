@@ -1,4 +1,4 @@
-"""What the tables of the docs show: files, rows and columns, for ``tables.py``."""
+"""What tables are, and what those of ops show, for ``tables.py``: files, rows and columns."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +10,7 @@ class Cell:
     """A figure of a provider: its mode, metric and unit as ``run.py`` writes them.
 
     Args:
+        provider: with ``{}`` for what a row says.
         unit: that of the CSV; or ``µs``, of what is there in ``ms``.
         named: whether the provider is named, of a group of providers of which this is the best.
     """
@@ -30,6 +31,7 @@ class Column:
     """A column: its head, and how its cells look.
 
     Args:
+        head: with ``{batch}`` for the samples of a step of its case.
         template: with a ``{}`` for each of ``cells``.
         case: the case of a row, with ``{}`` for what the row says.
     """
@@ -135,34 +137,7 @@ HOST_COLUMNS = (
 )
 
 
-def steps_of_dlrm(results: str) -> Table:
-    """Steps of a DLRM, as measured before ``end_to_end.py``: time, GPU busy, peak memory."""
-    return Table(
-        (results,),
-        "histories, samples a step",
-        {"mean 200, 4,096": "mean-200", "mean 1,000, 2,048": "mean-1000"},
-        tuple(
-            Column(
-                head,
-                "{} ({}), {}",
-                (
-                    Cell(provider, "step", "time"),
-                    Cell(provider, "step", "gpu_busy"),
-                    Cell(provider, "step", "peak_memory", "MiB"),
-                ),
-            )
-            for head, provider in (
-                ("sum pooling", "sum"),
-                ("attention", "attention"),
-                ("`single_lookup=True`", "single-lookup"),
-                ("linear + FlashAttention-2", "linear+torch-varlen"),
-                ("linear + padded SDPA", "linear+padded-sdpa"),
-            )
-        ),
-    )
-
-
-TABLES = {
+OP_TABLES = {
     "target_attention_summary": Table(
         ("target_attention",),
         SHAPE,
@@ -181,20 +156,6 @@ TABLES = {
                 ("ours", "**{}**", "ours"),
                 ("FlashAttention-2", "{}", "linear+torch-varlen"),
                 ("padded", "{}", "linear+padded-sdpa"),
-            )
-        ),
-    ),
-    "pooling": Table(
-        ("train_dlrm",),
-        "data",
-        {
-            "made up (`make demo`)": "made-up",
-            **{f"MovieLens, seed {seed}": f"movielens-seed-{seed}" for seed in range(3)},
-        },
-        tuple(
-            Column(name, form, (Cell(name, "test", "auc", "AUC"),))
-            for name, form in (
-                *(("sum", "{}"), ("mean", "{}"), ("recency", "{}"), ("attention", "**{}**")),
             )
         ),
     ),
@@ -400,8 +361,6 @@ TABLES = {
             )
         ),
     ),
-    "dlrm_step": steps_of_dlrm("dlrm_step"),
-    "dlrm_step_graphs": steps_of_dlrm("dlrm_step_graphs"),
     "table1": table1(tf32=False),
     "table1_tf32": table1(tf32=True),
     "table1_memory": Table(

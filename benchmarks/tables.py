@@ -4,37 +4,49 @@
     python benchmarks/tables.py --check    # change nothing; exit with 1 if a table is stale
 
 A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and
-``<!-- end of table -->``. NAME is one of TABLES, or, for the table of which path takes a call, a
-module of the package that defines ``PATHS``.
+``<!-- end of table -->``. NAME is one of TABLES or of GOALS, or, for the table of which path takes
+a call, a module of the package that defines ``PATHS``. While a file of its figures is not there,
+the place says so. Rows and columns of which nothing is known are left out.
 
 A file under ``results/`` is what ``run.py --csv`` writes, or a part of it: the columns ``suite``,
 ``case``, ``provider``, ``mode``, ``metric``, ``median`` and ``unit``, then what was measured, on
 what, and when. Where only a ratio was kept, its row has the unit ``× ours`` (a provider's figure
 over ours), ``of floor`` (the floor's time over a provider's) or ``saved`` (one less ours over a
-provider's). From a run, which has times and memory, the same ratios are computed.
+provider's). From a run, which has times and memory, the same ratios are computed. A provider that
+was refused has a row of the metric ``refused``, which says why in its ``note``. The trainings of
+``quality.py --csv`` become such rows, too.
 """
 
 import argparse
 import csv
 import importlib
+import itertools
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
-from table_specs import TABLES, Cell, Table
+from model_specs import GOALS, MODEL_TABLES, Goals
+from quality_results import figure_rows
+from table_specs import OP_TABLES, Cell, Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PACKAGE = "torchrec_jagged_attn"
-BLOCK = re.compile(r"(<!-- table: (?P<name>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+LACKS_MEMORY = ("out of memory", "alloc_failed")  # in what CUDA and its libraries raise
+NO_MEMORY = "out of memory"
+UNKNOWN = "Not measured yet."
+SCORES = ("AUC", "HR@10", "NE", "nats")
+TABLES = MODEL_TABLES | OP_TABLES
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 # Providers of which a table shows the fastest, or the one that takes least memory.
 GROUPS: dict[str, Callable[[str], bool]] = {
@@ -42,6 +54,17 @@ GROUPS: dict[str, Callable[[str], bool]] = {
     "dense-flash": lambda provider: provider in ("padded-flash", "full-flash"),
     "fbgemm": lambda provider: provider.startswith("fbgemm-"),
 }
+
+
+ABSOLUTE = {"memory": "MiB", "peak_memory": "MiB", "throughput": "samples/s"}
+"""Units of what ratios are computed from, where it is not a time."""
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a file under ``results/``."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return rows if "case" in rows[0] else figure_rows(pd.read_csv(path))
 
 
 class Figures:
@@ -58,23 +81,35 @@ class Figures:
     def __init__(self, paths: Sequence[Path], ours: str) -> None:
         self.ours = ours
         self._rows: dict[tuple[str, ...], tuple[Decimal, str]] = {}
+        self._labels: dict[str, dict[str, str]] = {}
         self._stamps: dict[str, None] = {}  # in their order
         for path in paths:
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    names = ("case", "provider", "mode", "metric", "unit")
-                    key = tuple(row[name] for name in names)
-                    if key in self._rows:
-                        raise ValueError(f"{path.name} must have each figure once, got {key} twice")
-                    self._rows[key] = Decimal(row["median"]), row.get("note") or ""
-                    if row["gpu"]:  # not the paper's
-                        self._stamps[_stamp(row)] = None
+            for row in rows_of(path):
+                names = ("case", "provider", "mode", "metric", "unit")
+                key = tuple(row.get(name) or "" for name in names)
+                if key in self._rows:
+                    raise ValueError(f"{path.name} must have each figure once, got {key} twice")
+                self._rows[key] = Decimal(row["median"]), row.get("note") or ""
+                self._labels.setdefault(row["case"], row)
+                if row["gpu"]:  # not the paper's
+                    self._stamps[_stamp(row)] = None
+
+    @property
+    def cases(self) -> list[str]:
+        """All of them, in the order of the files."""
+        return [*self._labels]
+
+    def batch(self, case: str) -> str:
+        """Samples of a step and rank; a dash if they are not known."""
+        batch = self._labels.get(case, {}).get("batch")
+        return f"{int(batch):,}" if batch else "–"
 
     def note(self, case: str, cell: Cell) -> str:
-        """What is said of a figure; nothing of most."""
-        clocks = dict.fromkeys((cell.metric, "time"))
-        keys = [(case, cell.provider, cell.mode, metric, cell.unit) for metric in clocks]
-        return next((self._rows[key][1] for key in keys if key in self._rows), "")
+        """What is said of a figure, or why there is none; nothing of most."""
+        of = (case, cell.provider, cell.mode)
+        keys = [(*of, metric, cell.unit) for metric in (cell.metric, "time")]
+        notes = (self._rows[key][1] for key in (*keys, (*of, "refused", "")) if key in self._rows)
+        return _in_words(next(notes, ""))
 
     def find(self, case: str, cell: Cell) -> Decimal | None:
         """A figure as it was written, or computed from others; ``None`` if it is not known."""
@@ -119,7 +154,7 @@ class Figures:
         if (metric, unit) == ("memory", "MiB"):
             parts = [of(provider, part, unit) for part in ("operands", "peak_memory")]
             return None if None in parts else sum(parts)
-        absolute = "MiB" if metric in ("memory", "peak_memory") else "ms"
+        absolute = ABSOLUTE.get(metric, "ms")
         if unit == "of floor":
             return _ratio(of("floor", "time", "ms"), of(provider, metric, "ms"))
         if unit == "× ours":
@@ -137,33 +172,51 @@ def _stamp(row: dict[str, str]) -> str:
     return ", ".join([row["gpu"], *versions, row["date"].partition("T")[0]])
 
 
+def _in_words(note: str) -> str:
+    """A note without what varies from one to the next: the size that was tried, and the bytes."""
+    size, reason = re.fullmatch(r"(\d+: )?(.*)", note, re.DOTALL).groups()
+    if any(words in reason.lower() for words in LACKS_MEMORY):
+        reason = NO_MEMORY + "; not bisected" * reason.endswith("; not bisected")
+    return f"the next larger size: {reason}" if size else reason
+
+
 def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:
     return None if above is None or below is None else above / below
 
 
 def shown(value: Decimal | None, unit: str) -> str:
-    """A figure of three digits, or of fewer where no more were written, and a dash for none."""
+    """A figure of three digits, a score of four decimals, or fewer where no more were written; a
+    dash for none.
+    """
     if value is None:
         return "–"
     percent = unit in ("of floor", "saved")
     value = value.scaleb({"µs": 3, "of floor": 2, "saved": 2}.get(unit, 0))
     decimals = 0 if percent else max(0, 2 - value.adjusted())
+    if unit in SCORES:
+        decimals = 4
     if -value.as_tuple().exponent > decimals:
         value = round(value, decimals)
     return f"{value:,f} %" if percent else f"{value:,f}"
 
 
 def figures_table(table: Table, results: Path = RESULTS) -> str:
-    """The lines of one of TABLES; below, notes on its figures, and on what they were measured."""
-    figures = Figures([results / f"{name}.csv" for name in table.results], table.ours)
+    """The lines of one of TABLES; below, notes on its figures, and on what they were measured.
+
+    No lines while a file is not there, or none of its figures.
+    """
+    if not are_there(table.results, results):
+        return ""
+    figures = Figures(files_of(table.results, results), table.ours)
     notes: dict[str, str] = {}
-    rows = []
+    rows: list[list[str]] = []
     for label, key in table.rows.items():
-        cells = [label]
+        cells = []
         for column in table.columns:
             case = column.case.format(key)
             values, marks = [], set()
             for cell in column.cells:
+                cell = replace(cell, provider=cell.provider.format(key))
                 text = shown(figures.find(case, cell.in_units_of_csv()), cell.unit)
                 if cell.named and text != "–":
                     text += f" ({table.names[figures.best(case, cell)]})"
@@ -174,12 +227,39 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
                     marks.add(notes.setdefault(note, mark))
             mark = "".join(f" {mark}" for mark in sorted(marks))
             known = set(values) != {"–"}
-            cells.append(column.template.format(*values) + mark if known else "–")
-        rows.append(" | ".join(cells))
-    heads = [table.heads, *(column.head for column in table.columns)]
+            cells.append((column.template.format(*values) if known else "–") + mark)
+        if set(cells) != {"–"}:
+            rows.append([label, *cells])
+    if not rows:
+        return ""
+    known = [{row[i] for row in rows} != {"–"} for i in range(len(table.columns) + 1)]
+    heads = [table.heads]
+    for column in table.columns:
+        heads.append(column.head.format(batch=figures.batch(column.case)))
+    lines = [" | ".join(itertools.compress(row, known)) for row in rows]
     below = [f"{mark} {note}." for note, mark in notes.items()]
-    files = ", ".join(f"`{name}.csv`" for name in table.results)
-    return _markdown(heads, rows, [*below, f"From {files}: {figures.stamps()}."])
+    below.append(_source(table.results, figures))
+    return _markdown([*itertools.compress(heads, known)], lines, below)
+
+
+def goals_table(goals: Goals, results: Path = RESULTS) -> str:
+    """The lines of one of GOALS: what was aimed at, and whether it was met; as above."""
+    if not are_there(goals.results, results):
+        return ""
+    figures = Figures(files_of(goals.results, results), "ours")
+    rows = []
+    for goal in goals.goals:
+        ratio = _ratio(figures.find(*goal.above), figures.find(*goal.below))
+        bound, failure = Decimal(goal.bound), figures.note(*goal.below)
+        measured, verdict = shown(ratio, ""), "not measured"
+        if ratio is not None:
+            verdict = "yes" if (ratio <= bound if goal.at_most else ratio >= bound) else "no"
+        elif failure == NO_MEMORY and not goal.at_most:
+            measured, verdict = f"the peer is {NO_MEMORY}", "yes"
+        aim = f"at {'most' if goal.at_most else 'least'} {bound}"
+        rows.append(" | ".join([goal.what, aim, measured, verdict]))
+    heads = ["what", "aim", "measured", "met"]
+    return _markdown(heads, rows, [_source(goals.results, figures)])
 
 
 def paths_table(module: str) -> str:
@@ -205,6 +285,21 @@ def paths_table(module: str) -> str:
     return _markdown(heads, rows, below)
 
 
+def files_of(results: Sequence[str], folder: Path = RESULTS) -> list[Path]:
+    """Files by their names without ``.csv``."""
+    return [folder / f"{name}.csv" for name in results]
+
+
+def are_there(results: Sequence[str], folder: Path = RESULTS) -> bool:
+    """Whether all these files are."""
+    return all(path.exists() for path in files_of(results, folder))
+
+
+def _source(results: Sequence[str], figures: Figures) -> str:
+    files = ", ".join(f"`{name}.csv`" for name in results)
+    return f"From {files}: {figures.stamps()}."
+
+
 def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
     """A table, and paragraphs below it."""
     head = " | ".join(heads)
@@ -215,33 +310,62 @@ def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
     return "\n".join(lines)
 
 
-def rewritten(text: str) -> str:
-    """A document with its tables made anew."""
+def table_of(name: str) -> str:
+    """The lines of a table, by what its place names."""
+    if name in TABLES:
+        return figures_table(TABLES[name])
+    return goals_table(GOALS[name]) if name in GOALS else paths_table(name)
 
-    def block(match: re.Match) -> str:
-        name = match["name"]
-        made = figures_table(TABLES[name]) if name in TABLES else paths_table(name)
-        return f"{match[1]}{made}\n{match[3]}"
 
-    return BLOCK.sub(block, text)
+def places(kind: str) -> re.Pattern:
+    """Finds the places of tables, or of plots, in a document."""
+    return re.compile(rf"(<!-- {kind}: (?P<name>\S+) -->\n).*?(<!-- end of {kind} -->)", re.DOTALL)
+
+
+def refill(
+    documents: Sequence[Path], kind: str, made: Callable[[str, Path], str], *, check: bool
+) -> list[Path]:
+    """Makes anew what stands in all places of a kind.
+
+    Args:
+        made: from the name of a place, and its document, to its lines; none if there are none.
+        check: whether nothing is written.
+
+    Returns:
+        The documents that were stale.
+    """
+    stale = []
+    for path in documents:
+
+        def place(match: re.Match, path: Path = path) -> str:
+            lines = made(match["name"], path)
+            return f"{match[1]}{lines}{chr(10) * bool(lines)}{match[3]}"
+
+        text = path.read_text()
+        new = places(kind).sub(place, text)
+        if new != text:
+            stale.append(path)
+            if not check:
+                path.write_text(new)
+    return stale
+
+
+def say(stale: Sequence[Path], command: str, *, check: bool) -> int:
+    """Names the files that were stale; 1 if they still are."""
+    for path in stale:
+        print(f"{path.name}: {f'stale; run python benchmarks/{command}' if check else 'new'}")
+    return int(check and bool(stale))
 
 
 def main(argv: list[str] | None = None, documents: Sequence[Path] = DOCUMENTS) -> int:
     """Rewrite the tables of ``documents``, or check them; 1 if one of those checked is stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a table is stale")
-    args = parser.parse_args(argv)
-    stale = []
-    for path in documents:
-        text = path.read_text()
-        new = rewritten(text)
-        if new != text:
-            stale.append(path)
-            if not args.check:
-                path.write_text(new)
-    for path in stale:
-        print(f"{path.name}: {'stale; run python benchmarks/tables.py' if args.check else 'new'}")
-    return int(args.check and bool(stale))
+    check = parser.parse_args(argv).check
+    stale = refill(
+        documents, "table", lambda name, document: table_of(name) or UNKNOWN, check=check
+    )
+    return say(stale, "tables.py", check=check)
 
 
 if __name__ == "__main__":

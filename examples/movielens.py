@@ -44,6 +44,17 @@ def read_movielens(directory: Path) -> InteractionLog:
     )
 
 
+def read_films(directory: Path) -> tuple[list[str], list[str]]:
+    """Titles and genres of `movies.dat`, such as `Toy Story (1995)` and `Comedy|Drama`, in the
+    order that the items of `read_movielens` count.
+
+    Raises:
+        DataError: as there.
+    """
+    films = _Table(directory, "movies.dat").columns
+    return list(films["Title"]), list(films["Genres"])
+
+
 def download_movielens(directory: Path) -> None:
     """Fetches the files into `directory`, unless they are there.
 

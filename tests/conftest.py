@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -112,6 +113,16 @@ def without_a_compiler(request, device, monkeypatch):
         if device.type != "cpu":
             pytest.skip("kernels are compiled")
         monkeypatch.setattr(extension, "library", lambda: None)
+
+
+@contextlib.contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """While it is open, what waits for the GPU raises ("error") or warns ("warn")."""
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def skip_unless_supported(case: Case, device: torch.device) -> None:

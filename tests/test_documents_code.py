@@ -12,7 +12,12 @@ from torchrec.pt2.utils import deregister_fake_classes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?P<before>[^\n]*)\n+ *```python\n(?P<code>.*?)^ *```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?P<before>[^\n]*)\n+ *```python\n(?P<code>.*?)^ *```$"
+    r"(?:\n\n```text\n(?P<printed>.*?)^```$)?",
+    re.M | re.S,
+)
+"""A block, the line above it, and what a block of text right below says that it prints."""
 NOT_RUN = "*Not run by the tests:"
 """How the line above a block begins that cannot run here; the rest of it says why."""
 
@@ -37,7 +42,7 @@ def alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem
 )
-def test_blocks_run(page, alone):
+def test_blocks_run(page, alone, capsys):
     torch.manual_seed(0)
     namespace = {"__name__": page.stem}
     text = page.read_text()
@@ -46,7 +51,10 @@ def test_blocks_run(page, alone):
             continue
         first_line = text.count("\n", 0, block.start("code"))
         code = "\n" * first_line + textwrap.dedent(block["code"])  # a traceback names the line
+        capsys.readouterr()
         exec(compile(code, page, "exec"), namespace)
+        if block["printed"] is not None:
+            assert capsys.readouterr().out == block["printed"]
 
 
 def test_few_blocks_are_not_run():

@@ -7,9 +7,9 @@ import pytest
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
-FAMILIES = {"target", "flash", "interaction", "selection"}
+FAMILIES = {"target", "flash", "interaction", "selection", "semantic_ids"}
 BELOW = {  # what the files of a folder may import, beside their own folder and what has none
-    "modules": {"ops", "serving"},
+    "modules": {"ops", "semantic_ids", "serving"},
     "ops": {"cpu", "kernels", "replay"},
     "replay": {"kernels"},
     "cpu": set(),

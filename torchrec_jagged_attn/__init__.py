@@ -24,6 +24,7 @@ from torchrec_jagged_attn.ops import (
 from torchrec_jagged_attn.semantic_ids import (
     DiscretePCA,
     SemanticIds,
+    VQFusion,
     jagged_target_attention_over_ids,
 )
 from torchrec_jagged_attn.serving import HistoryCache
@@ -77,6 +78,7 @@ __all__ = [
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
     "TimeEncoding",
+    "VQFusion",
     "array_jagged_bmm_jagged_out",
     "boost_weights",
     "embedding_bag_keys",

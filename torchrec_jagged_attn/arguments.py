@@ -80,7 +80,7 @@ class TargetArguments(NamedTuple):
 
     Attributes:
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
-        history: ``[N, D]`` or, with ``indices``, ``[U, D]``.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``; with ``num_levels``, of packed rows.
         indices: ``[N]``, of the rows of ``history``.
         row_scale: ``[N]`` or ``[U]``, where the rows of ``history`` are narrow.
         row_bias: likewise.
@@ -88,6 +88,7 @@ class TargetArguments(NamedTuple):
         row_format: one of ``ROW_FORMATS`` where rows are narrow, whose elements are then given as
             integers of a byte; else ``""``.
         score: one of ``SCORES``.
+        num_levels: of the digits that the history is packed in; 0 where its rows are numbers.
         for_backward: whether a gradient may be taken.
     """
 
@@ -107,6 +108,7 @@ class TargetArguments(NamedTuple):
     row_format: str
     scale: float
     score: str
+    num_levels: int
     for_backward: bool
 
     @property
@@ -239,7 +241,8 @@ class MultiHeadArguments(NamedTuple):
 
     Attributes:
         target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
-        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype; with
+            ``num_levels``, of packed rows.
         offsets: ``[B + 1]`` int32 or int64.
         query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
         indices: ``[N]``, of the rows of ``history``: keys and values are absorbed then.
@@ -263,6 +266,7 @@ class MultiHeadArguments(NamedTuple):
             keys and values in that of ``history``.
         keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
         score: one of ``SCORES``.
+        num_levels: see :class:`TargetArguments`. Keys and values are absorbed then.
         for_backward: whether a gradient may be taken.
     """
 
@@ -287,6 +291,7 @@ class MultiHeadArguments(NamedTuple):
     dtype: torch.dtype
     keys_and_values: str
     score: str
+    num_levels: int
     for_backward: bool
 
     @property
@@ -305,6 +310,18 @@ class MultiHeadArguments(NamedTuple):
     def embed_dim(self) -> int:
         """``E``, width of the output."""
         return (self.q_weight if self.out_weight is None else self.out_weight).shape[0]
+
+    @property
+    def row_dim(self) -> int:
+        """``D``, width of history rows; of digits, with the one after them."""
+        if self.num_levels and self.k_weight is not None:
+            return self.k_weight.shape[1]
+        return self.history.shape[1]
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What history rows are attended in; digits have no dtype of their own."""
+        return self.dtype if self.num_levels else self.history.dtype
 
     @property
     def head_dim(self) -> int:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from torchrec_jagged_attn.arguments import ACTIVATIONS, ROW_FORMATS, SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_byte
 
 __all__ = [
     "check_activation",
     "check_biases",
+    "check_digits",
     "check_float",
     "check_heads",
     "check_hidden_dims",
@@ -22,7 +24,11 @@ __all__ = [
     "check_indices_values",
     "check_int",
     "check_narrow_rows",
+    "check_num_levels",
+    "check_numbers",
     "check_offsets_metadata",
+    "check_packed",
+    "check_packed_values",
     "check_prior_weights",
     "check_prior_weights_values",
     "check_rows",
@@ -262,7 +268,8 @@ def check_narrow_rows(
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ROW_FORMATS)
     if row_scale is None:
         if history.dtype in ROW_FORMATS:
-            raise ValueError(f"row_scale must be given for history of {history.dtype}, got None")
+            missing = "row_scale or num_levels" if history.dtype == torch.uint8 else "row_scale"
+            raise ValueError(f"{missing} must be given for history of {history.dtype}, got None")
         if row_bias is not None:
             raise ValueError("row_bias must go with row_scale, got row_bias alone")
         return
@@ -279,6 +286,65 @@ def check_narrow_rows(
             raise ValueError(
                 f"{name} must not require a gradient where rows are narrow, got requires_grad=True"
             )
+
+
+def check_num_levels(num_levels: int) -> None:
+    """``num_levels`` of a digit must be odd, and few enough for a byte."""
+    if isinstance(num_levels, bool) or not isinstance(num_levels, int):
+        raise TypeError(f"num_levels must be an int, got {num_levels!r}")
+    if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
+        raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
+
+
+def check_digits(
+    history: Tensor,
+    width: int,
+    num_levels: int,
+    row_scale: Tensor | None,
+    row_bias: Tensor | None,
+) -> None:
+    """``history`` must be packed rows of digits, one fewer than the ``width`` of queries.
+
+    They have neither scales nor biases.
+    """
+    check_num_levels(num_levels)
+    for name, tensor in (("row_scale", row_scale), ("row_bias", row_bias)):
+        if tensor is not None:
+            raise ValueError(f"{name} must be None where num_levels is given, got a tensor")
+    if width < 2:
+        raise ValueError(
+            "query must have a width of at least 2, of digits and a one, where num_levels is "
+            f"given, got {width}"
+        )
+    check_packed(history, "history", width - 1, num_levels)
+
+
+def check_packed(packed: Tensor, name: str, num_digits: int, num_levels: int) -> None:
+    """``packed`` must be rows of bytes that hold so many digits."""
+    check_tensor(packed, name)
+    if packed.dtype != torch.uint8:
+        raise TypeError(f"{name} must be uint8, got {packed.dtype}")
+    num_bytes = bytes_of_digits(num_digits, num_levels)
+    check_shape(packed, name, "[N, num_bytes]", (None, num_bytes))
+
+
+def check_packed_values(packed: Tensor, name: str, num_levels: int) -> None:
+    """They must be bytes that digits have; skipped where reading would wait."""
+    most = num_levels ** digits_per_byte(num_levels) - 1
+    if should_validate(packed) and packed.numel() and packed.max() > most:
+        raise ValueError(f"{name} must be at most {most}, got {packed.max().item()}")
+
+
+def check_numbers(numbers: Tensor, name: str, count: int) -> None:
+    """``numbers`` must be int32 or int64, and from 0 to ``count - 1``; they are not read where that
+    would wait.
+    """
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+    if should_validate(numbers) and numbers.numel():
+        low, high = (int(x) for x in numbers.aminmax())
+        if low < 0 or high >= count:
+            raise ValueError(f"{name} must be 0 to {count - 1}, got {low} to {high}")
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:

@@ -33,7 +33,7 @@ from tests.processes import start_method
 ON_GPU = torch.cuda.is_available()
 CANNOT = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
 NO_GPU = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
-LAUNCHED = {name for name, provider in PROVIDERS.items() if not provider.replays}
+REPLAYED = {"ours", "ours-single-lookup", "ours-index-dedup", "ours-once", "ours-by-request"}
 
 
 def run(csv: Path, *options: str, status: int = 0) -> pd.DataFrame:
@@ -47,11 +47,12 @@ def test_each_provider_is_timed_or_refused(tmp_path, capsys):
     assert {*refused.index} == CANNOT
     assert refused["note"].notna().all()
     steps = frame[frame["metric"] == "time"].set_index("provider")
-    assert {*steps.index} == {*PROVIDERS} - CANNOT
+    of_samples = {name for name, provider in PROVIDERS.items() if provider.batches == "samples"}
+    assert {*steps.index} == of_samples - CANNOT
     assert (steps["p20"] > 0).all()
     assert (steps["p20"] <= steps["median"]).all()
     assert (steps["median"] <= steps["p80"]).all()
-    assert {*steps.index[steps["replays"] == 0]} == LAUNCHED
+    assert {*steps.index[steps["replays"] == 1]} == REPLAYED - CANNOT
     # As of all files from which the docs are made.
     assert (frame["median"] >= 0).all()
     assert frame[["gpu", "date"]].notna().all(axis=None)
@@ -226,6 +227,12 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
             assert all_losses[name] == pytest.approx(ours, abs=tolerance), name
         else:
             assert all_losses[name] != pytest.approx(ours, abs=tolerance), name
+
+
+def test_requests_of_several_candidates_have_more_providers():
+    parse = end_to_end.parse_args
+    assert parse(["--quick", "--candidates", "4"]).providers == [*PROVIDERS]
+    assert {*PROVIDERS}.difference(parse(["--quick"]).providers) == {"ours-once", "ours-by-request"}
 
 
 def test_losses_are_the_same_whatever_the_form_of_batches():
@@ -441,6 +448,7 @@ def test_a_size_that_cannot_be_trained_has_a_reason(monkeypatch):
         (["--rounds", "1"], "argument --rounds: must be an integer from 2 to 1000, got '1'"),
         (["--csv", "."], "argument --csv: must be a file, got the folder '.'"),
         (["--quick", "--candidates", "3"], "--candidates must divide the batch 16, got 3"),
+        (["--quick", "--candidate-features", "4"], "must be at most all 3 features, got 4"),
         pytest.param(["--cuda-graph"], "--cuda-graph needs a GPU, got none", marks=NO_GPU),
     ],
 )

@@ -14,7 +14,7 @@ from events import DataError
 
 
 def test_planted_relevance_is_worth_more_than_the_newest(tmp_path, capsys):
-    path = tmp_path / "figures.csv"
+    path = tmp_path / "new/figures.csv"
     arguments = ["--users", "250", "--events", "100", "--epochs", "4", "--budgets", "1", "0.25"]
     arguments += ["--seeds", "1", "--seconds", "0.01", "--batch-size", "256", "--csv", str(path)]
     assert event_selection.main(arguments) == 0
@@ -134,6 +134,7 @@ def test_events_must_convert():
     [
         (["--users", "0"], "--users must be at least 1, got 0"),
         (["--max-history", "0"], "--max-history must be at least 1, got 0"),
+        (["--csv", "."], "--csv: must be a file, got the folder '.'"),
         (["--width", "6"], "--width must be a multiple of 4, got 6"),
         (["--batch-size", "3"], "--batch-size must be even, got 3"),
         (["--noise", "2"], "--noise must be 0 to 1, got 2"),

@@ -7,19 +7,41 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+pytest.importorskip("torchrec")
+
+import model_specs
 import report
 import tables
 
+from tests.benchmarks import made_up_results
+
+OF_MODELS = {"end_to_end", "end_to_end_memory", "end_to_end_quality", "quality"}
+"""Files that :mod:`made_up_results` writes."""
+
+
+def plot_of(draw) -> report.Plot:
+    return next(plot for plot in report.PLOTS if plot.draw is draw)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with small files of the benchmarks of whole models, from which plots are drawn."""
+    made_up_results.write_all(tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    return tmp_path
+
 
 @pytest.mark.parametrize("plot", report.PLOTS, ids=report.name_of)
-def test_axes_and_stamp(plot):
+def test_axes_and_stamp(plot, request):
+    if OF_MODELS & {*plot.results}:
+        request.getfixturevalue("results")
     figure = report.drawn(plot)
     for ax in figure.axes:
         left_out = ax.get_yaxis().get_label_text() == "" and ax is not figure.axes[0]
         shared = left_out and ax.get_shared_y_axes().joined(ax, figure.axes[0])
         labels = ax.get_xlabel() + ax.get_ylabel()
         assert labels or shared
-        assert any(artist.get_visible() for artist in (*ax.lines, *ax.patches))
+        assert ax.lines or ax.patches
     stamp = figure.get_supxlabel().replace("\n", " ")
     assert stamp == report.figures_of(plot).stamps()
     assert "torch 2." in stamp
@@ -27,8 +49,7 @@ def test_axes_and_stamp(plot):
 
 
 def test_a_height_is_the_figure_of_the_csv():
-    plot = next(plot for plot in report.PLOTS if plot.draw is report.table1)
-    (ax,) = report.drawn(plot).axes
+    (ax,) = report.drawn(plot_of(report.table1)).axes
     ours, papers = ax.containers
     of_padded = tables.Figures([tables.RESULTS / "table1.csv"], "ours").find(
         "jagged_softmax-paper", report.Cell("padded", "forward", unit="× ours")
@@ -43,31 +64,102 @@ def test_a_missing_figure_leaves_a_gap(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(kept) == len(rows) - 1
     (tmp_path / "dlrm_step.csv").write_text("\n".join(kept))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    plot = next(plot for plot in report.PLOTS if plot.draw is report.dlrm_step)
+    plot = plot_of(report.dlrm_step)
     heights = [bar.get_height() for bar in report.drawn(plot).axes[0].containers[0]]
     assert heights[0] != heights[0]
     assert heights[1] > 0
 
 
 def test_stale_plots_are_named(tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert report.main([], tmp_path) == 0
-    assert report.main(["--check"], tmp_path) == 0
+    assert report.main([], tmp_path, []) == 0
+    assert report.main(["--check"], tmp_path, []) == 0
     for path in sorted(tmp_path.iterdir()):
         svg = path.read_text()
         assert ElementTree.fromstring(svg).tag.endswith("svg")
         assert report.INK not in svg
         assert "prefers-color-scheme: dark" in svg
     path = tmp_path / "table1.svg"
-    digest = next(report.digest(plot) for plot in report.PLOTS if plot.draw is report.table1)
+    digest = report.digest(plot_of(report.table1))
     path.write_text(path.read_text().replace(digest, "of other figures"))
     capsys.readouterr()
-    assert report.main(["--check"], tmp_path) == 1
+    assert report.main(["--check"], tmp_path, []) == 1
     assert capsys.readouterr().out.startswith("table1.svg: stale")
-    assert report.main([], tmp_path) == 0
-    assert report.main(["--check"], tmp_path) == 0
+    assert report.main([], tmp_path, []) == 0
+    assert report.main(["--check"], tmp_path, []) == 0
 
 
-def test_every_plot_is_in_the_docs():
-    shown = (tables.ROOT / "docs" / "benchmarks.md").read_text()
-    for plot in report.PLOTS:
-        assert f"![{plot.title}](plots/{report.name_of(plot)}.svg)" in shown
+def test_speed_is_to_that_of_sum_pooling_and_a_gap_says_why(results):
+    (ax,) = report.drawn(plot_of(report.end_to_end)).axes
+    of = {bars.get_label(): [bar.get_height() for bar in bars] for bars in ax.containers}
+    assert of["ours"] == pytest.approx([10 / 6.5] * 3, rel=1e-3)
+    padded = of["linear + padded SDPA"]
+    assert padded[:2] == pytest.approx([10 / 9.5] * 2, rel=1e-3)
+    assert padded[2] != padded[2]
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts.count("out of memory") == 2
+
+
+def test_parts_of_a_step_add_up(results):
+    figure = report.drawn(plot_of(report.end_to_end_parts))
+    assert [ax.get_title() for ax in figure.axes] == [
+        "200 events, 8,192 samples a GPU, one GPU",
+        "1,000 events, 8,192 samples a GPU, one GPU",
+        "200 events, 8,192 samples a GPU, 2 GPUs",
+    ]
+    for ax in figure.axes:
+        ends = [bar.get_x() + bar.get_width() for bar in ax.containers[-1]]
+        assert ends == pytest.approx([10 - i / 2 for i in range(12) if i != 2])
+
+
+def test_memory_in_gib(results):
+    (ax,) = report.drawn(plot_of(report.end_to_end_memory)).axes
+    assert [bar.get_height() for bar in ax.containers[0]] == [20, 20, 20]
+
+
+def test_what_fits_is_drawn_for_those_searched(results):
+    longest, _ = report.drawn(plot_of(report.end_to_end_largest)).axes
+    names = [label.get_text() for label in longest.get_yticklabels()]
+    widths = [bar.get_width() for bar in longest.containers[0]]
+    assert names == ["linear + padded SDPA", "linear + FlashAttention-2", "ours"]
+    assert widths == [1000, 2000, 3000]
+
+
+def test_curves_and_how_far_they_are_apart(results):
+    auc, apart, *_ = report.drawn(plot_of(report.end_to_end_quality)).axes
+    assert auc.lines[0].get_xdata().tolist() == [0.5, 1]
+    assert auc.lines[0].get_ydata().tolist() == [0.4, 0.8]
+    assert apart.lines[2].get_ydata() == pytest.approx([2e-4, 2e-4])
+
+
+def test_auc_has_its_standard_error(results):
+    ax, _ = report.drawn(plot_of(report.quality)).axes
+    points, _, (errors,) = ax.containers[0]
+    assert points.get_xdata()[0] == 0.7005
+    assert errors.get_segments()[0][:, 0] == pytest.approx([0.7, 0.701])
+    assert len(points.get_xdata()) == len(model_specs.POOLINGS)
+
+
+def test_a_plot_stands_where_a_document_asks_once_its_figures_are_there(
+    results, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(report, "PLOTS", [plot_of(report.end_to_end)])
+    page, plots = tmp_path / "docs" / "page.md", tmp_path / "plots"
+    page.parent.mkdir()
+    page.write_text("<!-- plot: end_to_end -->\n<!-- end of plot -->\n")
+    assert report.main(["--check"], plots, [page]) == 1
+    assert capsys.readouterr().out.startswith("end_to_end.svg: stale")
+    assert report.main([], plots, [page]) == 0
+    shown = "![Training speed of a whole model](../plots/end_to_end.svg)\n"
+    assert page.read_text() == f"<!-- plot: end_to_end -->\n{shown}<!-- end of plot -->\n"
+    assert report.main(["--check"], plots, [page]) == 0
+    (results / "end_to_end.csv").unlink()
+    assert report.main(["--check"], plots, [page]) == 1
+    assert report.main([], plots, [page]) == 0
+    assert page.read_text() == "<!-- plot: end_to_end -->\n<!-- end of plot -->\n"
+
+
+def test_every_plot_has_its_place():
+    text = "".join(path.read_text() for path in tables.DOCUMENTS)
+    found = [match["name"] for match in tables.places("plot").finditer(text)]
+    assert {*found} == {report.name_of(plot) for plot in report.PLOTS}
+    assert text.count("<!-- plot: ") == len(found)

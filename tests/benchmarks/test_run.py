@@ -513,6 +513,8 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
         "cpu-unit-64",
+        "cpu-events-200",
+        "cpu-events-200-newest",
         "cpu-self-200",
         "cpu-self-1k",
         *(f"cpu-1k-window-{window}" for window in ("all", 256, 64)),

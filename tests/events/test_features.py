@@ -65,6 +65,16 @@ def test_truncated_events_have_the_rows_that_they_had(device):
     torch.testing.assert_close(newest.values(), torch.cat(kept))
 
 
+def test_a_layer_of_another_dtype_than_lookups(device):
+    module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
+    events = make_events(device)
+    expected = module(events).values()
+    module.compression.double()
+    rows = module(events).values()
+    assert rows.dtype == torch.float64
+    torch.testing.assert_close(rows.float(), expected)
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_event(lengths, device):
     module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)

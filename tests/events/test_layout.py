@@ -95,7 +95,6 @@ def test_of_features_with_one_id_an_event(device):
     assert events.attributes.stride() == events.num_events == 3
     assert [x.tolist() for x in events.attributes["surface"].to_dense()] == [[20], [21], [22]]
     assert events.attributes["item"].weights().tolist() == [5, 6, 7]
-    assert events.layout().sample_ids().tolist() == [0, 0, 1]
     with pytest.raises(ValueError, match=r"features must have the keys \['place'\], got"):
         Events.of_features(features, ["place"])
     with pytest.raises(ValueError, match=r"keys must be some, got \[\]"):

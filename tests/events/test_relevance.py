@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchrec_jagged_attn import Relevance, rank_attributes, segment_sessions
+from torchrec_jagged_attn import Relevance, boost_weights, rank_attributes, segment_sessions
 
 PLANTED = torch.tensor([[-4.0, 1.0], [-2.0, 0.0], [-1.0, 0.5]])  # a and b of each surface
 
@@ -124,6 +124,11 @@ def test_odd_dwell_times():
     assert relevance.counts.sum() == 2005
 
 
+def test_probabilities_have_no_gradient():
+    dwell, surface, _ = draw_events(5)
+    assert not Relevance(len(PLANTED))(dwell.requires_grad_(), surface).requires_grad
+
+
 def test_state_goes_into_another():
     relevance = fitted(*draw_events(2000))
     other = Relevance(len(PLANTED))
@@ -201,12 +206,15 @@ def test_never_waits_for_the_device():
     dwell, surface, converted = (x.cuda() for x in draw_events(1000))
     relevance = Relevance(len(PLANTED), device="cuda")
     offsets = torch.tensor([0, 400, 1000], device="cuda")
+    factors = torch.tensor([1.0, 2.0], device="cuda")
 
     def call():
         relevance.update(dwell, surface, converted)
         relevance.fit()
         scores = relevance(dwell, surface)
-        segment_sessions(scores, offsets, dwell.cumsum(0), gap=10, threshold=0.5)
+        times = dwell.cumsum(0)
+        segments = segment_sessions(scores, offsets, times, gap=10, threshold=0.5)
+        boost_weights(scores, segments=segments, factors=factors)
 
     call()
     torch.cuda.set_sync_debug_mode("error")

@@ -373,6 +373,18 @@ def test_wrong_histories_are_named():
             ValueError,
             r"segments must have shape \[N\] = \[2\], got \[3\]",
         ),
+        (
+            torch.ones(2),
+            {"segments": torch.tensor([-1, 0]), "factors": torch.ones(2)},
+            ValueError,
+            "segments must be 0 to 1, got -1 to 0",
+        ),
+        (
+            torch.ones(2),
+            {"segments": torch.tensor([True, False]), "factors": torch.ones(2)},
+            TypeError,
+            r"segments must be int32 or int64, got torch\.bool",
+        ),
     ],
 )
 def test_wrong_boosts_are_named(relevance, options, error, message):

@@ -31,6 +31,7 @@ from triton.runtime import JITFunction, driver
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
+    SemanticIds,
     devices,
     jagged_activation_unit,
     jagged_dense_add,
@@ -152,6 +153,26 @@ def target_weights(dtype: torch.dtype, biased: bool = False, score: Any = "softm
     biases.pop("row_dropout", None)
     query, history = zeros(4, 2, 4, 32, dtype=dtype), zeros(N, 32, dtype=dtype)
     jagged_target_attention_weights(query, history, OFFSETS, score=score, **biases)
+
+
+def digits(
+    dtype: torch.dtype,
+    width: int = 26,
+    biased: bool = False,
+    num_levels: int = 3,
+    num_targets: int = 1,
+    dropout: float = 0.0,
+) -> None:
+    """Into bytes and out of them, and attention over them."""
+    ids = SemanticIds(width - 1, num_levels)
+    ids.pack(torch.zeros(N, ids.num_digits, dtype=torch.int8))
+    packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
+    ids.unpack(packed)
+    biases = tables(4) if biased else {}
+    jagged_target_attention(
+        zeros(4, num_targets, 4, width, dtype=dtype), packed, OFFSETS, num_levels=num_levels,
+        dropout=dropout, **biases,
+    ).sum().backward()  # fmt: skip
 
 
 def flash(
@@ -291,6 +312,19 @@ CASES = {
     "narrow rows, general, fp32": Case(
         (90,), "general", lambda: target(2, FP32, 64, of_byte=torch.uint8)
     ),
+    "digits": Case((80, 90), "", lambda: digits(BF16)),
+    "digits, fp32, biased": Case((80, 90), "target", lambda: digits(FP32, biased=True)),
+    "digits, general, fp32": Case(
+        (80, 90), "general", lambda: digits(FP32, 129, biased=True, num_targets=3)
+    ),
+    "digits, few warps, biased": Case(
+        (90,), "few_warps", lambda: digits(BF16, biased=True, num_targets=5)
+    ),
+    "digits, few warps, fp32": Case((90,), "few_warps", lambda: digits(FP32, 128, num_targets=8)),
+    "digits, wide": Case((90,), "target", lambda: digits(BF16, 250, num_levels=15)),
+    "digits, general, wide, dropout": Case(
+        (90,), "general", lambda: digits(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)
+    ),
     "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
     "weights of target attention, biased": Case(
         (80, 90), "weights", lambda: target_weights(BF16, biased=True)
@@ -349,6 +383,7 @@ TYPES = {  # of parameters in PTX
 FITS = {
     "one warp",
     "one warp, SiLU",
+    "digits",
     "rows by index, one warp",
     "narrow rows, one warp",
     "narrow rows by index, one warp",

@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from tests.conftest import sync_debug_mode
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -879,12 +880,9 @@ def check_that_nothing_waits(scenario: Scenario, batch: Batch) -> None:
         bags = collection.embedding_bag_collection(features)
         bags = KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().detach())
     for mode in ("default", "error"):  # the first time, kernels are compiled
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+        with sync_debug_mode(mode):
             pooled = collection.pooling(features, sequences, bags).values()
             pooled.backward(torch.ones_like(pooled))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def peer_encoders(layers: nn.Module, width: int, dtype: torch.dtype) -> list[nn.Module]:

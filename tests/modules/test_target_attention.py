@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
@@ -1457,6 +1457,7 @@ def op_arguments(
         "dtype": torch.float32,
         "keys_and_values": keys_and_values,
         "score": "softmax",
+        "num_levels": 0,
         "for_backward": True,
     }
 
@@ -1557,11 +1558,8 @@ def run_on_cuda(request, road):
 
 @pytest.mark.gpu
 def test_never_waits_for_the_device(run_on_cuda):
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         run_on_cuda()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

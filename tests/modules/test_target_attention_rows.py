@@ -120,7 +120,18 @@ def test_no_place(lengths, num_rows, name, device):
     assert torch.all(results["history"] == 0)
 
 
-@pytest.mark.parametrize("num_targets", [2, 40])
+def test_a_row_in_many_places(device):
+    """Its gradient is a sum of more numbers than 16 bits could add up one by one."""
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS["explicit-rows"])
+    inputs = by_index(module, device, torch.float16, lengths=[3000])
+    inputs["indices"] = NAMED[torch.arange(3000) % 2].to(device)
+    ours, plain = (
+        functools.partial(function, module) for function in (attend, of_copies(attend_by_sample))
+    )
+    assert_matches_oracle(ours, plain, plain, inputs)
+
+
+@pytest.mark.parametrize("num_targets", [2, 16])
 def test_many_targets_take_explicit_keys_and_values(num_targets, device):
     """To the bit what that option gives."""
     results = {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
 from torchrec_jagged_attn.kernels.flash import attention as kernels
@@ -942,11 +942,8 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
         return outputs_and_gradients(attend, inputs, grad_out)
 
     run()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = run()

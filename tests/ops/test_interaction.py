@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from tests.ops.test_registration import Recorder
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -528,11 +528,8 @@ def test_never_waits_for_the_device(name):
     inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")
     grad_out = torch.randn_like(OPS[name].oracle(**inputs))
     outputs_and_gradients(function_of(name), inputs, grad_out)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         outputs_and_gradients(function_of(name), inputs, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -544,11 +541,8 @@ def test_waits_once_where_a_size_is_not_told(name, size, recwarn):
     inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")
     function_of(name)(**inputs)  # compiles
     del inputs[size]
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
+    with sync_debug_mode("warn"):
         function_of(name)(**inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in recwarn if "called a synchronizing" in str(w.message)]) == 1
 
 

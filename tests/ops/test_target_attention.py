@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -575,7 +575,7 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
 def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
     tensors = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 4, inputs["bias"]
-    arguments = (*tensors, *[None] * 5, "", 0.25, "softmax", False)
+    arguments = (*tensors, *[None] * 5, "", 0.25, "softmax", 0, False)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
     torch.library.opcheck(op, arguments)
     inputs["query"].requires_grad_()
@@ -609,6 +609,7 @@ def test_opcheck(device, jagged, prior):
         "",  # row_format
         0.25,
         "softmax",
+        0,  # num_levels
         True,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
@@ -744,11 +745,8 @@ def test_more_elements_than_int32_counts():
 def test_never_waits_for_the_device(num_targets, dtype, shared):
     inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

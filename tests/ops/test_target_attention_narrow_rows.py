@@ -273,7 +273,7 @@ def test_opcheck(make, row_format, device):
     tensors = arguments_of_op(inputs, rows, device)
     torch.library.opcheck(
         torch.ops.torchrec_jagged_attn.target_attention.default,
-        (*tensors, row_format, 0.25, "softmax", True),
+        (*tensors, row_format, 0.25, "softmax", 0, True),
     )
 
 
@@ -302,7 +302,7 @@ def test_rows_have_no_gradient(device):
     scale = rows["row_scale"].requires_grad_()
     tensors = arguments_of_op(inputs, rows, device)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    op(*tensors, "int8", 0.25, "softmax", True)[0].sum().backward()
+    op(*tensors, "int8", 0.25, "softmax", 0, True)[0].sum().backward()
     assert inputs["query"].grad is not None
     assert scale.grad is None
 

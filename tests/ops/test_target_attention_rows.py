@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import draw_prior_weights, inputs_of
@@ -287,6 +287,7 @@ def test_opcheck(jagged, index_dtype, device):
         "",  # row_format
         0.25,
         "softmax",
+        0,  # num_levels
         True,
     )
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
@@ -358,11 +359,8 @@ def test_never_waits_for_the_device(num_targets, dtype):
     inputs = by_index([3, 60, 7, 30], "cuda", dtype, num_targets=num_targets)
     grad_out = torch.randn_like(inputs["query"])
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

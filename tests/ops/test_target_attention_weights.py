@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import draw_prior_weights, inputs_of
 from torchrec_jagged_attn import jagged_target_attention, jagged_target_attention_weights
 from torchrec_jagged_attn.testing import (
@@ -203,11 +203,8 @@ def test_compiles_once_for_all_batches(device):
 def test_never_waits_for_the_device():
     inputs = inputs_of([30, 0, 700], "cuda", num_targets=9)
     jagged_target_attention_weights(**inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         jagged_target_attention_weights(**inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

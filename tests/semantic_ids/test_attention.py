@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
+from tests.conftest import sync_debug_mode
 from torchrec_jagged_attn import DiscretePCA, SemanticIds, jagged_target_attention_over_ids
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.testing import (
@@ -160,11 +161,8 @@ def test_compiled_once_for_changing_lengths(device):
 def test_never_waits_for_the_device():
     inputs = inputs_of([30, 0, 700], "cuda")
     jagged_target_attention_over_ids(**inputs)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         jagged_target_attention_over_ids(**inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torchrec_jagged_attn.arguments import (
     TargetOutputs,
 )
 from torchrec_jagged_attn.cpu import attention
+from torchrec_jagged_attn.cpu.digits import rows_of_digits
 
 __all__ = ["backward", "forward", "weights"]
 
@@ -42,7 +43,7 @@ def backward(
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
     Those of the bias and of the history are made whether they are asked for or not; but that of
-    narrow rows is ``None``.
+    rows of digits, or of narrow rows, is ``None``.
     """
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
@@ -61,7 +62,7 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True)
     return TargetGradients(
         query=grad_query.to(args.query.dtype),
-        history=None if args.row_scale is not None else grad_rows.to(rows.dtype),
+        history=grad_rows.to(rows.dtype) if rows is args.history else None,
         bias=grads.bias,
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
@@ -77,11 +78,14 @@ def weights(args: TargetArguments) -> Tensor:
 def _rows_of(args: TargetArguments) -> tuple[Tensor, Tensor | None]:
     """The rows of the history, and the indices that they are read by, if they are.
 
-    Narrow rows are made wide, in the dtype that is computed in: of those that indices name, a copy
-    in the order of their places.
+    Rows of digits are made of their bytes. Narrow rows are made wide, in the dtype that is computed
+    in: of those that indices name, a copy in the order of their places.
     """
-    history, indices = args.history, args.indices
+    history, indices, query = args.history, args.indices, args.query
     scale, bias = args.row_scale, args.row_bias
+    if args.num_levels:
+        rows = rows_of_digits(history, query.shape[-1], args.num_levels, query.dtype)
+        return rows, indices
     if scale is None:
         return history, indices
     if indices is not None:
@@ -89,7 +93,7 @@ def _rows_of(args: TargetArguments) -> tuple[Tensor, Tensor | None]:
         bias = None if bias is None else bias.index_select(0, indices)
     if args.row_format == "e4m3":
         history = history.view(torch.float8_e4m3fn)
-    dtype = attention.compute_dtype(args.query)
+    dtype = attention.compute_dtype(query)
     rows = history.to(dtype) * scale.to(dtype).unsqueeze(1)
     return rows if bias is None else rows + bias.to(dtype).unsqueeze(1), None
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import check_float, check_same, check_shape
+from torchrec_jagged_attn.checks import check_float, check_numbers, check_same, check_shape
 from torchrec_jagged_attn.events.selection import check_events, replace_rows
 
 __all__ = ["EventBoosting", "boost_weights"]
@@ -29,7 +29,7 @@ def boost_weights(
     Args:
         relevance: ``[N]``, not negative, as :class:`Relevance` gives.
         strength: ``s``, at least 0: with 0, relevance does not count.
-        segments: ``[N]`` integers in 0…G - 1, such as those of :func:`segment_sessions`.
+        segments: ``[N]`` int32 or int64, 0 to G - 1, such as those of :func:`segment_sessions`.
         factors: ``[G]``, not negative: what events of each segment count.
 
     Returns:
@@ -37,8 +37,9 @@ def boost_weights(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or a device does not fit, ``strength`` is negative, or one of
-            ``segments`` and ``factors`` is missing.
+        ValueError: a shape or a device does not fit, ``strength`` is negative, one of ``segments``
+            and ``factors`` is missing, or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a segment is none of 0 to G - 1.
 
     Example:
         >>> segments, factors = torch.tensor([0, 1, 1]), torch.tensor([1.0, 4.0])
@@ -58,6 +59,7 @@ def boost_weights(
     check_shape(segments, "segments", "[N]", (relevance.shape[0],))
     check_shape(factors, "factors", "[G]", (None,))
     check_same(relevance, "relevance", dtype=False, segments=segments, factors=factors)
+    check_numbers(segments, "segments", factors.shape[0])
     return weights * factors[segments].to(weights.dtype)
 
 

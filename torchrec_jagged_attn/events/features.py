@@ -147,10 +147,11 @@ class EventBasedFeature(nn.Module):
             ValueError: there is no event at all, which TorchRec's lookups do not take.
         """
         _check(events)
-        rows = self.embedding_bag_collection(events.attributes).values()
+        dtype = self.compression.weight.dtype  # lookups may give another
+        rows = self.embedding_bag_collection(events.attributes).values().to(dtype)
         if self.time_encoding is not None:
             times = self.time_encoding(events.timestamps, events.offsets)
-            rows = torch.cat([rows, times.to(rows.dtype)], 1)
+            rows = torch.cat([rows, times.to(dtype)], 1)
         return JaggedTensor(self.compression(rows), offsets=events.offsets)
 
 

@@ -15,7 +15,6 @@ from torchrec_jagged_attn.checks import (
     check_timestamps,
 )
 from torchrec_jagged_attn.events.selection import check_events
-from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows
 
 __all__ = ["Events"]
@@ -136,10 +135,6 @@ class Events:
     def num_events(self) -> int:
         """``E``, of all users."""
         return self.attributes.stride()
-
-    def layout(self) -> JaggedLayout:
-        """The outer layout: which events each user has."""
-        return JaggedLayout(self.offsets, self.num_events)
 
     def select(
         self,

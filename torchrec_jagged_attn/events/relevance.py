@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torchrec_jagged_attn.checks import check_same, check_shape, check_tensor, should_validate
+from torchrec_jagged_attn.checks import (
+    check_int,
+    check_numbers,
+    check_same,
+    check_shape,
+    check_tensor,
+)
 
 __all__ = ["Relevance", "rank_attributes"]
 
@@ -67,11 +73,8 @@ class Relevance(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("num_surfaces", num_surfaces), ("num_bins", num_bins)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_int(num_surfaces, "num_surfaces", 1)
+        check_int(num_bins, "num_bins", 1)
         for name, number in (("max_dwell", max_dwell), ("prior", prior)):
             if not 0 < number < math.inf:
                 raise ValueError(f"{name} must be positive and finite, got {number}")
@@ -114,6 +117,7 @@ class Relevance(nn.Module):
         of_each = _newton(x, counts, of_all.expand(self.num_surfaces, -1), self.prior)
         self.coefficients.copy_(of_each)
 
+    @torch.no_grad()
     def forward(self, dwell: Tensor, surface: Tensor) -> Tensor:
         """The probability of each event to convert, ``[N]`` fp32; without a gradient.
 
@@ -149,15 +153,8 @@ class Relevance(nn.Module):
     def _check(self, dwell: Tensor, surface: Tensor) -> None:
         check_shape(dwell, "dwell", "[N]", (None,))
         check_shape(surface, "surface", "[N]", (dwell.shape[0],))
-        if surface.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"surface must be int32 or int64, got {surface.dtype}")
         check_same(self.counts, "this module", dtype=False, dwell=dwell, surface=surface)
-        if should_validate(surface) and surface.numel():
-            low, high = (int(x) for x in surface.aminmax())
-            if low < 0 or high >= self.num_surfaces:
-                raise ValueError(
-                    f"surface must be 0 to {self.num_surfaces - 1}, got {low} to {high}"
-                )
+        check_numbers(surface, "surface", self.num_surfaces)
 
     def _log_dwell(self, dwell: Tensor) -> Tensor:
         """In fp32, of no more than the longest dwell time."""

@@ -44,11 +44,12 @@ def check_features(
     features: KeyedJaggedTensor,
     num_embeddings: dict[str, int],
     timestamps: list[str],
+    codes: list[str],
     is_weighted: bool,
     is_sharded: bool,
 ) -> None:
-    """``features`` must have each key of ``num_embeddings``, with ids below its number, and of
-    ``timestamps``.
+    """``features`` must have each key of ``num_embeddings``, with ids below its number, of
+    ``timestamps``, and of ``codes``.
     """
     keys = features.keys()
     known = set(keys)
@@ -56,6 +57,8 @@ def check_features(
         raise ValueError(f"features must have the keys {missing}, got {keys}")
     if missing := [name for name in timestamps if name not in known]:
         raise ValueError(f"features must have the timestamps {missing}, got {keys}")
+    if missing := [name for name in codes if name not in known]:
+        raise ValueError(f"features must have the history_codes {missing}, got {keys}")
     if is_weighted and features.weights_or_none() is None:
         raise ValueError("features must have weights for is_weighted=True, got none")
     if not is_weighted and features.weights_or_none() is not None:

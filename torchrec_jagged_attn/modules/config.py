@@ -8,13 +8,18 @@ from typing import Literal
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.checks import check_window
+from torchrec_jagged_attn.modules.target_attention import check_codes
+from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 __all__ = [
     "TargetAttentionConfig",
     "check_configs",
     "find_feature",
+    "ids_of_codes",
     "keys_of_candidates",
     "keys_of_history",
+    "looked_up",
 ]
 
 
@@ -61,6 +66,13 @@ class TargetAttentionConfig:
             encoder layers, too; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
+        history_codes: how the history comes packed in digits, if it does, as in
+            :class:`JaggedTargetAttention`: a :class:`DiscretePCA`, fitted, whose basis is fixed or,
+            if it is trainable, learned further; or :class:`SemanticIds`, whose digits are the rows.
+            The history then needs no table and no lookup: its values are int64 of
+            :meth:`SemanticIds.to_words`, and it has a feature for each word. They are put out under
+            the key of the first, after those of tables. ``embedding_bag_configs`` of the collection
+            has it, too, as if a table of one row had it: a DLRM finds it. Without encoder layers.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
             timestamps and weights. Older rows are dropped before the lookups, also for another
             table that pools the same feature. A training pipeline overlaps this, and the lookups,
@@ -89,6 +101,7 @@ class TargetAttentionConfig:
     dropout: float = 0.0
     hidden_dims: tuple[int, int] = (80, 40)
     activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
+    history_codes: DiscretePCA | SemanticIds | None = None
 
     @property
     def targets(self) -> list[str]:
@@ -99,6 +112,12 @@ class TargetAttentionConfig:
     def histories(self) -> list[str]:
         """The history features, always as a list."""
         return [self.history] if isinstance(self.history, str) else list(self.history)
+
+
+def ids_of_codes(config: TargetAttentionConfig) -> SemanticIds | None:
+    """How the history is packed, if it is."""
+    codes = config.history_codes
+    return codes.ids if isinstance(codes, DiscretePCA) else codes
 
 
 def find_feature(
@@ -153,9 +172,19 @@ def check_configs(
         find_feature("target", name, tables)[1] for config in attentions for name in config.targets
     }
     histories = [
-        find_feature("history", name, tables) for config in attentions for name in config.histories
+        find_feature("history", name, tables)
+        for config in attentions
+        if config.history_codes is None
+        for name in config.histories
     ]
-    if repeated := _repeated(f"{feature}@{table.name}" for table, feature in histories):
+    codes = [
+        name
+        for config in attentions
+        if config.history_codes is not None
+        for name in config.histories
+    ]
+    names = [*(f"{feature}@{table.name}" for table, feature in histories), *codes]
+    if repeated := _repeated(names):
         raise ValueError(f"history must be attended once, got {repeated} more than once")
     if both := sorted(targets & {feature for _, feature in histories}):
         raise ValueError(f"target must be no history of any attention, got {both}")
@@ -167,7 +196,7 @@ def check_configs(
 def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
     features = {
         name: find_feature(argument, name, tables)[0].embedding_dim
-        for argument, names in (("target", config.targets), ("history", config.histories))
+        for argument, names in (("target", config.targets), ("history", looked_up(config)))
         for name in names
     }
     if wrong := {name: width for name, width in features.items() if width % 4 != 0}:
@@ -175,7 +204,11 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
             "tables that hold a target or a history must have an embedding_dim that is a multiple "
             f"of 4, got {wrong}"
         )
-    embed_dim = sum(features[name] for name in config.histories)
+    if config.history_codes is None:
+        embed_dim = sum(features[name] for name in config.histories)
+    else:
+        embed_dim = check_codes(config.history_codes, None)
+        _check_over_codes(config, tables)
     if config.num_heads < 1 or embed_dim % config.num_heads != 0:
         raise ValueError(
             f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
@@ -206,6 +239,31 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         )
 
 
+def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
+    """Histories of codes have no table, and a feature for each of their words."""
+    for table in tables:
+        if held := sorted({*config.histories} & {*table.feature_names}):
+            raise ValueError(
+                f"history must have no table where it comes as history_codes, got {held} of table "
+                f"{table.name!r}"
+            )
+    ids = ids_of_codes(config)
+    if ids is not None and len(config.histories) != ids.num_words:
+        raise ValueError(
+            f"history must name a feature for each of the {ids.num_words} words of history_codes, "
+            f"got {config.history!r}"
+        )
+    if config.encoder_layers:
+        raise ValueError(
+            f"encoder_layers must be 0 with history_codes, got {config.encoder_layers}"
+        )
+
+
+def looked_up(config: TargetAttentionConfig) -> list[str]:
+    """The history features that have tables."""
+    return config.histories if config.history_codes is None else []
+
+
 def _check_max_history(
     tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
 ) -> None:
@@ -222,7 +280,8 @@ def _check_max_history(
 
 def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> list[str]:
     """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
-    keys = [find_feature("history", name, tables)[1] for name in config.histories]
+    keys = [find_feature("history", name, tables)[1] for name in looked_up(config)]
+    keys = keys or config.histories
     return keys if config.timestamps is None else [*keys, config.timestamps]
 
 
@@ -262,7 +321,7 @@ def keys_of_candidates(
         )
     targets, histories = (
         [find_feature(argument, name, tables)[1] for config in attentions for name in of(config)]
-        for argument, of in (("target", lambda x: x.targets), ("history", lambda x: x.histories))
+        for argument, of in (("target", lambda x: x.targets), ("history", looked_up))
     )
     if both := [name for name in candidate_features if name in histories]:
         raise ValueError(f"candidate_features must be no history of any attention, got {both}")

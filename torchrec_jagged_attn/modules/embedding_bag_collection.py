@@ -19,11 +19,13 @@ from torchrec_jagged_attn.modules.config import (
     find_feature,
     keys_of_candidates,
     keys_of_history,
+    looked_up,
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
+from torchrec_jagged_attn.modules.target_attention import check_codes
 from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionEmbeddingBagCollection"]
@@ -142,7 +144,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         by_row = {
             table.name: table.embedding_dim
             for config in attentions
-            for argument, names in (("target", config.targets), ("history", config.histories))
+            for argument, names in (("target", config.targets), ("history", looked_up(config)))
             for table, _ in (find_feature(argument, name, tables) for name in names)
         }
         by_row |= {
@@ -171,6 +173,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         ]
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._timestamps = [config.timestamps for config in attentions if config.timestamps]
+        self._codes = [
+            name
+            for config in attentions
+            if config.history_codes is not None
+            for name in config.histories
+        ]
         self._num_embeddings: dict[str, int] = {}
         for table in tables:
             # Of a virtual table, any id is one.
@@ -195,6 +203,16 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self.embedding_bag_collection = (
             EmbeddingBagCollection(bag_tables, is_weighted, device) if bag_tables else None
         )
+        self._tables_of_codes = [
+            EmbeddingBagConfig(
+                name=config.histories[0],
+                embedding_dim=check_codes(config.history_codes, None),
+                num_embeddings=1,
+                feature_names=config.histories[:1],
+            )
+            for config in attentions
+            if config.history_codes is not None
+        ]
         self.pooling = TargetAttentionPooling(
             tables, list(by_width.values()), bag_tables, attentions, is_weighted, keys, device
         )
@@ -251,14 +269,15 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         """Embed and pool ``features``.
 
         Args:
-            features: with all features of the tables and all timestamps, in any order, and with
+            features: with all features of the tables, timestamps and codes, in any order, and with
                 weights if and only if ``is_weighted``. With sharded tables, keys may differ in
                 batch size and have ``inverse_indices``: a user's history is then sent and looked up
                 once for all samples that have it, and read where its rows lie.
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
-            those of ``user_column``. With ``candidates="jagged"``, ``[ΣT, sum of widths]``.
+            those of histories of codes and of ``user_column``. With ``candidates="jagged"``, ``[ΣT,
+            sum of widths]``.
 
         Raises:
             ValueError: a feature or timestamps are missing, a target without exactly one id in each
@@ -280,6 +299,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             features,
             self._num_embeddings,
             self._timestamps,
+            self._codes,
             self._is_weighted,
             self._weights_fp32,
             check_sharded(self._lookups()),
@@ -299,6 +319,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     def check_cacheable(self) -> None:
         """Histories must be such that a :class:`HistoryCache` holds all that is read of them."""
+        if self._codes:
+            raise NotImplementedError(
+                "collection must have no history_codes to take histories from a cache, which keeps "
+                f"rows, got those of {self._codes}"
+            )
         num_attentions = len(self.pooling.attentions)
         if num_attentions != 1 or self._timestamps or self._is_weighted:
             raise NotImplementedError(
@@ -326,8 +351,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return keys
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """All tables, as EmbeddingBagCollection gives them."""
-        return self._tables
+        """All tables, as EmbeddingBagCollection gives them; then, for each history of codes, as if
+        a table of one row had it.
+        """
+        return self._tables + self._tables_of_codes
 
     def is_weighted(self) -> bool:
         """Whether batches have weights."""
@@ -370,11 +397,12 @@ def _check_features(
     features: KeyedJaggedTensor,
     num_embeddings: dict[str, int],
     timestamps: list[str],
+    codes: list[str],
     is_weighted: bool,
     weights_fp32: list[str],
     is_sharded: bool,
 ) -> None:
     if not is_scripting():
-        check_features(features, num_embeddings, timestamps, is_weighted, is_sharded)
+        check_features(features, num_embeddings, timestamps, codes, is_weighted, is_sharded)
         if is_weighted and weights_fp32 and not is_sharded:
             check_pooled_weights(features.weights(), weights_fp32)

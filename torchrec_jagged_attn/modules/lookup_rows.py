@@ -29,8 +29,8 @@ def take_rows(
 
     Returns:
         The sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys of
-        the lookup. Others are as TorchRec has them, but that their copies have a gradient on a CPU,
-        too; and so are all, where TorchRec would make no copy.
+        the lookup. Others are as TorchRec has them, but their copies have a gradient on a CPU, too.
+        Where TorchRec would make no copy: ``sequences`` as they are, and no indices.
 
     Raises:
         NotImplementedError: somebody has waited for copies that have no gradient.
@@ -65,7 +65,7 @@ def take_rows(
 
 
 def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
-    """Whether rows come to be copied, and nobody waited for that, or asks for the copies."""
+    """Whether TorchRec is yet to copy rows, and no callback is to be given the copies."""
     context = sequences._ctx
     is_copied = sequences._result is not None or bool(sequences.callbacks)
     if is_copied and context.seq_vbe_ctx and torch.is_grad_enabled():

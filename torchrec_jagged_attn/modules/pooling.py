@@ -17,10 +17,15 @@ from torchrec_jagged_attn.modules.batch_checks import (
     check_single_rows,
     of_each_sample,
 )
-from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature
+from torchrec_jagged_attn.modules.config import (
+    TargetAttentionConfig,
+    find_feature,
+    ids_of_codes,
+    looked_up,
+)
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
-from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
+from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention, check_codes
 from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionPooling"]
@@ -61,13 +66,16 @@ class TargetAttentionPooling(nn.Module):
             for table in tables
             for name in table.feature_names
         }
+        for config in attentions:
+            if config.history_codes is not None:
+                widths[config.histories[0]] = check_codes(config.history_codes, None)
         self._is_weighted, self._is_of_requests = is_weighted, bool(candidates)
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         self._num_lookups = len(sequence_tables)
         for attention in self._attentions:
             if attention.user_key is not None:
                 _check_is_new(attention.user_key, widths)
-                widths[attention.user_key] = _width(attention.histories)
+                widths[attention.user_key] = attention.width
         self._keys, self._widths = list(widths), list(widths.values())
         targets = {
             source.key: source for attention in self._attentions for source in attention.targets
@@ -88,7 +96,7 @@ class TargetAttentionPooling(nn.Module):
         # The keys of the tensors that forward makes, in its order.
         of_candidates = [
             *([source.key] for source in self._targets),
-            *([x.key for x in attention.histories] for attention in self._attentions),
+            *(attention.keys for attention in self._attentions),
         ]
         of_samples = [
             *([source.key for source in part] for part, _ in self._pooled),
@@ -104,7 +112,7 @@ class TargetAttentionPooling(nn.Module):
             nn.Sequential(
                 *(
                     HistoryEncoderLayer(
-                        _width(attention.histories),
+                        attention.width,
                         config.num_heads,
                         causal=config.encoder_causal,
                         window=config.encoder_window,
@@ -120,7 +128,7 @@ class TargetAttentionPooling(nn.Module):
         )
         self.attentions = nn.ModuleList(
             JaggedTargetAttention(
-                _width(attention.histories),
+                attention.width,
                 config.num_heads,
                 target_dim=_width(attention.targets),
                 recency_bias=config.recency_bias,
@@ -130,6 +138,7 @@ class TargetAttentionPooling(nn.Module):
                 value_projection=config.value_projection,
                 row_dropout=config.row_dropout,
                 dropout=config.dropout,
+                history_codes=config.history_codes,
                 hidden_dims=config.hidden_dims,
                 activation=config.activation,
                 device=device,
@@ -177,11 +186,15 @@ class TargetAttentionPooling(nn.Module):
         for attention, layers, attend in zip(
             self._attentions, self.encoders, self.attentions, strict=True
         ):
-            keys = [x.feature for x in attention.histories]
-            history = places = _side_by_side([x.rows(sequences) for x in attention.histories], keys)
+            keys = attention.features
+            if attention.num_bytes > 0:
+                history = _codes(features, keys, attention.num_bytes)
+            else:
+                history = _side_by_side([x.rows(sequences) for x in attention.histories], keys)
+            places = history
             timestamps = weights = rows = None
-            if indices is not None and attention.histories[0].key in indices:
-                rows = indices[attention.histories[0].key]
+            if indices is not None and attention.keys[0] in indices:
+                rows = indices[attention.keys[0]]
                 places = _of_samples(rows, history)
             if cached is not None:
                 history, rows = _with_cached(history, cached, attention.takes_indices)
@@ -269,12 +282,26 @@ def _sources(
 
 
 class _Attention(NamedTuple):
-    """What one attention reads, whether it takes rows by index, and the key of its user column, if
-    it has one.
+    """What one attention reads, and where it goes.
+
+    Attributes:
+        targets: whose rows are looked up.
+        histories: likewise; none where they come as codes.
+        features: keys of the KeyedJaggedTensor that the history has.
+        keys: of the output.
+        width: of all these.
+        num_bytes: of a row of codes; 0 where rows are looked up.
+        timestamps: key of the KeyedJaggedTensor, if there are any.
+        takes_indices: whether it takes rows by index.
+        user_key: of the user column, if there is one.
     """
 
     targets: list[_Source]
     histories: list[_Source]
+    features: list[str]
+    keys: list[str]
+    width: int
+    num_bytes: int
     timestamps: str | None
     takes_indices: bool
     user_key: str | None
@@ -290,11 +317,21 @@ def _attention(
             sources[table.name, feature]
             for table, feature in (find_feature(argument, name, tables) for name in names)
         ]
-        for argument, names in (("target", config.targets), ("history", config.histories))
+        for argument, names in (("target", config.targets), ("history", looked_up(config)))
     )
     user_key = f"user@{histories[0].key}" if config.user_column else None
     takes_indices = config.encoder_layers == 0 and config.score != "din"
-    return _Attention(targets, histories, config.timestamps, takes_indices, user_key)
+    ids = ids_of_codes(config)
+    if ids is None:
+        features, keys = [x.feature for x in histories], [x.key for x in histories]
+        width, num_bytes = _width(histories), 0
+    else:
+        features, keys = config.histories, config.histories[:1]
+        width, num_bytes = check_codes(config.history_codes, None), ids.num_bytes
+    return _Attention(
+        targets, histories, features, keys, width, num_bytes, config.timestamps, takes_indices,
+        user_key,
+    )  # fmt: skip
 
 
 def _check_is_new(user_key: str, keys: dict[str, int]) -> None:
@@ -423,6 +460,25 @@ def _with_cached(
     else:
         rows, indices = cached.read(), None
     return JaggedTensor(rows, lengths=cached.offsets.diff(), offsets=cached.offsets), indices
+
+
+@torch.fx.wrap
+def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> JaggedTensor:
+    """``[N, num_bytes]`` uint8: the first bytes of the words of ``names``."""
+    words: list[JaggedTensor] = []
+    for name in names:
+        words.append(features[name] if is_scripting() else of_each_sample(features, name))
+    history = _side_by_side(
+        [_of_samples(word.values().unsqueeze(1), word) for word in words], names
+    )
+    rows = history.values()
+    if is_scripting():  # which knows no view of other numbers
+        shifts = 8 * torch.arange(8, device=rows.device)
+        bytes_of = torch.bitwise_right_shift(rows.unsqueeze(2), shifts).to(torch.uint8).flatten(1)
+        return _of_samples(bytes_of[:, :num_bytes], history)
+    if rows.dtype != torch.int64:
+        raise TypeError(f"codes of {names} must be int64, got {rows.dtype}")
+    return _of_samples(rows.contiguous().view(torch.uint8)[:, :num_bytes], history)
 
 
 @torch.fx.wrap

@@ -21,6 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_indices,
     check_indices_values,
     check_offsets_metadata,
+    check_packed,
     check_prior_weights,
     check_same,
     check_score,
@@ -29,6 +30,7 @@ from torchrec_jagged_attn.checks import (
     check_timestamps,
     check_width,
 )
+from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops.activation_unit import (
@@ -36,6 +38,7 @@ from torchrec_jagged_attn.ops.activation_unit import (
     call_activation_unit,
     check_one_target,
 )
+from torchrec_jagged_attn.ops.digits import unpack_digits
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
@@ -43,8 +46,10 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     multi_head_target_attention,
 )
 from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
+from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
-__all__ = ["JaggedTargetAttention"]
+__all__ = ["JaggedTargetAttention", "check_codes"]
 
 
 class JaggedTargetAttention(nn.Module):
@@ -97,6 +102,12 @@ class JaggedTargetAttention(nn.Module):
             C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
             queries alone: a bias of keys changes nothing. ``None``, the default, projects where it
             has to: where ``D`` is not ``E``, or ``init="mha"``; never for ``"din"``.
+        history_codes: how the history is packed in digits, if it is: its values are then ``[N,
+            num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
+            decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
+            values. They are copied, as parameters if they are trainable there, else as buffers.
+            Or, with :class:`SemanticIds` alone, rows are the digits themselves, ``D`` of them. Keys
+            and values are absorbed, and values projected.
         hidden_dims: sizes of the two hidden layers of ``"din"``, 1 to 128 each.
         activation: of these: ``"sigmoid"``, ``"silu"`` or ``"relu"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
@@ -114,7 +125,9 @@ class JaggedTargetAttention(nn.Module):
             ``recency_bias``, a ``row_dropout`` or ``dropout`` that is no probability below one, an
             unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of
             another score than the softmax; or, for ``"din"``, several heads, widths that differ,
-            projected values, no ``bias``, a ``dropout``, or an unknown ``activation``.
+            projected values, no ``bias``, a ``dropout``, or an unknown ``activation``; or, with
+            ``history_codes``, another ``history_dim``, explicit keys and values, values that are
+            not projected, or ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -124,6 +137,9 @@ class JaggedTargetAttention(nn.Module):
         >>> attention(torch.randn(3, 8), history).shape
         torch.Size([3, 8])
     """
+
+    history_mean: Tensor | None
+    history_basis: Tensor | None
 
     def __init__(
         self,
@@ -141,6 +157,7 @@ class JaggedTargetAttention(nn.Module):
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
         dropout: float = 0.0,
+        history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
         device: torch.device | str | None = None,
@@ -165,6 +182,10 @@ class JaggedTargetAttention(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
+        if history_codes is not None:
+            history_dim = check_codes(history_codes, history_dim)
+            _check_over_codes(keys_and_values, score, value_projection)
+            value_projection = True
         self.history_dim = embed_dim if history_dim is None else history_dim
         self.target_dim = embed_dim if target_dim is None else target_dim
         check_width(self.history_dim, "history_dim")
@@ -198,6 +219,22 @@ class JaggedTargetAttention(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
+        self._num_levels = self._num_digits = 0
+        if history_codes is not None:
+            ids = history_codes if isinstance(history_codes, SemanticIds) else history_codes.ids
+            self._num_levels, self._num_digits = ids.num_levels, ids.num_digits
+        self._codes: dict[str, Tensor] = {}  # as they were given
+        for name in ("mean", "basis"):
+            given = getattr(history_codes, name, None)
+            copy = None
+            if given is not None:
+                self._codes[name] = given.detach().clone()
+                copy = parameter(*given.shape)
+            if copy is None or isinstance(given, nn.Parameter):
+                self.register_parameter(f"history_{name}", copy)
+            else:
+                self.register_buffer(f"history_{name}", copy.detach())
+
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
         self.in_proj_weight = self.v_proj_weight = self.in_proj_bias = self.out_proj = None
         self.unit = None
@@ -227,7 +264,10 @@ class JaggedTargetAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set all parameters as ``init`` says."""
+        """Set all parameters as ``init`` says, and those of codes as they were given."""
+        with torch.no_grad():
+            for name, value in self._codes.items():
+                getattr(self, f"history_{name}").copy_(value)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
         if self.unit is not None:
@@ -276,7 +316,8 @@ class JaggedTargetAttention(nn.Module):
             target: ``[B, C]``; ``[B, T, C]`` for ``T`` targets per sample; or a JaggedTensor with
                 values ``[ΣT, C]`` for any number of targets per sample.
             history: values ``[N, D]`` of ``B`` samples, each from its oldest row to its newest,
-                read in their own dtype, also under autocast. Its weights are not read.
+                read in their own dtype, also under autocast. Its weights are not read. With
+                ``history_codes``, values ``[N, num_bytes]`` uint8.
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
             prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
@@ -350,8 +391,12 @@ class JaggedTargetAttention(nn.Module):
             out_bias,
             position_bias,
             age_bias,
+            self.history_mean,
+            self.history_basis,
             self.target_dim,
             self.history_dim,
+            self._num_digits,
+            self._num_levels,
             self.num_heads,
             self.keys_and_values,
             self.score,
@@ -410,17 +455,22 @@ class JaggedTargetAttention(nn.Module):
         rows, offsets = history.values(), history.offsets()
         _check(
             target, None, rows, offsets, None, age_bias, timestamps, prior_weights,
-            self.target_dim, self.history_dim, self.score,
+            self.target_dim, self.history_dim, self.score, self._num_digits, self._num_levels,
         )  # fmt: skip
         if self.in_proj_weight is not None:
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
         else:
             w_q, w_k = self.q_proj_weight, self.k_proj_weight
         dtype = _dtype_of_products(w_q.dtype, rows)
+        if self._num_levels:
+            has_constant = self.score != "softmax"
+            w_k = _over_digits(w_k, self.history_basis, self.history_mean, has_constant)
+            rows = unpack_digits(rows, self._num_digits, self._num_levels)
+            rows = F.pad(rows.to(dtype), (0, 1), value=1.0)
         if self.in_proj_bias is not None:
             b_q = self.in_proj_bias[: self.embed_dim].to(dtype)
         q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
-        by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, self.history_dim)
+        by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
         u = torch.einsum("...he,hed->...hd", q.unflatten(-1, by_head.shape[:2]), by_head)
         weights = target_attention_weights(
             (u.unsqueeze(1) if target.dim() == 2 else u).to(rows.dtype), rows, offsets,
@@ -439,6 +489,12 @@ class JaggedTargetAttention(nn.Module):
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
             f"dropout={self.dropout}"
+            + (
+                f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
+                f"basis={self.history_basis is not None}"
+                if self._num_levels
+                else ""
+            )
             + (
                 f", hidden_dims={self.hidden_dims}, activation={self.activation!r}"
                 if self.unit is not None
@@ -462,8 +518,12 @@ def _attend(
     out_bias: Tensor | None,
     position_bias: Tensor | None,
     age_bias: Tensor | None,
+    history_mean: Tensor | None,
+    history_basis: Tensor | None,
     target_dim: int,
     history_dim: int,
+    num_digits: int,
+    num_levels: int,
     num_heads: int,
     keys_and_values: str,
     score: str,
@@ -483,9 +543,19 @@ def _attend(
     if not is_scripting():
         _check(
             query, query_offsets, rows, offsets, indices, age_bias, timestamps, prior_weights,
-            target_dim, history_dim, score,
+            target_dim, history_dim, score, num_digits, num_levels,
         )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
+        if num_levels > 0 and dtype not in supported_dtypes(rows.device):
+            raise TypeError(
+                f"parameters must be what is computed with on {rows.device} where there are "
+                f"history_codes, got {dtype}"
+            )
+    if num_levels > 0:
+        if k_weight is None or v_weight is None:
+            q_weight, k_weight, v_weight = q_weight.chunk(3)
+        k_weight = _over_digits(k_weight, history_basis, history_mean, score != "softmax")
+        v_weight = _over_digits(v_weight, history_basis, history_mean, True)
     inputs = (
         query,
         rows,
@@ -508,6 +578,7 @@ def _attend(
         dtype,
         keys_and_values,
         score,
+        num_levels,
         torch.is_grad_enabled(),
     )
     if not is_scripting():
@@ -522,8 +593,28 @@ def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
     of_copy = args._replace(indices=None)
     if args.indices is None or not is_explicit(of_copy):
         return args
-    # Unlike that of ``index_select``, its gradient is added up in one order, and in fp32.
-    return of_copy._replace(history=F.embedding(args.indices, args.history))
+    # The gradient of ``index_select`` is added up in no fixed order on a GPU, and that of
+    # ``embedding`` in 16 bits on a CPU, where rows have these.
+    if args.history.is_cuda:
+        return of_copy._replace(history=F.embedding(args.indices, args.history))
+    return of_copy._replace(history=args.history.index_select(0, args.indices))
+
+
+def _over_digits(
+    weight: Tensor, basis: Tensor | None, mean: Tensor | None, has_constant: bool
+) -> Tensor:
+    """``[E, L + 1]``: what ``weight`` ``[E, D]`` of rows makes of their digits and the one.
+
+    Of keys, a softmax drops the constant, which would only take bits from the scores.
+    """
+    if basis is None or mean is None:
+        return F.pad(weight, (0, 1))
+    constant = mean if has_constant else torch.zeros_like(mean)
+    rows = torch.cat([basis, constant.unsqueeze(0)])
+    if not is_scripting():
+        with torch.autocast(weight.device.type, enabled=False):
+            return weight @ rows.T
+    return weight @ rows.T
 
 
 @torch.fx.wrap
@@ -627,6 +718,31 @@ _multi_head_target_attention = multi_head_target_attention.overloadpacket
 _activation_unit = activation_unit.overloadpacket
 
 
+def check_codes(history_codes: object, history_dim: int | None) -> int:
+    """What histories are packed in must be known; returns how wide their rows are."""
+    if isinstance(history_codes, DiscretePCA):
+        width = history_codes.embed_dim
+    elif isinstance(history_codes, SemanticIds):
+        width = history_codes.num_digits
+    else:
+        raise TypeError(
+            "history_codes must be a DiscretePCA, SemanticIds or None, got a "
+            f"{type(history_codes).__name__}"
+        )
+    if history_dim not in (None, width):
+        raise ValueError(f"history_dim must be {width} as history_codes is, got {history_dim}")
+    return width
+
+
+def _check_over_codes(keys_and_values: str, score: str, value_projection: bool | None) -> None:
+    if keys_and_values == "explicit" or score == "din" or value_projection is False:
+        raise ValueError(
+            "history_codes must go with keys_and_values 'auto' or 'absorbed', another score than "
+            f"'din' and a value projection, got keys_and_values={keys_and_values!r}, "
+            f"score={score!r} and value_projection={value_projection}"
+        )
+
+
 def _check(
     target: Tensor,
     query_offsets: Tensor | None,
@@ -639,17 +755,24 @@ def _check(
     target_dim: int,
     history_dim: int,
     score: str,
+    num_digits: int = 0,
+    num_levels: int = 0,
 ) -> None:
     check_tensor(target, "target", "a tensor or a JaggedTensor")
+    if num_levels:
+        check_packed(rows, "history.values()", num_digits, num_levels)
     for name, tensor in (("target", target), ("history", rows)):
+        if num_levels and name == "history":
+            continue
         if not tensor.is_floating_point():
             raise TypeError(
                 f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
                 "up in an EmbeddingCollection first"
             )
-    check_float(rows, "history")
-    shape = "[N, D]" if indices is None else "[U, D]"
-    check_shape(rows, "history.values()", shape, (None, history_dim))
+    if not num_levels:
+        check_float(rows, "history")
+        shape = "[N, D]" if indices is None else "[U, D]"
+        check_shape(rows, "history.values()", shape, (None, history_dim))
     if indices is not None:
         check_indices(indices)
     num_places = (rows if indices is None else indices).shape[0]

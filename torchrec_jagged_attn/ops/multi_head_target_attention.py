@@ -28,6 +28,9 @@ kernel (``kernels/target/head_products.py``). One more has all gradients of weig
 M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·C·H·D, which is no less from two heads on where
 C = D = E, and the product ``M`` besides.
 
+Rows that are packed in digits, and a one, are attended so as well: the maps from digits to rows are
+in ``W_K`` and ``W_V`` then.
+
 Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
 head attends over its own E / H columns of them. Backward makes them again, so that a layer keeps
 nothing of that size. With ``T`` targets per sample, each history row then takes
@@ -147,7 +150,7 @@ def _fake(args: MultiHeadArguments) -> MultiHeadOutputs:
     target, width = args.target, args.embed_dim
     rows = math.prod(target.shape[:-1])
     q = target.new_empty(rows, args.num_heads, args.head_dim, dtype=args.dtype)
-    query = args.history.new_empty(_query_shape(args))
+    query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
     _, _, stats = target_attention.fake(_over_rows(args, query))
     u, pooled, residual = _empty_absorbed(args)
     out = q.new_empty(*target.shape[:-1], width)
@@ -263,7 +266,7 @@ def is_explicit(args: MultiHeadArguments) -> bool:
 
     From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
     """
-    if args.score != "softmax" or args.indices is not None:
+    if args.score != "softmax" or args.indices is not None or args.num_levels:
         return False
     if args.keys_and_values != "auto":
         return args.keys_and_values == "explicit"
@@ -288,14 +291,15 @@ def is_explicit(args: MultiHeadArguments) -> bool:
 def _new_absorbed(args: MultiHeadArguments) -> Tensor:
     """Room for ``u``, or for the gradient of what is pooled: ``[R, H, D]``."""
     rows = math.prod(args.target.shape[:-1])
-    return args.history.new_empty(rows, args.num_heads, args.history.shape[1])
+    return args.history.new_empty(rows, args.num_heads, args.row_dim, dtype=args.row_dtype)
 
 
 def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        args.indices, None, None, *args.biases[:6], "", args.scale, args.score, args.for_backward,
+        args.indices, None, None, *args.biases[:6], "", args.scale, args.score, args.num_levels,
+        args.for_backward,
     )  # fmt: skip
 
 
@@ -315,9 +319,8 @@ def _empty_absorbed(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     """
     depends = args.query_offsets is not None and args.keys_and_values == "auto"
     unused = not args.for_backward or (not depends and is_explicit(args))
-    rows = 0 if unused else math.prod(args.target.shape[:-1])
-    history = args.history
-    u, pooled = (history.new_empty(rows, args.num_heads, history.shape[1]) for _ in range(2))
+    shape = 0 if unused else math.prod(args.target.shape[:-1]), args.num_heads, args.row_dim
+    u, pooled = (args.history.new_empty(shape, dtype=args.row_dtype) for _ in range(2))
     return u, pooled, pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
 
 
@@ -394,7 +397,7 @@ def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
     shape = args.target.shape[:-1]
     if args.query_offsets is None and len(shape) == 1:
         shape = (*shape, 1)
-    return *shape, args.num_heads, args.history.shape[1]
+    return *shape, args.num_heads, args.row_dim
 
 
 multi_head_target_attention, call_multi_head_target_attention = register_op(

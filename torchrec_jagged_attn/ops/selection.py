@@ -1,7 +1,7 @@
 """``select_rows`` and ``take_rows``: the rows of each sample with the highest scores, alone.
 
-Which rows are kept is one small question, which what is kept of each row does not change: so
-``select_rows`` answers it once, and ``take_rows`` copies as many tensors as there are by it.
+Which rows are kept does not depend on what they hold. So ``select_rows`` answers it once, and
+``take_rows`` then copies the rows of any number of tensors.
 """
 
 from __future__ import annotations

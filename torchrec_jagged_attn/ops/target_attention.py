@@ -18,11 +18,13 @@ from torchrec_jagged_attn.arguments import (
 )
 from torchrec_jagged_attn.checks import (
     check_biases,
+    check_digits,
     check_float,
     check_indices,
     check_indices_values,
     check_narrow_rows,
     check_offsets_metadata,
+    check_packed_values,
     check_prior_weights_values,
     check_same,
     check_score,
@@ -60,6 +62,7 @@ def jagged_target_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     score: Literal["softmax", "silu", "sigmoid"] = "softmax",
+    num_levels: int | None = None,
 ) -> Tensor:
     r"""Attend query rows over the history rows of their own sample, keys and values at once.
 
@@ -116,6 +119,9 @@ def jagged_target_attention(
         score: what makes weights :math:`p_n` of the scores :math:`s_n`: their ``"softmax"``; or, of
             each row by itself, ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
             :math:`\sigma(s_n)`. Prior weights are for the softmax alone.
+        num_levels: of digits: ``history`` is packed rows of ``D - 1`` digits, ``[N, num_bytes]`` or
+            ``[U, num_bytes]`` uint8 of ``SemanticIds(D - 1, num_levels)``. Row :math:`x_n` is these
+            digits and, in the last column, a one. It is made in registers, and has no gradient.
 
     Returns:
         One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
@@ -123,10 +129,10 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: ``row_scale`` and the dtype of ``history`` do not go together, or narrow rows
-            require a gradient; a shape, a device, ``row_dropout``, ``dropout`` or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices or prior weights do
-            not fit.
+        ValueError: ``row_scale`` and the dtype of ``history`` do not go together, ``num_levels`` is
+            given as well, or narrow rows require a gradient; a shape, a device, ``row_dropout``,
+            ``dropout`` or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of
+            offsets, indices, bytes or prior weights do not fit.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -154,7 +160,7 @@ def jagged_target_attention(
     biases = Biases(bias, position_bias, age_bias, timestamps)
     per_sample = check_arguments(
         query, history, offsets, query_offsets, indices, row_scale, row_bias, biases,
-        prior_weights, score,
+        prior_weights, score, num_levels,
     )  # fmt: skip
     row_format = ""
     if row_scale is not None:
@@ -170,7 +176,7 @@ def jagged_target_attention(
     out = call_target_attention(
         query, history, offsets, query_offsets, indices, row_scale, row_bias,
         bias_or_prior_weights(bias, prior_weights), position_bias, age_bias, timestamps, dropped,
-        dropped_weights, row_format, scale, score, torch.is_grad_enabled(),
+        dropped_weights, row_format, scale, score, num_levels or 0, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -186,6 +192,7 @@ def check_arguments(
     biases: Biases,
     prior_weights: Tensor | None,
     score: str,
+    num_levels: int | None = None,
 ) -> bool:
     """Check what :func:`jagged_target_attention` is given, but for values and probabilities.
 
@@ -208,7 +215,11 @@ def check_arguments(
     width = query.shape[-1]
     check_float(query, "query")
     check_width(width, "query")
-    check_shape(history, "history", "[N, D]" if indices is None else "[U, D]", (None, width))
+    symbol = "N" if indices is None else "U"
+    if num_levels is None:
+        check_shape(history, "history", f"[{symbol}, D]", (None, width))
+    else:
+        check_digits(history, width, num_levels, row_scale, row_bias)
     if indices is not None:
         check_indices(indices)
     num_rows = (history if indices is None else indices).shape[0]
@@ -217,19 +228,22 @@ def check_arguments(
         history=history, offsets=offsets, query_offsets=query_offsets, indices=indices,
         row_scale=row_scale, row_bias=row_bias,
     )  # fmt: skip
-    check_narrow_rows(history, row_scale, row_bias, "[N]" if indices is None else "[U]")
-    if row_scale is None:
-        check_same(query, "query", dtype=True, history=history)
+    if num_levels is None:
+        check_narrow_rows(history, row_scale, row_bias, f"[{symbol}]")
+        if row_scale is None:
+            check_same(query, "query", dtype=True, history=history)
     check_biases(query, "query", num_rows, biases, prior_weights)
     check_score(score, prior_weights)
     return per_sample
 
 
 def check_values(args: TargetArguments) -> None:
-    """Check the values of offsets, indices and prior weights, where reading would not wait."""
+    """Check values of offsets, indices, bytes and prior weights, where reading would not wait."""
     check_offsets_values(args.offsets, args.num_rows, "offsets")
     if args.indices is not None:
         check_indices_values(args.indices, args.history.shape[0])
+    if args.num_levels:
+        check_packed_values(args.history, "history", args.num_levels)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_float, check_same, check_shape, check_tensor
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_packed,
+    check_same,
+    check_shape,
+    check_tensor,
+)
 from torchrec_jagged_attn.ops import jagged_target_attention
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 
@@ -74,15 +80,16 @@ def jagged_target_attention_over_ids(
     check_shape(mean, "mean", "[D]", (width,))
     check_same(query, "query", dtype=True, mean=mean, basis=basis)
     check_same(query, "query", dtype=False, packed=packed)
-    digits = SemanticIds(basis.shape[0], num_levels).unpack(packed).to(query.dtype)
-    rows = torch.cat([digits, digits.new_ones(len(digits), 1)], 1)
+    ids = SemanticIds(basis.shape[0], num_levels)
+    check_packed(packed, "packed", ids.num_digits, num_levels)
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
     with torch.autocast(query.device.type, enabled=False):  # all is in the dtype of the query
         pooled = jagged_target_attention(
             query @ torch.cat([basis, keys.unsqueeze(0)]).T,
-            rows,
+            packed,
             offsets,
+            num_levels=num_levels,
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
             **options,
         )

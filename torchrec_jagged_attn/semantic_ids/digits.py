@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_shape, check_tensor, should_validate
+from torchrec_jagged_attn.checks import (
+    check_num_levels,
+    check_packed,
+    check_packed_values,
+    check_shape,
+    check_tensor,
+    should_validate,
+)
+from torchrec_jagged_attn.digits import bytes_of_digits, digits_per_byte
+from torchrec_jagged_attn.ops.digits import pack_digits, unpack_digits
 
 __all__ = ["SemanticIds"]
 
-BYTE = 256
-MAX_LEVELS = 255
+WORD = 8
+"""Bytes of an int64."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,8 @@ class SemanticIds:
     .. math:: \sum_{j < k} (c_{j} + h) \cdot levels^j, \qquad levels^k \le 256
 
     The last byte of a row may have fewer digits. A packed row is a row of ``uint8``, and travels as
-    any other: as the values of a ``JaggedTensor``, with the offsets of the history.
+    any other: as the values of a ``JaggedTensor``, with the offsets of the history. In a
+    ``KeyedJaggedTensor``, whose values are numbers, it is an int64 for each eight bytes.
 
     Args:
         num_digits: ``L``, of a row.
@@ -49,14 +58,11 @@ class SemanticIds:
     num_levels: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("num_digits", "num_levels"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+        if isinstance(self.num_digits, bool) or not isinstance(self.num_digits, int):
+            raise TypeError(f"num_digits must be an int, got {self.num_digits!r}")
         if self.num_digits < 1:
             raise ValueError(f"num_digits must be at least 1, got {self.num_digits}")
-        if not 3 <= self.num_levels <= MAX_LEVELS or self.num_levels % 2 == 0:
-            raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {self.num_levels}")
+        check_num_levels(self.num_levels)
 
     @property
     def largest_digit(self) -> int:
@@ -66,15 +72,17 @@ class SemanticIds:
     @property
     def digits_per_byte(self) -> int:
         """How many digits a byte holds."""
-        count = 1
-        while self.num_levels ** (count + 1) <= BYTE:
-            count += 1
-        return count
+        return digits_per_byte(self.num_levels)
 
     @property
     def num_bytes(self) -> int:
         """Of a packed row."""
-        return -(-self.num_digits // self.digits_per_byte)
+        return bytes_of_digits(self.num_digits, self.num_levels)
+
+    @property
+    def num_words(self) -> int:
+        """Of int64, that hold the bytes of a packed row."""
+        return -(-self.num_bytes // WORD)
 
     def pack(self, digits: Tensor) -> Tensor:
         """Digits as bytes.
@@ -91,10 +99,7 @@ class SemanticIds:
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range.
         """
         self.check_digits(digits)
-        raised = digits.int() + self.largest_digit
-        filled = F.pad(raised, (0, self.num_bytes * self.digits_per_byte - self.num_digits))
-        parts = filled.view(-1, self.num_bytes, self.digits_per_byte)
-        return (parts * self._places(digits.device)).sum(2).to(torch.uint8)
+        return pack_digits(digits, self.num_levels)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """What :meth:`pack` was given.
@@ -110,16 +115,41 @@ class SemanticIds:
             ValueError: its shape does not fit; or (on CPU, or under
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) no digits have such a byte.
         """
-        check_tensor(packed, "packed")
-        if packed.dtype != torch.uint8:
-            raise TypeError(f"packed must be uint8, got {packed.dtype}")
-        check_shape(packed, "packed", "[N, num_bytes]", (None, self.num_bytes))
-        most = self.num_levels**self.digits_per_byte - 1
-        if should_validate(packed) and packed.numel() and packed.max() > most:
-            raise ValueError(f"packed must be at most {most}, got {packed.max().item()}")
-        parts = packed.int().unsqueeze(2) // self._places(packed.device) % self.num_levels
-        digits = parts.flatten(1)[:, : self.num_digits] - self.largest_digit
-        return digits.to(torch.int8)
+        check_packed(packed, "packed", self.num_digits, self.num_levels)
+        check_packed_values(packed, "packed", self.num_levels)
+        return unpack_digits(packed, self.num_digits, self.num_levels)
+
+    def to_words(self, packed: Tensor) -> Tensor:
+        """Packed rows ``[N, num_bytes]`` as int64 ``[N, num_words]``: zeros fill the last one.
+
+        Raises:
+            TypeError: ``packed`` is not uint8.
+            ValueError: its shape does not fit.
+
+        Example:
+            >>> ids = SemanticIds(num_digits=6)
+            >>> ids.to_words(torch.tensor([[75, 2]], dtype=torch.uint8))
+            tensor([[587]])
+            >>> ids.from_words(torch.tensor([[587]]))
+            tensor([[75,  2]], dtype=torch.uint8)
+        """
+        check_packed(packed, "packed", self.num_digits, self.num_levels)
+        filled = packed.new_zeros(packed.shape[0], self.num_words * WORD)
+        filled[:, : self.num_bytes] = packed
+        return filled.view(torch.int64)
+
+    def from_words(self, words: Tensor) -> Tensor:
+        """What :meth:`to_words` was given: a view of ``words``, if they are contiguous.
+
+        Raises:
+            TypeError: ``words`` are not int64.
+            ValueError: their shape does not fit.
+        """
+        check_tensor(words, "words")
+        if words.dtype != torch.int64:
+            raise TypeError(f"words must be int64, got {words.dtype}")
+        check_shape(words, "words", "[N, num_words]", (None, self.num_words))
+        return words.contiguous().view(torch.uint8)[:, : self.num_bytes]
 
     def check_digits(self, digits: Tensor) -> None:
         """They must be ``[N, L]`` integers; values are read only where that would not wait."""
@@ -132,8 +162,3 @@ class SemanticIds:
             most = self.largest_digit
             if low < -most or high > most:
                 raise ValueError(f"digits must be {-most} to {most}, got {low} to {high}")
-
-    def _places(self, device: torch.device) -> Tensor:
-        """What each digit of a byte counts, ``[digits_per_byte]``."""
-        exponents = torch.arange(self.digits_per_byte, dtype=torch.int32, device=device)
-        return self.num_levels**exponents

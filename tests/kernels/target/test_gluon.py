@@ -17,6 +17,10 @@ from tests.ops.test_target_attention import (
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
+from tests.ops.test_target_attention_digits import (
+    assert_right_over_digits,
+    inputs_of_digits,
+)
 from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
 from tests.ops.test_target_attention_rows import by_index
 from torchrec_jagged_attn import devices, jagged_target_attention
@@ -79,6 +83,36 @@ def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, la
         assert set(launched) == {"few_warps_forward"} | (
             {"few_warps_backward"} if one_pass else set()
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_levels", "num_digits", "num_heads", "row_bytes"),
+    [(3, 25, 1, 5), (3, 25, 4, 8), (3, 12, 2, 3), (5, 40, 8, 14), (255, 3, 1, 3), (3, 160, 2, 32)],
+)
+def test_rows_of_digits(num_levels, num_digits, num_heads, row_bytes, dtype, launched):
+    """With biases, whatever their bytes' stride is."""
+    inputs = inputs_of_digits(LENGTHS, dtype, num_levels, num_digits, num_heads, row_bytes)
+    assert_right_over_digits(inputs, num_levels)
+    assert set(launched) == {"one_warp_forward", "one_warp_backward"}
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("num_levels", "num_digits", "num_targets", "num_heads"),
+    [(3, 25, 3, 4), (3, 25, 16, 1), (5, 40, 8, 4), (15, 100, 5, 5), (255, 3, 9, 1)],
+)
+def test_rows_of_digits_and_more_queries(
+    num_levels, num_digits, num_targets, num_heads, dtype, biased, launched
+):
+    inputs = inputs_of_digits(
+        LENGTHS, dtype, num_levels, num_digits, num_heads, num_targets=num_targets, biased=biased
+    )
+    assert_right_over_digits(inputs, num_levels)
+    by_general = biased and dtype == torch.float32
+    backward = set() if by_general else {"few_warps_backward"}
+    assert set(launched) == {"few_warps_forward"} | backward
 
 
 @pytest.mark.parametrize("times", FAR_TIMES, ids=str)
@@ -316,7 +350,7 @@ def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
     arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 10
-    out, rest, _ = op(*arguments, "", 0.25, "softmax", for_backward)
+    out, rest, _ = op(*arguments, "", 0.25, "softmax", 0, for_backward)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)
     assert torch.isfinite(rest).all()

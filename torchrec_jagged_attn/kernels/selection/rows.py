@@ -67,9 +67,11 @@ def _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK:
 def _find_lowest(
     scores_ptr, segments_ptr, begin, end, segment, threshold, budget, BLOCK: tl.constexpr
 ):
-    """A score, how many rows have it, how many of these are to be kept, and how many rows in all:
-    those with a higher score, too. Where the first two numbers are equal, all rows have it that
-    have the bits which were looked at, and the score is the lowest with these.
+    """The lowest score that is kept, how many rows have it, how many of these are kept, and how
+    many rows are kept in all.
+
+    The search may end before the last bits, where all rows with the bits that were found are kept:
+    the score is then the lowest number with these bits, and these rows count as having it.
     """
     value = tl.arange(0, 256)
     equal = (end - begin).to(tl.int32)

@@ -11,6 +11,8 @@ order), N history rows of width D and e bytes an element:
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
 
+Rows that are packed in digits are read as bytes, and have no gradient: ``common/digits.py``.
+
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
 by the program that ends last, which an atomic counter tells. There are no other atomics. Where a
@@ -180,7 +182,7 @@ def backward(
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
     That of the history always, but, where it is read by indices, if ``needs_history``; of narrow
-    rows it is ``None``.
+    rows, and where it is packed in digits, it is ``None``.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
@@ -192,7 +194,8 @@ def backward(
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = found = None
-    if not call.narrow and (needs_history or not call.by_index):
+    frozen = call.narrow or call.num_levels
+    if not frozen and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
@@ -440,6 +443,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         scale_stride=1 if args.row_scale is None else args.row_scale.stride(0),
         row_bias_stride=1 if args.row_bias is None else args.row_bias.stride(0),
         copy_bytes=_copy_bytes(history) if args.row_format else 16,
+        num_levels=args.num_levels,
     )
 
 

@@ -31,6 +31,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_targets,
     next_indices,
     open_ring,
+    parts_of_rows,
     product,
     query_draws,
     ring_layout,
@@ -106,7 +107,7 @@ def _store_table(
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows STRIDE apart
+    history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -136,9 +137,9 @@ def backward_kernel(
         for block in gl.static_range(BLOCKS_P + BLOCKS_A):
             table.index(block).store(gl.zeros([C.BLOCK_R, 16], gl.float32, mma))
     if chunk.busy:
-        dtype: gl.constexpr = history_ptr.dtype.element_ty
+        dtype: gl.constexpr = query_ptr.dtype.element_ty
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
-        ring = open_ring(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
         shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
@@ -157,7 +158,7 @@ def backward_kernel(
         both = gl.allocate_shared_memory(part_type, [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D], by_row)
         store_parts(both, 0, grad_out, False)
         store_parts(both, C.BLOCK_R, q, False)
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
         if C.PARTS > 1:  # by the very products that it is taken off
             products = gl.zeros([C.BLOCK_R, C.BLOCK_R], gl.float32, mma)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -183,20 +184,21 @@ def backward_kernel(
         AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
         stored = indices_to_store(C.BLOCK_N, STORED, dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
+        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)
         zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             targets = load_targets(grads, stored, chunk.first, start, end)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
             dp = zeros
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), C.PARTS)
+                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
                 of_q = load_parts(both, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False)
                 dots = product(of_q, x, dots, C.PARTS)
                 of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
@@ -225,7 +227,7 @@ def backward_kernel(
             of_queries = split(gl.convert_layout(ds.to(dtype), left), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(right), C.PARTS)
+                x = split(tile.slice(column, COLUMNS, 1).load(right), ROWS)
                 new_accs += (product(of_queries, x, accs[column // COLUMNS], C.PARTS),)
             accs = new_accs
             if grads.history is not None:

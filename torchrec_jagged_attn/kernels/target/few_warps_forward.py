@@ -31,6 +31,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_rows,
     next_indices,
     open_ring,
+    parts_of_rows,
     product,
     query_draws,
     ring_layout,
@@ -48,7 +49,7 @@ __all__ = ["forward_kernel"]
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows STRIDE apart
+    history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
     sums,  # Sums
@@ -70,8 +71,8 @@ def forward_kernel(
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
-        dtype: gl.constexpr = history_ptr.dtype.element_ty
-        ring = open_ring(history_ptr, samples, chunk, C)
+        dtype: gl.constexpr = query_ptr.dtype.element_ty
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
@@ -87,7 +88,8 @@ def forward_kernel(
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         r = gl.arange(0, C.BLOCK_R, by_query)
         draws = query_draws(biases.dropout, row + r)[:, None]
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)
@@ -95,12 +97,12 @@ def forward_kernel(
         maximum = gl.full([C.BLOCK_R], -float("inf"), gl.float32, by_query)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), C.PARTS)
+                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
                 if C.PARTS > 1:
                     of_q = load_parts(queries, (0, C.BLOCK_R), (column, COLUMNS), left, False)
                 else:
@@ -127,7 +129,7 @@ def forward_kernel(
             weights = split(gl.convert_layout(p.to(dtype), left), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(right), C.PARTS)
+                x = split(tile.slice(column, COLUMNS, 1).load(right), ROWS)
                 acc = accs[column // COLUMNS]
                 if C.SCORE == "softmax":
                     acc *= rescale[:, None]

@@ -119,7 +119,7 @@ def _load_block(
 def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows history_stride apart
+    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -183,7 +183,7 @@ def grad_query_kernel(
 def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows history_stride apart
+    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
     grads,  # Gradients

@@ -1,4 +1,5 @@
-"""History rows as Triton's kernels multiply them: read as they are, or made of narrow ones.
+"""History rows as Triton's kernels multiply them: read as they are, or made of digits or of narrow
+rows.
 
 A narrow row has numbers of a byte, and a scale and perhaps a bias for all of them:
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrec_jagged_attn.kernels.common.digits import load_digits
 from torchrec_jagged_attn.kernels.target.schedule import numbers_of_rows
 
 __all__ = ["load_history"]
@@ -24,13 +26,18 @@ def load_history(
 ):
     """``[BLOCK_N, BLOCK_D]``: the rows at the places ``n`` that are visible, in ``dtype``.
 
-    Zeros where places are not visible, and beyond D in rows that are not narrow.
+    Of rows of digits, these and, in the last column, a one. Zeros where places are not visible, and
+    beyond D, where rows are neither narrow nor of digits: what these have there counts nothing.
     """
     row = numbers_of_rows(samples, n, visible)
-    x_ptrs = history_ptr + row * history_stride + d[None, :]
-    if C.COPY_BYTES < 16:  # Triton knows of multiples of 16 alone
-        x_ptrs = tl.multiple_of(x_ptrs, [1, C.COPY_BYTES])
-    x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+    if C.LEVELS > 0:
+        ptr = history_ptr + row * history_stride
+        x = load_digits(ptr, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
+    else:
+        x_ptrs = history_ptr + row * history_stride + d[None, :]
+        if C.COPY_BYTES < 16:  # Triton knows of multiples of 16 alone
+            x_ptrs = tl.multiple_of(x_ptrs, [1, C.COPY_BYTES])
+        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
     if C.ROW_FORMAT != "":
         scale_ptrs = samples.row_scale + row * C.SCALE_STRIDE
         scale = tl.load(scale_ptrs, mask=visible, other=0.0).to(tl.float32)

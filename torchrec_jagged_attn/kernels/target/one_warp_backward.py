@@ -44,6 +44,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_targets,
     next_indices,
     open_ring,
+    parts_of_rows,
     product,
     program_of_sample,
     query_draws,
@@ -79,7 +80,7 @@ def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
 @gluon.jit
 def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
     """``[1, 8]``: Σ_d grad_out · out, by the very products that it is taken off."""
-    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
     products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
         out = load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D)
@@ -93,11 +94,11 @@ def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
 @gluon.jit
 def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
     """``[BLOCK_N, 8]`` twice: products of a tile's rows with queries and gradients of outputs."""
-    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
     dots = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
     dp = dots
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), C.PARTS)
+        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), parts_of_rows(C.PARTS, C.LEVELS))
         if C.PARTS > 1:  # they do not fit in registers
             of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
             of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
@@ -124,13 +125,14 @@ def _differentiate_rows(grads, of_rows, C: gl.constexpr):
 
 
 @gluon.jit
-def _add_to_queries(accs, tile, ds, C: gl.constexpr):
+def _add_to_queries(accs, tile, ds, dtype: gl.constexpr, C: gl.constexpr):
     """``accs``, columns of the gradients of queries, and what the rows of a tile give to them."""
-    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
-    of_queries = split(gl.convert_layout(ds.to(tile.dtype), RIGHT), C.PARTS)
+    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+    ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
+    of_queries = split(gl.convert_layout(ds.to(dtype), RIGHT), C.PARTS)
     new_accs = ()
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-        x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), C.PARTS)
+        x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), ROWS)
         new_accs += (product(x, of_queries, accs[column // COLUMNS], C.PARTS),)
     return new_accs
 
@@ -264,7 +266,7 @@ def _take_off_means(table, weights, sums, slot, count, C: gl.constexpr):
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows STRIDE apart
+    history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -291,7 +293,8 @@ def backward_kernel(
         _clear(table, weights)
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
-        ring = open_ring(history_ptr, samples, chunk, C)
+        dtype: gl.constexpr = query_ptr.dtype.element_ty
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         row = chunk.sample.to(gl.int64) * count
         query_row = row * 0 if C.LAYOUT == SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, C)
@@ -310,15 +313,15 @@ def backward_kernel(
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
 
-        stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), history_ptr.dtype.element_ty)
+        stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             targets = load_targets(grads, stored, chunk.first, start, end)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
@@ -345,7 +348,7 @@ def backward_kernel(
                 of_rows = (kept, ds * scale, both, stored, targets, chunk.first, start, end)
                 if grads.targets is None or gl.max(targets, 0) >= 0:
                     _differentiate_rows(grads, of_rows, C)
-            accs = _add_to_queries(accs, tile, ds, C)
+            accs = _add_to_queries(accs, tile, ds, dtype, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, of_position, of_age, ds, p, end - start, C)

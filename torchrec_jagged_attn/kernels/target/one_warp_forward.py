@@ -47,6 +47,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     load_parts,
     next_indices,
     open_ring,
+    parts_of_rows,
     product,
     query_draws,
     row_buckets,
@@ -63,7 +64,7 @@ __all__ = ["forward_kernel"]
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], rows STRIDE apart
+    history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
     sums,  # Sums
@@ -82,7 +83,7 @@ def forward_kernel(
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = query_ptr.dtype.element_ty
-        ring = open_ring(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         query_row = row * 0 if C.LAYOUT == SHARED else row
@@ -103,8 +104,9 @@ def forward_kernel(
         draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
         COLUMNS: gl.constexpr = (
-            C.BLOCK_D // 2 if NARROW else columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS)
+            C.BLOCK_D // 2 if NARROW else columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
         )
+        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
@@ -113,7 +115,7 @@ def forward_kernel(
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
-            indices = next_indices(samples, chunk, ring, start, C)
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
@@ -126,7 +128,7 @@ def forward_kernel(
                 dots = dots * row_scale[:, None] + row_bias[:, None] * sum_of_q[None, :]
             else:
                 for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                    x = split(tile.slice(column, COLUMNS, 1).load(LEFT), C.PARTS)
+                    x = split(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
                     if C.PARTS > 1:
                         of_q = load_parts(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
                     else:
@@ -167,7 +169,7 @@ def forward_kernel(
                 acc = accs[column // COLUMNS]
                 if C.SCORE == "softmax":
                     acc *= rescale
-                new_accs += (product(split(columns, C.PARTS), weights, acc, C.PARTS),)
+                new_accs += (product(split(columns, ROWS), weights, acc, C.PARTS),)
             accs = new_accs
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.digits import digits_per_byte
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.target import schedule
@@ -87,6 +88,7 @@ class Call(NamedTuple):
         scale_stride: elements from one row's scale to the next, if rows are narrow.
         row_bias_stride: the same of biases, if they have any.
         copy_bytes: 16, or the largest power of two below that whose multiples narrow rows are at.
+        num_levels: of the digits that they are packed in; 0 where they are numbers.
     """
 
     device: torch.device
@@ -115,6 +117,7 @@ class Call(NamedTuple):
     scale_stride: int = 1
     row_bias_stride: int = 1
     copy_bytes: int = 16
+    num_levels: int = 0
 
     @property
     def query_rows(self) -> int:
@@ -148,13 +151,16 @@ class Call(NamedTuple):
 def _rows_are_aligned(x: Call) -> bool:
     if x.narrow:
         return x.copy_bytes >= 4
-    return x.aligned and (x.width | x.history_stride) % (16 // x.element_size) == 0
+    in_pieces = (x.width | x.history_stride) % (16 // x.element_size) == 0
+    return x.num_levels > 0 or (x.aligned and in_pieces)
 
 
 _WIDE = Condition("history rows that are not narrow", lambda x: not x.narrow)
 _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
-    Condition("history rows at multiples of 16 bytes, narrow ones of 4", _rows_are_aligned),
+    Condition(
+        "history rows at multiples of 16 bytes, narrow ones of 4, or of digits", _rows_are_aligned
+    ),
     Condition(
         "a bias of each row with one target only",
         lambda x: not x.bias or x.prior or x.num_targets == 1,
@@ -199,6 +205,7 @@ PATHS = (
             *_MORE_ROWS,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
+            Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
             Condition(
                 "no indices: boxes are of rows one after the other", lambda x: not x.by_index
@@ -225,8 +232,12 @@ PATHS = (
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
-                "tables in half-precision backward, where general is faster without",
-                lambda x: not (x.backward and x.half) or x.buckets > 0,
+                "no tables in fp32 backward over digits: general has their gradients more exactly",
+                lambda x: not (x.backward and x.num_levels) or x.half or x.buckets == 0,
+            ),
+            Condition(
+                "tables or digits in half-precision backward, where general is faster without",
+                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.num_levels > 0,
             ),
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
@@ -353,6 +364,8 @@ def _inputs(x: Call) -> dict[str, Any]:
         "SCALE_STRIDE": x.scale_stride,
         "ROW_BIAS_STRIDE": x.row_bias_stride,
         "COPY_BYTES": x.copy_bytes,
+        "LEVELS": x.num_levels,
+        "PER_BYTE": digits_per_byte(x.num_levels) if x.num_levels else 0,
     }
 
 
@@ -408,12 +421,15 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     """
     width = padded_width(x.width)
     if path == "one_warp":
+        # Each lane makes the digits of a row.
+        by_lane = x.num_levels > 0 and width < 256
+        stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
         return {
             "BLOCK_R": ONE_WARP_ROWS,
-            "BLOCK_N": 32 if x.half and not x.backward else 16,
+            "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
             "BLOCK_D": max(32, width) if x.narrow else width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
-            "NUM_STAGES": 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2,
+            "NUM_STAGES": 2 if x.num_levels else stages,
             "num_warps": 1,
         }
     if path == "warpgroup":
@@ -434,12 +450,13 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         }
     if path == "few_warps":
         block_r = padded_width(x.query_rows)
+        block_n = 64 if x.half else 32 if x.num_levels else 16
         return {
             "BLOCK_R": block_r,
-            "BLOCK_N": max(32, block_r) if x.backward else 64 if x.half else 16,
+            "BLOCK_N": max(32, block_r) if x.backward else block_n,
             "BLOCK_D": width,
             "CHUNK": 512 if x.half else 256,
-            "NUM_STAGES": 3 if x.half or not x.backward else 2,
+            "NUM_STAGES": 3 if not x.num_levels and (x.half or not x.backward) else 2,
             "num_warps": block_r // 16,
         }
     block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
@@ -450,7 +467,8 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         "BLOCK_R": block_r,
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
-        "CHUNK": max(128, 16 * slot_rows),
+        # A row of digits is read in no time.
+        "CHUNK": 1024 if x.num_levels else max(128, 16 * slot_rows),
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

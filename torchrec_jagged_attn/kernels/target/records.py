@@ -28,6 +28,8 @@ class Constants(NamedTuple):
     ROW_FORMAT: str = ""  # of narrow history rows, one of ``arguments.ROW_FORMATS``
     SCALE_STRIDE: int = 1  # elements from the scale of one of them to the next
     ROW_BIAS_STRIDE: int = 1  # the same of their biases
+    LEVELS: int = 0  # of the digits that history rows are packed in; 0 where they are numbers
+    PER_BYTE: int = 0  # how many of these a byte holds
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     COPY_BYTES: int = 16  # of a history row, that a lane copies at once

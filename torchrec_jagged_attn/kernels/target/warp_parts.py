@@ -53,6 +53,7 @@ __all__ = [
     "load_targets",
     "next_indices",
     "open_ring",
+    "parts_of_rows",
     "product",
     "program_of_sample",
     "query_draws",
@@ -76,6 +77,8 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
 PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
 
+TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken off, it rounds to an integer
+
 LOG2E_LOW = gl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -96,6 +99,12 @@ def probe_layout(warps):
 
 
 @gluon.constexpr_function
+def lane_layout(warps):
+    """A row to a lane."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
 def row_layout(width, dtype, warps=1, num_bytes=16):
     """Lanes along rows of ``width`` elements, ``num_bytes`` each."""
     elements = 8 * num_bytes // dtype.primitive_bitwidth
@@ -109,6 +118,18 @@ def ring_layout(width, dtype):
     rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
     elements = max(8, 128 // dtype.primitive_bitwidth)
     return gl.SwizzledSharedLayout(elements, rows, min(8, width // elements), [1, 0])
+
+
+@gluon.constexpr_function
+def byte_of_zeros(digits, levels):
+    """The byte of so many digits that are zero."""
+    return (levels**digits - 1) // 2
+
+
+@gluon.constexpr_function
+def one_by_power(levels, k):
+    """``1 / levels^k``."""
+    return 1.0 / levels**k
 
 
 @gluon.jit
@@ -137,9 +158,35 @@ def blocks_of(buckets):
 
 
 @gluon.constexpr_function
-def columns_at_once(width, rows, parts):
-    """How many columns of a tile's ``rows`` registers hold at a time."""
-    return width if parts == 1 else min(width, 1024 // rows)
+def columns_at_once(width, rows, parts, levels):
+    """How many columns of a tile's ``rows`` registers hold at a time; those of digits have one
+    part.
+    """
+    return width if parts == 1 else min(width, (2048 if levels else 1024) // rows)
+
+
+@gluon.constexpr_function
+def parts_of_rows(parts, levels):
+    """In how many parts history rows are multiplied: digits are bf16, exactly."""
+    return 1 if levels else parts
+
+
+@gluon.constexpr_function
+def bytes_of_row(width, per_byte):
+    """How many bytes hold the ``width - 1`` digits of a row."""
+    return (width - 2) // per_byte + 1
+
+
+@gluon.constexpr_function
+def steps_to_join(columns):
+    """How often ``columns``, a power of two, are joined in pairs."""
+    return columns.bit_length() - 1
+
+
+@gluon.constexpr_function
+def digits_of_byte(at, width, per_byte):
+    """How many of these the byte ``at`` holds."""
+    return min(per_byte, width - 1 - at * per_byte)
 
 
 @gluon.jit
@@ -184,7 +231,8 @@ def load_parts(
 
 @gluon.jit
 def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
-    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones.
+    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones; one of
+    them may be whole in one.
 
     Tensor cores cut sums short where fp32 is rounded: so those of parts begin anew, the smallest
     first. Where there are few of them, APART, they do not wait for each other.
@@ -197,12 +245,13 @@ def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
         zeros = gl.zeros(shape, gl.float32, layout)
         total = zeros
         for below in gl.static_range(PARTS):
-            for part in gl.static_range(PARTS - below):
-                other = b[PARTS - 1 - below - part]
-                if APART:
-                    total += mma_v2(a[part], other, zeros)
-                else:
-                    total = mma_v2(a[part], other, total)
+            for part in gl.static_range(min(len(a), PARTS - below)):
+                if PARTS - 1 - below - part < len(b):
+                    other = b[PARTS - 1 - below - part]
+                    if APART:
+                        total += mma_v2(a[part], other, zeros)
+                    else:
+                        total = mma_v2(a[part], other, total)
         acc += total
     return acc
 
@@ -368,10 +417,14 @@ def rows_of_sample(history_ptr, samples, chunk, C: gl.constexpr):
 
 
 @gluon.jit
-def _indices_of_tile(samples, chunk, start, end, C: gl.constexpr, dtype: gl.constexpr):
-    """The indices of a tile's rows, from ``start`` on; 0 where rows are not read by indices."""
+def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, dtype: gl.constexpr):
+    """The indices of a tile's rows, from ``start`` on; 0 where rows are not read by indices. Of
+    rows of digits, their bytes.
+    """
     indices = 0
-    if samples.indices is not None:
+    if C.LEVELS > 0:
+        indices = _bytes_of_tile(history_ptr, samples, chunk, start, end, C)
+    elif samples.indices is not None:
         layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps(), C.COPY_BYTES)
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         ptrs = samples.indices + chunk.first + start + i
@@ -380,13 +433,68 @@ def _indices_of_tile(samples, chunk, start, end, C: gl.constexpr, dtype: gl.cons
 
 
 @gluon.jit
+def _bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
+    """The bytes of a tile's rows, from ``start`` on: ``[BLOCK_N]`` each."""
+    i = gl.arange(0, C.BLOCK_N, lane_layout(gl.num_warps()))
+    mask = i < end - start
+    if samples.indices is None:
+        ptrs = history_ptr + start.to(gl.int64) * C.STRIDE + i * C.STRIDE
+    else:
+        row = gl.load(samples.indices + chunk.first + start + i, mask=mask, other=0)
+        ptrs = history_ptr + row.to(gl.int64) * C.STRIDE
+    found = ()
+    for at in gl.static_range(bytes_of_row(C.D, C.PER_BYTE)):
+        found += (gl.load(ptrs + at, mask=mask, other=0),)
+    return found
+
+
+@gluon.jit
+def _store_digits(tile, found, C: gl.constexpr):
+    """Store the digits of the bytes that were ``found``, then a one, and zeros.
+
+    With ``w`` the value of a byte less that of zeros, and ``r_k`` the integer nearest to ``w /
+    levels^k``, digit ``k`` is ``r_k - levels · r_(k+1)``: in fp32 three operations. Each lane makes
+    whole rows. So they are written as 16 bytes each, and read as operands of products.
+    """
+    columns = ()
+    for at in gl.static_range(bytes_of_row(C.D, C.PER_BYTE)):
+        w = found[at].to(gl.float32) - byte_of_zeros(digits_of_byte(at, C.D, C.PER_BYTE), C.LEVELS)
+        rounded = w
+        for k in gl.static_range(1, digits_of_byte(at, C.D, C.PER_BYTE)):
+            after = (w * one_by_power(C.LEVELS, k) + TO_INTEGER) - TO_INTEGER
+            columns += (rounded - after * C.LEVELS,)
+            rounded = after
+        columns += (rounded,)
+    by_lane: gl.constexpr = lane_layout(gl.num_warps())
+    columns += (gl.full([C.BLOCK_N], 1.0, gl.float32, by_lane),)
+    for _ in gl.static_range(C.BLOCK_D - C.D):
+        columns += (gl.full([C.BLOCK_N], 0.0, gl.float32, by_lane),)
+    WIDTH: gl.constexpr = min(C.BLOCK_D, 64)
+    for first in gl.static_range(0, C.BLOCK_D, WIDTH):
+        joined = ()
+        for i in gl.static_range(WIDTH):
+            joined += (columns[first + i],)
+        for step in gl.static_range(1, 1 + steps_to_join(WIDTH)):
+            pairs = ()
+            for i in gl.static_range(WIDTH >> step):
+                pairs += (gl.join(joined[i], joined[i + (WIDTH >> step)]),)
+            joined = pairs
+        rows = gl.reshape(joined[0], [C.BLOCK_N, WIDTH])
+        tile.slice(first, WIDTH, 1).store(rows.to(tile.dtype))
+
+
+@gluon.jit
 def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr):
     """Begin to copy the rows from ``start`` on to ``tile``: one commit group.
 
-    Copies that are masked, beyond ``end`` and D, write zeros.
+    Copies that are masked, beyond ``end`` and D, write zeros. Rows of digits are made of their
+    bytes, which are given in place of ``indices``.
     """
     layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps(), C.COPY_BYTES)
-    if start < end:
+    if C.LEVELS > 0:
+        if start < end:
+            _store_digits(tile, indices, C)
+    elif start < end:
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, layout))
         mask = (i < end - start)[:, None]
@@ -404,26 +512,29 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
 
 
 @gluon.jit
-def open_ring(history_ptr, samples, chunk, C: gl.constexpr):
+def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr):
     """Shared memory for NUM_STAGES tiles of a chunk's rows; all but the last are on their way to
-    it.
+    it. ``dtype`` is that of queries.
     """
-    dtype: gl.constexpr = history_ptr.dtype.element_ty
+    of_digits: gl.constexpr = gl.bfloat16 if C.PARTS > 1 else dtype
+    OF_TILE: gl.constexpr = of_digits if C.LEVELS > 0 else history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
-    ring = gl.allocate_shared_memory(dtype, shape, ring_layout(C.BLOCK_D, dtype))
+    ring = gl.allocate_shared_memory(OF_TILE, shape, ring_layout(C.BLOCK_D, OF_TILE))
     for stage in gl.static_range(C.NUM_STAGES - 1):
         start = chunk.begin + stage * C.BLOCK_N
-        indices = _indices_of_tile(samples, chunk, start, chunk.end, C, dtype)
+        indices = _indices_of_tile(history_ptr, samples, chunk, start, chunk.end, C, OF_TILE)
         _copy_tile(ring.index(stage), history_ptr, samples, indices, start, chunk.end, C)
     return ring
 
 
 @gluon.jit
-def next_indices(samples, chunk, ring, start, C: gl.constexpr):
-    """The indices that :func:`copy_next` needs: loaded early, they are there when it begins."""
+def next_indices(history_ptr, samples, chunk, ring, start, C: gl.constexpr):
+    """The indices, or bytes of digits, that :func:`copy_next` needs: loaded early, they are there
+    when it begins.
+    """
     ahead: gl.constexpr = C.NUM_STAGES - 1
     at = start + ahead * C.BLOCK_N
-    return _indices_of_tile(samples, chunk, at, chunk.end, C, ring.dtype)
+    return _indices_of_tile(history_ptr, samples, chunk, at, chunk.end, C, ring.dtype)
 
 
 @gluon.jit

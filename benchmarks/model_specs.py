@@ -1,0 +1,292 @@
+"""What tables of whole models show, for ``tables.py``: their steps, their quality, their goals."""
+
+from dataclasses import dataclass
+
+from table_specs import Cell, Column, Table, one
+
+__all__ = [
+    "GOALS",
+    "HISTORIES",
+    "LOGS",
+    "MEANS",
+    "MODEL_TABLES",
+    "POOLINGS",
+    "SEARCH",
+    "STEP_PROVIDERS",
+    "Goal",
+    "Goals",
+]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio of two figures that is aimed at.
+
+    Args:
+        above, below: a case and a figure, each.
+        bound: what the ratio has to be at least.
+        at_most: whether it has to be that at most.
+    """
+
+    what: str
+    above: tuple[str, Cell]
+    below: tuple[str, Cell]
+    bound: str
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What was aimed at, as a table.
+
+    Args:
+        results: the files that say if it was met, without ``.csv``.
+    """
+
+    results: tuple[str, ...]
+    goals: tuple[Goal, ...]
+
+
+STEP_PROVIDERS = {
+    "sum": "sum pooling",
+    "padded": "linear + padded SDPA",
+    "padded-din": "padded activation unit",
+    "fbgemm-sll": "linear + FBGEMM, SLL",
+    "linear-varlen": "linear + FlashAttention-2",
+    "ours-explicit": "ours, explicit, from Python",
+    "ours-absorbed": "ours, absorbed, from Python",
+    "ours": "ours",
+    "ours-single-lookup": "ours, one lookup",
+    "ours-index-dedup": "ours, one lookup of unique ids",
+    "ours-once": "ours, histories sent once",
+    "ours-by-request": "ours, by request",
+}
+"""Those of ``end_to_end.py``, in words."""
+RUNGS = {
+    "padded": "padded: linear layers, padding, SDPA",
+    "linear-varlen": "jagged: linear layers, FlashAttention-2",
+    "ours-explicit": "fused: keys and values by kernels of ours",
+    "ours-absorbed": "absorbed: no keys, no values",
+    "ours": "host: launches replayed by C++",
+    "ours-single-lookup": "one lookup for targets, histories and bags",
+    "ours-index-dedup": "deduplicated: each id of a batch is looked up once",
+}
+"""Of its ladder: what each does that the one before does not."""
+MEANS = (50, 200, 1000, 4000)
+SEARCH = "mean-1000"
+"""From where ``end_to_end_memory.py`` searches."""
+EPOCHS = "1.0"
+"""Of ``end_to_end_quality.py``."""
+POOLINGS = {
+    "none": "no history",
+    "sum": "sum",
+    "mean": "mean",
+    "recency": "mean weighted by recency",
+    "din": "DIN's activation unit, padded",
+    "attention-din": 'the same fused, with recency (`score="din"`)',
+    "attention": "attention, as it comes",
+    "attention-dropout": "attention, `row_dropout=0.2`",
+    "attention-values": "attention, `value_projection=True`",
+    "attention-no-bias": "attention, `recency_bias=False`",
+    "attention-mha": "attention with both, as `nn.MultiheadAttention`",
+    "attention-padded": "`nn.MultiheadAttention`, padded",
+    "attention-silu": 'attention, `score="silu"`',
+    "attention-sigmoid": 'attention, `score="sigmoid"`',
+    "encoder+attention": "a self-attention layer, then attention",
+    "causal-encoder": "two causal self-attention layers, the last row",
+    "sim": "attention over the 16 most similar rows",
+}
+"""Those of ``quality.py``, in words."""
+LOGS = {
+    "made-up": "made up",
+    "planted": "made up",
+    "ml-1m": "MovieLens-1M",
+    "video_games.txt.gz": "Video Games",
+}
+"""What quality is measured on, by the names of files and folders."""
+HISTORIES = {
+    f"{log}-{n}": f"{words}, up to {n} events" for log, words in LOGS.items() for n in (50, 200)
+}
+"""The same by the greatest length of a history."""
+
+
+def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, ...]:
+    """A column of each mean length, with a provider in each row.
+
+    Args:
+        figures: metrics and units.
+        of: how the names of the cases go on after the mean.
+    """
+    cells = tuple(Cell("{}", "step", metric, unit) for metric, unit in figures)
+    return tuple(
+        Column(f"{mean:,} events, {{batch}} samples", form, cells, f"mean-{mean}{of}")
+        for mean in MEANS
+    )
+
+
+def scores(*metrics: tuple[str, str, str]) -> tuple[Column, ...]:
+    """A column of each of ``HISTORIES`` and of each metric, by name, form and unit."""
+    return tuple(
+        Column(
+            f"{log}: {unit}" if len(metrics) > 1 else log,
+            form,
+            tuple(Cell("{}", "test", name, unit) for name in (metric, f"{metric}_se")),
+            case,
+        )
+        for case, log in HISTORIES.items()
+        for metric, form, unit in metrics
+    )
+
+
+def step_goal(
+    mean: int,
+    peer: str,
+    bound: str,
+    *,
+    metric: tuple[str, str] = ("throughput", "samples/s"),
+    at_most: bool = False,
+) -> Goal:
+    """Of a step with ours, to that with a peer."""
+    what = {"throughput": "samples/s", "time": "step time", "peak_memory": "peak memory"}[metric[0]]
+    return Goal(
+        f"mean {mean:,}, {what}: ours over {STEP_PROVIDERS[peer]}",
+        (f"mean-{mean}", Cell("ours", "step", *metric)),
+        (f"mean-{mean}", Cell(peer, "step", *metric)),
+        bound,
+        at_most,
+    )
+
+
+def steps_of_dlrm(results: str) -> Table:
+    """Steps of a DLRM, as measured before ``end_to_end.py``: time, GPU busy, peak memory."""
+    return Table(
+        (results,),
+        "histories, samples a step",
+        {"mean 200, 4,096": "mean-200", "mean 1,000, 2,048": "mean-1000"},
+        tuple(
+            Column(
+                head,
+                "{} ({}), {}",
+                (
+                    Cell(provider, "step", "time"),
+                    Cell(provider, "step", "gpu_busy"),
+                    Cell(provider, "step", "peak_memory", "MiB"),
+                ),
+            )
+            for head, provider in (
+                ("sum pooling", "sum"),
+                ("attention", "attention"),
+                ("`single_lookup=True`", "single-lookup"),
+                ("linear + FlashAttention-2", "linear+torch-varlen"),
+                ("linear + padded SDPA", "linear+padded-sdpa"),
+            )
+        ),
+    )
+
+
+GOALS = {
+    "end_to_end_goals": Goals(
+        ("end_to_end",),
+        (
+            step_goal(200, "sum", "1.35", metric=("time", "ms"), at_most=True),
+            step_goal(200, "linear-varlen", "1.6"),
+            step_goal(200, "padded", "2"),
+            step_goal(1000, "linear-varlen", "1.8"),
+            step_goal(1000, "padded", "4"),
+            step_goal(4000, "padded", "6"),
+            *(
+                step_goal(mean, peer, "0.82", metric=("peak_memory", "MiB"), at_most=True)
+                for mean in (200, 1000)
+                for peer in ("padded", "linear-varlen")
+            ),
+            *(
+                Goal(
+                    f"mean {mean:,}, samples/s: two GPUs over one",
+                    (f"mean-{mean}-2-gpus", Cell("ours", "step", "throughput", "samples/s")),
+                    (f"mean-{mean}", Cell("ours", "step", "throughput", "samples/s")),
+                    "1.7",
+                )
+                for mean in (200, 1000)
+            ),
+        ),
+    ),
+}
+MODEL_TABLES = {
+    "end_to_end": Table(
+        ("end_to_end",),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        steps("{} ({}), {}", ("time", "ms"), ("gpu_busy", "ms"), ("peak_memory", "MiB")),
+    ),
+    "end_to_end_ladder": Table(
+        ("end_to_end",),
+        "with all of the rows above",
+        {label: name for name, label in RUNGS.items()},
+        steps("{} ms, {} ×", ("time", "ms"), ("throughput", "× ours")),
+        ours="padded",
+    ),
+    "end_to_end_requests": Table(
+        ("end_to_end",),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        steps(
+            "{} ms, {} MiB",
+            ("time", "ms"),
+            ("history_traffic", "MiB"),
+            of="-candidates-32-features-13",
+        ),
+    ),
+    "end_to_end_gpus": Table(
+        ("end_to_end",),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
+    ),
+    "end_to_end_memory": Table(
+        ("end_to_end_memory",),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        (
+            one("longest history", "{}", "step", "rows", metric="longest_history", case=SEARCH),
+            one("largest batch", "{}", "step", "samples", metric="largest_batch", case=SEARCH),
+        ),
+    ),
+    "end_to_end_quality": Table(
+        ("end_to_end_quality",),
+        "pooling",
+        {label: name for name, label in STEP_PROVIDERS.items()},
+        tuple(
+            one(f"{words}: {unit}", "{}", "test", unit, metric=metric, case=f"{log}-{EPOCHS}")
+            for log, words in LOGS.items()
+            for metric, unit in (("auc", "AUC"), ("ne", "NE"))
+        ),
+    ),
+    "quality": Table(
+        ("quality",),
+        "pooling",
+        {label: name for name, label in POOLINGS.items()},
+        scores(("auc", "{} ± {}", "AUC")),
+    ),
+    "quality_more": Table(
+        ("quality",),
+        "pooling",
+        {label: name for name, label in POOLINGS.items()},
+        scores(("hit_rate_10", "{} ± {}", "HR@10"), ("ne", "{} ± {}", "NE")),
+    ),
+    "pooling": Table(
+        ("train_dlrm",),
+        "data",
+        {
+            "made up (`make demo`)": "made-up",
+            **{f"MovieLens, seed {seed}": f"movielens-seed-{seed}" for seed in range(3)},
+        },
+        tuple(
+            Column(name, form, (Cell(name, "test", "auc", "AUC"),))
+            for name, form in (
+                *(("sum", "{}"), ("mean", "{}"), ("recency", "{}"), ("attention", "**{}**")),
+            )
+        ),
+    ),
+    "dlrm_step": steps_of_dlrm("dlrm_step"),
+    "dlrm_step_graphs": steps_of_dlrm("dlrm_step_graphs"),
+}

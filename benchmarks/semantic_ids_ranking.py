@@ -1,0 +1,326 @@
+"""Rank with items that are kept in few bytes, in several ways, and print AUC, NE and footprints.
+
+    python benchmarks/semantic_ids_ranking.py --data data/ml-1m --csv semantic_ids_ranking.csv
+    python benchmarks/semantic_ids_ranking.py --data data/ml-1m@1000 --bytes 8 --epochs 2
+
+Data are a folder of MovieLens-1M; ``PATH@1000`` takes the 1000 users of the lowest ids. Items are
+embedded by the ranking model of ``quality.py`` with mean pooling, and these rows are kept in few
+bytes, as ``semantic_ids.py`` keeps them:
+
+    rows              fp32, which bound the others
+    integers          each row's own range in equal steps of 2, 4 or 8 bits
+    k-means           residual k-means; a byte a stage
+    discrete PCA      digits of three levels, five to a byte
+    FSQ               finite scalar quantization of a linear autoencoder's latents, 15 levels, two
+                      to a byte
+
+Then a model with target attention is trained on what comes back of them, for candidates, too. Rows
+are data; of ``+ tables`` and ``+ basis``, what codes stand for is trained further. Two ways do not
+begin with those rows:
+
+    hashed table      a table of as many bytes as all codes have, which items share by a hash
+    VQ fusion         digits of what content says: hashes of the title's words, genres, and which
+                      films are rated one after the other; with the genres and the decade as labels
+
+Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
+fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that
+is best by its tuning events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import quality
+from events import DataError
+from movielens import read_films, read_movielens
+from quality_logs import first_users
+from semantic_ids import (
+    BITS,
+    Kept,
+    fit_discrete_pca,
+    fit_k_means,
+    keep_integers,
+    learn,
+)
+
+from torchrec_jagged_attn import SemanticIds, VQFusion
+
+HASHES = 64  # columns of titles' embeddings, and of neighbours'
+LEVELS = 15  # of FSQ
+STEPS = 300  # of each stage of an autoencoder
+
+
+class Way(NamedTuple):
+    """A way to keep items, and the module that makes rows of their ids."""
+
+    name: str
+    kept: Kept
+    items: nn.Module
+
+
+class Rows(nn.Module):
+    """Rows that are not trained."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("rows", rows.detach().clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows[ids]
+
+
+class Digits(nn.Module):
+    """Rows of digits: a mean and a basis, which are trained."""
+
+    def __init__(self, digits: Tensor, mean: Tensor, basis: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("digits", digits.to(basis.dtype))
+        self.mean, self.basis = (nn.Parameter(x.detach().clone()) for x in (mean, basis))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.mean + self.digits[ids] @ self.basis
+
+
+class Tables(nn.Module):
+    """Sums of rows of tables, one for each byte, which are trained."""
+
+    def __init__(self, codes: Tensor, tables: list[Tensor]) -> None:
+        super().__init__()
+        lengths = torch.tensor([len(table) for table in tables], device=codes.device)
+        self.register_buffer("places", codes.long() + lengths.cumsum(0) - lengths)
+        self.tables = nn.Parameter(torch.cat(tables).clone())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(self.places[ids], self.tables).sum(-2)
+
+
+def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
+    """Latents of a linear autoencoder between ``-h`` and ``h``, rounded.
+
+    Source:
+        Finite Scalar Quantization (ICLR '24, https://arxiv.org/abs/2309.15505).
+    """
+    torch.manual_seed(seed)
+    ids = SemanticIds(2 * num_bytes, LEVELS)
+    encoder = nn.Linear(rows.shape[1], ids.num_digits).to(rows.device)
+    decoder = nn.Linear(ids.num_digits, rows.shape[1]).to(rows.device)
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+    for _ in range(4 * STEPS):
+        latents = encoder(rows).tanh() * ids.largest_digit
+        made = decoder(latents + (latents.round() - latents).detach())
+        optimizer.zero_grad()
+        F.mse_loss(made, rows).backward()
+        optimizer.step()
+    with torch.no_grad():
+        digits = (encoder(rows).tanh() * ids.largest_digit).round().to(torch.int8)
+        shared = [x.detach() for x in decoder.parameters()]
+        return Kept([ids.pack(digits)], shared, decoder(digits.to(rows.dtype)))
+
+
+def content_of(
+    data: str, examples: quality.Examples
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+    """Embeddings of films by what is said of them, their labels, and how many classes these have.
+
+    Neighbours are factors of the positive pointwise mutual information of films that a user rated
+    one after the other, of training events alone.
+    """
+    name, _, count = data.rpartition("@") if re.search(r"@\d+$", data) else (data, "", "")
+    log = read_movielens(Path(name))
+    user, item = first_users(log.user, log.item, int(count)) if count else (log.user, log.item)
+    often = np.bincount(user)[user] >= 3
+    films = np.unique(item[often])  # as ``quality.log_of`` numbers them
+    titles, genres = (np.array(x)[films] for x in read_films(Path(name)))
+    words = torch.zeros(len(films), HASHES)
+    for row, title in zip(words, titles, strict=True):
+        for word in re.findall(r"[a-z0-9]+", title.lower()):
+            digest = zlib.crc32(word.encode())
+            row[digest % HASHES] += 1 if digest >> 31 else -1
+    kinds = sorted({kind for combined in genres for kind in combined.split("|")})
+    of_kinds = torch.tensor([[float(kind in x.split("|")) for kind in kinds] for x in genres])
+    years = [re.search(r"\((\d{4})\)\s*$", title) for title in titles]
+    decades = np.unique([int(x[1]) // 10 if x else 0 for x in years], return_inverse=True)[1]
+    combined = np.unique(genres, return_inverse=True)[1]
+
+    places = examples.train
+    items, num_items = examples.items, examples.num_items
+    pairs = torch.zeros(num_items, num_items, device=items.device)
+    pairs.index_put_(
+        (items[places - 1], items[places]), torch.ones_like(places, dtype=torch.float32), True
+    )
+    pairs += pairs.T.clone()
+    ends = pairs.sum(1)
+    chance = torch.outer(ends, ends) / ends.sum()
+    information = torch.where(pairs > 0, torch.log(pairs / chance), 0).clamp(min=0)
+    torch.manual_seed(0)
+    left, values, _ = torch.svd_lowrank(information, HASHES)
+    embeddings = {"title": words, "genres": of_kinds, "neighbours": left * values.sqrt()}
+    labels = {"genres combined": combined, "decade": decades}
+    device = items.device
+    return (
+        {key: value.to(device) for key, value in embeddings.items()},
+        {key: torch.from_numpy(value).to(device) for key, value in labels.items()},
+        {key: int(value.max()) + 1 for key, value in labels.items()},
+    )
+
+
+def fuse(data: str, examples: quality.Examples, width: int, num_bytes: int) -> Kept:
+    """Digits of what content says, by :class:`VQFusion`, of rows of length one in the mean."""
+    embeddings, labels, classes = content_of(data, examples)
+    torch.manual_seed(0)
+    fusion = VQFusion(
+        {name: x.shape[1] for name, x in embeddings.items()},
+        classes,
+        latent_dim=width,
+        num_digits=5 * num_bytes,
+        device=examples.items.device,
+    )
+    optimizer = torch.optim.Adam(fusion.parameters(), lr=1e-3)
+    for quantize in (False, True):
+        if quantize:
+            fusion.fit([embeddings])
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            fusion(embeddings, labels, quantize=quantize).loss.backward()
+            optimizer.step()
+    packed = fusion.pca.ids.pack(fusion.encode(embeddings))
+    rows = fusion.pca(packed).detach()
+    factor = 1 / rows.norm(dim=1).mean()
+    shared = [fusion.pca.mean.detach() * factor, fusion.pca.basis.detach() * factor]
+    return Kept([packed], shared, rows * factor)
+
+
+def digits_of(kept: Kept) -> Digits:
+    """Of what :func:`fit_discrete_pca` or :func:`fuse` keeps, in three levels."""
+    mean, basis = kept.shared
+    return Digits(SemanticIds(len(basis)).unpack(kept.stored[0]), mean, basis)
+
+
+def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]) -> list[Way]:
+    """All of them."""
+    found = [Way("rows", Kept([rows], [], rows), Rows(rows))]
+    for bits in BITS:
+        kept = keep_integers(rows, bits)
+        found.append(Way(f"integers, {bits} bits", kept, Rows(kept.rows)))
+    num_items, width = rows.shape
+    for size in budgets:
+        k_means = fit_k_means(rows, size)(rows)
+        pca = fit_discrete_pca(rows, size, 3)(rows)
+        fsq, fused = fit_fsq(rows, size), fuse(data, examples, width, size)
+        table = torch.randn(-(-num_items * size // (4 * width)), width, device=rows.device)
+        places = torch.arange(num_items, device=rows.device) * 2654435761 % 2**32 % len(table)
+        found += [
+            Way("k-means", k_means, Rows(k_means.rows)),
+            Way("k-means + tables", k_means, Tables(k_means.stored[0], k_means.shared)),
+            Way("discrete PCA", pca, Rows(pca.rows)),
+            Way("discrete PCA + basis", pca, digits_of(pca)),
+            Way("FSQ", fsq, Rows(fsq.rows)),
+            Way(
+                "hashed table",
+                Kept([], [table], table[places]),
+                Tables(places.unsqueeze(1), [table * width**-0.5]),
+            ),
+            Way("VQ fusion + basis", fused, digits_of(fused)),
+        ]
+    return found
+
+
+def compare(args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
+    """A line for each way and seed."""
+    examples = quality.examples_of(args.data, args.max_history, device)
+    rows = learn(args.data, args.width, args.epochs, device, all_items=True)
+    for way in ways(args.data, examples, rows, args.bytes):
+        stored = sum(x.nbytes for x in way.kept.stored)
+        shared = sum(x.nbytes for x in way.kept.shared)
+        for seed in range(args.seeds):
+            run = quality.Run(
+                args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,
+                epochs=args.epochs, width=args.width,
+            )  # fmt: skip
+            scores = quality.train(run, device, items=copy.deepcopy(way.items))
+            yield {
+                "way": way.name,
+                "bytes": stored / len(rows),
+                "shared, KiB": shared / 2**10,
+                "footprint, KiB": (stored + shared) / 2**10,
+                "auc": scores["auc"],
+                "ne": scores["ne"],
+                "seed": seed,
+            }
+
+
+def print_comparison(lines: pd.DataFrame, console: Console) -> None:
+    """Means of all seeds, in the order of the ways."""
+    keys = [x for x in lines.columns if x not in ("auc", "ne", "seed")]
+    means = lines.groupby(keys, sort=False)[["auc", "ne"]].mean().reset_index()
+    table = Table(*means.columns)
+    for way, size, shared, footprint, auc, ne in means.itertuples(index=False):
+        cells = f"{size:g}", f"{shared:.1f}", f"{footprint:.1f}", f"{auc:.4f}", f"{ne:.4f}"
+        table.add_row(way, *cells)
+    console.print(table)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", required=True, help="a folder of MovieLens-1M, or PATH@USERS")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--max-history", type=int, default=50)
+    parser.add_argument("--epochs", type=int, default=6, help="at most, of each training")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[8, 20], help="of a row of codes")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--csv", type=Path, help="write all figures there, too")
+    args = parser.parse_args(argv)
+    if args.width < 4 or args.width % 4:
+        parser.error(f"--width must be a multiple of 4, got {args.width}")
+    for name in ("max_history", "epochs", "seeds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if min(args.bytes) < 1:
+        parser.error(f"--bytes must be at least 1, got {min(args.bytes)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        quality.start_thread()
+    lines = []
+    try:
+        for line in compare(args, device):
+            lines.append(line)
+            print(f"{line['way']}: AUC {line['auc']:.4f}", file=sys.stderr)
+            if args.csv is not None:
+                stamped = pd.DataFrame(lines).assign(data=args.data, **quality.stamp(device))
+                stamped.to_csv(args.csv, index=False)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print_comparison(pd.DataFrame(lines), Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

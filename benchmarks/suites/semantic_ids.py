@@ -1,0 +1,121 @@
+"""``jagged_target_attention_over_ids`` beside ``jagged_target_attention`` over the decoded rows.
+
+Rows of 25 digits of three levels, five bytes each. ``ours-decoded`` decodes them in each call.
+``ours-rows`` has them in memory, in the dtype of the case: it tells what reading rows costs, and
+its gradient is theirs.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from suites import Cost, Inputs, Relaid, Suite
+from suites import target_attention_kernel as base
+from torchrec_jagged_attn import (
+    SemanticIds,
+    jagged_target_attention,
+    jagged_target_attention_over_ids,
+)
+from torchrec_jagged_attn.testing import Case, make_target_inputs, target_attention_oracle
+
+IDS = SemanticIds(num_digits=25)
+BF16 = torch.bfloat16
+CASES = {
+    case.name: case
+    for case in (
+        Case("full-512", 10000, 512, 1, 128, lengths=1.0, dtype=BF16, large=True),
+        Case("full-512-4-heads", 10000, 512, 4, 128, lengths=1.0, dtype=BF16, large=True),
+        Case("rank-1k", 4096, 1024, 4, 128, 1, "log-normal", BF16, large=True),
+        Case("rank-1k-16-targets", 4096, 1024, 1, 128, 16, "log-normal", BF16, large=True),
+        Case("rank-1k-fp32", 4096, 1024, 4, 128, 1, "log-normal", large=True),
+        Case("one-user", 1, 100_000, 4, 128, lengths=1.0, dtype=BF16, large=True),
+        Case("cpu-half-full", 512, 200, 4, 64, lengths="uniform"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Codes(Inputs):
+    """Over rows that are kept as ``packed`` ``[N, bytes]``."""
+
+    packed: Tensor
+
+    def decoded(self) -> Tensor:
+        """The rows."""
+        digits = IDS.unpack(self.packed).to(self.leaves["basis"].dtype)
+        return torch.addmm(self.leaves["mean"], digits, self.leaves["basis"])
+
+    def over(self, history: Tensor) -> Inputs:
+        """The same over rows that are there."""
+        kept = {name: getattr(self, name) for name in Inputs.__dataclass_fields__}
+        return Inputs(**kept | {"leaves": {"query": self.leaves["query"], "history": history}})
+
+
+def make_inputs(case: Case, device: str) -> Codes:
+    """Query ``[B, T, H, D]``, mean ``[D]`` and basis ``[L, D]``, and digits at random."""
+    drawn = make_target_inputs(case, device, bias=False)
+    generator = torch.Generator().manual_seed(1)
+    num_rows = drawn["history"].shape[0]
+    digits = torch.randint(-1, 2, (num_rows, IDS.num_digits), generator=generator)
+    leaves = {
+        "query": drawn["query"],
+        "mean": torch.randn(case.width, generator=generator).to(device, case.dtype),
+        "basis": torch.randn(IDS.num_digits, case.width, generator=generator),
+    }
+    leaves["basis"] = (leaves["basis"] * IDS.num_digits**-0.5).to(device, case.dtype)
+    leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
+    even = Inputs.even(case, leaves, drawn["offsets"])
+    return Codes(**vars(even), packed=IDS.pack(digits.to(device)))
+
+
+def over_rows(x: Inputs) -> Inputs:
+    """Over decoded rows, whose gradient is that of mean and basis."""
+    return x.over(x.decoded()) if isinstance(x, Codes) else x
+
+
+def cost(x: Codes) -> dict[str, Cost]:
+    """Read the bytes once, and in backward again, and make the products of digits.
+
+    Those of queries with the basis, and of what is pooled, are few.
+    """
+    num_queries = x.leaves["query"].numel() // x.case.width
+    product = 2 * x.num_pairs() * x.case.num_heads * IDS.num_digits
+    rows = x.case.dtype.itemsize * x.case.width * num_queries
+    return {
+        "forward": Cost(x.packed.nbytes + 2 * rows, 2 * product),
+        "backward": Cost(x.packed.nbytes + 3 * rows, 3 * product),
+    }
+
+
+def ours(x: Codes) -> Callable[[], Tensor]:
+    """The op."""
+    return lambda: jagged_target_attention_over_ids(
+        x.leaves["query"], x.packed, x.offsets, x.leaves["mean"], x.leaves["basis"]
+    )
+
+
+def rows(x: Codes) -> Relaid:
+    """Rows were decoded before."""
+    own = x.over(x.decoded().detach().requires_grad_())
+    call = functools.partial(base.formula, own, jagged_target_attention)
+    return Relaid(call, own.leaves, inputs=own)
+
+
+SUITE = Suite(
+    name="semantic_ids",
+    measures="jagged_target_attention_over_ids, 25 digits",
+    cases=CASES,
+    inputs=make_inputs,
+    oracle=lambda x: base.formula(over_rows(x), target_attention_oracle),
+    plain=lambda x: base.plain(over_rows(x)),
+    cost=cost,
+    providers={
+        "ours-codes": ours,
+        "ours-decoded": lambda x: lambda: base.formula(over_rows(x), jagged_target_attention),
+        "ours-rows": rows,
+        "padded": lambda x: lambda: base.plain(over_rows(x)),
+    },
+)

@@ -1,0 +1,101 @@
+"""Small files of the forms that benchmarks of whole models write, for tests of what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from end_to_end_peers import PROVIDERS
+from end_to_end_results import add
+from end_to_end_trace import PARTS
+from quality_models import POOLINGS
+
+STAMP = {"gpu": "a GPU", "torch": "2.13.0", "triton": "3.7.1", "torchrec": "1.8.0",
+         "date": "2026-11-25T01:02:03+00:00"}  # fmt: skip
+NO_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB"
+BATCH = 8192
+
+
+def step_rows(mean: int, gpus: int, lacking_memory: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+    """Of ``end_to_end.py``: the provider of the place ``i`` takes ``10 - i / 2`` ms a step."""
+    case = f"mean-{mean}" + (f"-{gpus}-gpus" if gpus > 1 else "")
+    for i, name in enumerate(PROVIDERS):
+        label = {**STAMP, "suite": "end_to_end", "case": case, "mode": "step", "provider": name,
+                 "batch": BATCH, "gpus": gpus}  # fmt: skip
+        if name in lacking_memory:
+            yield {**label, "metric": "refused", "median": 0, "note": NO_MEMORY}
+            continue
+        ms = 10 - i / 2
+        figures = {
+            ("time", "ms"): ms,
+            ("throughput", "samples/s"): BATCH * gpus * 1e3 / ms,
+            ("peak_memory", "MiB"): 1024 * (20 - i),
+            ("gpu_busy", "ms"): ms * 0.6,
+            ("host", "ms"): ms * 0.4,
+            **{(f"gpu_{part}", "ms"): ms * 0.12 for part in PARTS},
+        }
+        for (metric, unit), median in figures.items():
+            yield {**label, "metric": metric, "unit": unit, "median": median}
+
+
+def write_steps(folder: Path) -> None:
+    """A file of ``end_to_end.py``; with 4,000 events, padding lacks memory."""
+    rows = [
+        *step_rows(200, 1), *step_rows(1000, 1), *step_rows(200, 2),
+        *step_rows(4000, 1, lacking_memory=("padded", "padded-din")),
+    ]  # fmt: skip
+    add(folder / "end_to_end.csv", rows)
+
+
+def write_searches(folder: Path) -> None:
+    """A file of ``end_to_end_memory.py``."""
+    label = {**STAMP, "suite": "end_to_end_memory", "case": "mean-1000", "mode": "step"}
+    add(
+        folder / "end_to_end_memory.csv",
+        [
+            {**label, "provider": name, "metric": metric, "unit": unit, "median": 1000 * (i + 1),
+             "note": f"{1100 * (i + 1)}: {NO_MEMORY}"}
+            for i, name in enumerate(("padded", "linear-varlen", "ours"))
+            for metric, unit in (("longest_history", "rows"), ("largest_batch", "samples"))
+        ],
+    )  # fmt: skip
+
+
+def write_curves(folder: Path) -> None:
+    """A file of ``end_to_end_quality.py``."""
+    label = {**STAMP, "suite": "end_to_end_quality", "mode": "test"}
+    add(
+        folder / "end_to_end_quality.csv",
+        [
+            {**label, "case": f"planted-{epoch:.1f}", "provider": name, "metric": metric,
+             "unit": metric.upper(), "median": level * epoch + i * 1e-4}
+            for i, name in enumerate(("padded", "linear-varlen", "ours"))
+            for epoch in (0.5, 1.0)
+            for metric, level in (("auc", 0.8), ("ne", 0.9))
+        ],
+    )  # fmt: skip
+
+
+def write_trainings(folder: Path) -> None:
+    """A file of ``quality.py``: the second learning rate is better, and trained with two seeds."""
+    rows = []
+    for i, pooling in enumerate(POOLINGS):
+        for max_history in (50, 200):
+            for lr, seed in ((1e-3, 0), (3e-3, 0), (3e-3, 1)):
+                auc = 0.7 + i / 100 + seed / 1000
+                rows.append({
+                    "data": "data/ml-1m", "max_history": max_history, "pooling": pooling, "lr": lr,
+                    "weight_decay": 0.0, "half_life": 6.0, "seed": seed, "epochs": 20, "width": 32,
+                    "tune_auc": lr, "auc": auc, "hit_rate_10": auc / 2, "ne": 1 - auc,
+                    "best_epoch": 1, "epochs_trained": 5, "seconds": 2.0, "device": "a GPU",
+                    "torch": "2.13.0", "torchrec": "1.8.0", "date": "2026-11-25T01:02:03+00:00",
+                })  # fmt: skip
+    pd.DataFrame(rows).to_csv(folder / "quality.csv", index=False)
+
+
+def write_all(folder: Path) -> None:
+    """Each of them."""
+    for write in (write_steps, write_searches, write_curves, write_trainings):
+        write(folder)

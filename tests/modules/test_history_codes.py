@@ -1,0 +1,302 @@
+"""Histories that come as codes, in ``JaggedTargetAttention`` and in the collection."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torchrec.fx import symbolic_trace
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from tests.modules.test_target_attention import attend, attend_by_sample, make_inputs
+from torchrec_jagged_attn import (
+    CachedHistoryCollection,
+    DiscretePCA,
+    JaggedTargetAttention,
+    SemanticIds,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+)
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.testing import assert_matches_oracle
+
+CPU = torch.device("cpu")
+LENGTHS = [40, 0, 3, 1, 20]
+WIDTH = 16
+
+
+def fitted(num_digits: int = 20, *, trainable: bool = False, num_levels: int = 3) -> DiscretePCA:
+    rows = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(0))
+    pca = DiscretePCA(WIDTH, num_digits, num_levels, trainable=trainable)
+    pca.fit(rows)
+    return pca
+
+
+def draw_codes(ids: SemanticIds, num_rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    most = ids.largest_digit
+    shape = num_rows, ids.num_digits
+    return ids.pack(torch.randint(-most, most + 1, shape, generator=generator))
+
+
+def assert_right(codes, targets, dtype, device, **options):
+    """The module over codes is ``nn.MultiheadAttention`` over the rows that they stand for."""
+    module = JaggedTargetAttention(
+        WIDTH, 2, history_codes=codes, dtype=dtype, device=device, init="mha", **options
+    )
+    inputs = make_inputs(module, LENGTHS, device, dtype, targets=targets)
+    ids = codes if isinstance(codes, SemanticIds) else codes.ids
+    inputs["history"] = draw_codes(ids, sum(LENGTHS)).to(device)
+    if module.history_basis is not None:
+        inputs["history_mean"] = module.history_mean.detach()
+        inputs["history_basis"] = module.history_basis.detach()
+    weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) + 0.5
+    inputs["prior_weights"] = weights.to(device, dtype)
+    timestamps = None
+    if options.get("age_bias"):
+        timestamps = torch.arange(sum(LENGTHS), device=device) ** 2
+
+    def over_rows(history, history_mean=None, history_basis=None, **inputs):
+        rows = ids.unpack(history).to(inputs["target"].dtype)
+        if history_basis is not None:
+            rows = history_mean + rows @ history_basis
+        return attend_by_sample(module, history=rows, timestamps=timestamps, **inputs)
+
+    def over_codes(**inputs):
+        return attend(module, timestamps=timestamps, **inputs)
+
+    assert_matches_oracle(over_codes, over_rows, over_rows, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
+@pytest.mark.parametrize("basis", ["none", "fixed", "learned"])
+def test_is_attention_over_decoded_rows(basis, targets, dtype, device):
+    if dtype not in supported_dtypes(device):
+        pytest.skip(f"{dtype} is not computed on {device}")
+    codes = SemanticIds(20) if basis == "none" else fitted(trainable=basis == "learned")
+    assert_right(codes, targets, dtype, device, age_bias=targets is None)
+
+
+@pytest.mark.parametrize("num_levels", [5, 15])
+def test_more_levels_and_targets_of_another_width(num_levels, device):
+    codes = fitted(12, num_levels=num_levels)
+    assert_right(codes, 2, torch.float32, device, target_dim=24, recency_bias=False)
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+def test_scores_have_the_mean(score):
+    """Which a softmax drops: weights of single rows are those of decoded rows."""
+    pca = fitted()
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, init="mha", score=score)
+    plain = JaggedTargetAttention(WIDTH, 2, init="mha", score=score)
+    plain.load_state_dict({k: v for k, v in module.state_dict().items() if "history_" not in k})
+    packed, lengths = draw_codes(pca.ids, sum(LENGTHS)), torch.tensor(LENGTHS)
+    target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
+    codes, rows = (JaggedTensor(x, lengths=lengths) for x in (packed, pca(packed)))
+    torch.testing.assert_close(module(target, codes), plain(target, rows))
+    found, expected = (m.attention_weights(target, x) for m, x in ((module, codes), (plain, rows)))
+    torch.testing.assert_close(found.values(), expected.values())
+
+
+def test_basis_is_copied_and_comes_back():
+    pca = fitted(trainable=True)
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca)
+    with torch.no_grad():
+        module.history_basis.zero_()
+    assert pca.basis.any()
+    module.reset_parameters()
+    assert torch.equal(module.history_basis, pca.basis)
+    names = {name for name, _ in module.named_parameters()}
+    assert {"history_mean", "history_basis"} <= names
+    fixed = JaggedTargetAttention(WIDTH, 2, history_codes=fitted())
+    assert {"history_mean", "history_basis"} <= {name for name, _ in fixed.named_buffers()}
+    on_meta = JaggedTargetAttention(WIDTH, 2, history_codes=pca, device="meta")
+    on_meta.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(on_meta.history_basis, pca.basis)
+
+
+def test_copied_scripted_and_under_autocast(device):
+    pca = fitted()
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, device=device)
+    lengths = torch.tensor(LENGTHS, device=device)
+    history = JaggedTensor(draw_codes(pca.ids, sum(LENGTHS)).to(device), lengths=lengths)
+    target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
+    expected = module(target, history)
+    for other in (copy.deepcopy(module), torch.jit.script(module)):
+        assert torch.equal(other(target, history), expected)
+    if torch.bfloat16 in supported_dtypes(device):
+        with torch.autocast(device.type, torch.bfloat16):
+            rounded = module(target, history)
+        assert rounded.dtype == torch.bfloat16
+        torch.testing.assert_close(rounded.float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"history_codes": 3}, TypeError, "history_codes must be a DiscretePCA, SemanticIds or No"),
+        ({"history_dim": 8}, ValueError, "history_dim must be 16 as history_codes is, got 8"),
+        ({"keys_and_values": "explicit"}, ValueError, "history_codes must go with keys_and_value"),
+        ({"score": "din"}, ValueError, "history_codes must go with .* score='din'"),
+        ({"value_projection": False}, ValueError, "history_codes must go with .*projection=False"),
+    ],
+)
+def test_wrong_options_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        JaggedTargetAttention(WIDTH, 2, **({"history_codes": fitted()} | change))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (torch.zeros(4, WIDTH), TypeError, r"history.values\(\) must be uint8, got torch.float32"),
+        (torch.zeros(4, 3).byte(), ValueError, r"history.values\(\) must have shape \[N, num_byte"),
+        (torch.full((4, 4), 250).byte(), ValueError, "history must be at most 242, got 250"),
+    ],
+)
+def test_wrong_codes_are_named(values, error, message):
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=fitted())
+    with pytest.raises(error, match=message):
+        module(torch.zeros(1, WIDTH), JaggedTensor(values, lengths=torch.tensor([4])))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_digits_are_attended_in_the_dtype_of_parameters(dtype, device):
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=fitted(), dtype=dtype, device=device)
+    history = JaggedTensor(
+        torch.zeros(4, 4, dtype=torch.uint8, device=device), offsets=torch.tensor([0, 4]).to(device)
+    )
+    target = torch.zeros(1, WIDTH, device=device)
+    if dtype in supported_dtypes(device):
+        assert module(target, history).dtype == dtype
+    else:
+        with pytest.raises(TypeError, match=f"parameters must be what .*, got {dtype}"):
+            module(target, history)
+
+
+# The collection
+
+
+def make_tables() -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"t_{name}", embedding_dim=WIDTH, num_embeddings=30, feature_names=[name]
+        )
+        for name in ("item", "user")
+    ]
+
+
+def make_features(words: Tensor, names: list[str], *, times: str | None = None):
+    """Five samples of an item and a user each, and of the words of codes."""
+    lengths = torch.tensor(LENGTHS)
+    values = [torch.arange(10), *words.unbind(1)]
+    if times is not None:
+        names, values = [*names, times], [*values, torch.arange(sum(LENGTHS))]
+    return KeyedJaggedTensor(
+        keys=["item", "user", *names],
+        values=torch.cat(values),
+        lengths=torch.cat([torch.ones(10, dtype=torch.int64), *[lengths] * len(names)]),
+    )
+
+
+@pytest.mark.parametrize(("num_digits", "names"), [(20, ["h"]), (60, ["h", "h_1"])])
+@pytest.mark.parametrize("basis", ["none", "learned"])
+def test_collection_attends_codes(basis, num_digits, names):
+    codes = SemanticIds(num_digits) if basis == "none" else fitted(num_digits, trainable=True)
+    ids = codes if basis == "none" else codes.ids
+    width = num_digits if basis == "none" else WIDTH
+    config = TargetAttentionConfig("item", names, timestamps="t", history_codes=codes)
+    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    packed = draw_codes(ids, sum(LENGTHS))
+    features = make_features(ids.to_words(packed), names, times="t")
+    pooled = collection(features)
+    assert pooled.keys() == ["item", "user", "h"]
+    assert pooled.length_per_key() == [WIDTH, WIDTH, width]
+    attention = collection.pooling.attentions[0]
+    lengths = torch.tensor(LENGTHS)
+    history = JaggedTensor(packed, lengths=lengths)
+    expected = attention(pooled["item"], history, torch.arange(sum(LENGTHS)))
+    assert torch.equal(pooled["h"], expected)
+    pooled.values().sum().backward()
+    assert all(x.grad is not None for x in collection.parameters())
+    traced = symbolic_trace(collection)
+    assert torch.equal(traced(features).values(), pooled.values())
+    assert torch.equal(torch.jit.script(traced)(features).values(), pooled.values())
+
+
+def test_collection_cuts_codes():
+    codes, names = fitted(60), ["h", "h_1"]
+    packed = draw_codes(codes.ids, sum(LENGTHS))
+    features = make_features(codes.ids.to_words(packed), names)
+    whole, cut = (
+        TargetAttentionEmbeddingBagCollection(
+            make_tables(),
+            TargetAttentionConfig("item", names, history_codes=codes, max_history=newest),
+        )
+        for newest in (None, 3)
+    )
+    cut.load_state_dict(whole.state_dict())
+    of_sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    kept = ends[of_sample] - torch.arange(sum(LENGTHS)) <= 3
+    expected = whole.pooling.attentions[0](
+        whole(features)["item"],
+        JaggedTensor(packed[kept], lengths=torch.tensor(LENGTHS).clamp(max=3)),
+    )
+    assert torch.equal(cut(features)["h"], expected)
+
+
+def test_codes_are_not_cached():
+    config = TargetAttentionConfig("item", "h", history_codes=fitted())
+    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    with pytest.raises(NotImplementedError, match=r"no history_codes .*, got those of \['h'\]"):
+        CachedHistoryCollection(collection)
+
+
+def test_dlrm_reads_what_codes_give():
+    codes = fitted()
+    config = TargetAttentionConfig("item", "h", history_codes=codes)
+    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    model = DLRM(collection, 4, [8, WIDTH], [8, 1])
+    features = make_features(codes.ids.to_words(draw_codes(codes.ids, sum(LENGTHS))), ["h"])
+    model(torch.zeros(5, 4), features).sum().backward()
+    assert collection.pooling.attentions[0].out_proj.weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"history": "user"}, ValueError, r"history must have no table .* got \['user'\] of table"),
+        ({"history": ["h", "h_1"]}, ValueError, "history must name a feature for each of the 1 wo"),
+        ({"encoder_layers": 1}, ValueError, "encoder_layers must be 0 with history_codes, got 1"),
+        ({"num_heads": 3}, ValueError, "num_heads must divide the 16 columns of history 'h', got"),
+        ({"history_codes": "pca"}, TypeError, "history_codes must be a DiscretePCA, SemanticIds"),
+    ],
+)
+def test_wrong_configurations_are_named(change, error, message):
+    config = TargetAttentionConfig(
+        **({"target": "item", "history": "h", "history_codes": fitted()} | change)
+    )
+    with pytest.raises(error, match=message):
+        TargetAttentionEmbeddingBagCollection(make_tables(), config)
+
+
+def test_wrong_features_are_named():
+    codes = fitted()
+    config = TargetAttentionConfig("item", "h", history_codes=codes)
+    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    words = codes.ids.to_words(draw_codes(codes.ids, sum(LENGTHS)))
+    with pytest.raises(ValueError, match=r"features must have the history_codes \['h'\], got"):
+        collection(make_features(words, ["other"]))
+    features = make_features(words[:, :0], [])
+    values = torch.cat([features.values(), words[:, 0]]).int()
+    features = KeyedJaggedTensor(
+        keys=["item", "user", "h"],
+        values=values,
+        lengths=torch.cat([features.lengths(), torch.tensor(LENGTHS)]),
+    )
+    with pytest.raises(TypeError, match=r"codes of \['h'\] must be int64, got torch.int32"):
+        collection(features)

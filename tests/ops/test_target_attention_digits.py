@@ -1,0 +1,195 @@
+"""``jagged_target_attention`` over rows that are packed in digits."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.combinations import each_pair
+from torchrec_jagged_attn import SemanticIds, jagged_target_attention
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.testing import (
+    assert_matches_oracle,
+    offsets_of,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+CPU = torch.device("cpu")
+LENGTHS = [70, 0, 3, 1200, 1]
+
+
+def inputs_of_digits(
+    lengths, dtype, num_levels=3, num_digits=25, num_heads=2, row_bytes=None, *, num_targets=1,
+    biased=True, device=CPU,
+):  # fmt: skip
+    """Random inputs, of packed rows that are ``row_bytes`` apart."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    num_rows, ids = int(lengths.sum()), SemanticIds(num_digits, num_levels)
+
+    def draw(*shape, factor=1.0):
+        return (factor * torch.randn(shape, generator=generator)).to(device, dtype)
+
+    digits = torch.randint(-ids.largest_digit, ids.largest_digit + 1, (num_rows, num_digits),
+                           generator=generator)  # fmt: skip
+    memory = torch.full((num_rows, row_bytes or ids.num_bytes), 255, dtype=torch.uint8)
+    memory[:, : ids.num_bytes] = ids.pack(digits)
+    factor = 1 / ids.largest_digit
+    inputs = {
+        "query": draw(len(lengths), num_targets, num_heads, num_digits + 1, factor=factor),
+        "history": memory.to(device)[:, : ids.num_bytes],
+        "offsets": offsets_of(lengths, torch.int64, device),
+    }
+    if biased:
+        inputs["position_bias"] = draw(20, num_heads)
+        inputs["age_bias"] = draw(9, num_heads)
+        inputs["prior_weights"] = draw(num_rows).abs()
+        times = (14 * torch.rand(num_rows, generator=generator)).exp().long()
+        inputs["timestamps"] = times.to(device)
+    return inputs
+
+
+def over_rows(attend, num_levels, **options):
+    """``attend`` over the digits and ones as rows."""
+
+    def call(query, history, offsets, **others):
+        digits = SemanticIds(query.shape[-1] - 1, num_levels).unpack(history)
+        rows = F.pad(digits.to(query.dtype), (0, 1), value=1.0)
+        return attend(query, rows, offsets, **others, **options)
+
+    return call
+
+
+def assert_right_over_digits(inputs, num_levels=3, **options):
+    assert_matches_oracle(
+        functools.partial(jagged_target_attention, num_levels=num_levels, **options),
+        over_rows(target_attention_oracle, num_levels, **options),
+        over_rows(target_attention_plain, num_levels, **options),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_levels", "num_digits", "score", "dtype", "num_heads", "num_targets", "biased"),
+    each_pair(
+        [3, 5, 255],
+        [1, 25, 130],
+        ["softmax", "silu", "sigmoid"],
+        [torch.float32, torch.bfloat16, torch.float16],
+        [1, 4],
+        [1, 9],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_digits_as_rows(
+    num_levels, num_digits, score, dtype, num_heads, num_targets, biased, device
+):
+    if dtype not in supported_dtypes(device):
+        pytest.skip(f"{dtype} is not computed on {device}")
+    inputs = inputs_of_digits(
+        LENGTHS, dtype, num_levels, num_digits, num_heads,
+        num_targets=num_targets, biased=biased, device=device,
+    )  # fmt: skip
+    if score != "softmax":
+        inputs.pop("prior_weights", None)
+    assert_right_over_digits(inputs, num_levels, score=score)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [1], [0, 2100, 1, 0]], ids=str)
+def test_edges(lengths, device):
+    assert_right_over_digits(inputs_of_digits(lengths, torch.float32, device=device))
+
+
+def test_every_byte(device):
+    """Digits of all bytes that there are, each a row of its own sample: of one, with no weight."""
+    for num_levels in range(3, 256, 2):
+        ids = SemanticIds(1, num_levels)
+        width = ids.digits_per_byte
+        packed = torch.arange(num_levels**width, dtype=torch.int32, device=device).byte()[:, None]
+        offsets = torch.arange(len(packed) + 1, device=device)
+        query = torch.zeros(len(packed), 1, width + 1, device=device)
+        out = jagged_target_attention(query, packed, offsets, num_levels=num_levels)
+        digits = SemanticIds(width, num_levels).unpack(packed)
+        assert torch.equal(out[:, 0], F.pad(digits.float(), (0, 1), value=1.0))
+        assert torch.equal(SemanticIds(width, num_levels).pack(digits), packed)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_rows_by_index(num_targets, device):
+    inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, device=device)
+    table = inputs_of_digits([50], torch.float32, row_bytes=8, device=device)["history"]
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(50, (sum(LENGTHS),), generator=generator).to(device)
+    grad_out = torch.ones_like(inputs["query"])
+
+    def run(**others):
+        call = functools.partial(jagged_target_attention, num_levels=3)
+        return outputs_and_gradients(call, inputs | others, grad_out)
+
+    by_index, copied = run(history=table, indices=indices), run(history=table[indices])
+    assert by_index.keys() == copied.keys()
+    for name, value in by_index.items():
+        assert torch.equal(value, copied[name]), name
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_repeats_are_equal(num_targets, device):
+    inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, device=device)
+    grad_out = torch.ones_like(inputs["query"])
+    call = functools.partial(jagged_target_attention, num_levels=3)
+    first, second = (outputs_and_gradients(call, inputs, grad_out) for _ in range(2))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_opcheck(device):
+    x = inputs_of_digits([3, 0, 5], torch.float32, device=device)
+    arguments = (
+        x["query"].requires_grad_(), x["history"].contiguous(), x["offsets"], *[None] * 5,
+        x["position_bias"].requires_grad_(), x["age_bias"].requires_grad_(), x["timestamps"],
+        None, None, "", 0.25, "softmax", 3, True,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_levels": 4}, ValueError, "num_levels must be odd and 3 to 255, got 4"),
+        ({"num_levels": True}, TypeError, "num_levels must be an int, got True"),
+        ({"history": torch.zeros(8, 5)}, TypeError, "history must be uint8, got torch.float32"),
+        (
+            {"history": torch.zeros(8, 4).byte()},
+            ValueError,
+            r"history must have shape \[N, num_bytes\] = \[any, 5\], got \[8, 4\]",
+        ),
+        (
+            {"history": torch.full((8, 5), 243).byte()},
+            ValueError,
+            "history must be at most 242, got 243",
+        ),
+        ({"num_levels": None}, ValueError, "row_scale or num_levels must be given for history of"),
+        (
+            {"row_scale": torch.ones(8)},
+            ValueError,
+            "row_scale must be None where num_levels is given, got a tensor",
+        ),
+        (
+            {"row_bias": torch.ones(8)},
+            ValueError,
+            "row_bias must be None where num_levels is given, got a tensor",
+        ),
+        ({"query": torch.zeros(3, 1, 1)}, ValueError, "query must have a width of at least 2"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, message):
+    inputs = inputs_of_digits([3, 0, 5], torch.float32, biased=False) | {"num_levels": 3} | change
+    if inputs["num_levels"] is None:
+        inputs["query"] = inputs["query"][..., :5]
+    with pytest.raises(error, match=message):
+        jagged_target_attention(**inputs)

@@ -1,0 +1,163 @@
+"""``VQFusion`` learns digits of several embeddings and labels together."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchrec_jagged_attn import VQFusion
+
+WIDTHS = {"text": 12, "image": 8}
+CLASSES = {"kind": 4}
+
+
+def make_fusion(device="cpu", **options):
+    torch.manual_seed(0)
+    sizes = {"latent_dim": 8, "num_digits": 20, "hidden_dim": 32}
+    return VQFusion(WIDTHS, CLASSES, device=device, **sizes | options)
+
+
+def make_rows(num_rows, device="cpu", seed=0):
+    """Embeddings of rows of four kinds, each in a cluster of its own, with noise."""
+    centers = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(CLASSES["kind"], (num_rows,), generator=generator)
+    rows = {}
+    for name, width in WIDTHS.items():
+        own = 3 * torch.randn(CLASSES["kind"], width, generator=centers)
+        rows[name] = (own[kinds] + torch.randn(num_rows, width, generator=generator)).to(device)
+    return rows, {"kind": kinds.to(device)}
+
+
+def train(fusion, steps, **options):
+    optimizer = torch.optim.Adam(fusion.parameters(), lr=3e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        fusion(*make_rows(256, fusion.pca.mean.device, seed=step), **options).loss.backward()
+        optimizer.step()
+
+
+def test_learns_what_digits_cannot_know_untrained(device):
+    """Losses of rows that were never seen fall, before digits, and once more with these."""
+    fusion = make_fusion(device)
+    others = make_rows(500, device, seed=10**6)
+    untrained = fusion(*others, quantize=False).losses
+    train(fusion, 100, quantize=False)
+    fusion.fit([make_rows(256, device, seed=seed)[0] for seed in range(8)])
+    fitted = fusion(*others).losses
+    train(fusion, 100)
+    trained = fusion(*others).losses
+    for name in (*WIDTHS, *CLASSES):
+        assert trained[name] < 0.7 * untrained[name], name
+    assert sum(trained.values()) < sum(fitted.values())
+    digits = fusion.encode(others[0])
+    assert digits.dtype == torch.int8
+    rows = fusion.pca.decode(digits)
+    told = fusion.heads[0](rows).argmax(1)
+    assert (told == others[1]["kind"]).float().mean() > 0.9
+
+
+def test_gradients_pass_straight_through():
+    """Those of latents are what the decoded rows have, and what the commitment adds."""
+    fusion = make_fusion(weights={"commitment": 0.5})
+    rows, labels = make_rows(50)
+    fusion.fit([rows])
+    latents = fusion._latents(rows).detach()
+    digits = fusion.pca.encode(latents)
+    decoded = fusion.pca.decode(digits).detach().requires_grad_()
+    losses = [
+        1 - F.cosine_similarity(decoder(decoded), rows[name]).mean()
+        for name, decoder in zip(WIDTHS, fusion.decoders, strict=True)
+    ]
+    losses.append(F.cross_entropy(fusion.heads[0](decoded), labels["kind"]))
+    (through,) = torch.autograd.grad(sum(losses), decoded)
+    expected = through + 0.5 * 2 * (latents - decoded.detach()) / latents.numel()
+
+    seen = []
+
+    def watch(module, inputs, out):
+        out.register_hook(seen.append)
+
+    fusion.encoder.register_forward_hook(watch)
+    fused = fusion(rows, labels)
+    fused.loss.backward()
+    assert torch.equal(fused.digits, digits)
+    torch.testing.assert_close(seen[0], expected)
+    of_basis = digits.float().T @ through
+    torch.testing.assert_close(fusion.pca.basis.grad, of_basis)
+    torch.testing.assert_close(fusion.pca.mean.grad, through.sum(0))
+
+
+def test_losses_and_weights():
+    rows, labels = make_rows(40)
+    fusion = make_fusion(losses={"image": "mse"}, weights={"kind": 2.0, "text": 0.0})
+    fused = fusion(rows, labels, quantize=False)
+    made = fusion.decoders[1](fusion._latents(rows))
+    torch.testing.assert_close(fused.losses["image"], F.mse_loss(made, rows["image"]))
+    torch.testing.assert_close(fused.loss, fused.losses["image"] + 2 * fused.losses["kind"])
+    assert fused.digits is None
+    longer = {"text": 3 * rows["text"], "image": rows["image"]}
+    torch.testing.assert_close(fusion._latents(longer), fusion._latents(rows))
+
+
+def test_without_labels_and_of_no_row():
+    fusion = VQFusion({"text": 12}, latent_dim=4, num_digits=5)
+    assert fusion.encode({"text": torch.zeros(0, 12)}).shape == (0, 5)
+    assert set(fusion({"text": torch.ones(3, 12)}).losses) == {"text", "commitment"}
+
+
+def test_state_comes_back():
+    rows, _ = make_rows(60)
+    fusion = make_fusion()
+    fusion.fit([rows])
+    other = VQFusion(WIDTHS, CLASSES, latent_dim=8, num_digits=20, hidden_dim=32)
+    other.load_state_dict(fusion.state_dict())
+    assert torch.equal(other.encode(rows), fusion.encode(rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"embeddings": {}}, ValueError, "embeddings must hold at least one width, got none"),
+        ({"embeddings": ["text"]}, TypeError, "embeddings must be sizes by name, got a list"),
+        ({"labels": {"kind": 0}}, ValueError, r"labels\['kind'\] must be at least 1, got 0"),
+        ({"hidden_dim": 2.0}, TypeError, r"hidden_dim must be an int, got 2\.0"),
+        ({"losses": {"kind": "mse"}}, ValueError, r"losses must be of \['text'\], got \['kind'\]"),
+        ({"losses": {"text": "l1"}}, ValueError, r"losses must be cosine or mse, got \['l1'\]"),
+        ({"weights": {"other": 1.0}}, ValueError, r"weights must be of .*, got \['other'\]"),
+        ({"num_levels": 2}, ValueError, "num_levels must be odd and 3 to 255, got 2"),
+    ],
+)
+def test_wrong_options_are_named(change, error, message):
+    options = {"embeddings": {"text": 12}, "labels": {"kind": 3}, "latent_dim": 4, "num_digits": 5}
+    with pytest.raises(error, match=message):
+        VQFusion(**(options | change))
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "labels", "error", "message"),
+    [
+        ({"text": torch.zeros(3, 12)}, {}, ValueError, r"names \['image', 'text'\], got \['text'"),
+        (
+            {"text": torch.zeros(3, 12), "image": torch.zeros(2, 8)},
+            {},
+            ValueError,
+            r"embeddings\['image'\] must have shape \[N, width\] = \[3, 8\], got \[2, 8\]",
+        ),
+        (
+            {"text": torch.zeros(3, 12), "image": torch.zeros(3, 8).half()},
+            {},
+            TypeError,
+            r"embeddings\['image'\] must be torch.float32 as mean is",
+        ),
+        (make_rows(3)[0], {}, ValueError, r"labels must have the names \['kind'\], got \[\]"),
+        (
+            make_rows(3)[0],
+            {"kind": torch.zeros(2).long()},
+            ValueError,
+            r"labels\['kind'\] must have shape \[N\] = \[3\], got \[2\]",
+        ),
+    ],
+)
+def test_wrong_rows_are_named(embeddings, labels, error, message):
+    with pytest.raises(error, match=message):
+        make_fusion()(embeddings, labels)

@@ -1,0 +1,1 @@
+"""Rows kept as digits: into bytes, and out of them."""

@@ -1,0 +1,236 @@
+"""``VQFusion``: digits of what several embeddings and labels say of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchrec_jagged_attn.checks import check_same, check_shape, check_tensor
+from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+
+__all__ = ["Fused", "VQFusion"]
+
+LOSSES = ("cosine", "mse")
+
+
+class Fused(NamedTuple):
+    """What :class:`VQFusion` returns.
+
+    Attributes:
+        loss: the sum of all losses, each times its weight.
+        losses: by the names of embeddings and labels, and ``"commitment"``, without weights.
+        digits: ``[N, L]`` int8; ``None`` where latents were not quantized.
+    """
+
+    loss: Tensor
+    losses: dict[str, Tensor]
+    digits: Tensor | None
+
+
+class VQFusion(nn.Module):
+    r"""An autoencoder of several embeddings and labels, whose latents are digits.
+
+    A network encodes the embeddings of a row, side by side, as its latent :math:`z`. The digits
+    that :class:`DiscretePCA` gives it, :math:`\hat z = \mu + B^T c`, are all that is left of a row.
+    From these, one decoder for each embedding makes it again, and one head for each label tells its
+    class.
+
+    .. math:: loss = \sum_e w_e \, d(\mathrm{decoder}_e(\hat z), x_e)
+              + \sum_y w_y \, \mathrm{cross\ entropy}(\mathrm{head}_y(\hat z), y)
+              + w \, |z - \hat z|^2 / D
+
+    Gradients pass straight through the digits, from :math:`\hat z` to :math:`z`; the mean and the
+    basis have theirs, too. The last term holds latents to their digits, and not the reverse.
+
+    To train it: some epochs with ``quantize=False``, then :meth:`fit`, which finds mean and basis
+    of the latents, then more epochs.
+
+    Args:
+        embeddings: the width of each embedding, by name.
+        labels: the number of classes of each label, by name; may be none.
+        latent_dim: ``D``, of the latents.
+        num_digits: see :class:`DiscretePCA`.
+        num_levels: see there.
+        hidden_dim: of the one hidden layer of the encoder and of each decoder.
+        losses: of an embedding by its name: ``"cosine"``, one minus the cosine of the angle between
+            the two, or ``"mse"``. ``"cosine"`` by default: such an embedding is encoded without its
+            length.
+        weights: of losses by their names, one by default; of ``"commitment"`` 0.25.
+        device: of all parameters.
+
+    Attributes:
+        pca: the :class:`DiscretePCA` of the latents: for :class:`JaggedTargetAttention`, the
+            ``history_codes`` of what :meth:`encode` gives.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: there is no embedding, a size is less than 1, or a name is not known.
+
+    Example:
+        >>> fusion = VQFusion({"text": 6, "image": 4}, {"kind": 3}, latent_dim=4, num_digits=10)
+        >>> rows = {"text": torch.randn(8, 6), "image": torch.randn(8, 4)}
+        >>> fused = fusion(rows, {"kind": torch.arange(8) % 3}, quantize=False)
+        >>> sorted(fused.losses)
+        ['image', 'kind', 'text']
+        >>> errors = fusion.fit([rows])
+        >>> fusion(rows, {"kind": torch.arange(8) % 3}).loss.backward()
+        >>> fusion.encode(rows).shape, fusion.pca.ids.num_bytes
+        (torch.Size([8, 10]), 2)
+
+    Source:
+        After the abstract of SIDE (https://arxiv.org/abs/2506.16698), which names VQ fusion, a
+        multi-task VQ-VAE of content embeddings and categorical labels. How it works here is ours.
+    """
+
+    def __init__(
+        self,
+        embeddings: Mapping[str, int],
+        labels: Mapping[str, int] | None = None,
+        *,
+        latent_dim: int,
+        num_digits: int,
+        num_levels: int = 3,
+        hidden_dim: int = 256,
+        losses: Mapping[str, Literal["cosine", "mse"]] | None = None,
+        weights: Mapping[str, float] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        labels, losses, weights = labels or {}, losses or {}, weights or {}
+        _check_sizes(embeddings, labels, hidden_dim)
+        names = {*embeddings, *labels, "commitment"}
+        for argument, given, known in (
+            ("losses", losses, {*embeddings}),
+            ("weights", weights, names),
+        ):
+            if unknown := sorted(given.keys() - known):
+                raise ValueError(f"{argument} must be of {sorted(known)}, got {unknown}")
+        if wrong := sorted({*losses.values()} - {*LOSSES}):
+            raise ValueError(f"losses must be {' or '.join(LOSSES)}, got {wrong}")
+        self.embeddings, self.labels = dict(embeddings), dict(labels)
+        self.losses = {name: losses.get(name, "cosine") for name in embeddings}
+        self.weights = dict.fromkeys(sorted(names), 1.0) | {"commitment": 0.25} | dict(weights)
+
+        def layers(inner: int, outer: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Linear(inner, hidden_dim, device=device),
+                nn.ReLU(),
+                nn.Linear(hidden_dim, outer, device=device),
+            )
+
+        self.encoder = layers(sum(embeddings.values()), latent_dim)
+        self.pca = DiscretePCA(latent_dim, num_digits, num_levels, trainable=True, device=device)
+        self.decoders = nn.ModuleList(layers(latent_dim, x) for x in embeddings.values())
+        self.heads = nn.ModuleList(
+            nn.Linear(latent_dim, classes, device=device) for classes in labels.values()
+        )
+
+    def forward(
+        self,
+        embeddings: Mapping[str, Tensor],
+        labels: Mapping[str, Tensor] | None = None,
+        *,
+        quantize: bool = True,
+    ) -> Fused:
+        """Losses of a batch.
+
+        Args:
+            embeddings: ``[N, width]`` by name, of the dtype of the parameters.
+            labels: ``[N]`` int64 classes, by name.
+            quantize: whether latents go by way of their digits; else the decoders read them.
+
+        Raises:
+            TypeError: a dtype does not fit.
+            ValueError: a name is missing or not known, or a shape or device does not fit.
+        """
+        labels = labels or {}
+        latents = self._latents(embeddings)
+        _check_names("labels", labels, self.labels)
+        for name, label in labels.items():
+            check_shape(label, f"labels[{name!r}]", "[N]", (len(latents),))
+            check_same(latents, "embeddings", dtype=False, **{f"labels[{name!r}]": label})
+        decoded, digits, losses = latents, None, {}
+        if quantize:
+            digits = self.pca.encode(latents.detach())
+            decoded = self.pca.decode(digits)
+            losses["commitment"] = F.mse_loss(latents, decoded.detach())
+            decoded = decoded + (latents - latents.detach())
+        for decoder, (name, loss) in zip(self.decoders, self.losses.items(), strict=True):
+            made, given = decoder(decoded), embeddings[name]
+            if loss == "cosine":
+                losses[name] = 1 - F.cosine_similarity(made, given).mean()
+            else:
+                losses[name] = F.mse_loss(made, given)
+        for head, name in zip(self.heads, self.labels, strict=True):
+            losses[name] = F.cross_entropy(head(decoded), labels[name])
+        total = torch.stack([self.weights[name] * loss for name, loss in losses.items()]).sum()
+        return Fused(total, losses, digits)
+
+    @torch.no_grad()
+    def fit(
+        self,
+        batches: Iterable[Mapping[str, Tensor]],
+        *,
+        tolerance: float = 1e-3,
+        max_steps: int = 50,
+    ) -> list[float]:
+        """Find mean and basis of the latents, by :meth:`DiscretePCA.fit`.
+
+        Args:
+            batches: embeddings, as :meth:`forward` takes them. Their latents stay in memory.
+            tolerance: as there.
+            max_steps: as there.
+
+        Returns:
+            As there.
+        """
+        latents = [self._latents(batch) for batch in batches]
+        return self.pca.fit(latents, tolerance=tolerance, max_steps=max_steps)
+
+    @torch.no_grad()
+    def encode(self, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """Digits ``[N, L]`` int8 of rows, see :meth:`forward`."""
+        return self.pca.encode(self._latents(embeddings))
+
+    def _latents(self, embeddings: Mapping[str, Tensor]) -> Tensor:
+        """``[N, D]``."""
+        _check_names("embeddings", embeddings, self.embeddings)
+        parts, num_rows = [], None
+        for name, width in self.embeddings.items():
+            given = embeddings[name]
+            check_shape(given, f"embeddings[{name!r}]", "[N, width]", (num_rows, width))
+            check_same(self.pca.mean, "mean", dtype=True, **{f"embeddings[{name!r}]": given})
+            num_rows = len(given)
+            parts.append(given)
+            if self.losses[name] == "cosine":
+                parts[-1] = F.normalize(given) * width**0.5
+        return self.encoder(torch.cat(parts, 1))
+
+
+def _check_sizes(embeddings: object, labels: object, hidden_dim: object) -> None:
+    for argument, sizes in (
+        ("embeddings", embeddings),
+        ("labels", labels),
+        ("hidden_dim", {"": hidden_dim}),
+    ):
+        if not isinstance(sizes, Mapping):
+            raise TypeError(f"{argument} must be sizes by name, got a {type(sizes).__name__}")
+        for name, size in sizes.items():
+            where = f"{argument}[{name!r}]" if name else argument
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{where} must be an int, got {size!r}")
+            if size < 1:
+                raise ValueError(f"{where} must be at least 1, got {size}")
+    if not embeddings:
+        raise ValueError("embeddings must hold at least one width, got none")
+
+
+def _check_names(argument: str, given: Mapping[str, Tensor], known: dict[str, int]) -> None:
+    if given.keys() != known.keys():
+        raise ValueError(f"{argument} must have the names {sorted(known)}, got {sorted(given)}")
+    for name, tensor in given.items():
+        check_tensor(tensor, f"{argument}[{name!r}]")
