@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "ACTIVATIONS",
-    "ROW_FORMATS",
+    "NARROW_FORMATS",
     "SCORES",
     "ActivationUnitArguments",
     "ActivationUnitGradients",
@@ -43,7 +43,7 @@ ACTIVATIONS = ("sigmoid", "silu", "relu")
 """What follows the hidden layers of an activation unit: ``σ(x)``, ``x · σ(x)`` or ``max(x, 0)``."""
 
 
-ROW_FORMATS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3"}
+NARROW_FORMATS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3"}
 """What an element of a narrow history row is: see :func:`jagged_target_attention`."""
 
 
@@ -85,10 +85,11 @@ class TargetArguments(NamedTuple):
         row_scale: ``[N]`` or ``[U]``, where the rows of ``history`` are narrow.
         row_bias: likewise.
         bias: see :class:`Biases`.
-        row_format: one of ``ROW_FORMATS`` where rows are narrow, whose elements are then given as
-            integers of a byte; else ``""``.
+        row_format: what rows of ``history`` are: ``"plain"`` numbers; ``"digits"``, packed in
+            bytes; or, where they are narrow, one of ``NARROW_FORMATS``, given as integers of a
+            byte.
         score: one of ``SCORES``.
-        num_levels: of the digits that the history is packed in; 0 where its rows are numbers.
+        num_levels: of digits; else 0.
         for_backward: whether a gradient may be taken.
     """
 

@@ -9,7 +9,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import ACTIVATIONS, ROW_FORMATS, SCORES, Biases
+from torchrec_jagged_attn.arguments import ACTIVATIONS, NARROW_FORMATS, SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_byte
 
@@ -265,15 +265,15 @@ def check_narrow_rows(
 
     Scales and biases must be those of its rows, and frozen, as these are.
     """
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ROW_FORMATS)
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in NARROW_FORMATS)
     if row_scale is None:
-        if history.dtype in ROW_FORMATS:
+        if history.dtype in NARROW_FORMATS:
             missing = "row_scale or num_levels" if history.dtype == torch.uint8 else "row_scale"
             raise ValueError(f"{missing} must be given for history of {history.dtype}, got None")
         if row_bias is not None:
             raise ValueError("row_bias must go with row_scale, got row_bias alone")
         return
-    if history.dtype not in ROW_FORMATS:
+    if history.dtype not in NARROW_FORMATS:
         raise TypeError(
             f"history must be one of {names} where row_scale is given, got {history.dtype}"
         )

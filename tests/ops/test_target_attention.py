@@ -575,7 +575,7 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
 def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
     tensors = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 4, inputs["bias"]
-    arguments = (*tensors, *[None] * 5, "", 0.25, "softmax", 0, False)
+    arguments = (*tensors, *[None] * 5, "plain", 0.25, "softmax", 0, False)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
     torch.library.opcheck(op, arguments)
     inputs["query"].requires_grad_()
@@ -606,7 +606,7 @@ def test_opcheck(device, jagged, prior):
         torch.arange(8, device=device),
         torch.tensor([7, 2**31], device=device),  # row_dropout
         torch.tensor([9, 2**30], device=device),  # dropout
-        "",  # row_format
+        "plain",  # row_format
         0.25,
         "softmax",
         0,  # num_levels

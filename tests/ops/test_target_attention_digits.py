@@ -105,16 +105,21 @@ def test_edges(lengths, device):
 
 
 def test_every_byte(device):
-    """Digits of all bytes that there are, each a row of its own sample: of one, with no weight."""
+    """Digits of all bytes that there are: each head has a bias that leaves it one row of eight."""
     for num_levels in range(3, 256, 2):
         ids = SemanticIds(1, num_levels)
         width = ids.digits_per_byte
         packed = torch.arange(num_levels**width, dtype=torch.int32, device=device).byte()[:, None]
-        offsets = torch.arange(len(packed) + 1, device=device)
-        query = torch.zeros(len(packed), 1, width + 1, device=device)
-        out = jagged_target_attention(query, packed, offsets, num_levels=num_levels)
+        num_rows = len(packed)
+        offsets = torch.arange(0, num_rows + 8, 8, device=device).clamp(max=num_rows)
+        bias = torch.full((8, 8), -torch.inf, device=device).fill_diagonal_(0.0)
+        out = jagged_target_attention(
+            torch.zeros(len(offsets) - 1, 8, width + 1, device=device), packed, offsets,
+            bias=bias.repeat(len(offsets) - 1, 1)[:num_rows], num_levels=num_levels,
+        )  # fmt: skip
         digits = SemanticIds(width, num_levels).unpack(packed)
-        assert torch.equal(out[:, 0], F.pad(digits.float(), (0, 1), value=1.0))
+        rows = F.pad(digits.float(), (0, 1), value=1.0)
+        assert torch.equal(out.flatten(0, 1)[:num_rows], rows)
         assert torch.equal(SemanticIds(width, num_levels).pack(digits), packed)
 
 
@@ -152,7 +157,7 @@ def test_opcheck(device):
     arguments = (
         x["query"].requires_grad_(), x["history"].contiguous(), x["offsets"], *[None] * 5,
         x["position_bias"].requires_grad_(), x["age_bias"].requires_grad_(), x["timestamps"],
-        None, None, "", 0.25, "softmax", 3, True,
+        None, None, "digits", 0.25, "softmax", 3, True,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 

@@ -83,10 +83,10 @@ def _rows_of(args: TargetArguments) -> tuple[Tensor, Tensor | None]:
     """
     history, indices, query = args.history, args.indices, args.query
     scale, bias = args.row_scale, args.row_bias
-    if args.num_levels:
+    if args.row_format == "digits":
         rows = rows_of_digits(history, query.shape[-1], args.num_levels, query.dtype)
         return rows, indices
-    if scale is None:
+    if scale is None:  # plain
         return history, indices
     if indices is not None:
         history, scale = history.index_select(0, indices), scale.index_select(0, indices)

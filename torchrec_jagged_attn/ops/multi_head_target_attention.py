@@ -298,8 +298,8 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        args.indices, None, None, *args.biases[:6], "", args.scale, args.score, args.num_levels,
-        args.for_backward,
+        args.indices, None, None, *args.biases[:6], "digits" if args.num_levels else "plain",
+        args.scale, args.score, args.num_levels, args.for_backward,
     )  # fmt: skip
 
 

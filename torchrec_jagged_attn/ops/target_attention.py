@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.arguments import (
-    ROW_FORMATS,
+    NARROW_FORMATS,
     Biases,
     TargetArguments,
     TargetGradients,
@@ -162,9 +162,9 @@ def jagged_target_attention(
         query, history, offsets, query_offsets, indices, row_scale, row_bias, biases,
         prior_weights, score, num_levels,
     )  # fmt: skip
-    row_format = ""
+    row_format = "plain" if num_levels is None else "digits"
     if row_scale is not None:
-        row_format = ROW_FORMATS[history.dtype]
+        row_format = NARROW_FORMATS[history.dtype]
         history = history.view(torch.int8) if history.is_floating_point() else history
     if per_sample:
         query = query.unsqueeze(1)
@@ -242,7 +242,7 @@ def check_values(args: TargetArguments) -> None:
     check_offsets_values(args.offsets, args.num_rows, "offsets")
     if args.indices is not None:
         check_indices_values(args.indices, args.history.shape[0])
-    if args.num_levels:
+    if args.row_format == "digits":
         check_packed_values(args.history, "history", args.num_levels)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")

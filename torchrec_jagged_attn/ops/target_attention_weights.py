@@ -104,7 +104,7 @@ def _forward(
     """Weights ``[N, T, H]``; see :class:`TargetArguments`."""
     args = TargetArguments(
         query, history, offsets, None, None, None, None, bias, position_bias, age_bias, timestamps,
-        row_dropout=None, dropout=None, row_format="", scale=scale, score=score, num_levels=0,
+        row_dropout=None, dropout=None, row_format="plain", scale=scale, score=score, num_levels=0,
         for_backward=False,
     )  # fmt: skip
     check_values(args)

@@ -5,6 +5,7 @@ import torch
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.target.plan import DENSE, JAGGED, PATHS, SHARED, Call, Plan
+from torchrec_jagged_attn.kernels.target.records import RowForm
 from torchrec_jagged_attn.paths import choose, table
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
@@ -31,7 +32,9 @@ PLAIN = Call(
 WIDE = {"width": 128, "history_stride": 128}
 FP32 = {"element_size": 4}
 GROUP = {"num_targets": 8}
-NARROW = {"row_format": "int8", "bf16": True}
+NARROW = {"form": RowForm("int8"), "bf16": True}
+E4M3 = NARROW | {"form": RowForm("e4m3")}
+DIGITS = {"form": RowForm("digits", num_levels=3, per_byte=5), "history_stride": 13}
 
 
 @pytest.fixture
@@ -108,12 +111,15 @@ def test_paths_of_a_gpu(gpu, expected):
         (GROUP | FP32 | {"by_index": True}, "few_warps", "few_warps"),
         (GROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),
         (NARROW, "one_warp", "general"),
-        (NARROW | {"copy_bytes": 4}, "one_warp", "general"),
-        (NARROW | {"copy_bytes": 2}, "general", "general"),
-        (NARROW | {"row_format": "e4m3"}, "one_warp", "general"),
+        (NARROW | {"form": RowForm("int8", copy_bytes=4)}, "one_warp", "general"),
+        (NARROW | {"form": RowForm("int8", copy_bytes=2)}, "general", "general"),
+        (E4M3, "one_warp", "general"),
         (NARROW | {"bf16": False}, "general", "general"),
         (NARROW | FP32 | {"bf16": False}, "general", "general"),
         (NARROW | GROUP, "general", "general"),
+        (DIGITS, "one_warp", "one_warp"),
+        (DIGITS | GROUP, "few_warps", "few_warps"),
+        (DIGITS | GROUP | FP32 | {"num_ages": 1}, "few_warps", "general"),
         ({"num_heads": 16, "bias": True}, "warpgroup", "general"),
         ({"num_heads": 16, "bias": True, "num_ages": 1}, "warpgroup", "few_warps"),
     ],
@@ -135,7 +141,7 @@ def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
     ("gpu", "expected"), [("A100", "general"), ("H100", "one_warp")], indirect=["gpu"]
 )
 def test_e4m3_by_single_warps_where_it_is_converted(gpu, expected):
-    assert path_of(**NARROW | {"row_format": "e4m3"}) == expected
+    assert path_of(**E4M3) == expected
     assert path_of(**NARROW) == "one_warp"
 
 

@@ -1,7 +1,7 @@
 """Rows of digits, made of their bytes in registers; ``SemanticIds`` says how digits lie in bytes.
 
 Here any lane makes any digit, as Triton's layouts ask for; where a lane makes whole rows, see
-``_store_digits`` of ``target/warp_parts.py``.
+``store_digits`` of ``target/digit_parts.py``.
 
 Digit ``k`` of a byte ``v`` of ``n`` levels is ``⌊n · frac(v / n^(k+1))⌋ - (n - 1) / 2``: in fixed
 point two products, a mask and a shift, with one factor for each column, made once.

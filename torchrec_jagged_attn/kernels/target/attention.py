@@ -11,7 +11,8 @@ order), N history rows of width D and e bytes an element:
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
 
-Rows that are packed in digits are read as bytes, and have no gradient: ``common/digits.py``.
+Rows that are packed in digits, and narrow rows, are read as bytes, and have no gradient:
+``history_rows.py``, ``digit_parts.py``, ``narrow_parts.py``.
 
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
@@ -32,6 +33,7 @@ from torchrec_jagged_attn.arguments import (
     TargetGradients,
     TargetOutputs,
 )
+from torchrec_jagged_attn.digits import digits_per_byte
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import product_precision
 from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
@@ -71,6 +73,7 @@ from torchrec_jagged_attn.kernels.target.plan import (
 from torchrec_jagged_attn.kernels.target.records import (
     Gradients,
     Listing,
+    RowForm,
     Samples,
     SlotList,
     Sums,
@@ -194,8 +197,7 @@ def backward(
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = found = None
-    frozen = call.narrow or call.num_levels
-    if not frozen and (needs_history or not call.by_index):
+    if call.form.format == "plain" and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
@@ -439,11 +441,21 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         by_index=args.indices is not None,
         for_backward=args.for_backward,
         bf16=args.query.dtype == torch.bfloat16,
-        row_format=args.row_format,
-        scale_stride=1 if args.row_scale is None else args.row_scale.stride(0),
-        row_bias_stride=1 if args.row_bias is None else args.row_bias.stride(0),
-        copy_bytes=_copy_bytes(history) if args.row_format else 16,
-        num_levels=args.num_levels,
+        form=_form_of(args, history),
+    )
+
+
+def _form_of(args: TargetArguments, history: Tensor) -> RowForm:
+    """What rows are made of; ``history`` is as kernels read it."""
+    if args.row_format == "plain":
+        return RowForm()
+    if args.row_format == "digits":
+        return RowForm("digits", args.num_levels, digits_per_byte(args.num_levels))
+    return RowForm(
+        args.row_format,
+        scale_stride=args.row_scale.stride(0),
+        bias_stride=1 if args.row_bias is None else args.row_bias.stride(0),
+        copy_bytes=_copy_bytes(history),
     )
 
 

@@ -158,7 +158,7 @@ def backward_kernel(
         both = gl.allocate_shared_memory(part_type, [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D], by_row)
         store_parts(both, 0, grad_out, False)
         store_parts(both, C.BLOCK_R, q, False)
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+        COLUMNS: gl.constexpr = columns_at_once(C)
         if C.PARTS > 1:  # by the very products that it is taken off
             products = gl.zeros([C.BLOCK_R, C.BLOCK_R], gl.float32, mma)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -184,7 +184,7 @@ def backward_kernel(
         AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
         stored = indices_to_store(C.BLOCK_N, STORED, dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
-        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
+        ROWS: gl.constexpr = parts_of_rows(C)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)

@@ -88,8 +88,8 @@ def forward_kernel(
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         r = gl.arange(0, C.BLOCK_R, by_query)
         draws = query_draws(biases.dropout, row + r)[:, None]
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
-        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
+        COLUMNS: gl.constexpr = columns_at_once(C)
+        ROWS: gl.constexpr = parts_of_rows(C)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)

@@ -22,6 +22,7 @@ from torchrec_jagged_attn.kernels.common.softmax import (
     online_softmax_update,
     softmax_weights,
 )
+from torchrec_jagged_attn.kernels.target.history_rows import load_history
 from torchrec_jagged_attn.kernels.target.schedule import SHARED, load_queries, query_rows
 
 __all__ = ["weights_kernel"]
@@ -36,8 +37,7 @@ def _products_and_bias(
     d = tl.arange(0, C.BLOCK_D)
     n = (start + index)[:, None]
     visible = (index < (end - start).to(tl.int32))[:, None]
-    x_ptrs = history_ptr + n * history_stride + d[None, :]
-    x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
+    x = load_history(history_ptr, samples, n, visible, d, history_stride, q.dtype, C)
     bias = load_bias(
         biases, samples.offsets, sample, n, visible, r[None, :], count, C.H, C.P, C.A, C.PRIOR
     )

@@ -1,12 +1,12 @@
-"""History rows as Triton's kernels multiply them: read as they are, or made of digits or of narrow
-rows.
+"""History rows as Triton's kernels multiply them: read as they are, or made in registers.
 
-A narrow row has numbers of a byte, and a scale and perhaps a bias for all of them:
+For rows of digits see ``kernels/common/digits.py``. A narrow row has numbers of a byte, and a scale
+and perhaps a bias for all of them:
 
     x_n = scale_n · c_n + bias_n
 
-They are multiplied in fp32 and then rounded to the dtype of queries, in registers: D bytes are read
-of a row, and 4 or 8 for its scale and bias.
+They are multiplied in fp32 and then rounded to the dtype of queries: D bytes are read of a row, and
+4 or 8 for its scale and bias.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ def load_history(
 ):
     """``[BLOCK_N, BLOCK_D]``: the rows at the places ``n`` that are visible, in ``dtype``.
 
-    Of rows of digits, these and, in the last column, a one. Zeros where places are not visible, and
-    beyond D, where rows are neither narrow nor of digits: what these have there counts nothing.
+    Of rows of digits, these and, in the last column, a one. Plain rows are zeros where places are
+    not visible, and beyond D. Others may be any numbers there, which count nothing.
     """
     row = numbers_of_rows(samples, n, visible)
-    if C.LEVELS > 0:
-        ptr = history_ptr + row * history_stride
-        x = load_digits(ptr, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
+    if C.FORM.format == "digits":
+        ptrs = history_ptr + row * history_stride
+        x = load_digits(ptrs, visible, d[None, :], C.D - 1, C.FORM.num_levels, C.FORM.per_byte)
+        x = x.to(dtype)
     else:
-        x_ptrs = history_ptr + row * history_stride + d[None, :]
-        if C.COPY_BYTES < 16:  # Triton knows of multiples of 16 alone
-            x_ptrs = tl.multiple_of(x_ptrs, [1, C.COPY_BYTES])
-        x = tl.load(x_ptrs, mask=visible & (d < C.D)[None, :], other=0.0)
-    if C.ROW_FORMAT != "":
-        scale_ptrs = samples.row_scale + row * C.SCALE_STRIDE
+        mask = visible & (d < C.D)[None, :]
+        ptrs = history_ptr + row * history_stride + d[None, :]
+        if C.FORM.copy_bytes < 16:  # Triton knows of multiples of 16 alone
+            ptrs = tl.multiple_of(ptrs, [1, C.FORM.copy_bytes])
+        x = tl.load(ptrs, mask=mask, other=0.0)
+    if C.FORM.is_narrow:
+        scale_ptrs = samples.row_scale + row * C.FORM.scale_stride
         scale = tl.load(scale_ptrs, mask=visible, other=0.0).to(tl.float32)
-        x = _numbers_of_bytes(x, C.ROW_FORMAT) * scale
+        x = _numbers_of_bytes(x, C.FORM.format) * scale
         if samples.row_bias is not None:
-            bias_ptrs = samples.row_bias + row * C.ROW_BIAS_STRIDE
+            bias_ptrs = samples.row_bias + row * C.FORM.bias_stride
             x += tl.load(bias_ptrs, mask=visible, other=0.0).to(tl.float32)
         x = x.to(dtype)
     return x

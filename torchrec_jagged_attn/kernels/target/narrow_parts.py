@@ -116,13 +116,13 @@ def load_scales(samples, chunk, rows, start, C: gl.constexpr):
     Zeros of rows beyond the chunk.
     """
     there = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA)) < chunk.end
-    scale = gl.load(samples.row_scale + rows * C.SCALE_STRIDE, mask=there, other=0.0)
+    scale = gl.load(samples.row_scale + rows * C.FORM.scale_stride, mask=there, other=0.0)
     scale = scale.to(gl.float32)
     bias = gl.zeros([C.BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
     if samples.row_bias is not None:
-        ptrs = samples.row_bias + rows * C.ROW_BIAS_STRIDE
+        ptrs = samples.row_bias + rows * C.FORM.bias_stride
         bias += gl.load(ptrs, mask=there, other=0.0).to(gl.float32)
-    if C.ROW_FORMAT == "uint8":
+    if C.FORM.format == "uint8":
         bias += 128.0 * scale
     return scale, bias
 

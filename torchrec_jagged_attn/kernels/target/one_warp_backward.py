@@ -80,7 +80,7 @@ def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
 @gluon.jit
 def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
     """``[1, 8]``: Σ_d grad_out · out, by the very products that it is taken off."""
-    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+    COLUMNS: gl.constexpr = columns_at_once(C)
     products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
         out = load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D)
@@ -94,11 +94,11 @@ def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
 @gluon.jit
 def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
     """``[BLOCK_N, 8]`` twice: products of a tile's rows with queries and gradients of outputs."""
-    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+    COLUMNS: gl.constexpr = columns_at_once(C)
     dots = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
     dp = dots
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), parts_of_rows(C.PARTS, C.LEVELS))
+        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), parts_of_rows(C))
         if C.PARTS > 1:  # they do not fit in registers
             of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
             of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
@@ -127,8 +127,8 @@ def _differentiate_rows(grads, of_rows, C: gl.constexpr):
 @gluon.jit
 def _add_to_queries(accs, tile, ds, dtype: gl.constexpr, C: gl.constexpr):
     """``accs``, columns of the gradients of queries, and what the rows of a tile give to them."""
-    COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
-    ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
+    COLUMNS: gl.constexpr = columns_at_once(C)
+    ROWS: gl.constexpr = parts_of_rows(C)
     of_queries = split(gl.convert_layout(ds.to(dtype), RIGHT), C.PARTS)
     new_accs = ()
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -315,7 +315,7 @@ def backward_kernel(
 
         stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
-        COLUMNS: gl.constexpr = columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
+        COLUMNS: gl.constexpr = columns_at_once(C)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)

@@ -77,7 +77,7 @@ def forward_kernel(
     C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    NARROW: gl.constexpr = C.ROW_FORMAT != ""
+    NARROW: gl.constexpr = C.FORM.is_narrow
     chunk = find_listed_chunk(samples, num_samples, num_slots, C)
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     if chunk.busy:
@@ -103,10 +103,8 @@ def forward_kernel(
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
-        COLUMNS: gl.constexpr = (
-            C.BLOCK_D // 2 if NARROW else columns_at_once(C.BLOCK_D, C.BLOCK_N, C.PARTS, C.LEVELS)
-        )
-        ROWS: gl.constexpr = parts_of_rows(C.PARTS, C.LEVELS)
+        COLUMNS: gl.constexpr = columns_at_once(C)
+        ROWS: gl.constexpr = parts_of_rows(C)
         accs = ()
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
@@ -123,7 +121,7 @@ def forward_kernel(
                 next_scale, next_bias = load_scales(samples, chunk, later, start + C.BLOCK_N, C)
                 later = rows_of_tile(samples, chunk, start + 2 * C.BLOCK_N, C)
                 tile = ring_of_pairs.index(stage)
-                x = even_and_odd(tile.load(LEFT), C.ROW_FORMAT)
+                x = even_and_odd(tile.load(LEFT), C.FORM.format)
                 dots = mma_v2(x[1], q[1], mma_v2(x[0], q[0], dots))
                 dots = dots * row_scale[:, None] + row_bias[:, None] * sum_of_q[None, :]
             else:
@@ -157,7 +155,7 @@ def forward_kernel(
                     total_bias *= rescale
                 total_bias += p * row_bias[:, None]
                 p *= row_scale[:, None]
-                x = even_and_odd(tile.permute((1, 0)).load(LEFT), C.ROW_FORMAT)
+                x = even_and_odd(tile.permute((1, 0)).load(LEFT), C.FORM.format)
                 row_scale, row_bias = next_scale, next_bias
             weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
             new_accs = ()

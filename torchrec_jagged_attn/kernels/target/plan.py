@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.digits import digits_per_byte
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.target import schedule
-from torchrec_jagged_attn.kernels.target.records import Constants
+from torchrec_jagged_attn.kernels.target.records import Constants, RowForm
 from torchrec_jagged_attn.kernels.target.row_gradients import PLACES_OF_PROGRAM, ZEROS_OF_PROGRAM
 from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
@@ -84,11 +83,7 @@ class Call(NamedTuple):
         by_index: whether history rows are read by indices.
         for_backward: whether a gradient may be taken.
         bf16: whether queries are of bf16.
-        row_format: one of ``arguments.ROW_FORMATS`` where rows are narrow, else ``""``.
-        scale_stride: elements from one row's scale to the next, if rows are narrow.
-        row_bias_stride: the same of biases, if they have any.
-        copy_bytes: 16, or the largest power of two below that whose multiples narrow rows are at.
-        num_levels: of the digits that they are packed in; 0 where they are numbers.
+        form: of history rows.
     """
 
     device: torch.device
@@ -113,11 +108,7 @@ class Call(NamedTuple):
     by_index: bool = False
     for_backward: bool = False
     bf16: bool = False
-    row_format: str = ""
-    scale_stride: int = 1
-    row_bias_stride: int = 1
-    copy_bytes: int = 16
-    num_levels: int = 0
+    form: RowForm = RowForm()
 
     @property
     def query_rows(self) -> int:
@@ -138,9 +129,9 @@ class Call(NamedTuple):
         return self.element_size == 2
 
     @property
-    def narrow(self) -> bool:
-        """Whether history rows are narrow."""
-        return self.row_format != ""
+    def of_digits(self) -> bool:
+        """Whether history rows are packed in digits."""
+        return self.form.format == "digits"
 
     @property
     def row_bytes(self) -> int:
@@ -149,13 +140,12 @@ class Call(NamedTuple):
 
 
 def _rows_are_aligned(x: Call) -> bool:
-    if x.narrow:
-        return x.copy_bytes >= 4
+    if x.form.is_narrow:
+        return x.form.copy_bytes >= 4
     in_pieces = (x.width | x.history_stride) % (16 // x.element_size) == 0
-    return x.num_levels > 0 or (x.aligned and in_pieces)
+    return x.of_digits or (x.aligned and in_pieces)
 
 
-_WIDE = Condition("history rows that are not narrow", lambda x: not x.narrow)
 _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
     Condition(
@@ -175,7 +165,6 @@ _MORE_ROWS = (
         lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
     ),
     Condition("width up to 128", lambda x: x.width <= 128),
-    _WIDE,
 )
 PATHS = (
     Path(
@@ -188,11 +177,11 @@ PATHS = (
             Condition("width up to 256", lambda x: x.width <= 256),
             Condition(
                 "narrow history rows without a gradient, with queries of bf16",
-                lambda x: not x.narrow or (x.bf16 and not x.for_backward),
+                lambda x: not x.form.is_narrow or (x.bf16 and not x.for_backward),
             ),
             Condition(
                 "e4m3 on an Ada GPU or later",
-                lambda x: x.row_format != "e4m3" or devices.converts_e4m3(x.device),
+                lambda x: x.form.format != "e4m3" or devices.converts_e4m3(x.device),
             ),
             *_GLUON,
         ),
@@ -205,7 +194,9 @@ PATHS = (
             *_MORE_ROWS,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
-            Condition("history rows that are not packed in digits", lambda x: not x.num_levels),
+            Condition(
+                "history rows neither narrow nor of digits", lambda x: x.form.format == "plain"
+            ),
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
             Condition(
                 "no indices: boxes are of rows one after the other", lambda x: not x.by_index
@@ -229,15 +220,16 @@ PATHS = (
         "few_warps",
         (
             *_MORE_ROWS,
+            Condition("history rows that are not narrow", lambda x: not x.form.is_narrow),
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
                 "no tables in fp32 backward over digits: general has their gradients more exactly",
-                lambda x: not (x.backward and x.num_levels) or x.half or x.buckets == 0,
+                lambda x: not (x.backward and x.of_digits) or x.half or x.buckets == 0,
             ),
             Condition(
                 "tables or digits in half-precision backward, where general is faster without",
-                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.num_levels > 0,
+                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.of_digits,
             ),
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
@@ -360,12 +352,7 @@ def _inputs(x: Call) -> dict[str, Any]:
         "A": x.num_ages,
         "PRIOR": x.prior,
         "SCORE": x.score,
-        "ROW_FORMAT": x.row_format,
-        "SCALE_STRIDE": x.scale_stride,
-        "ROW_BIAS_STRIDE": x.row_bias_stride,
-        "COPY_BYTES": x.copy_bytes,
-        "LEVELS": x.num_levels,
-        "PER_BYTE": digits_per_byte(x.num_levels) if x.num_levels else 0,
+        "FORM": x.form,
     }
 
 
@@ -422,14 +409,14 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     width = padded_width(x.width)
     if path == "one_warp":
         # Each lane makes the digits of a row.
-        by_lane = x.num_levels > 0 and width < 256
+        by_lane = x.of_digits and width < 256
         stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
         return {
             "BLOCK_R": ONE_WARP_ROWS,
             "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
-            "BLOCK_D": max(32, width) if x.narrow else width,
+            "BLOCK_D": max(32, width) if x.form.is_narrow else width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
-            "NUM_STAGES": 2 if x.num_levels else stages,
+            "NUM_STAGES": 2 if x.of_digits else stages,
             "num_warps": 1,
         }
     if path == "warpgroup":
@@ -450,13 +437,13 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         }
     if path == "few_warps":
         block_r = padded_width(x.query_rows)
-        block_n = 64 if x.half else 32 if x.num_levels else 16
+        block_n = 64 if x.half else 32 if x.of_digits else 16
         return {
             "BLOCK_R": block_r,
             "BLOCK_N": max(32, block_r) if x.backward else block_n,
             "BLOCK_D": width,
             "CHUNK": 512 if x.half else 256,
-            "NUM_STAGES": 3 if not x.num_levels and (x.half or not x.backward) else 2,
+            "NUM_STAGES": 3 if not x.of_digits and (x.half or not x.backward) else 2,
             "num_warps": block_r // 16,
         }
     block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
@@ -468,7 +455,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
         # A row of digits is read in no time.
-        "CHUNK": 1024 if x.num_levels else max(128, 16 * slot_rows),
+        "CHUNK": 1024 if x.of_digits else max(128, 16 * slot_rows),
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

@@ -9,7 +9,23 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Gradients", "Listing", "Samples", "SlotList", "Sums"]
+__all__ = ["Constants", "Gradients", "Listing", "RowForm", "Samples", "SlotList", "Sums"]
+
+
+class RowForm(NamedTuple):
+    """What history rows are made of, and where that lies: a constant of kernels, and of plans."""
+
+    format: str = "plain"  # see ``arguments.TargetArguments``
+    num_levels: int = 0  # of digits
+    per_byte: int = 0  # how many digits a byte holds
+    scale_stride: int = 1  # elements from the scale of a narrow row to the next
+    bias_stride: int = 1  # the same of their biases
+    copy_bytes: int = 16  # the largest power of two up to 16 that narrow rows are at multiples of
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether rows have a byte a number."""
+        return self.format != "plain" and self.format != "digits"
 
 
 class Constants(NamedTuple):
@@ -25,14 +41,9 @@ class Constants(NamedTuple):
     A: int = 0  # buckets of ages
     PRIOR: bool = False  # whether the bias is prior weights
     SCORE: str = "softmax"  # what makes weights of scores, see ``arguments.SCORES``
-    ROW_FORMAT: str = ""  # of narrow history rows, one of ``arguments.ROW_FORMATS``
-    SCALE_STRIDE: int = 1  # elements from the scale of one of them to the next
-    ROW_BIAS_STRIDE: int = 1  # the same of their biases
-    LEVELS: int = 0  # of the digits that history rows are packed in; 0 where they are numbers
-    PER_BYTE: int = 0  # how many of these a byte holds
+    FORM: RowForm = RowForm()  # of history rows
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
-    COPY_BYTES: int = 16  # of a history row, that a lane copies at once
     NUM_STAGES: int | None = None  # tiles in shared memory
     SLOT: int | None = None  # history rows for each slot
     PRECISION: str | None = None  # of products, see ``matmul.product_precision``

@@ -30,6 +30,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes as weights_in_triton
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 from torchrec_jagged_attn.kernels.target import schedule
+from torchrec_jagged_attn.kernels.target.digit_parts import bytes_of_tile, store_digits
 
 __all__ = [
     "BLOCK_R",
@@ -77,8 +78,6 @@ RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
 PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
 
-TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken off, it rounds to an integer
-
 LOG2E_LOW = gl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -99,12 +98,6 @@ def probe_layout(warps):
 
 
 @gluon.constexpr_function
-def lane_layout(warps):
-    """A row to a lane."""
-    return gl.BlockedLayout([1], [32], [warps], [0])
-
-
-@gluon.constexpr_function
 def row_layout(width, dtype, warps=1, num_bytes=16):
     """Lanes along rows of ``width`` elements, ``num_bytes`` each."""
     elements = 8 * num_bytes // dtype.primitive_bitwidth
@@ -118,18 +111,6 @@ def ring_layout(width, dtype):
     rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
     elements = max(8, 128 // dtype.primitive_bitwidth)
     return gl.SwizzledSharedLayout(elements, rows, min(8, width // elements), [1, 0])
-
-
-@gluon.constexpr_function
-def byte_of_zeros(digits, levels):
-    """The byte of so many digits that are zero."""
-    return (levels**digits - 1) // 2
-
-
-@gluon.constexpr_function
-def one_by_power(levels, k):
-    """``1 / levels^k``."""
-    return 1.0 / levels**k
 
 
 @gluon.jit
@@ -158,35 +139,21 @@ def blocks_of(buckets):
 
 
 @gluon.constexpr_function
-def columns_at_once(width, rows, parts, levels):
-    """How many columns of a tile's ``rows`` registers hold at a time; those of digits have one
-    part.
-    """
-    return width if parts == 1 else min(width, (2048 if levels else 1024) // rows)
-
-
-@gluon.constexpr_function
-def parts_of_rows(parts, levels):
+def parts_of_rows(C):
     """In how many parts history rows are multiplied: digits are bf16, exactly."""
-    return 1 if levels else parts
+    return 1 if C.FORM.format == "digits" else C.PARTS
 
 
 @gluon.constexpr_function
-def bytes_of_row(width, per_byte):
-    """How many bytes hold the ``width - 1`` digits of a row."""
-    return (width - 2) // per_byte + 1
-
-
-@gluon.constexpr_function
-def steps_to_join(columns):
-    """How often ``columns``, a power of two, are joined in pairs."""
-    return columns.bit_length() - 1
-
-
-@gluon.constexpr_function
-def digits_of_byte(at, width, per_byte):
-    """How many of these the byte ``at`` holds."""
-    return min(per_byte, width - 1 - at * per_byte)
+def columns_at_once(C):
+    """How many columns of a tile registers hold at a time; those of digits have one part, and
+    those of narrow rows lie in pairs.
+    """
+    if C.FORM.is_narrow:
+        return C.BLOCK_D // 2
+    if C.PARTS == 1:
+        return C.BLOCK_D
+    return min(C.BLOCK_D, (2048 if C.FORM.format == "digits" else 1024) // C.BLOCK_N)
 
 
 @gluon.jit
@@ -422,65 +389,14 @@ def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, d
     rows of digits, their bytes.
     """
     indices = 0
-    if C.LEVELS > 0:
-        indices = _bytes_of_tile(history_ptr, samples, chunk, start, end, C)
+    if C.FORM.format == "digits":
+        indices = bytes_of_tile(history_ptr, samples, chunk, start, end, C)
     elif samples.indices is not None:
-        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps(), C.COPY_BYTES)
+        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps(), C.FORM.copy_bytes)
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         ptrs = samples.indices + chunk.first + start + i
         indices = gl.load(ptrs, mask=i < end - start, other=0)
     return indices
-
-
-@gluon.jit
-def _bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
-    """The bytes of a tile's rows, from ``start`` on: ``[BLOCK_N]`` each."""
-    i = gl.arange(0, C.BLOCK_N, lane_layout(gl.num_warps()))
-    mask = i < end - start
-    if samples.indices is None:
-        ptrs = history_ptr + start.to(gl.int64) * C.STRIDE + i * C.STRIDE
-    else:
-        row = gl.load(samples.indices + chunk.first + start + i, mask=mask, other=0)
-        ptrs = history_ptr + row.to(gl.int64) * C.STRIDE
-    found = ()
-    for at in gl.static_range(bytes_of_row(C.D, C.PER_BYTE)):
-        found += (gl.load(ptrs + at, mask=mask, other=0),)
-    return found
-
-
-@gluon.jit
-def _store_digits(tile, found, C: gl.constexpr):
-    """Store the digits of the bytes that were ``found``, then a one, and zeros.
-
-    With ``w`` the value of a byte less that of zeros, and ``r_k`` the integer nearest to ``w /
-    levels^k``, digit ``k`` is ``r_k - levels · r_(k+1)``: in fp32 three operations. Each lane makes
-    whole rows. So they are written as 16 bytes each, and read as operands of products.
-    """
-    columns = ()
-    for at in gl.static_range(bytes_of_row(C.D, C.PER_BYTE)):
-        w = found[at].to(gl.float32) - byte_of_zeros(digits_of_byte(at, C.D, C.PER_BYTE), C.LEVELS)
-        rounded = w
-        for k in gl.static_range(1, digits_of_byte(at, C.D, C.PER_BYTE)):
-            after = (w * one_by_power(C.LEVELS, k) + TO_INTEGER) - TO_INTEGER
-            columns += (rounded - after * C.LEVELS,)
-            rounded = after
-        columns += (rounded,)
-    by_lane: gl.constexpr = lane_layout(gl.num_warps())
-    columns += (gl.full([C.BLOCK_N], 1.0, gl.float32, by_lane),)
-    for _ in gl.static_range(C.BLOCK_D - C.D):
-        columns += (gl.full([C.BLOCK_N], 0.0, gl.float32, by_lane),)
-    WIDTH: gl.constexpr = min(C.BLOCK_D, 64)
-    for first in gl.static_range(0, C.BLOCK_D, WIDTH):
-        joined = ()
-        for i in gl.static_range(WIDTH):
-            joined += (columns[first + i],)
-        for step in gl.static_range(1, 1 + steps_to_join(WIDTH)):
-            pairs = ()
-            for i in gl.static_range(WIDTH >> step):
-                pairs += (gl.join(joined[i], joined[i + (WIDTH >> step)]),)
-            joined = pairs
-        rows = gl.reshape(joined[0], [C.BLOCK_N, WIDTH])
-        tile.slice(first, WIDTH, 1).store(rows.to(tile.dtype))
 
 
 @gluon.jit
@@ -490,10 +406,10 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
     Copies that are masked, beyond ``end`` and D, write zeros. Rows of digits are made of their
     bytes, which are given in place of ``indices``.
     """
-    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps(), C.COPY_BYTES)
-    if C.LEVELS > 0:
+    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps(), C.FORM.copy_bytes)
+    if C.FORM.format == "digits":
         if start < end:
-            _store_digits(tile, indices, C)
+            store_digits(tile, indices, C)
     elif start < end:
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, layout))
@@ -505,8 +421,8 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
             ptrs = begin_ptr + (i[:, None] * C.STRIDE + d[None, :])
         else:
             ptrs = history_ptr + (indices.to(gl.int64) * C.STRIDE)[:, None] + d[None, :]
-        if C.COPY_BYTES < 16:
-            ptrs = gl.multiple_of(ptrs, [1, C.COPY_BYTES])
+        if C.FORM.copy_bytes < 16:
+            ptrs = gl.multiple_of(ptrs, [1, C.FORM.copy_bytes])
         async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
     async_copy.commit_group()
 
@@ -517,7 +433,7 @@ def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr)
     it. ``dtype`` is that of queries.
     """
     of_digits: gl.constexpr = gl.bfloat16 if C.PARTS > 1 else dtype
-    OF_TILE: gl.constexpr = of_digits if C.LEVELS > 0 else history_ptr.dtype.element_ty
+    OF_TILE: gl.constexpr = of_digits if C.FORM.format == "digits" else history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
     ring = gl.allocate_shared_memory(OF_TILE, shape, ring_layout(C.BLOCK_D, OF_TILE))
     for stage in gl.static_range(C.NUM_STAGES - 1):
