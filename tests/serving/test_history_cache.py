@@ -133,7 +133,9 @@ def test_attention_over_int8_rows(device):
     scales = rows.abs().amax(1, keepdim=True) / 127
     dequantized = (rows / scales).round() * scales
     assert torch.equal(cached.read(), dequantized)
-    assert ((dequantized - rows).abs() <= 0.51 * scales).all()
+    errors = (cached.read().double() - rows.double()).abs()
+    half = 0.5 + 127 * torch.finfo(torch.float32).eps  # of a step, and the quotient's rounding
+    assert (errors <= half * scales).all()
     query = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0)).to(device)
     inputs = (query, dequantized, cached.offsets)
     expected = target_attention_oracle(*(x.double() for x in inputs[:2]), cached.offsets)
@@ -147,6 +149,35 @@ def test_int8_rows_of_zeros(device):
     cached.write(torch.tensor([[0.0, 0, 0, 0], [0, -2, 1, 0]], device=device))
     assert cached.read().tolist()[0] == [0, 0, 0, 0]
     assert cached.read()[1, 1] == -2
+
+
+def test_int8_rows_that_are_not_finite(device):
+    """No value of theirs is finite, and they are not those of others."""
+    cache = HistoryCache(3, 4, capacity=64, dtype=torch.int8, device=device)
+    _, cached = cache.append([1, 2], [3, 1])
+    inf, nan = torch.inf, torch.nan
+    rows = torch.tensor([[1, inf, 0], [nan, -2, 300], [inf, -inf, 1], [1, -127, 0]], device=device)
+    cached.write(rows)
+    assert not cached.read()[:3].isfinite().any()
+    assert cached.read()[3].tolist() == [1, -127, 0]
+
+
+def test_int8_rows_of_the_smallest_values(device):
+    """Whose largest value over 127 is subnormal: rounded itself, by which others would overflow."""
+    cache = HistoryCache(4, 4, capacity=64, dtype=torch.int8, device=device)
+    _, cached = cache.append([1], [1])
+    rows = torch.tensor([[190 * 2.0**-149, -190 * 2.0**-149, 2.0**-149, 0]], device=device)
+    cached.write(rows)
+    assert (cached.read().sign() * rows.sign() >= 0).all()
+    assert ((cached.read() - rows).abs() <= torch.finfo(torch.float32).tiny / 2).all()
+
+
+def test_the_cache_keeps_no_graph(device):
+    cache = HistoryCache(8, 20, capacity=96, device=device)
+    _, cached = cache.append([1], [2])
+    cached.write(torch.ones(2, 8, device=device, requires_grad=True))
+    assert not cache.rows.requires_grad
+    assert torch.equal(cached.read(), torch.ones(2, 8, device=device))
 
 
 @pytest.mark.parametrize(("dtype", "row_bytes"), [*((x, 8 * x.itemsize) for x in FLOATS)])
@@ -187,6 +218,7 @@ BAD_BATCHES = {
     "twice": ([1, 2, 1], [1, 1, 2], ValueError, "users must be named once each, got 1 twice"),
     "fewer": ([1, 2], [1], ValueError, "num_events must be as many as users, 2, got 1"),
     "negative": ([1], [-1], ValueError, "num_events must be at least 0, got -1"),
+    "tensor": (torch.tensor([1, 1]), [1, 1], TypeError, "users must be ints, .*, got tensors"),
     "true": ([1], [True], TypeError, "num_events must be an int, got True"),
     "many": (
         [*range(5)],
@@ -217,6 +249,8 @@ def test_rows_must_be_those_that_are_lacking():
         ValueError, match=r"rows must have shape \[M, D\] = \[any, 8\], got \[2, 4\]"
     ):
         cached.write(torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="rows must be on cpu as the cache is, got meta"):
+        cached.write(torch.zeros(2, 8, device="meta"))
 
 
 @pytest.mark.gpu

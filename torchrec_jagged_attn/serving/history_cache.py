@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_int, check_shape, should_validate
+from torchrec_jagged_attn.checks import check_int, check_same, check_shape, should_validate
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["CachedHistories", "HistoryCache"]
@@ -45,13 +45,16 @@ class CachedHistories(NamedTuple):
     def write(self, rows: Tensor) -> None:
         """Put the rows ``[M, D]`` that the cache lacked where they belong, in its dtype.
 
-        An int8 row's scale is its largest absolute value over 127.
+        An int8 row's scale is its largest absolute value over 127; a row that is not finite is read
+        as one without a finite value. No gradient goes through the cache.
 
         Raises:
-            ValueError: they are of another width, or (on CPU, or under
+            ValueError: they are of another width or device, or (on CPU, or under
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) not as many.
         """
         check_shape(rows, "rows", "[M, D]", (None, self.rows.shape[1]))
+        check_same(self.rows, "the cache", dtype=False, rows=rows)
+        rows = rows.detach()  # or the cache would keep the graph of every request
         if should_validate(rows) and (lacks := int(self.lacks.sum())) != rows.shape[0]:
             raise ValueError(f"rows must be the {lacks} that the cache lacked, got {len(rows)}")
         layout = JaggedLayout.from_lengths(self.lacks, rows.shape[0])
@@ -60,9 +63,10 @@ class CachedHistories(NamedTuple):
         slots = self.indices[places]
         if self.scales is not None:
             rows = rows.float()
-            scales = rows.abs().amax(1) / 127
+            # Not zero, nor subnormal, which has few bits.
+            scales = (rows.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
             self.scales[slots] = scales
-            rows = (rows / torch.where(scales > 0, scales, 1).unsqueeze(1)).round()
+            rows = (rows / scales.unsqueeze(1)).round()
         self.rows[slots] = rows.to(self.rows.dtype)
 
     def read(self) -> Tensor:
@@ -199,7 +203,7 @@ class HistoryCache:
         has fewer events than before, comes in anew.
 
         Args:
-            users: of ``B`` samples, each once: what identifies them.
+            users: of ``B`` samples, each once: what identifies them, by its hash.
             num_events: of each user: how many events there have been so far, also those before the
                 newest ``max_history``.
 
@@ -208,7 +212,8 @@ class HistoryCache:
             ``max_history``; and where their histories are, these included.
 
         Raises:
-            TypeError: a number of events is no int.
+            TypeError: a number of events is no int, or a user a tensor, whose hash is not that of its
+                value.
             ValueError: a user is named twice, numbers are not as many as users, or negative, or the
                 histories of the batch do not fit into the cache together. The cache is as before.
         """
@@ -218,6 +223,8 @@ class HistoryCache:
             )
         for number in num_events:
             check_int(number, "num_events", 0)
+        if any(isinstance(user, Tensor) for user in users):
+            raise TypeError("users must be ints, strings or the like, got tensors")
         if len(set(users)) < len(users):
             twice = next(user for at, user in enumerate(users) if user in users[:at])
             raise ValueError(f"users must be named once each, got {twice!r} twice")
