@@ -212,7 +212,7 @@ class HistoryCache:
             ``max_history``; and where their histories are, these included.
 
         Raises:
-            TypeError: a number of events is no int, or a user a tensor, whose hash is not that of its
+            TypeError: a number of events is no int, or a user a tensor, whose hash is not of its
                 value.
             ValueError: a user is named twice, numbers are not as many as users, or negative, or the
                 histories of the batch do not fit into the cache together. The cache is as before.
