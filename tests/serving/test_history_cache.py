@@ -78,6 +78,20 @@ def test_it_gives_the_newest_events(batches, max_history, page_size, spare):
         assert all((user in cache) == (number > 0) for user, number in batch.items())
 
 
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 60), st.data())
+def test_so_many_users_always_fit(max_history, page_size, spare, data):
+    pages_of_one = (max_history + 2 * page_size - 2) // page_size
+    capacity = pages_of_one * page_size + spare
+    cache = HistoryCache(8, max_history, capacity=capacity, page_size=page_size)
+    assert cache.max_users == capacity // page_size // pages_of_one >= 1
+    users = range(cache.max_users)
+    for _ in range(3):
+        num_events = data.draw(st.lists(st.integers(0, 40), min_size=len(users)))
+        batch = dict(zip(users, num_events, strict=False))
+        _, cached = request(cache, batch)
+        assert torch.equal(cached.read(), looked_up(cache, batch))
+
+
 def test_those_who_are_idle_longest_leave():
     cache = HistoryCache(8, 4, capacity=24, page_size=4)  # of six pages
     request(cache, {1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4})

@@ -105,7 +105,11 @@ class HistoryCache:
     Which row is where is kept on the host, and nothing waits for the device. Rows are written and
     read in the order of one stream. One thread at a time may use a cache.
 
-    A cache holds rows, not ids: after the tables change, :meth:`clear` it.
+    A cache holds rows, not ids: after the tables change, :meth:`clear` it. After past events of a
+    user change, :meth:`remove` the user: the cache sees their number alone.
+
+    Attributes:
+        max_users: so many users always fit into a batch, whatever their histories.
 
     Args:
         width: ``D``, columns of a row.
@@ -171,13 +175,14 @@ class HistoryCache:
             capacity = (capacity_bytes or 0) // row_bytes
         num_pages = capacity // page_size
         # A history that begins at the last row of a page has the most pages.
-        least = (max_history + 2 * page_size - 2) // page_size
-        if not least <= num_pages < 2**31 // page_size:
+        most = (max_history + 2 * page_size - 2) // page_size
+        if not most <= num_pages < 2**31 // page_size:
             raise ValueError(
-                f"the capacity must be {least * page_size} to {2**31 - 1} rows for max_history "
+                f"the capacity must be {most * page_size} to {2**31 - 1} rows for max_history "
                 f"{max_history} in pages of {page_size}, got {capacity}"
             )
         self.max_history, self.page_size = max_history, page_size
+        self.max_users = num_pages // most
         self.rows = torch.zeros(num_pages * page_size, width, dtype=dtype, device=device)
         self.scales = None
         if dtype == torch.int8:
