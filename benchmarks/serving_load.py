@@ -12,7 +12,7 @@ least. One request in a hundred is over the p99: of few that were counted, it sa
 
 A request is JSON, whole: it is parsed, checked and scored. Users are drawn by Zipf's law, and have
 histories of log-normal length, to which each visit adds a few events. Requests of the first
---warm-up seconds are scored, too, but not counted. A cache goes on from there, and from rate to rate.
+--warm-up seconds are scored, too, but not counted. A cache keeps what they, and rates before, left.
 """
 # ruff: noqa: E402
 

@@ -166,7 +166,7 @@ class Requests:
 
 
 class Server:
-    """Scores batches of requests.
+    """Scores batches of requests; for one thread at a time.
 
     Args:
         scorer: a `Scorer`, or what it was exported or compiled to.

@@ -631,6 +631,21 @@ def test_unusable_files_end_with_one_line(
     assert "\n" not in code
 
 
+def test_a_cache_for_less_than_one_history_ends_with_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained = load_scorer
+    monkeypatch.setattr(
+        serve_dlrm,
+        "load_scorer",
+        lambda *args, **options: (trained(*args, **options)[0], features | {"max_history": 10_000}),
+    )
+    features = trained(run, CPU)[1]
+    code = end_of(monkeypatch, f"--run={run}", "--cache=fp32", "--cache-mib=1", "--tables=fp32")
+    assert code.startswith("error: --cache-mib 1 is too little: the capacity must be 10016 to ")
+    assert code.endswith(", got 8192")
+
+
 def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "run.json").write_text("{}")
