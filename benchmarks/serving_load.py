@@ -228,9 +228,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = stamp(args)
-    printed = Table(
-        "form", "requests/s", "counted", "p50, ms", "p99, ms", "served/s", "a batch", "CPU, ms"
-    )
+    printed = Table("form", title="p50, p99 and CPU time in milliseconds")
+    for column in ("rate/s", "counted", "p50", "p99", "served/s", "batch", "CPU"):
+        printed.add_column(column, justify="right")
     for form in args.forms:
         try:
             server, features = serve_form(form, args, device)
@@ -239,7 +239,11 @@ def main(argv: list[str] | None = None) -> int:
         traffic = Traffic(features, args)
         for rate in args.rates:
             figures = measure(server, traffic, rate, args)
-            printed.add_row(form, f"{rate}", *(f"{value:,.4g}" for value, _ in figures.values()))
+            printed.add_row(
+                form,
+                f"{rate:,}",
+                *(f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x, _ in figures.values()),
+            )
             rows = pd.DataFrame(
                 {
                     "suite": "serving_load",

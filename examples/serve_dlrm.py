@@ -317,7 +317,7 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
 
     title = f"One request, {args.times} times, on {device.type}"
     if args.cache:
-        title += "; all its events are cached"
+        title += "; events cached"
     latency = Table("milliseconds", title=title)
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")

@@ -111,7 +111,8 @@ def test_a_run_is_in_the_csv(
         assert 0.5 * rate < figures[case, "served"] < 1.5 * rate
         assert 1 <= figures[case, "batch"] <= 16
         assert 0 < figures[case, "cpu"] < figures[case, "p99"]
-        assert f"{rate}" in printed
+        assert f"│ as trained │{rate:>7,} │" in printed
+    assert "…" not in printed  # on a terminal of 80 columns
     with pytest.raises(SystemExit):
         serving_load.main(options)
     assert "--csv: must be a new file, got '" in capsys.readouterr().err
