@@ -114,7 +114,7 @@ input [{ name: "REQUEST", data_type: TYPE_STRING, dims: [ 1 ] }]
 output [{ name: "SCORES", data_type: TYPE_FP32, dims: [ -1 ] }]
 instance_group [{ kind: KIND_AUTO, count: 1 }]
 """
-"""A request is JSON. One instance, for each has a cache of its own."""
+"""A request is JSON. One instance, or one on each GPU: each has a cache of its own."""
 
 
 class Scorer(nn.Module):

@@ -272,7 +272,7 @@ class HistoryCache:
         return lacks, self._places(batch, lacks)
 
     def remove(self, users: Sequence[Hashable]) -> None:
-        """Forget ``users``; those who are not in the cache are passed by."""
+        """Forget ``users``; those who are not in the cache are ignored."""
         for user in users:
             self._free += self._users.pop(user, _User()).pages
 
