@@ -7,11 +7,12 @@ An open loop: requests are scheduled beforehand, by a Poisson process, and come 
 before them are done. A latency goes from the scheduled arrival to the scores on the host, so that a
 request that waits for others counts its wait. One thread serves: it takes all that have arrived, up
 to --max-batch, as one batch. The network and a server's own queue are not in it. Other programs on
-the machine are: measure on a quiet one. The CPU time of a request depends on them least.
+the machine are: measure on a quiet one. The CPU time of a request, of all threads, depends on them
+least. One request in a hundred is over the p99: of few that were counted, it says little.
 
 A request is JSON, whole: it is parsed, checked and scored. Users are drawn by Zipf's law, and have
-histories of log-normal length, to which each visit adds a few events. Those of the first --warm-up
-seconds are scored, too, but not counted.
+histories of log-normal length, to which each visit adds a few events. Requests of the first
+--warm-up seconds are scored, too, but not counted. A cache keeps what they, and rates before, left.
 """
 # ruff: noqa: E402
 
@@ -33,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from options import HelpFormatter, number, package_file
+from options import HelpFormatter, number, package_file, writable_file
 
 FORMS = {  # tables, cache, compiled
     "as trained": ("fp32", None, False),
@@ -47,9 +48,10 @@ SPIN = 2e-4
 import numpy as np
 import pandas as pd
 import torch
+from checkpoint import CheckpointError
 from rich.console import Console
 from rich.table import Table
-from scoring import Requests, Server
+from scoring import RequestError, Requests, Server
 from serve_dlrm import load_scorer, prepare
 
 import torchrec_jagged_attn
@@ -74,9 +76,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=number(int, 0, 2**31), default=0, help="of users, requests and arrivals")
     add("--package", type=package_file, default="runs/serving_load/scorer.pt2",
         help="the compiled model")
-    add("--csv", type=Path, help="to add the figures to")
+    add("--csv", type=writable_file, help="for the figures, a new file")
     # fmt: on
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.csv is not None and args.csv.exists():
+        parser.error(f"argument --csv: must be a new file, got {str(args.csv)!r}")
+    return args
 
 
 class Traffic:
@@ -157,28 +162,29 @@ def measure(
     arrivals = traffic.arrivals(rate, args.warm_up + args.seconds)
     requests = traffic.requests(len(arrivals))
     gc.collect()
-    busy = 0.0
+    busy: list[float] = []  # a part of its batch's time for each request
 
     def serve(batch: Sequence[bytes]) -> None:
-        nonlocal busy
-        begin = time.thread_time()
+        begin = time.process_time()
         for scores in server.scores(batch):
             if isinstance(scores, Exception):
                 raise scores
-        busy += time.thread_time() - begin
+        busy.extend([(time.process_time() - begin) / len(batch)] * len(batch))
 
     latencies, sizes = replay(serve, arrivals, requests, args.max_batch)
     counted = arrivals >= args.warm_up
     if not counted.any():
         raise SystemExit(f"no request came in --seconds {args.seconds} at a rate of {rate}")
     p50, p99 = np.percentile(1000 * latencies[counted], [50, 99])
-    last = float((arrivals + latencies)[counted].max()) - args.warm_up
+    done = arrivals + latencies - args.warm_up
     return {
+        "counted": (float(counted.sum()), "requests"),
         "p50": (p50, "ms"),
         "p99": (p99, "ms"),
-        "served": (counted.sum() / max(last, args.seconds), "requests/s"),
+        # From the end of the warm-up on, with those that still waited then.
+        "served": ((done > 0).sum() / max(done.max(), args.seconds), "requests/s"),
         "batch": (float(sizes[counted].mean()), "requests"),
-        "cpu": (1000 * busy / len(requests), "ms/request"),
+        "cpu": (1000 * float(np.array(busy)[counted].mean()), "ms/request"),
     }
 
 
@@ -189,11 +195,14 @@ def stamp(args: argparse.Namespace) -> dict[str, object]:
         hardware = torch.cuda.get_device_name()
     packages = ("triton", "torchrec")
     return {
-        "max_batch": args.max_batch,
-        "candidates": args.candidates,
-        "history": args.history,
-        "users": args.users,
-        "seconds": args.seconds,
+        **{
+            name: getattr(args, name)
+            for name in (
+                *("max_batch", "candidates", "history", "users", "cache_mib", "seed"),
+                *("warm_up", "seconds"),
+            )
+        },
+        "threads": torch.get_num_threads(),
         "gpu": hardware,
         "torch": torch.__version__,
         **{name: importlib.metadata.version(name) for name in packages},
@@ -219,13 +228,22 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = stamp(args)
-    printed = Table("form", "requests/s", "p50, ms", "p99, ms", "served/s", "a batch", "CPU, ms")
+    printed = Table("form", title="p50, p99 and CPU time in milliseconds")
+    for column in ("rate/s", "counted", "p50", "p99", "served/s", "batch", "CPU"):
+        printed.add_column(column, justify="right")
     for form in args.forms:
-        server, features = serve_form(form, args, device)
+        try:
+            server, features = serve_form(form, args, device)
+        except (RequestError, CheckpointError) as error:
+            sys.exit(f"error: {error}")
         traffic = Traffic(features, args)
         for rate in args.rates:
             figures = measure(server, traffic, rate, args)
-            printed.add_row(form, f"{rate}", *(f"{value:.2f}" for value, _ in figures.values()))
+            printed.add_row(
+                form,
+                f"{rate:,}",
+                *(f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x, _ in figures.values()),
+            )
             rows = pd.DataFrame(
                 {
                     "suite": "serving_load",
@@ -240,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
                 for metric, (value, unit) in figures.items()
             )
             if args.csv is not None:
+                args.csv.parent.mkdir(parents=True, exist_ok=True)
                 header = not args.csv.exists()
                 rows.to_csv(args.csv, mode="a", header=header, index=False, float_format="%.4g")
     Console().print(printed)

@@ -166,7 +166,7 @@ class Requests:
 
 
 class Server:
-    """Scores batches of requests.
+    """Scores batches of requests; for one thread at a time.
 
     Args:
         scorer: a `Scorer`, or what it was exported or compiled to.
@@ -199,8 +199,8 @@ class Server:
         while waiting:
             batch = waiting
             if self._cache is not None:  # of one user's requests, each in a batch of its own
-                batch = {x.user: at for at, x in reversed(waiting.items())}
-                batch = {at: waiting[at] for at in sorted(batch.values())}
+                first = {x.user: at for at, x in reversed(waiting.items())}
+                batch = {at: waiting[at] for at in sorted(first.values())[: self._cache.max_users]}
             waiting = {at: request for at, request in waiting.items() if at not in batch}
             results |= zip(batch, self._score(list(batch.values())), strict=True)
         return [results[at] for at in range(len(some))]

@@ -20,8 +20,8 @@ candidates, with counts as they are, and at most 10,000 rows of either:
      "history": [{"item": 7, "category": 0}, ...],
      "candidates": [{"item": 12, "category": 0, "events": 210}, ...]}
 
-The id is read with --cache alone. The history then has the user's newest events, as many as were
-trained with, or all.
+The id is read with --cache alone. The history then has all of the user's events, or the newest, at
+least as many as were trained with; older ones are not read.
 """
 # ruff: noqa: E402
 
@@ -114,7 +114,7 @@ input [{ name: "REQUEST", data_type: TYPE_STRING, dims: [ 1 ] }]
 output [{ name: "SCORES", data_type: TYPE_FP32, dims: [ -1 ] }]
 instance_group [{ kind: KIND_AUTO, count: 1 }]
 """
-"""A request is JSON. One instance, for each has a cache of its own."""
+"""A request is JSON. One instance, or one on each GPU: each has a cache of its own."""
 
 
 class Scorer(nn.Module):
@@ -280,7 +280,10 @@ def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Server, dic
         register_fake_classes()  # of FBGEMM, for the exporter
         quantize_inference_model(scorer)
     features |= {"cache": args.cache, "cache_mib": args.cache_mib}
-    cache = make_cache(features, device)
+    try:
+        cache = make_cache(features, device)
+    except ValueError as error:
+        raise RequestError(f"--cache-mib {args.cache_mib} is too little: {error}") from None
     program = export_scorer(scorer, device, cache)
     served = compile_program(program, args.package) if args.compile else program.module()
     return Server(served, Requests(features, device), cache), features
@@ -312,7 +315,10 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
         console.print(table_of_weights(some, *explain(model, requests, some, args.explain)))
     console.print(f"largest difference of all scores: {np.abs(scores - exact).max():.2g}")
 
-    latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
+    title = f"One request, {args.times} times, on {device.type}"
+    if args.cache:
+        title += "; events cached"
+    latency = Table("milliseconds", title=title)
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")
     for label, each in (("as trained", trained), (name, server)):

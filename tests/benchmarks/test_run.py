@@ -52,8 +52,8 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["activation_unit", "giant", "host", "select_events", "serving", "serving_kernel"]
-    others += ["skew", "table1"]
+    others = ["activation_unit", "giant", "host", "select_events", "semantic_ids"]
+    others += ["serving", "serving_kernel", "skew", "table1"]
     sweeps = ["targets", "targets_fp32"]
     variants = ["target_attention_rows", "target_attention_sigmoid", "target_attention_silu"]
     variants += ["target_attention_narrow"]

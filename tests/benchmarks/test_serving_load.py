@@ -28,6 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return clock.now
 
     clock.sleep, clock.perf_counter = sleep, perf_counter
+    clock.process_time = lambda: clock.now
     monkeypatch.setattr(serving_load, "time", clock)
     return clock
 
@@ -49,9 +50,38 @@ def test_a_latency_counts_the_wait_for_others(clock: SimpleNamespace):
     np.testing.assert_allclose(latencies, expected, atol=1e-5)
 
 
+FEATURES = {"cardinalities": {"item": 9, "category": 3}, "max_history": 5}
+
+
+def figures_of(clock: SimpleNamespace, rate: int, seconds_of_request) -> dict[str, float]:
+    """Measured for a second after one that warms up."""
+
+    def scores(batch: Sequence[bytes]) -> list[None]:
+        clock.now += len(batch) * seconds_of_request(clock.now - begin)
+        return [None] * len(batch)
+
+    args = serving_load.parse_args(["--users", "3", "--seconds", "1", "--warm-up", "1"])
+    traffic, begin = serving_load.Traffic(FEATURES, args), clock.now
+    figures = serving_load.measure(SimpleNamespace(scores=scores), traffic, rate, args)
+    return {name: value for name, (value, _) in figures.items()}
+
+
+def test_what_waits_after_the_warm_up_is_served_in_time_that_counts(clock: SimpleNamespace):
+    """So that a server with more requests than it can serve is measured at its rate."""
+    figures = figures_of(clock, 2000, lambda _: 0.002)
+    assert abs(figures["counted"] - 2000) < 5 * 2000**0.5
+    assert abs(figures["served"] - 500) < 16  # a batch more or less, in more than a second
+
+
+def test_the_cpu_time_of_the_warm_up_is_not_counted(clock: SimpleNamespace):
+    figures = figures_of(clock, 20, lambda now: 0.001 if now > 0.9 else 0.03)
+    assert abs(figures["cpu"] - 1) < 1e-6
+    assert figures["p50"] < 2
+
+
 def test_arrivals_are_a_poisson_process():
     traffic = serving_load.Traffic(
-        {"cardinalities": {"item": 9, "category": 3}, "max_history": 5},
+        FEATURES,
         serving_load.parse_args(["--users", "3"]),
     )
     times = traffic.arrivals(200, 100)
@@ -76,8 +106,18 @@ def test_a_run_is_in_the_csv(
     printed = capsys.readouterr().out
     figures = pd.read_csv(path).set_index(["case", "metric"])["median"]
     for case, rate in (("100/s", 100), ("400/s", 400)):
+        assert 0 < figures[case, "counted"] < rate  # in half a second
         assert 0 < figures[case, "p50"] <= figures[case, "p99"]
         assert 0.5 * rate < figures[case, "served"] < 1.5 * rate
         assert 1 <= figures[case, "batch"] <= 16
         assert 0 < figures[case, "cpu"] < figures[case, "p99"]
-        assert f"{rate}" in printed
+        assert f"│ as trained │{rate:>7,} │" in printed
+    assert "…" not in printed  # on a terminal of 80 columns
+    with pytest.raises(SystemExit):
+        serving_load.main(options)
+    assert "--csv: must be a new file, got '" in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"^error: .* holds no checkpoint; make one with"):
+        serving_load.main(["--run", str(tmp_path)])

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ from train_dlrm import build_model
 
 from tests.processes import run_code, run_script
 from torchrec_jagged_attn import HistoryCache
+from torchrec_jagged_attn.testing import assert_close
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -87,6 +88,27 @@ def scores_of(scorer: Callable[..., Tensor], requests: Requests, request: dict) 
     return score(Server(scorer, requests), request)[0]
 
 
+def in_fp64(run: Path, scorer: Scorer) -> Server:
+    """The trained model in fp64, with the tables of ``scorer``, which may be quantized."""
+    exact, features = load_scorer(run, CPU)
+    of_scorer = {name.replace(".collection.", "."): x for name, x in scorer.state_dict().items()}
+    for name, weight in exact.double().state_dict().items():
+        table = of_scorer[name].cpu()
+        if table.dtype == torch.uint8:  # of a row: its scale and its offset, in fp16, its integers
+            scale, offset = table[:, :4].contiguous().view(torch.float16).double().split(1, dim=1)
+            table = table[:, 4 : 4 + weight.shape[1]] * scale + offset
+        weight.copy_(table)
+    return Server(lambda dense, *ids: exact(dense.double(), *ids), Requests(features, CPU))
+
+
+def assert_scores(
+    scores: Sequence[np.ndarray], plain: Sequence[np.ndarray], exact: Server, batch: list[dict]
+) -> None:
+    """By the tolerance rule; ``plain`` are those of the model in eager mode."""
+    expected = exact.scores(batch)
+    assert_close(*(torch.from_numpy(np.concatenate(x)) for x in (scores, expected, plain)))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str):
     """Where each candidate is a sample that has the whole history."""
@@ -114,9 +136,11 @@ def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str
     shape = argparse.Namespace(width=16, heads=4, encoder_layers=0)
     trained = build_model("attention", features["cardinalities"], shape).model
     trained.load_state_dict(scorer.dlrm.state_dict())
+    dense = torch.tensor(dense, dtype=torch.float32)
     with torch.no_grad():
-        logits = trained(torch.tensor(dense, dtype=torch.float32), batch)
-    np.testing.assert_allclose(scores, logits.squeeze(1).sigmoid().numpy(), atol=1e-6)
+        plain = trained(dense, batch).squeeze(1).sigmoid()
+        expected = trained.double()(dense.double(), batch).squeeze(1).sigmoid()
+    assert_close(torch.from_numpy(scores), expected, plain)
 
 
 def test_a_batch_scores_as_its_requests_do(run: Path):
@@ -124,15 +148,25 @@ def test_a_batch_scores_as_its_requests_do(run: Path):
     scorer, requests, _ = loaded(run, CPU)
     batch = [request_of(*shape) for shape in SHAPES.values()]
     *scores, empty, cut, last = Server(scorer, requests).scores([*batch, {}, b"{", REQUEST])
-    for request, together in zip([*batch, REQUEST], [*scores, last], strict=True):
-        np.testing.assert_allclose(together, scores_of(scorer, requests, request), atol=1e-6)
+    batch, scores = [*batch, REQUEST], [*scores, last]
+    alone = [scores_of(scorer, requests, request) for request in batch]
+    assert [len(some) for some in scores] == [len(some) for some in alone]
+    assert_scores(scores, alone, in_fp64(run, scorer), batch)
     assert str(empty) == "user of the request must be an object, got None"
     assert str(cut).startswith("the request must be JSON in UTF-8: ")
 
 
 def visits() -> list[list[dict]]:
-    """Batches of requests of users whose histories grow; one visits twice in a batch."""
-    batches = [{1: 0, 2: 1, 3: 40}, {1: 5, 3: 40}, {3: 300, 2: 2}, {1: 6, 4: 250, 3: 301}]
+    """Batches of requests of users whose histories grow; one visits twice in a batch. The
+    first batches have no row, and one."""
+    batches = [
+        {5: 0},
+        {5: 1},
+        {1: 0, 2: 1, 3: 40},
+        {1: 5, 3: 40},
+        {3: 300, 2: 2},
+        {1: 6, 4: 250, 3: 301},
+    ]
     rows = REQUEST["history"] * 8
 
     def request_of_user(user: int, events: int) -> dict:
@@ -154,11 +188,13 @@ def test_new_events_alone_score_as_whole_histories(run: Path, device: torch.devi
         looked_up.append(lengths[len(TARGETS)].tolist())
         return scorer(dense, ids, lengths, *cached)
 
-    server = Server(counting, requests, make_cache(features, device))
+    server, exact = Server(counting, requests, make_cache(features, device)), in_fp64(run, trained)
     for batch in visits():
-        for scores, request in zip(server.scores(batch), batch, strict=True):
-            np.testing.assert_allclose(scores, scores_of(trained, requests, request), atol=1e-5)
+        whole = [scores_of(trained, requests, request) for request in batch]
+        assert_scores(server.scores(batch), whole, exact, batch)
     assert looked_up == [
+        [0, 0],
+        [1, 0],
         [0, 1, 40, 0],
         [5, 0, 0],
         [200, 1, 0],
@@ -166,6 +202,18 @@ def test_new_events_alone_score_as_whole_histories(run: Path, device: torch.devi
         [7, 1, 0],
         [1, 0],  # of the second visit
     ]
+
+
+def test_a_batch_that_the_cache_does_not_hold_is_scored_in_parts(run: Path):
+    scorer, requests, features = loaded(run, CPU, "fp32")
+    width, max_history = features["history_width"], features["max_history"]
+    cache = HistoryCache(width, max_history, capacity=2 * (max_history + 40))
+    assert cache.max_users == 2
+    batch = [request for some in visits() for request in some]
+    scores, plain = (
+        Server(scorer, requests, x).scores(batch) for x in (cache, make_cache(features, CPU))
+    )
+    assert_scores(scores, plain, in_fp64(run, scorer), batch)
 
 
 @pytest.mark.parametrize("cache", ["fp32", "bf16", "int8"])
@@ -178,10 +226,12 @@ def test_the_exported_model_takes_histories_from_a_cache(
     exported = export_scorer(scorer, device, smaller).module()
     features["cache_mib"] = 2
     servers = [Server(x, requests, make_cache(features, device)) for x in (scorer, exported)]
+    exact = in_fp64(run, scorer)
     for batch in visits():
-        expected, scores = (np.concatenate(server.scores(batch)) for server in servers)
-        # On a GPU, the exported model's copy of the rows may have other kernels, in bf16.
-        np.testing.assert_allclose(scores, expected, rtol=0, atol=2**-8 if device != CPU else 0)
+        plain, scores = (server.scores(batch) for server in servers)
+        assert_scores(scores, plain, exact, batch)
+        if device == CPU:  # on a GPU, the exported model's copy of the rows may have other kernels
+            np.testing.assert_array_equal(np.concatenate(scores), np.concatenate(plain))
 
 
 def test_rows_that_were_not_written_are_forgotten(run: Path):
@@ -196,7 +246,7 @@ def test_rows_that_were_not_written_are_forgotten(run: Path):
     assert len(cache) == 0
     (scores,) = Server(trained, requests, cache).scores([REQUEST])
     uncached, requests, _ = loaded(run, CPU)
-    np.testing.assert_allclose(scores, scores_of(uncached, requests, REQUEST), atol=1e-6)
+    np.testing.assert_array_equal(scores, scores_of(uncached, requests, REQUEST))
 
 
 @pytest.mark.parametrize("most", [1, 3, 10_000])
@@ -296,13 +346,12 @@ def test_the_compiled_model_takes_any_candidates_and_history(
 ):
     package, _ = served
     scorer, requests, _ = loaded(run, CPU)
-    exact = scores_of(scorer, requests, request_of(*SHAPES[shape]))
     quantize_inference_model(scorer)
-    expected = scores_of(scorer, requests, request_of(*SHAPES[shape]))
+    request = request_of(*SHAPES[shape])
+    plain = scores_of(scorer, requests, request)
     compiled = Server(torch._inductor.aoti_load_package(str(package)), requests)
-    scores, milliseconds = score(compiled, request_of(*SHAPES[shape]))
-    np.testing.assert_allclose(scores, expected, atol=1e-6)
-    np.testing.assert_allclose(scores, exact, atol=0.05)
+    scores, milliseconds = score(compiled, request)
+    assert_scores([scores], [plain], in_fp64(run, scorer), [request])
     assert milliseconds > 0
 
 
@@ -367,11 +416,10 @@ def test_triton_loads_the_compiled_model(run: Path, tmp_path: Path):
 
     scorer, requests, features = loaded(run, CPU, "bf16")
     quantize_inference_model(scorer)
-    server = Server(scorer, requests, make_cache(features, CPU))
-    for batch, of_batch in zip(visits(), responses, strict=True):
-        for expected, (scores,) in zip(server.scores(batch), of_batch, strict=True):
-            np.testing.assert_allclose(scores, expected, atol=1e-6)
-    np.testing.assert_allclose(last[0], server.scores([REQUEST])[0], atol=1e-6)
+    server, exact = Server(scorer, requests, make_cache(features, CPU)), in_fp64(run, scorer)
+    for batch, of_batch in zip([*visits(), [REQUEST]], [*responses, [last]], strict=True):
+        scores = [np.array(of_request, dtype=np.float32) for (of_request,) in of_batch]
+        assert_scores(scores, server.scores(batch), exact, batch)
     assert error == "events of user must be an integer from 0 to 9223372036854775807, got None"
 
 
@@ -581,6 +629,21 @@ def test_unusable_files_end_with_one_line(
     assert code.startswith("error: ")
     assert message in code
     assert "\n" not in code
+
+
+def test_a_cache_for_less_than_one_history_ends_with_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trained = load_scorer
+    monkeypatch.setattr(
+        serve_dlrm,
+        "load_scorer",
+        lambda *args, **options: (trained(*args, **options)[0], features | {"max_history": 10_000}),
+    )
+    features = trained(run, CPU)[1]
+    code = end_of(monkeypatch, f"--run={run}", "--cache=fp32", "--cache-mib=1", "--tables=fp32")
+    assert code.startswith("error: --cache-mib 1 is too little: the capacity must be 10016 to ")
+    assert code.endswith(", got 8192")
 
 
 def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

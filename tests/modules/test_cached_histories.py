@@ -1,11 +1,12 @@
 """``CachedHistoryCollection``: new events alone give what whole histories give."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn import (
     CachedHistoryCollection,
@@ -13,6 +14,7 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
+from torchrec_jagged_attn.testing import assert_close
 
 KEYS = ["item", "cat", "item_history", "cat_history", "user"]
 MAX_HISTORY = 6
@@ -73,8 +75,30 @@ def make_cache(device: torch.device, dtype: torch.dtype = torch.float32) -> Hist
     return HistoryCache(16, MAX_HISTORY, capacity=64, page_size=4, dtype=dtype, device=device)
 
 
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are checked on a GPU, too."""
+    monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
+
+
 def append(cache: HistoryCache, batch: list[Request]):
     return cache.append([user for user, *_ in batch], [end for *_, end in batch])
+
+
+def assert_as_whole(
+    pooled: KeyedTensor,
+    collection: TargetAttentionEmbeddingBagCollection,
+    batch: list[Request],
+    device: torch.device,
+) -> None:
+    """Bit for bit on a CPU; on a GPU, rows without indices may have other kernels."""
+    plain = collection(whole(batch, device))
+    assert pooled.keys() == plain.keys()
+    if device.type == "cpu":
+        assert torch.equal(pooled.values(), plain.values())
+        return
+    exact = copy.deepcopy(collection).cpu().double()(whole(batch, torch.device("cpu")))
+    assert_close(pooled.values().cpu(), exact.values(), plain.values().cpu())
 
 
 @pytest.mark.parametrize(
@@ -91,18 +115,13 @@ def append(cache: HistoryCache, batch: list[Request]):
 def test_new_events_alone_give_what_whole_histories_give(
     device: torch.device, options: dict[str, Any]
 ):
-    """Bit for bit on a CPU; on a GPU, rows without indices may have other kernels."""
     collection = make_collection(device, **options)
     cached_collection, cache = CachedHistoryCollection(collection), make_cache(device)
     looked_up = []
     for batch in BATCHES:
-        expected = collection(whole(batch, device))
         lacks, cached = append(cache, batch)
         pooled = cached_collection((features_of(batch, lacks, device), cached))
-        assert pooled.keys() == expected.keys()
-        if device.type == "cpu":
-            assert torch.equal(pooled.values(), expected.values())
-        torch.testing.assert_close(pooled.values(), expected.values())
+        assert_as_whole(pooled, collection, batch, device)
         looked_up.append(lacks)
     assert looked_up == [[4, 0, 6], [0, 1], [1, 6, 2, 2], [6, 4]]
 
@@ -155,8 +174,34 @@ def test_what_a_cache_does_not_hold_is_refused(
         CachedHistoryCollection(collection)
 
 
-def test_other_new_events_than_the_cache_lacks(device: torch.device):
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([4, 0, 5], "'item_history' must have the 6 newest .* lacked, got 5 in sample 2"),
+        ([6, 0, 4], "'item_history' must have the 4 newest .* lacked, got 6 in sample 0"),
+        ([4, 0], "features must have a sample for each user of cached, 3, got 2"),
+    ],
+    ids=["fewer", "of another sample", "fewer samples"],
+)
+def test_other_new_events_than_the_cache_lacks(
+    device: torch.device, validated: None, lengths: list[int], message: str
+):
     collection, cache = CachedHistoryCollection(make_collection(device)), make_cache(device)
     _, cached = append(cache, BATCHES[0])
-    with pytest.raises(ValueError, match="rows must be the 10 that the cache lacked, got 9"):
-        collection((features_of(BATCHES[0], [4, 0, 5], device), cached))
+    before = cache.rows.clone()
+    with pytest.raises(ValueError, match=message):
+        collection((features_of(BATCHES[0][: len(lengths)], lengths, device), cached))
+    assert torch.equal(cache.rows, before)
+
+
+@torch.no_grad()
+def test_a_cache_of_longer_histories_than_those_trained(device: torch.device, validated: None):
+    collection = make_collection(device, max_history=MAX_HISTORY - 1)
+    cached_collection, cache = CachedHistoryCollection(collection), make_cache(device)
+    batch = BATCHES[1][1:]
+    lacks, cached = append(cache, batch)
+    pooled = cached_collection((features_of(batch, lacks, device), cached))
+    assert_as_whole(pooled, collection, batch, device)
+    lacks, cached = append(cache, BATCHES[0])
+    with pytest.raises(ValueError, match=r"at most max_history=5 rows .*, got 6 in sample 2"):
+        cached_collection((features_of(BATCHES[0], lacks, device), cached))

@@ -60,6 +60,8 @@ class CachedHistoryCollection(nn.Module):
             batch: features, with the new events of each history; and :class:`CachedHistories`.
 
         Raises:
-            ValueError: as the collection; or the new events are not as many as the cache lacks.
+            ValueError: as the collection; there are not as many samples as users; new events are
+                not as many as the cache lacks, or histories longer than the config's
+                ``max_history`` (both read on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``).
         """
         return self.collection.embed(*batch)

@@ -12,7 +12,11 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_jagged_attn.modules.batch_checks import check_features, check_pooled_weights
+from torchrec_jagged_attn.modules.batch_checks import (
+    check_cached_lengths,
+    check_features,
+    check_pooled_weights,
+)
 from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
     check_configs,
@@ -305,7 +309,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             check_sharded(self._lookups()),
         )
         if self.history_truncation is not None:
-            features = self.history_truncation(features)
+            if cached is None:
+                features = self.history_truncation(features)
+            else:  # what is new of them is no longer
+                check_cached_lengths(cached.offsets, self.history_truncation.max_history)
         sequences = [lookup(features) for lookup in self.embedding_collections.values()]
         bags = None
         if self.embedding_bag_collection is not None:

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_jagged_attn.modules.batch_checks import (
     check_equal_lengths,
     check_history_weights,
+    check_new_rows,
     check_single_rows,
     of_each_sample,
 )
@@ -197,7 +198,7 @@ class TargetAttentionPooling(nn.Module):
                 rows = indices[attention.keys[0]]
                 places = _of_samples(rows, history)
             if cached is not None:
-                history, rows = _with_cached(history, cached, attention.takes_indices)
+                history, rows = _with_cached(history, keys[0], cached, attention.takes_indices)
             if attention.timestamps is not None:
                 timestamps = _timestamps(features, attention.timestamps, places, keys[0])
             if self._is_weighted:
@@ -447,13 +448,14 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
 
 
 def _with_cached(
-    new: JaggedTensor, cached: CachedHistories, takes_indices: bool
+    new: JaggedTensor, name: str, cached: CachedHistories, takes_indices: bool
 ) -> tuple[JaggedTensor, Tensor | None]:
     """Histories from the cache, after their ``new`` rows are put there; and their indices, where
     these are read in place.
 
     An exported program reads a copy: it chooses as it runs whether keys are made of the rows.
     """
+    check_new_rows(new, name, cached.lacks)
     cached.write(new.values())
     if takes_indices and cached.scales is None and not torch.compiler.is_compiling():
         rows, indices = cached.rows, cached.indices

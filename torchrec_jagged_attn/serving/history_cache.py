@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_int, check_shape, should_validate
+from torchrec_jagged_attn.checks import check_int, check_same, check_shape, should_validate
 from torchrec_jagged_attn.layout import JaggedLayout
 
 __all__ = ["CachedHistories", "HistoryCache"]
@@ -45,13 +45,16 @@ class CachedHistories(NamedTuple):
     def write(self, rows: Tensor) -> None:
         """Put the rows ``[M, D]`` that the cache lacked where they belong, in its dtype.
 
-        An int8 row's scale is its largest absolute value over 127.
+        An int8 row's scale is its largest absolute value over 127; a row that is not finite is read
+        as one without a finite value. No gradient goes through the cache.
 
         Raises:
-            ValueError: they are of another width, or (on CPU, or under
+            ValueError: they are of another width or device, or (on CPU, or under
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) not as many.
         """
         check_shape(rows, "rows", "[M, D]", (None, self.rows.shape[1]))
+        check_same(self.rows, "the cache", dtype=False, rows=rows)
+        rows = rows.detach()  # or the cache would keep the graph of every request
         if should_validate(rows) and (lacks := int(self.lacks.sum())) != rows.shape[0]:
             raise ValueError(f"rows must be the {lacks} that the cache lacked, got {len(rows)}")
         layout = JaggedLayout.from_lengths(self.lacks, rows.shape[0])
@@ -60,9 +63,10 @@ class CachedHistories(NamedTuple):
         slots = self.indices[places]
         if self.scales is not None:
             rows = rows.float()
-            scales = rows.abs().amax(1) / 127
+            # Not zero, nor subnormal, which has few bits.
+            scales = (rows.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
             self.scales[slots] = scales
-            rows = (rows / torch.where(scales > 0, scales, 1).unsqueeze(1)).round()
+            rows = (rows / scales.unsqueeze(1)).round()
         self.rows[slots] = rows.to(self.rows.dtype)
 
     def read(self) -> Tensor:
@@ -101,7 +105,11 @@ class HistoryCache:
     Which row is where is kept on the host, and nothing waits for the device. Rows are written and
     read in the order of one stream. One thread at a time may use a cache.
 
-    A cache holds rows, not ids: after the tables change, :meth:`clear` it.
+    A cache holds rows, not ids: after the tables change, :meth:`clear` it. After past events of a
+    user change, :meth:`remove` the user: the cache sees their number alone.
+
+    Attributes:
+        max_users: so many users always fit into a batch, whatever their histories.
 
     Args:
         width: ``D``, columns of a row.
@@ -167,13 +175,14 @@ class HistoryCache:
             capacity = (capacity_bytes or 0) // row_bytes
         num_pages = capacity // page_size
         # A history that begins at the last row of a page has the most pages.
-        least = (max_history + 2 * page_size - 2) // page_size
-        if not least <= num_pages < 2**31 // page_size:
+        most = (max_history + 2 * page_size - 2) // page_size
+        if not most <= num_pages < 2**31 // page_size:
             raise ValueError(
-                f"the capacity must be {least * page_size} to {2**31 - 1} rows for max_history "
+                f"the capacity must be {most * page_size} to {2**31 - 1} rows for max_history "
                 f"{max_history} in pages of {page_size}, got {capacity}"
             )
         self.max_history, self.page_size = max_history, page_size
+        self.max_users = num_pages // most
         self.rows = torch.zeros(num_pages * page_size, width, dtype=dtype, device=device)
         self.scales = None
         if dtype == torch.int8:
@@ -199,7 +208,7 @@ class HistoryCache:
         has fewer events than before, comes in anew.
 
         Args:
-            users: of ``B`` samples, each once: what identifies them.
+            users: of ``B`` samples, each once: what identifies them, by its hash.
             num_events: of each user: how many events there have been so far, also those before the
                 newest ``max_history``.
 
@@ -208,7 +217,8 @@ class HistoryCache:
             ``max_history``; and where their histories are, these included.
 
         Raises:
-            TypeError: a number of events is no int.
+            TypeError: a number of events is no int, or a user a tensor, whose hash is not of its
+                value.
             ValueError: a user is named twice, numbers are not as many as users, or negative, or the
                 histories of the batch do not fit into the cache together. The cache is as before.
         """
@@ -218,6 +228,8 @@ class HistoryCache:
             )
         for number in num_events:
             check_int(number, "num_events", 0)
+        if any(isinstance(user, Tensor) for user in users):
+            raise TypeError("users must be ints, strings or the like, got tensors")
         if len(set(users)) < len(users):
             twice = next(user for at, user in enumerate(users) if user in users[:at])
             raise ValueError(f"users must be named once each, got {twice!r} twice")
@@ -260,7 +272,7 @@ class HistoryCache:
         return lacks, self._places(batch, lacks)
 
     def remove(self, users: Sequence[Hashable]) -> None:
-        """Forget ``users``; those who are not in the cache are passed by."""
+        """Forget ``users``; those who are not in the cache are ignored."""
         for user in users:
             self._free += self._users.pop(user, _User()).pages
 
