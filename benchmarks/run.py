@@ -402,12 +402,13 @@ def num_threads(number: int) -> Iterator[None]:
 
 def print_suites(chosen: list[Suite], console: Console) -> None:
     """A line for each suite: what it measures, and how many cases it has."""
-    table = Table("suite", "what it measures", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("cases", justify="right")
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for justify in ("left", "left", "right"):
+        table.add_column(justify=justify)
     for suite in chosen:
         table.add_row(suite.name, suite.measures, str(len(suite.cases)))
     console.print(table)
-    console.print("--list SUITE prints its cases, providers and modes; --help the options")
+    console.print("At the right, how many cases; --list SUITE prints these; --help the options")
 
 
 def print_names(suite: Suite, console: Console) -> None:
