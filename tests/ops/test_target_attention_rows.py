@@ -284,7 +284,7 @@ def test_opcheck(jagged, index_dtype, device):
         torch.arange(8, device=device),
         torch.tensor([7, 2**31], device=device),  # row_dropout
         torch.tensor([9, 2**30], device=device),  # dropout
-        "",  # row_format
+        "plain",  # row_format
         0.25,
         "softmax",
         0,  # num_levels
