@@ -105,17 +105,21 @@ def test_edges(lengths, device):
 
 
 def test_every_byte(device):
-    """Digits of all bytes that there are, each a row of its own sample: of one, with no weight."""
+    """Digits of all bytes that there are: of eight rows a sample, a head attends to each."""
+    heads = torch.arange(8, device=device)
     for num_levels in range(3, 256, 2):
-        ids = SemanticIds(1, num_levels)
-        width = ids.digits_per_byte
-        packed = torch.arange(num_levels**width, dtype=torch.int32, device=device).byte()[:, None]
-        offsets = torch.arange(len(packed) + 1, device=device)
-        query = torch.zeros(len(packed), 1, width + 1, device=device)
-        out = jagged_target_attention(query, packed, offsets, num_levels=num_levels)
-        digits = SemanticIds(width, num_levels).unpack(packed)
-        assert torch.equal(out[:, 0], F.pad(digits.float(), (0, 1), value=1.0))
-        assert torch.equal(SemanticIds(width, num_levels).pack(digits), packed)
+        width = SemanticIds(1, num_levels).digits_per_byte
+        ids, count = SemanticIds(width, num_levels), num_levels**width
+        rows = torch.arange(count, device=device)
+        packed = rows.byte().unsqueeze(1)
+        offsets = torch.arange(0, count + 8, 8, device=device).clamp(max=count)
+        out = jagged_target_attention(
+            torch.zeros(len(offsets) - 1, 8, width + 1, device=device), packed, offsets,
+            bias=torch.where(rows.unsqueeze(1) % 8 == heads, 0.0, -1e4), num_levels=num_levels,
+        )  # fmt: skip
+        digits = ids.unpack(packed)
+        assert torch.equal(out.flatten(0, 1)[:count], F.pad(digits.float(), (0, 1), value=1.0))
+        assert torch.equal(ids.pack(digits), packed)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
