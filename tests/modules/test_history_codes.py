@@ -154,13 +154,14 @@ def test_wrong_options_are_named(change, error, message):
     [
         (torch.zeros(4, WIDTH), TypeError, r"history.values\(\) must be uint8, got torch.float32"),
         (torch.zeros(4, 3).byte(), ValueError, r"history.values\(\) must have shape \[N, num_byte"),
-        (torch.full((4, 4), 250).byte(), ValueError, "history must be at most 242, got 250"),
+        (torch.full((4, 4), 250).byte(), ValueError, "history.* must be at most 242, got 250"),
     ],
 )
 def test_wrong_codes_are_named(values, error, message):
     module = JaggedTargetAttention(WIDTH, 2, history_codes=fitted())
-    with pytest.raises(error, match=message):
-        module(torch.zeros(1, WIDTH), JaggedTensor(values, lengths=torch.tensor([4])))
+    for call in (module, module.attention_weights):
+        with pytest.raises(error, match=message):
+            call(torch.zeros(1, WIDTH), JaggedTensor(values, lengths=torch.tensor([4])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -177,6 +177,11 @@ def test_opcheck(device):
             ValueError,
             "history must be at most 242, got 243",
         ),
+        (
+            {"query": torch.zeros(3, 1, 23), "history": torch.full((8, 5), 9).byte()},
+            ValueError,
+            "history must be at most 8 in the last byte of a row, got 9",
+        ),
         ({"num_levels": None}, TypeError, "history must be torch.float32 as query is"),
         ({"query": torch.zeros(3, 1, 1)}, ValueError, "query must have a width of at least 2"),
     ],

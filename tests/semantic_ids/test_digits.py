@@ -111,6 +111,7 @@ def test_wrong_formats_are_named(arguments, error, message):
         ("unpack", torch.tensor([[0]]), TypeError, "packed must be uint8, got torch.int64"),
         ("unpack", torch.zeros(1, 2).byte(), ValueError, r"packed must have shape \[N, num_bytes"),
         ("unpack", torch.tensor([[243]]).byte(), ValueError, "packed must be at most 242, got 243"),
+        ("unpack", torch.tensor([[9]]).byte(), ValueError, "at most 8 in the last byte .*, got 9"),
     ],
 )
 def test_wrong_values_are_named(method, value, error, message):

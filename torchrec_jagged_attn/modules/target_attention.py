@@ -22,6 +22,7 @@ from torchrec_jagged_attn.checks import (
     check_indices_values,
     check_offsets_metadata,
     check_packed,
+    check_packed_values,
     check_prior_weights,
     check_same,
     check_score,
@@ -463,6 +464,7 @@ class JaggedTargetAttention(nn.Module):
             w_q, w_k = self.q_proj_weight, self.k_proj_weight
         dtype = _dtype_of_products(w_q.dtype, rows)
         if self._num_levels:
+            check_packed_values(rows, "history.values()", self._num_digits, self._num_levels)
             has_constant = self.score != "softmax"
             w_k = _over_digits(w_k, self.history_basis, self.history_mean, has_constant)
             rows = unpack_digits(rows, self._num_digits, self._num_levels)
