@@ -72,8 +72,9 @@ def test_what_is_trained_begins_with_what_is_kept():
         assert (sum(1 for _ in items.parameters()) > 0) == (kept is not None)
 
 
-def test_more_bytes_lose_less():
-    rows = make_up(600, 8)
+def test_more_bytes_lose_less(monkeypatch):
+    monkeypatch.setattr(ranking, "STEPS", 50)
+    rows = make_up(200, 8)
     errors = [(rows - ranking.fit_fsq(rows, size).rows).square().sum() for size in (1, 4)]
     assert errors[1] < 0.5 * errors[0]
 

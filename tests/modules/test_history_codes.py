@@ -285,6 +285,16 @@ def test_wrong_configurations_are_named(change, error, message):
         TargetAttentionEmbeddingBagCollection(make_tables(), config)
 
 
+def test_a_key_of_the_output_is_named():
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=WIDTH, num_embeddings=30, feature_names=["x"])
+        for name in ("a", "b")
+    ]
+    config = TargetAttentionConfig("item", "x@a", history_codes=fitted())
+    with pytest.raises(ValueError, match=r"history must make a key that .*, got 'x@a'"):
+        TargetAttentionEmbeddingBagCollection([*make_tables(), *tables], config)
+
+
 def test_wrong_features_are_named():
     codes = fitted()
     config = TargetAttentionConfig("item", "h", history_codes=codes)
