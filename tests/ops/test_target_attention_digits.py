@@ -122,8 +122,7 @@ def test_every_byte(device):
         assert torch.equal(ids.pack(digits), packed)
 
 
-@pytest.mark.parametrize("num_targets", [1, 9])
-def test_rows_by_index(num_targets, device):
+def assert_by_index_is_as_a_copy(num_targets, device=CPU):
     inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, device=device)
     table = inputs_of_digits([50], torch.float32, row_bytes=8, device=device)["history"]
     generator = torch.Generator().manual_seed(1)
@@ -138,6 +137,11 @@ def test_rows_by_index(num_targets, device):
     assert by_index.keys() == copied.keys()
     for name, value in by_index.items():
         assert torch.equal(value, copied[name]), name
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_rows_by_index(num_targets, device):
+    assert_by_index_is_as_a_copy(num_targets, device)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
