@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -99,6 +100,25 @@ def test_scores_have_the_mean(score):
     torch.testing.assert_close(module(target, codes), plain(target, rows))
     found, expected = (m.attention_weights(target, x) for m, x in ((module, codes), (plain, rows)))
     torch.testing.assert_close(found.values(), expected.values())
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+def test_gradients_in_fp64(score):
+    """Of mean and basis, too, by way of keys and of values."""
+    pca = DiscretePCA(4, 6, trainable=True)
+    pca.fit(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
+    options = {"history_codes": pca, "init": "mha", "score": score, "dtype": torch.float64}
+    module = JaggedTargetAttention(4, 2, recency_bias=False, **options)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    history = JaggedTensor(draw_codes(pca.ids, 7), lengths=torch.tensor([4, 0, 3]))
+    target = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def attend_with(target, *values):
+        return functional_call(module, dict(zip(names, values, strict=True)), (target, history))
+
+    assert {"history_mean", "history_basis"} <= {*names}
+    torch.autograd.gradcheck(attend_with, (target, *parameters))
 
 
 def test_basis_is_copied_and_comes_back():
@@ -248,6 +268,32 @@ def test_collection_cuts_codes():
         JaggedTensor(packed[kept], lengths=torch.tensor(LENGTHS).clamp(max=3)),
     )
     assert torch.equal(cut(features)["h"], expected)
+
+
+def test_collection_weighs_codes_for_requests():
+    """Weights of their first word are prior weights; requests have any number of candidates."""
+    codes, names, counts = fitted(60), ["h", "h_1"], torch.tensor([2, 0, 1, 3, 1])
+    config = TargetAttentionConfig("item", names, history_codes=codes)
+    collection = TargetAttentionEmbeddingBagCollection(
+        make_tables(), config, is_weighted=True, candidates="jagged"
+    )
+    packed, lengths = draw_codes(codes.ids, sum(LENGTHS)), torch.tensor(LENGTHS)
+    values = [torch.arange(7), torch.arange(5), *codes.ids.to_words(packed).unbind(1)]
+    weights = torch.rand(12 + 2 * sum(LENGTHS), generator=torch.Generator().manual_seed(3))
+    features = KeyedJaggedTensor(
+        keys=["item", "user", *names],
+        values=torch.cat(values),
+        lengths=torch.cat([counts, torch.ones_like(counts), lengths, lengths]),
+        weights=weights,
+    )
+    pooled = collection(features)
+    expected = collection.pooling.attentions[0](
+        JaggedTensor(pooled["item"], lengths=counts),
+        JaggedTensor(packed, lengths=lengths),
+        None,
+        weights[12 : 12 + sum(LENGTHS)],
+    )
+    assert torch.equal(pooled["h"], expected)
 
 
 def test_codes_are_not_cached():

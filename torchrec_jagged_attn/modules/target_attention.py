@@ -102,7 +102,8 @@ class JaggedTargetAttention(nn.Module):
             the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
             C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
             queries alone: a bias of keys changes nothing. ``None``, the default, projects where it
-            has to: where ``D`` is not ``E``, or ``init="mha"``; never for ``"din"``.
+            has to: where ``D`` is not ``E``, with ``init="mha"`` or ``history_codes``; never for
+            ``"din"``.
         history_codes: how the history is packed in digits, if it is: its values are then ``[N,
             num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
             decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
