@@ -328,11 +328,19 @@ def check_packed(packed: Tensor, name: str, num_digits: int, num_levels: int) ->
     check_shape(packed, name, "[N, num_bytes]", (None, num_bytes))
 
 
-def check_packed_values(packed: Tensor, name: str, num_levels: int) -> None:
+def check_packed_values(packed: Tensor, name: str, num_digits: int, num_levels: int) -> None:
     """They must be bytes that digits have; skipped where reading would wait."""
-    most = num_levels ** digits_per_byte(num_levels) - 1
-    if should_validate(packed) and packed.numel() and packed.max() > most:
-        raise ValueError(f"{name} must be at most {most}, got {packed.max().item()}")
+    if not should_validate(packed) or packed.numel() == 0:
+        return
+    per_byte = digits_per_byte(num_levels)
+    in_last = num_digits - (packed.shape[1] - 1) * per_byte
+    for values, of, count in (
+        (packed, "", per_byte),
+        (packed[:, -1], " in the last byte of a row", in_last),
+    ):
+        most = num_levels**count - 1
+        if values.max() > most:
+            raise ValueError(f"{name} must be at most {most}{of}, got {values.max().item()}")
 
 
 def check_numbers(numbers: Tensor, name: str, count: int) -> None:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -101,6 +102,25 @@ def test_scores_have_the_mean(score):
     torch.testing.assert_close(found.values(), expected.values())
 
 
+@pytest.mark.reference
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+def test_gradients_in_fp64(score):
+    """Of mean and basis, too, by way of keys and of values."""
+    pca = DiscretePCA(4, 6, trainable=True)
+    pca.fit(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)))
+    options = {"history_codes": pca, "init": "mha", "score": score, "dtype": torch.float64}
+    module = JaggedTargetAttention(4, 2, recency_bias=False, **options)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    history = JaggedTensor(draw_codes(pca.ids, 7), lengths=torch.tensor([4, 0, 3]))
+    target = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def attend_with(target, *values):
+        return functional_call(module, dict(zip(names, values, strict=True)), (target, history))
+
+    assert {"history_mean", "history_basis"} <= {*names}
+    torch.autograd.gradcheck(attend_with, (target, *parameters))
+
+
 def test_basis_is_copied_and_comes_back():
     pca = fitted(trainable=True)
     module = JaggedTargetAttention(WIDTH, 2, history_codes=pca)
@@ -154,13 +174,14 @@ def test_wrong_options_are_named(change, error, message):
     [
         (torch.zeros(4, WIDTH), TypeError, r"history.values\(\) must be uint8, got torch.float32"),
         (torch.zeros(4, 3).byte(), ValueError, r"history.values\(\) must have shape \[N, num_byte"),
-        (torch.full((4, 4), 250).byte(), ValueError, "history must be at most 242, got 250"),
+        (torch.full((4, 4), 250).byte(), ValueError, "history.* must be at most 242, got 250"),
     ],
 )
 def test_wrong_codes_are_named(values, error, message):
     module = JaggedTargetAttention(WIDTH, 2, history_codes=fitted())
-    with pytest.raises(error, match=message):
-        module(torch.zeros(1, WIDTH), JaggedTensor(values, lengths=torch.tensor([4])))
+    for call in (module, module.attention_weights):
+        with pytest.raises(error, match=message):
+            call(torch.zeros(1, WIDTH), JaggedTensor(values, lengths=torch.tensor([4])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -249,6 +270,32 @@ def test_collection_cuts_codes():
     assert torch.equal(cut(features)["h"], expected)
 
 
+def test_collection_weighs_codes_for_requests():
+    """Weights of their first word are prior weights; requests have any number of candidates."""
+    codes, names, counts = fitted(60), ["h", "h_1"], torch.tensor([2, 0, 1, 3, 1])
+    config = TargetAttentionConfig("item", names, history_codes=codes)
+    collection = TargetAttentionEmbeddingBagCollection(
+        make_tables(), config, is_weighted=True, candidates="jagged"
+    )
+    packed, lengths = draw_codes(codes.ids, sum(LENGTHS)), torch.tensor(LENGTHS)
+    values = [torch.arange(7), torch.arange(5), *codes.ids.to_words(packed).unbind(1)]
+    weights = torch.rand(12 + 2 * sum(LENGTHS), generator=torch.Generator().manual_seed(3))
+    features = KeyedJaggedTensor(
+        keys=["item", "user", *names],
+        values=torch.cat(values),
+        lengths=torch.cat([counts, torch.ones_like(counts), lengths, lengths]),
+        weights=weights,
+    )
+    pooled = collection(features)
+    expected = collection.pooling.attentions[0](
+        JaggedTensor(pooled["item"], lengths=counts),
+        JaggedTensor(packed, lengths=lengths),
+        None,
+        weights[12 : 12 + sum(LENGTHS)],
+    )
+    assert torch.equal(pooled["h"], expected)
+
+
 def test_codes_are_not_cached():
     config = TargetAttentionConfig("item", "h", history_codes=fitted())
     collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
@@ -282,6 +329,16 @@ def test_wrong_configurations_are_named(change, error, message):
     )
     with pytest.raises(error, match=message):
         TargetAttentionEmbeddingBagCollection(make_tables(), config)
+
+
+def test_a_key_of_the_output_is_named():
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=WIDTH, num_embeddings=30, feature_names=["x"])
+        for name in ("a", "b")
+    ]
+    config = TargetAttentionConfig("item", "x@a", history_codes=fitted())
+    with pytest.raises(ValueError, match=r"history must make a key that .*, got 'x@a'"):
+        TargetAttentionEmbeddingBagCollection([*make_tables(), *tables], config)
 
 
 def test_wrong_features_are_named():

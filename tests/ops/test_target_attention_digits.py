@@ -105,26 +105,24 @@ def test_edges(lengths, device):
 
 
 def test_every_byte(device):
-    """Digits of all bytes that there are: each head has a bias that leaves it one row of eight."""
+    """Digits of all bytes that there are: of eight rows a sample, a head attends to each."""
+    heads = torch.arange(8, device=device)
     for num_levels in range(3, 256, 2):
-        ids = SemanticIds(1, num_levels)
-        width = ids.digits_per_byte
-        packed = torch.arange(num_levels**width, dtype=torch.int32, device=device).byte()[:, None]
-        num_rows = len(packed)
-        offsets = torch.arange(0, num_rows + 8, 8, device=device).clamp(max=num_rows)
-        bias = torch.full((8, 8), -torch.inf, device=device).fill_diagonal_(0.0)
+        width = SemanticIds(1, num_levels).digits_per_byte
+        ids, count = SemanticIds(width, num_levels), num_levels**width
+        rows = torch.arange(count, device=device)
+        packed = rows.byte().unsqueeze(1)
+        offsets = torch.arange(0, count + 8, 8, device=device).clamp(max=count)
         out = jagged_target_attention(
             torch.zeros(len(offsets) - 1, 8, width + 1, device=device), packed, offsets,
-            bias=bias.repeat(len(offsets) - 1, 1)[:num_rows], num_levels=num_levels,
+            bias=torch.where(rows.unsqueeze(1) % 8 == heads, 0.0, -1e4), num_levels=num_levels,
         )  # fmt: skip
-        digits = SemanticIds(width, num_levels).unpack(packed)
-        rows = F.pad(digits.float(), (0, 1), value=1.0)
-        assert torch.equal(out.flatten(0, 1)[:num_rows], rows)
-        assert torch.equal(SemanticIds(width, num_levels).pack(digits), packed)
+        digits = ids.unpack(packed)
+        assert torch.equal(out.flatten(0, 1)[:count], F.pad(digits.float(), (0, 1), value=1.0))
+        assert torch.equal(ids.pack(digits), packed)
 
 
-@pytest.mark.parametrize("num_targets", [1, 9])
-def test_rows_by_index(num_targets, device):
+def assert_by_index_is_as_a_copy(num_targets, device=CPU):
     inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, device=device)
     table = inputs_of_digits([50], torch.float32, row_bytes=8, device=device)["history"]
     generator = torch.Generator().manual_seed(1)
@@ -139,6 +137,11 @@ def test_rows_by_index(num_targets, device):
     assert by_index.keys() == copied.keys()
     for name, value in by_index.items():
         assert torch.equal(value, copied[name]), name
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_rows_by_index(num_targets, device):
+    assert_by_index_is_as_a_copy(num_targets, device)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
@@ -177,6 +180,11 @@ def test_opcheck(device):
             {"history": torch.full((8, 5), 243).byte()},
             ValueError,
             "history must be at most 242, got 243",
+        ),
+        (
+            {"query": torch.zeros(3, 1, 23), "history": torch.full((8, 5), 9).byte()},
+            ValueError,
+            "history must be at most 8 in the last byte of a row, got 9",
         ),
         ({"num_levels": None}, ValueError, "row_scale or num_levels must be given for history of"),
         (

@@ -84,6 +84,18 @@ def test_compiled_with_changing_lengths(device):
         assert torch.equal(whole(digits), digits)
 
 
+@pytest.mark.parametrize("num_digits", [1, 40, 41, 83])
+def test_words_hold_the_bytes(num_digits, device):
+    ids = SemanticIds(num_digits)
+    packed = ids.pack(draw_digits(20, ids, device))
+    words = ids.to_words(packed)
+    assert words.shape == (20, ids.num_words)
+    assert torch.equal(ids.from_words(words), packed)
+    assert torch.equal(ids.from_words(words.T.contiguous().T), packed)
+    first = sum(int(byte) << 8 * at for at, byte in enumerate(packed[0, :8]))
+    assert int(words[0, 0]) % 2**64 == first
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -108,9 +120,18 @@ def test_wrong_formats_are_named(arguments, error, message):
         ("pack", torch.tensor([[True, True]]), TypeError, "digits must be integers, got"),
         ("pack", torch.tensor([[0]]), ValueError, r"digits must have shape \[N, L\]"),
         ("pack", torch.tensor([[0, 2]]), ValueError, "digits must be -1 to 1, got 0 to 2"),
+        ("to_words", torch.tensor([[0]]), TypeError, "packed must be uint8, got torch.int64"),
+        (
+            "from_words",
+            torch.tensor([[0]]).int(),
+            TypeError,
+            "words must be int64, got torch.int32",
+        ),
+        ("from_words", torch.tensor([0]), ValueError, r"words must have shape \[N, num_words\] = "),
         ("unpack", torch.tensor([[0]]), TypeError, "packed must be uint8, got torch.int64"),
         ("unpack", torch.zeros(1, 2).byte(), ValueError, r"packed must have shape \[N, num_bytes"),
         ("unpack", torch.tensor([[243]]).byte(), ValueError, "packed must be at most 242, got 243"),
+        ("unpack", torch.tensor([[9]]).byte(), ValueError, "at most 8 in the last byte .*, got 9"),
     ],
 )
 def test_wrong_values_are_named(method, value, error, message):

@@ -124,6 +124,12 @@ def test_state_comes_back():
         ({"losses": {"kind": "mse"}}, ValueError, r"losses must be of \['text'\], got \['kind'\]"),
         ({"losses": {"text": "l1"}}, ValueError, r"losses must be cosine or mse, got \['l1'\]"),
         ({"weights": {"other": 1.0}}, ValueError, r"weights must be of .*, got \['other'\]"),
+        (
+            {"labels": {"text": 3}},
+            ValueError,
+            r"must have different names, .*, got \['text'\] more",
+        ),
+        ({"labels": {"commitment": 3}}, ValueError, r"none of them 'commitment', got \['commitm"),
         ({"num_levels": 2}, ValueError, "num_levels must be odd and 3 to 255, got 2"),
     ],
 )
@@ -156,6 +162,13 @@ def test_wrong_options_are_named(change, error, message):
             ValueError,
             r"labels\['kind'\] must have shape \[N\] = \[3\], got \[2\]",
         ),
+        (
+            make_rows(3)[0],
+            {"kind": torch.zeros(3).int()},
+            TypeError,
+            r"labels\['kind'\] must be int64, got torch.int32",
+        ),
+        (*make_rows(0), ValueError, "embeddings must have at least one row, got none"),
     ],
 )
 def test_wrong_rows_are_named(embeddings, labels, error, message):

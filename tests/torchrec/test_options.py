@@ -40,7 +40,7 @@ from tests.torchrec.two_ranks import (
     train_unsharded,
     world_size,
 )
-from torchrec_jagged_attn import embedding_bag_keys, rename_keys
+from torchrec_jagged_attn import DiscretePCA, embedding_bag_keys, rename_keys
 
 Losses = list[Tensor]
 
@@ -199,6 +199,13 @@ ENCODED = {
 }
 
 
+def over_codes() -> dict[str, Any]:
+    """Histories of codes, whose mean and basis are learned."""
+    codes = DiscretePCA(8, 5, trainable=True)
+    codes.fit(torch.randn(100, 8, generator=torch.Generator().manual_seed(1)))
+    return {"history_codes": codes}
+
+
 def weighted(device: torch.device) -> DistributedModelParallel:
     return make_sharded_model(device, optimizer="RowWiseAdagrad", **WEIGHTED)
 
@@ -233,6 +240,15 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     ),
     "encoder layers of a window": lambda device: losses_of(
         make_sharded_model(device, encoder=ENCODED), device
+    ),
+    "history_codes": lambda device: losses_of(
+        make_sharded_model(device, encoder=over_codes()), device
+    ),
+    "history_codes, evaluated": lambda device: evaluated(
+        make_sharded_model(device, encoder=over_codes()), device, once=False
+    ),
+    "history_codes, variable batch sizes, evaluated": lambda device: evaluated(
+        make_sharded_model(device, encoder=over_codes()), device, once=True
     ),
     "bf16 tables": lambda device: losses_of(
         make_sharded_model(device, data_type=DataType.BF16), device
@@ -313,7 +329,7 @@ def test_trains_as_the_plain_model(trained, option: str):
     torch.testing.assert_close(losses, expected)
 
 
-@pytest.mark.parametrize("model", ["", "is_weighted, max_history, "])
+@pytest.mark.parametrize("model", ["", "is_weighted, max_history, ", "history_codes, "])
 def test_keys_may_differ_in_batch_size(trained, model: str):
     losses = losses_by_rank(trained, f"{model}variable batch sizes, evaluated")
     assert torch.equal(losses, losses_by_rank(trained, f"{model}evaluated"))
@@ -332,6 +348,17 @@ def test_encoder_layers_of_a_window(trained):
     losses = losses_by_rank(trained, "encoder layers of a window")
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     torch.testing.assert_close(losses, unsharded(make_model(**ENCODED).to(device), backend, device))
+
+
+def test_histories_of_codes(trained):
+    backend, _ = trained
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    model = make_model(**over_codes()).to(device)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    expected = unsharded(model, backend, device)
+    for name, value in model.named_parameters():
+        assert not torch.equal(value, before[name]), name
+    torch.testing.assert_close(losses_by_rank(trained, "history_codes"), expected)
 
 
 def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):

@@ -165,7 +165,10 @@ def make_model(
     side_by_side: bool = True,
     **options: Any,
 ) -> DLRMTrain:
-    """With ``options`` of the attention, or of those that attend its two histories one by one."""
+    """With ``options`` of the attention, or of those that attend its two histories one by one.
+
+    With ``history_codes`` the times are the history, too, each the word of a row.
+    """
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
@@ -180,6 +183,8 @@ def make_model(
         for name, features in FEATURES.items()
     ]
     targets, histories = ["item", "cat"], ["hist", "hist_cat"]
+    if "history_codes" in options:
+        histories = ["times"]
     attentions = [
         TargetAttentionConfig(target, history, num_heads=2, timestamps="times", **options)
         for target, history in (

@@ -22,13 +22,18 @@ def pack(digits: Tensor, num_levels: int) -> Tensor:
 
 def unpack(packed: Tensor, num_digits: int, num_levels: int) -> Tensor:
     """``[N, L]`` int8 of bytes ``[N, num_bytes]``."""
-    parts = packed.int().unsqueeze(2) // _places(packed, num_levels) % num_levels
-    return (parts.flatten(1)[:, :num_digits] - num_levels // 2).to(torch.int8)
+    values = torch.arange(256, dtype=torch.int32, device=packed.device).unsqueeze(1)
+    digits = values // _places(packed, num_levels) % num_levels - num_levels // 2
+    # A row of these for each byte: divisions of every byte would take longer than attention does.
+    found = digits.to(torch.int8).index_select(0, packed.flatten().int())
+    return found.view(len(packed), packed.shape[1] * digits.shape[1])[:, :num_digits].contiguous()
 
 
 def rows_of_digits(packed: Tensor, width: int, num_levels: int, dtype: torch.dtype) -> Tensor:
     """``[N, width]``: the digits of bytes, and a one in the last column."""
-    return F.pad(unpack(packed, width - 1, num_levels).to(dtype), (0, 1), value=1.0)
+    rows = torch.ones(len(packed), width, dtype=dtype, device=packed.device)
+    rows[:, :-1] = unpack(packed, width - 1, num_levels)
+    return rows
 
 
 def _places(like: Tensor, num_levels: int) -> Tensor:

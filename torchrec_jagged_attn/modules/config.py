@@ -59,7 +59,7 @@ class TargetAttentionConfig:
             :class:`JaggedTargetAttention`.
         value_projection: whether attention projects the rows that it pools; as in
             :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
-            projects with ``init="mha"`` alone, and never for ``"din"``.
+            projects with ``init="mha"`` or ``history_codes`` alone, and never for ``"din"``.
         row_dropout: while training, the probability that a row of the history is left out of an
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         dropout: while training, the probability that a weight of an attention is set to zero, of

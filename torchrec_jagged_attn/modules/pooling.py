@@ -69,13 +69,14 @@ class TargetAttentionPooling(nn.Module):
         }
         for config in attentions:
             if config.history_codes is not None:
+                _check_is_new("history", config.histories[0], widths)
                 widths[config.histories[0]] = check_codes(config.history_codes, None)
         self._is_weighted, self._is_of_requests = is_weighted, bool(candidates)
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         self._num_lookups = len(sequence_tables)
         for attention in self._attentions:
             if attention.user_key is not None:
-                _check_is_new(attention.user_key, widths)
+                _check_is_new("user_column", attention.user_key, widths)
                 widths[attention.user_key] = attention.width
         self._keys, self._widths = list(widths), list(widths.values())
         targets = {
@@ -335,10 +336,10 @@ def _attention(
     )  # fmt: skip
 
 
-def _check_is_new(user_key: str, keys: dict[str, int]) -> None:
-    if user_key in keys:
+def _check_is_new(argument: str, key: str, keys: dict[str, int]) -> None:
+    if key in keys:
         raise ValueError(
-            f"user_column must make a key that no feature has in the output, got {user_key!r}"
+            f"{argument} must make a key that no feature has in the output, got {key!r}"
         )
 
 

@@ -22,6 +22,7 @@ from torchrec_jagged_attn.checks import (
     check_indices_values,
     check_offsets_metadata,
     check_packed,
+    check_packed_values,
     check_prior_weights,
     check_same,
     check_score,
@@ -101,7 +102,8 @@ class JaggedTargetAttention(nn.Module):
             the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
             C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
             queries alone: a bias of keys changes nothing. ``None``, the default, projects where it
-            has to: where ``D`` is not ``E``, or ``init="mha"``; never for ``"din"``.
+            has to: where ``D`` is not ``E``, with ``init="mha"`` or ``history_codes``; never for
+            ``"din"``.
         history_codes: how the history is packed in digits, if it is: its values are then ``[N,
             num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
             decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
@@ -463,6 +465,7 @@ class JaggedTargetAttention(nn.Module):
             w_q, w_k = self.q_proj_weight, self.k_proj_weight
         dtype = _dtype_of_products(w_q.dtype, rows)
         if self._num_levels:
+            check_packed_values(rows, "history.values()", self._num_digits, self._num_levels)
             has_constant = self.score != "softmax"
             w_k = _over_digits(w_k, self.history_basis, self.history_mean, has_constant)
             rows = unpack_digits(rows, self._num_digits, self._num_levels)

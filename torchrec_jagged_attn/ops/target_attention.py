@@ -243,7 +243,7 @@ def check_values(args: TargetArguments) -> None:
     if args.indices is not None:
         check_indices_values(args.indices, args.history.shape[0])
     if args.row_format == "digits":
-        check_packed_values(args.history, "history", args.num_levels)
+        check_packed_values(args.history, "history", args.query.shape[-1] - 1, args.num_levels)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:

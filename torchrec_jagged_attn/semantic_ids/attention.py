@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrec_jagged_attn.checks import (
     check_float,
     check_packed,
+    check_packed_values,
     check_same,
     check_shape,
     check_tensor,
@@ -82,6 +83,7 @@ def jagged_target_attention_over_ids(
     check_same(query, "query", dtype=False, packed=packed)
     ids = SemanticIds(basis.shape[0], num_levels)
     check_packed(packed, "packed", ids.num_digits, num_levels)
+    check_packed_values(packed, "packed", ids.num_digits, num_levels)
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
     with torch.autocast(query.device.type, enabled=False):  # all is in the dtype of the query

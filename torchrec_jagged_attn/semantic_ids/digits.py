@@ -116,7 +116,7 @@ class SemanticIds:
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) no digits have such a byte.
         """
         check_packed(packed, "packed", self.num_digits, self.num_levels)
-        check_packed_values(packed, "packed", self.num_levels)
+        check_packed_values(packed, "packed", self.num_digits, self.num_levels)
         return unpack_digits(packed, self.num_digits, self.num_levels)
 
     def to_words(self, packed: Tensor) -> Tensor:

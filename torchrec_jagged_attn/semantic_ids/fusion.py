@@ -68,7 +68,8 @@ class VQFusion(nn.Module):
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: there is no embedding, a size is less than 1, or a name is not known.
+        ValueError: there is no embedding, a size is less than 1, a name is not known, or a loss has
+            the name of another.
 
     Example:
         >>> fusion = VQFusion({"text": 6, "image": 4}, {"kind": 3}, latent_dim=4, num_digits=10)
@@ -139,20 +140,25 @@ class VQFusion(nn.Module):
         """Losses of a batch.
 
         Args:
-            embeddings: ``[N, width]`` by name, of the dtype of the parameters.
+            embeddings: ``[N, width]`` by name, of the dtype of the parameters; ``N > 0``.
             labels: ``[N]`` int64 classes, by name.
             quantize: whether latents go by way of their digits; else the decoders read them.
 
         Raises:
             TypeError: a dtype does not fit.
-            ValueError: a name is missing or not known, or a shape or device does not fit.
+            ValueError: a name is missing or not known, a shape or device does not fit, or there is
+                no row.
         """
         labels = labels or {}
         latents = self._latents(embeddings)
+        if len(latents) == 0:
+            raise ValueError("embeddings must have at least one row, got none")
         _check_names("labels", labels, self.labels)
         for name, label in labels.items():
             check_shape(label, f"labels[{name!r}]", "[N]", (len(latents),))
             check_same(latents, "embeddings", dtype=False, **{f"labels[{name!r}]": label})
+            if label.dtype != torch.int64:
+                raise TypeError(f"labels[{name!r}] must be int64, got {label.dtype}")
         decoded, digits, losses = latents, None, {}
         if quantize:
             digits = self.pca.encode(latents.detach())
@@ -211,7 +217,7 @@ class VQFusion(nn.Module):
         return self.encoder(torch.cat(parts, 1))
 
 
-def _check_sizes(embeddings: object, labels: object, hidden_dim: object) -> None:
+def _check_sizes(embeddings: Mapping[str, int], labels: Mapping[str, int], hidden_dim: int) -> None:
     for argument, sizes in (
         ("embeddings", embeddings),
         ("labels", labels),
@@ -227,6 +233,12 @@ def _check_sizes(embeddings: object, labels: object, hidden_dim: object) -> None
                 raise ValueError(f"{where} must be at least 1, got {size}")
     if not embeddings:
         raise ValueError("embeddings must hold at least one width, got none")
+    names = [*embeddings, *labels, "commitment"]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"embeddings and labels must have different names, none of them 'commitment', got "
+            f"{repeated} more than once"
+        )
 
 
 def _check_names(argument: str, given: Mapping[str, Tensor], known: dict[str, int]) -> None:

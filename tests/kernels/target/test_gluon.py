@@ -18,6 +18,7 @@ from tests.ops.test_target_attention import (
     inputs_of_gradients_that_cancel,
 )
 from tests.ops.test_target_attention_digits import (
+    assert_by_index_is_as_a_copy,
     assert_right_over_digits,
     inputs_of_digits,
 )
@@ -113,6 +114,21 @@ def test_rows_of_digits_and_more_queries(
     by_general = biased and dtype == torch.float32
     backward = set() if by_general else {"few_warps_backward"}
     assert set(launched) == {"few_warps_forward"} | backward
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "few_warps")])
+def test_rows_of_digits_and_other_scores(num_targets, path, score, launched):
+    """Digits beyond the end of a sample are no zeros: they count nothing."""
+    inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, biased=False)
+    assert_right_over_digits(inputs, score=score)
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
+
+
+@pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "few_warps")])
+def test_rows_of_digits_by_index(num_targets, path, launched):
+    assert_by_index_is_as_a_copy(num_targets)
+    assert f"{path}_forward" in launched
 
 
 @pytest.mark.parametrize("times", FAR_TIMES, ids=str)

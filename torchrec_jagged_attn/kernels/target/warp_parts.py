@@ -1,8 +1,9 @@
 """What the Gluon kernels of the paths ``one_warp`` and ``few_warps`` share.
 
-They serve samples of up to 64 query rows whose history rows begin at multiples of 16 bytes. Tiles
-of rows arrive in shared memory by asynchronous copies while earlier ones are computed. Each warp
-has products of its own on tensor cores (``m16n8``), so that warps rarely wait for each other:
+They serve samples of up to 64 query rows whose history rows begin at multiples of 16 bytes, or are
+packed in digits. Tiles of rows arrive in shared memory by asynchronous copies while earlier ones
+are computed; those of digits are made of bytes that were loaded before. Each warp has products of
+its own on tensor cores (``m16n8``), so that warps rarely wait for each other:
 
     up to 8 query rows     history rows on the M side, query rows on the N side, in one warp
     up to 64               16 query rows to a warp on the M side, history rows on the N side
