@@ -159,6 +159,28 @@ OP_TABLES = {
             )
         ),
     ),
+    "serving_load": Table(
+        ("serving_load",),
+        "requests/s",
+        {f"{rate:,}": f"{rate}/s" for rate in (100, 400, 800, 2000)},
+        tuple(
+            Column(
+                head,
+                "{} / {}; {}",
+                (
+                    Cell(form, "forward", "p50", "ms"),
+                    Cell(form, "forward", "p99", "ms"),
+                    Cell(form, "forward", "served", "requests/s"),
+                ),
+            )
+            for head, form in (
+                ("as trained", "as trained"),
+                ("int8 tables, compiled", "compiled"),
+                ("with a cache of bf16 rows", "cache-bf16"),
+                ("of int8 rows", "cache-int8"),
+            )
+        ),
+    ),
     "target_attention_kernel": Table(
         ("target_attention_kernel",),
         f"{SHAPE} | dtype",

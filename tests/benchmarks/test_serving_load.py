@@ -1,6 +1,7 @@
 """The load generator: what a latency is, and the CSV of a run."""
 
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("rich")
 
 import serving_load
+import tables
+from tables import TABLES
 
 from tests.examples.test_serve_dlrm import run  # noqa: F401, a fixture
 
@@ -112,6 +115,9 @@ def test_a_run_is_in_the_csv(
         assert 1 <= figures[case, "batch"] <= 16
         assert 0 < figures[case, "cpu"] < figures[case, "p99"]
         assert f"│ as trained │{rate:>7,} │" in printed
+    table = tables.figures_table(TABLES["serving_load"], tmp_path)
+    p50 = tables.shown(Decimal(str(figures["400/s", "p50"])), "ms")
+    assert f"| 400 | {p50} / " in table
     assert "…" not in printed  # on a terminal of 80 columns
     with pytest.raises(SystemExit):
         serving_load.main(options)

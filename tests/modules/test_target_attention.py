@@ -946,7 +946,6 @@ def test_removed_rows_are_an_empty_history(road, device):
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_prior_weights_travel(value_projection, device):
     """Through FX, TorchScript and a compiler."""
-    torch._dynamo.reset()
     module = JaggedTargetAttention(16, 2, value_projection=value_projection).to(device)
     target, history = example(module, [5, 0, 40], device)
     weights = draw_prior_weights([5, 0, 40], device)
@@ -1193,7 +1192,6 @@ def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
 
 
 def test_attention_weights_compile_once_for_all_batches(device):
-    torch._dynamo.reset()
     module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
@@ -1238,7 +1236,6 @@ def test_attention_weights_at_edges(lengths, device):
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
-    torch._dynamo.reset()
     module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
@@ -1261,7 +1258,6 @@ def test_compiles_once_for_all_batches(name, jagged, device):
 
 
 def test_compiles_under_autocast():
-    torch._dynamo.reset()
     module = projected(16, 2)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     results = []
@@ -1362,7 +1358,6 @@ def test_auto_counts_what_either_way_takes(
 
 
 def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
-    torch._dynamo.reset()
     module = projected(64, 8).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
@@ -1381,7 +1376,6 @@ def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
 
 
 def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
-    torch._dynamo.reset()
     module = projected(64, 2).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)

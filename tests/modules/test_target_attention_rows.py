@@ -151,7 +151,6 @@ def test_many_targets_take_explicit_keys_and_values(num_targets, device):
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize("name", ["ages", "another-width", "rows", "explicit", "explicit-rows"])
 def test_compiles_once_for_all_batches(name, jagged, device):
-    torch._dynamo.reset()
     module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)

@@ -389,7 +389,6 @@ def test_scripted(make):
 
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_compiles_once(make):
-    torch._dynamo.reset()
     module = make(16, 2, dropout=P)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)

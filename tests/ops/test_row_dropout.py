@@ -204,7 +204,6 @@ def test_scripted(make):
 
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_compiles_once(make):
-    torch._dynamo.reset()
     module = make(16, 2, row_dropout=0.4)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
