@@ -23,6 +23,7 @@ __all__ = [
     "check_indices",
     "check_indices_values",
     "check_int",
+    "check_integers",
     "check_narrow_rows",
     "check_num_levels",
     "check_numbers",
@@ -62,11 +63,16 @@ def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
         raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
 
 
+def check_integers(tensor: Tensor, name: str) -> None:
+    """``tensor`` must be int32 or int64."""
+    check_tensor(tensor, name)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
+
+
 def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
     """Check dtype and shape of ``offsets`` (``[B + 1]`` int32 or int64), never their values."""
-    check_tensor(offsets, name)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    check_integers(offsets, name)
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
 
@@ -241,8 +247,7 @@ def check_biases(
 def check_indices(indices: Tensor) -> None:
     """``indices`` of rows must be ``[N]`` int32 or int64."""
     check_shape(indices, "indices", "[N]", (None,))
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indices must be int32 or int64, got {indices.dtype}")
+    check_integers(indices, "indices")
 
 
 def check_indices_values(indices: Tensor, num_rows: int) -> None:
@@ -347,8 +352,7 @@ def check_numbers(numbers: Tensor, name: str, count: int) -> None:
     """``numbers`` must be int32 or int64, and from 0 to ``count - 1``; they are not read where that
     would wait.
     """
-    if numbers.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {numbers.dtype}")
+    check_integers(numbers, name)
     if should_validate(numbers) and numbers.numel():
         low, high = (int(x) for x in numbers.aminmax())
         if low < 0 or high >= count:

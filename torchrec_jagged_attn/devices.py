@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import torch
+from torch import Tensor
 from triton.knobs import runtime
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "has_kernels",
     "hopper_multiprocessors",
     "implementation",
+    "implementation_of",
     "launches_overlap",
     "shared_memory",
     "supported_dtypes",
@@ -54,6 +57,11 @@ def implementation(device: torch.device) -> tuple[str, str]:
     if found is None:
         raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
     return found
+
+
+def implementation_of(x: Tensor, reference: ModuleType, kernels: ModuleType) -> ModuleType:
+    """Which module computes on the device of ``x``: ``reference``, or the one with kernels."""
+    return reference if implementation(x.device)[0] == "reference" else kernels
 
 
 def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.cpu import digits as cpu
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.digits import bytes_of_digits
 from torchrec_jagged_attn.kernels.semantic_ids import packing as kernels
 from torchrec_jagged_attn.ops.registration import register_op_without_grad
@@ -16,12 +14,8 @@ from torchrec_jagged_attn.ops.registration import register_op_without_grad
 __all__ = ["pack_digits", "unpack_digits"]
 
 
-def _implementation_of(x: Tensor) -> ModuleType:
-    return cpu if implementation(x.device)[0] == "reference" else kernels
-
-
 def _pack(digits: Tensor, num_levels: int) -> Tensor:
-    return _implementation_of(digits).pack(digits, num_levels)
+    return implementation_of(digits, cpu, kernels).pack(digits, num_levels)
 
 
 def _fake_pack(digits: Tensor, num_levels: int) -> Tensor:
@@ -30,7 +24,7 @@ def _fake_pack(digits: Tensor, num_levels: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, num_digits: int, num_levels: int) -> Tensor:
-    return _implementation_of(packed).unpack(packed, num_digits, num_levels)
+    return implementation_of(packed, cpu, kernels).unpack(packed, num_digits, num_levels)
 
 
 def _fake_unpack(packed: Tensor, num_digits: int, num_levels: int) -> Tensor:

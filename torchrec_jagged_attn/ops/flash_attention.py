@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Literal, overload
 
 import torch
@@ -21,7 +20,7 @@ from torchrec_jagged_attn.checks import (
     check_window,
 )
 from torchrec_jagged_attn.cpu import attention as cpu
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
@@ -218,7 +217,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
     if args.bias is not None and args.bias.dim() == 1:
         check_prior_weights_values(args.bias)
-    return _implementation(args.q).forward(args)
+    return implementation_of(args.q, cpu, kernels).forward(args)
 
 
 def _fake(args: FlashArguments) -> FlashOutputs:
@@ -247,13 +246,9 @@ def backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart, as
     in two halves of one tensor.
     """
-    grads = _implementation(args.q).backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
+    of_device = implementation_of(args.q, cpu, kernels)
+    grads = of_device.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
-
-
-def _implementation(x: Tensor) -> ModuleType:
-    """What attends on the device of ``x``."""
-    return cpu if implementation(x.device)[0] == "reference" else kernels
 
 
 flash_attention, _call_flash_attention = register_op(

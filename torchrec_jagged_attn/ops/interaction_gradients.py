@@ -30,7 +30,7 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 from torchrec_jagged_attn.cpu import interaction as reference
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.kernels.interaction import product_gradients as gradient_kernels
 from torchrec_jagged_attn.kernels.interaction import products as product_kernels
 from torchrec_jagged_attn.kernels.interaction import rows as row_kernels
@@ -71,7 +71,7 @@ PAIR_OFFSETS = ("x_offsets", "y_offsets", "pair_offsets")
 
 def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
-    return reference if implementation(x.device)[0] == "reference" else of_triton
+    return implementation_of(x, reference, of_triton)
 
 
 def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.checks import (
     check_float,
+    check_integers,
     check_offsets_metadata,
     check_same,
     check_shape,
@@ -24,7 +24,7 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 from torchrec_jagged_attn.cpu import selection as reference
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.devices import implementation, implementation_of
 from torchrec_jagged_attn.kernels.selection import copies as copy_kernels
 from torchrec_jagged_attn.kernels.selection import rows as row_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
@@ -176,8 +176,7 @@ def _check_rows(
         raise ValueError(f"threshold must be None without scores, got {threshold}")
     if segments is not None:
         check_shape(segments, "segments", "[N]", (num_rows,))
-        if segments.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"segments must be int32 or int64, got {segments.dtype}")
+        check_integers(segments, "segments")
         num_rows = segments.shape[0]
     if num_rows is None:
         raise ValueError("num_rows must be given without scores and segments, got None")
@@ -192,8 +191,7 @@ def _check_keep(
     """``[B, S]`` or ``[1, S]`` limits, or None; S; and the limit without them."""
     num_samples = offsets.shape[0] - 1
     if isinstance(keep, Tensor):
-        if keep.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"keep must be int32 or int64, got {keep.dtype}")
+        check_integers(keep, "keep")
         check_same(offsets, "offsets", dtype=False, keep=keep)
         if segments is None:
             check_shape(keep, "keep", "[B]", (num_samples,))
@@ -240,11 +238,6 @@ def _read_last(offsets: Tensor) -> int:
     return size
 
 
-def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
-    """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
-    return reference if implementation(x.device)[0] == "reference" else of_triton
-
-
 def _find_cuts(
     offsets: Tensor,
     scores: Tensor | None,
@@ -257,7 +250,7 @@ def _find_cuts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``[B, S]`` lowest scores that are kept and first rows with these, ``[B + 1, S]`` counts."""
     rows = ScoredRows(offsets, scores, segments, num_rows)
-    return _implementation(offsets, row_kernels).find_cuts(
+    return implementation_of(offsets, reference, row_kernels).find_cuts(
         rows, keep, num_segments, limit, threshold
     )
 
@@ -288,7 +281,7 @@ def _place_rows(
 ) -> tuple[Tensor, Tensor]:
     """The row at each new place, and the new place of each row."""
     rows = ScoredRows(offsets, scores, segments, num_rows)
-    return _implementation(offsets, row_kernels).place_rows(
+    return implementation_of(offsets, reference, row_kernels).place_rows(
         rows, new_offsets, lowest, first, capacity
     )
 
@@ -306,7 +299,7 @@ place_rows = register_op_without_grad("place_rows", forward=_place_rows, fake=_p
 
 def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """``[R, D]``: rows of ``x [M, D]`` by ``index [R]``; ``inverse [M]`` is where each went."""
-    return _implementation(x, copy_kernels).copy_rows(x, index)
+    return implementation_of(x, reference, copy_kernels).copy_rows(x, index)
 
 
 def _copy_backward(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -33,7 +32,7 @@ from torchrec_jagged_attn.checks import (
     check_width,
 )
 from torchrec_jagged_attn.cpu import target_attention as cpu
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.kernels.target import attention as kernels
 from torchrec_jagged_attn.kernels.target.records import Listing
 from torchrec_jagged_attn.layout import check_offsets_values
@@ -251,17 +250,12 @@ def check_values(args: TargetArguments) -> None:
         check_prior_weights_values(args.bias)
 
 
-def implementation_of(x: Tensor) -> ModuleType:
-    """What attends on the device of ``x``."""
-    return cpu if implementation(x.device)[0] == "reference" else kernels
-
-
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
     """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
     check_values(args)
     if listing is not None:
         return kernels.forward(args, listing)
-    return implementation_of(args.query).forward(args)
+    return implementation_of(args.query, cpu, kernels).forward(args)
 
 
 def fake(args: TargetArguments) -> TargetOutputs:
@@ -292,7 +286,7 @@ def backward(
     if listing is not None:
         grads = kernels.backward(grad_out, args, outputs, needs_bias, needs_history, listing)
     else:
-        grads = implementation_of(args.query).backward(
+        grads = implementation_of(args.query, cpu, kernels).backward(
             grad_out, args, outputs, needs_bias, needs_history
         )
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.arguments import Biases, TargetArguments
+from torchrec_jagged_attn.cpu import target_attention as cpu
+from torchrec_jagged_attn.devices import implementation_of
+from torchrec_jagged_attn.kernels.target import attention as kernels
 from torchrec_jagged_attn.ops.prior_weights import bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op_without_grad
-from torchrec_jagged_attn.ops.target_attention import (
-    check_arguments,
-    check_values,
-    implementation_of,
-)
+from torchrec_jagged_attn.ops.target_attention import check_arguments, check_values
 
 __all__ = ["jagged_target_attention_weights", "target_attention_weights"]
 
@@ -108,7 +107,7 @@ def _forward(
         for_backward=False,
     )  # fmt: skip
     check_values(args)
-    return implementation_of(query).weights(args)
+    return implementation_of(query, cpu, kernels).weights(args)
 
 
 def _fake(query: Tensor, history: Tensor, *_: object) -> Tensor:
