@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "MOST_COLUMNS_OF_PARTS",
+    "gradient_precision",
     "load_tile",
     "multiply",
     "padded_width",
@@ -16,6 +18,7 @@ __all__ = [
     "tile_rows",
 ]
 
+MOST_COLUMNS_OF_PARTS = 256  # of rows whose bf16 parts fit in registers
 _TERMS = tl.constexpr(32)  # of a product of fp32, that are added one after the other
 
 
@@ -28,6 +31,13 @@ def product_precision(dtype: torch.dtype) -> str:
     if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "ieee" if triton.knobs.runtime.interpret else "bf16x6"
+
+
+def gradient_precision(precision: str) -> str:
+    """That of products whose sums may be of one term, as gradients of weights of one target are:
+    see :func:`multiply`.
+    """
+    return "bf16x8" if precision == "bf16x6" else precision
 
 
 def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:
@@ -159,7 +169,7 @@ def product(a, b, PRECISION: tl.constexpr):
     """``a · b`` of rows and columns, in fp32; exact sums of many terms are sums of partial sums.
 
     Tensor cores add up few terms at a time, but fp32 units one after the other: of 128 terms the
-    error is then several times that of a matrix product by cuBLAS.
+    error is then several times that of a matrix product by cuBLAS. ``"bf16x6"`` is Triton's own.
     """
     m: tl.constexpr = a.shape[0]
     n: tl.constexpr = b.shape[1]

@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.common.matmul import padded_width, tile_rows
+from torchrec_jagged_attn.kernels.common.matmul import (
+    MOST_COLUMNS_OF_PARTS,
+    gradient_precision,
+    padded_width,
+    tile_rows,
+)
 from torchrec_jagged_attn.kernels.flash import general_short, hopper_short
 from torchrec_jagged_attn.kernels.flash.records import Constants
 from torchrec_jagged_attn.paths import Choice, Condition, Path, choose
@@ -288,9 +293,9 @@ def _precision_of_wholes(call: Call) -> str:
 def plan_of(call: Call) -> Plan:
     """The plan of ``call``."""
     short = choose(PATHS, call.device, call)
-    precision = call.precision
-    if precision == "bf16x6":  # gradients may be of one term; parts of wide rows fill registers
-        precision = "bf16x8" if call.padded_width <= 256 else "ieee"
+    precision = _precision_of_wholes(call)
+    if call.padded_width <= MOST_COLUMNS_OF_PARTS:
+        precision = gradient_precision(call.precision)
     return Plan(
         call=call,
         short_samples=short,

@@ -22,7 +22,7 @@ import torch
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
-from torchrec_jagged_attn.kernels.common.matmul import padded_width
+from torchrec_jagged_attn.kernels.common.matmul import MOST_COLUMNS_OF_PARTS, padded_width
 from torchrec_jagged_attn.kernels.target import schedule
 from torchrec_jagged_attn.kernels.target.records import Constants, RowForm
 from torchrec_jagged_attn.kernels.target.row_gradients import PLACES_OF_PROGRAM, ZEROS_OF_PROGRAM
@@ -50,7 +50,6 @@ MOST_BUCKETS = 256  # of both tables, which lie in shared memory
 MOST_BUCKETS_OF_TABLE = BUCKETS.value  # backward of warpgroups, which holds tables in registers
 # Bytes of shared memory that a program of few_warps needs: A100 (163 KiB) lacks it, H100 has it.
 MIN_SHARED_MEMORY_FEW_WARPS = 200_001
-MOST_COLUMNS_OF_PARTS = 256  # of rows that Triton's kernels multiply as parts in bf16
 # Forward, samples of up to so many blocks of queries are cut as if they had one. The sums of all
 # chunks then take a byte for each element of the history.
 MOST_SLOTS = 4

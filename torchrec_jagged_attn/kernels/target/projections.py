@@ -30,6 +30,7 @@ from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import (
+    gradient_precision,
     load_tile,
     multiply,
     padded_width,
@@ -273,9 +274,7 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
     if rows.q is not None and rows.grad_u is not None:
         num_heads, x, y = *rows.q.shape[1:], rows.grad_u.shape[2]
     overlap = devices.launches_overlap(grad_q.device)
-    precision = product_precision(grad_q.dtype)
-    if precision == "bf16x6":  # gradients may be of one term
-        precision = "bf16x8"
+    precision = gradient_precision(product_precision(grad_q.dtype))
     half, of_values = grad_q.element_size() == 2, rows.v is not None
     plan = _plan(half, precision, num_heads, x, y, target.shape[1], of_values, overlap)
     block = plan.of_splits["BLOCK_R"]
