@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import check_float, check_numbers, check_same, check_shape
-from torchrec_jagged_attn.events.selection import check_events, replace_rows
+from torchrec_jagged_attn.events.selection import check_events, check_keys, replace_rows
 
 __all__ = ["EventBoosting", "boost_weights"]
 
@@ -93,8 +93,7 @@ class EventBoosting(nn.Module):
 
     def __init__(self, keys: list[str], weights: Callable[[KeyedJaggedTensor], Tensor]) -> None:
         super().__init__()
-        if not keys or len(set(keys)) < len(keys):
-            raise ValueError(f"keys must be some, each once, got {keys}")
+        check_keys(keys)
         self.keys, self.weights = keys, weights
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, of_each_sample
+from torchrec_jagged_attn.modules.batch_checks import check_equal_keys, check_equal_lengths
 from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
 
 __all__ = ["EventSelection", "select_events", "truncate_events"]
@@ -160,8 +160,7 @@ class EventSelection(nn.Module):
         segments: Callable[[KeyedJaggedTensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        if not keys or len(set(keys)) < len(keys):
-            raise ValueError(f"keys must be some, each once, got {keys}")
+        check_keys(keys)
         if threshold is not None and scores is None:
             raise ValueError(f"threshold must be None without scores, got {threshold}")
         if not callable(keep) and isinstance(keep, list) != (segments is not None):
@@ -223,6 +222,12 @@ def _select(
     )
 
 
+def check_keys(keys: list[str]) -> None:
+    """There must be some ``keys``, each once."""
+    if not keys or len(set(keys)) < len(keys):
+        raise ValueError(f"keys must be some, each once, got {keys}")
+
+
 def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:
     """``features`` must have the ``keys``, equally long in each sample."""
     known = features.keys()
@@ -235,8 +240,7 @@ def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:
                 f"{key!r} must have the batch size of {keys[0]!r}, {strides[keys[0]]}, "
                 f"got {strides[key]}"
             )
-        first = of_each_sample(features, keys[0])
-        check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
+    check_equal_keys(features, keys)
 
 
 def replace_rows(

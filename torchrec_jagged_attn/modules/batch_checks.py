@@ -17,6 +17,7 @@ from torchrec_jagged_attn.checks import (
 
 __all__ = [
     "check_cached_lengths",
+    "check_equal_keys",
     "check_equal_lengths",
     "check_features",
     "check_history_weights",
@@ -142,6 +143,13 @@ def check_equal_lengths(
         )
     rows, expected_rows = sequence.values().shape[0], reference.values().shape[0]
     _check_equal(rows, expected_rows, lambda: f"{message}{rows} and {expected_rows} rows in all")
+
+
+def check_equal_keys(features: KeyedJaggedTensor, keys: list[str]) -> None:
+    """All ``keys`` must have as many rows in each sample as the first."""
+    for key in keys[1:]:
+        first = of_each_sample(features, keys[0])
+        check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
 
 
 def check_new_rows(new: JaggedTensor, name: str, lacks: torch.Tensor) -> None:

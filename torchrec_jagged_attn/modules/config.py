@@ -8,15 +8,15 @@ from typing import Literal
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.checks import check_window
-from torchrec_jagged_attn.modules.target_attention import check_codes
+from torchrec_jagged_attn.modules.target_attention import check_codes, ids_of_codes
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 __all__ = [
     "TargetAttentionConfig",
     "check_configs",
+    "coded",
     "find_feature",
-    "ids_of_codes",
     "keys_of_candidates",
     "keys_of_history",
     "looked_up",
@@ -114,12 +114,6 @@ class TargetAttentionConfig:
         return [self.history] if isinstance(self.history, str) else list(self.history)
 
 
-def ids_of_codes(config: TargetAttentionConfig) -> SemanticIds | None:
-    """How the history is packed, if it is."""
-    codes = config.history_codes
-    return codes.ids if isinstance(codes, DiscretePCA) else codes
-
-
 def find_feature(
     argument: str, name: str, tables: list[EmbeddingBagConfig]
 ) -> tuple[EmbeddingBagConfig, str]:
@@ -172,17 +166,9 @@ def check_configs(
         find_feature("target", name, tables)[1] for config in attentions for name in config.targets
     }
     histories = [
-        find_feature("history", name, tables)
-        for config in attentions
-        if config.history_codes is None
-        for name in config.histories
+        find_feature("history", name, tables) for config in attentions for name in looked_up(config)
     ]
-    codes = [
-        name
-        for config in attentions
-        if config.history_codes is not None
-        for name in config.histories
-    ]
+    codes = [name for config in attentions for name in coded(config)]
     names = [*(f"{feature}@{table.name}" for table, feature in histories), *codes]
     if repeated := _repeated(names):
         raise ValueError(f"history must be attended once, got {repeated} more than once")
@@ -208,7 +194,7 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         embed_dim = sum(features[name] for name in config.histories)
     else:
         embed_dim = check_codes(config.history_codes, None)
-        _check_over_codes(config, tables)
+        _check_over_codes(config, config.history_codes, tables)
     if config.num_heads < 1 or embed_dim % config.num_heads != 0:
         raise ValueError(
             f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
@@ -239,7 +225,11 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         )
 
 
-def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
+def _check_over_codes(
+    config: TargetAttentionConfig,
+    codes: DiscretePCA | SemanticIds,
+    tables: list[EmbeddingBagConfig],
+) -> None:
     """Histories of codes have no table, and a feature for each of their words."""
     for table in tables:
         if held := sorted({*config.histories} & {*table.feature_names}):
@@ -247,10 +237,10 @@ def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagCo
                 f"history must have no table where it comes as history_codes, got {held} of table "
                 f"{table.name!r}"
             )
-    ids = ids_of_codes(config)
-    if ids is not None and len(config.histories) != ids.num_words:
+    num_words = ids_of_codes(codes).num_words
+    if len(config.histories) != num_words:
         raise ValueError(
-            f"history must name a feature for each of the {ids.num_words} words of history_codes, "
+            f"history must name a feature for each of the {num_words} words of history_codes, "
             f"got {config.history!r}"
         )
     if config.encoder_layers:
@@ -262,6 +252,11 @@ def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagCo
 def looked_up(config: TargetAttentionConfig) -> list[str]:
     """The history features that have tables."""
     return config.histories if config.history_codes is None else []
+
+
+def coded(config: TargetAttentionConfig) -> list[str]:
+    """The history features that come as codes."""
+    return [] if config.history_codes is None else config.histories
 
 
 def _check_max_history(
@@ -281,7 +276,7 @@ def _check_max_history(
 def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> list[str]:
     """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
     keys = [find_feature("history", name, tables)[1] for name in looked_up(config)]
-    keys = keys or config.histories
+    keys += coded(config)
     return keys if config.timestamps is None else [*keys, config.timestamps]
 
 

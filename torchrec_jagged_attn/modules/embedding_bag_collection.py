@@ -20,6 +20,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
 from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
     check_configs,
+    coded,
     find_feature,
     keys_of_candidates,
     keys_of_history,
@@ -177,12 +178,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         ]
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._timestamps = [config.timestamps for config in attentions if config.timestamps]
-        self._codes = [
-            name
-            for config in attentions
-            if config.history_codes is not None
-            for name in config.histories
-        ]
+        self._codes = [name for config in attentions for name in coded(config)]
         self._num_embeddings: dict[str, int] = {}
         for table in tables:
             # Of a virtual table, any id is one.

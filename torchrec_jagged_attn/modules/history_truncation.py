@@ -5,7 +5,7 @@ from torch import nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, of_each_sample
+from torchrec_jagged_attn.modules.batch_checks import check_equal_keys
 
 __all__ = ["HistoryTruncation"]
 
@@ -43,9 +43,7 @@ def _truncate(
 ) -> KeyedJaggedTensor:
     if not is_scripting():
         for keys in groups:
-            for key in keys[1:]:  # which would look alike once they are cut
-                first = of_each_sample(features, keys[0])
-                check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
+            check_equal_keys(features, keys)  # they would look alike once they are cut
     old, weights = features.lengths(), features.weights_or_none()
     new = old.clone()
     begin = 0

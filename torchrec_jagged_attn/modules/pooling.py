@@ -18,15 +18,14 @@ from torchrec_jagged_attn.modules.batch_checks import (
     check_single_rows,
     of_each_sample,
 )
-from torchrec_jagged_attn.modules.config import (
-    TargetAttentionConfig,
-    find_feature,
-    ids_of_codes,
-    looked_up,
-)
+from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature, looked_up
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
-from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention, check_codes
+from torchrec_jagged_attn.modules.target_attention import (
+    JaggedTargetAttention,
+    check_codes,
+    ids_of_codes,
+)
 from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionPooling"]
@@ -323,13 +322,13 @@ def _attention(
     )
     user_key = f"user@{histories[0].key}" if config.user_column else None
     takes_indices = config.encoder_layers == 0 and config.score != "din"
-    ids = ids_of_codes(config)
-    if ids is None:
+    if config.history_codes is None:
         features, keys = [x.feature for x in histories], [x.key for x in histories]
         width, num_bytes = _width(histories), 0
     else:
         features, keys = config.histories, config.histories[:1]
-        width, num_bytes = check_codes(config.history_codes, None), ids.num_bytes
+        width = check_codes(config.history_codes, None)
+        num_bytes = ids_of_codes(config.history_codes).num_bytes
     return _Attention(
         targets, histories, features, keys, width, num_bytes, config.timestamps, takes_indices,
         user_key,

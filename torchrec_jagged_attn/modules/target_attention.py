@@ -50,7 +50,7 @@ from torchrec_jagged_attn.ops.target_attention_weights import target_attention_w
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
-__all__ = ["JaggedTargetAttention", "check_codes"]
+__all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
 
 
 class JaggedTargetAttention(nn.Module):
@@ -223,7 +223,7 @@ class JaggedTargetAttention(nn.Module):
 
         self._num_levels = self._num_digits = 0
         if history_codes is not None:
-            ids = history_codes if isinstance(history_codes, SemanticIds) else history_codes.ids
+            ids = ids_of_codes(history_codes)
             self._num_levels, self._num_digits = ids.num_levels, ids.num_digits
         self._codes: dict[str, Tensor] = {}  # as they were given
         for name in ("mean", "basis"):
@@ -735,6 +735,11 @@ def check_codes(history_codes: object, history_dim: int | None) -> int:
     if history_dim not in (None, width):
         raise ValueError(f"history_dim must be {width} as history_codes is, got {history_dim}")
     return width
+
+
+def ids_of_codes(history_codes: DiscretePCA | SemanticIds) -> SemanticIds:
+    """How histories are packed."""
+    return history_codes.ids if isinstance(history_codes, DiscretePCA) else history_codes
 
 
 def _check_over_codes(keys_and_values: str, score: str, value_projection: bool | None) -> None:
