@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.conftest import sync_debug_mode
 from torchrec_jagged_attn import Relevance, boost_weights, rank_attributes, segment_sessions
 
 PLANTED = torch.tensor([[-4.0, 1.0], [-2.0, 0.0], [-1.0, 0.5]])  # a and b of each surface
@@ -217,11 +218,8 @@ def test_never_waits_for_the_device():
         boost_weights(scores, segments=segments, factors=factors)
 
     call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

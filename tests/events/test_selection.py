@@ -6,6 +6,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.conftest import sync_debug_mode
 from torchrec_jagged_attn import (
     EventBoosting,
     EventSelection,
@@ -225,11 +226,8 @@ def test_attention_after_a_selection_without_waiting():
 
     expected = module(target, select_events(rows, scores, keep=2))
     call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         out = call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, expected)
 
 

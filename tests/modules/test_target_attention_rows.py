@@ -10,6 +10,7 @@ from torchrec import JaggedTensor
 from torchrec.fx import symbolic_trace
 
 from tests.combinations import each_pair
+from tests.conftest import sync_debug_mode
 from tests.modules.test_target_attention import (
     OPTIONS,
     attend,
@@ -240,9 +241,6 @@ def test_never_waits_for_the_device_and_repeats_are_bit_equal(name):
         outputs_and_gradients, functools.partial(attend, module), inputs, grad_out
     )
     expected = run()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         again = [run() for _ in range(20)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x[name], expected[name]) for x in again for name in expected)

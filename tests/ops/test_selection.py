@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
+from tests.conftest import sync_debug_mode
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import selection
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows
@@ -262,11 +263,8 @@ def test_never_waits_where_there_is_room():
             take_rows(x, selected).sum().backward()
 
     call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_compiled_once_for_changing_lengths(device):

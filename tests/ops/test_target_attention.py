@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.combinations import each_pair
 from tests.conftest import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
     CASES,
@@ -583,35 +584,45 @@ def test_opcheck_without_a_gradient(dtype, device):
         op(*arguments)[0].sum().backward()
 
 
+def arguments_of_op(inputs, *, jagged=False, **others):
+    """Of ``torch.ops.torchrec_jagged_attn.target_attention``: all biases of three samples with
+    eight rows and, if ``jagged``, six targets; ``others`` take the place of what is here.
+    """
+    device = inputs["query"].device
+    query, query_offsets = inputs["query"].requires_grad_(), None
+    if jagged:
+        query_offsets = torch.tensor([0, 1, 1, 6], device=device)
+        query = query.detach().flatten(0, 1).requires_grad_()
+    arguments = TargetArguments(
+        query=query,
+        history=inputs["history"],
+        offsets=inputs["offsets"],
+        query_offsets=query_offsets,
+        indices=inputs.get("indices"),
+        row_scale=inputs.get("row_scale"),
+        row_bias=inputs.get("row_bias"),
+        bias=torch.randn(8, 2, device=device, requires_grad=True),
+        position_bias=torch.randn(3, 2, device=device, requires_grad=True),
+        age_bias=torch.randn(5, 2, device=device, requires_grad=True),
+        timestamps=torch.arange(8, device=device),
+        row_dropout=torch.tensor([7, 2**31], device=device),
+        dropout=torch.tensor([9, 2**30], device=device),
+        row_format="plain",
+        scale=0.25,
+        score="softmax",
+        num_levels=0,
+        for_backward=True,
+    )
+    return arguments._replace(**others)
+
+
 @pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 def test_opcheck(device, jagged, prior):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
     bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
-    query, query_offsets = inputs["query"].requires_grad_(), None
-    if jagged:
-        query_offsets = torch.tensor([0, 1, 1, 6], device=device)
-        query = query.detach().flatten(0, 1).requires_grad_()
-    arguments = (
-        query,
-        inputs["history"].requires_grad_(),
-        inputs["offsets"],
-        query_offsets,
-        None,  # indices
-        None,  # row_scale
-        None,  # row_bias
-        bias.requires_grad_(),
-        torch.randn(3, 2, device=device, requires_grad=True),
-        torch.randn(5, 2, device=device, requires_grad=True),
-        torch.arange(8, device=device),
-        torch.tensor([7, 2**31], device=device),  # row_dropout
-        torch.tensor([9, 2**30], device=device),  # dropout
-        "plain",  # row_format
-        0.25,
-        "softmax",
-        0,  # num_levels
-        True,
-    )
+    inputs["history"].requires_grad_()
+    arguments = arguments_of_op(inputs, jagged=jagged, bias=bias.requires_grad_())
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 

@@ -7,10 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported
+from tests.conftest import skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
-from tests.ops.test_target_attention import inputs_of
+from tests.ops.test_target_attention import arguments_of_op, inputs_of
 from tests.ops.test_target_attention_rows import BIASES, LAYOUTS, LENGTHS, TARGETS, lay_out
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
@@ -244,25 +244,6 @@ def test_other_samples_never_matter(num_targets, dtype, device):
         assert poisoned[name][2].isnan().any() or not num_targets
 
 
-def arguments_of_op(inputs, rows, device):
-    """Of ``torch.ops.torchrec_jagged_attn.target_attention``."""
-    return (
-        inputs["query"].requires_grad_(),
-        rows["history"],
-        inputs["offsets"],
-        None,
-        inputs.get("indices"),
-        rows["row_scale"],
-        rows.get("row_bias"),
-        torch.randn(8, 2, device=device, requires_grad=True),
-        torch.randn(3, 2, device=device, requires_grad=True),
-        torch.randn(5, 2, device=device, requires_grad=True),
-        torch.arange(8, device=device),
-        torch.tensor([7, 2**31], device=device),  # row_dropout
-        torch.tensor([9, 2**30], device=device),  # dropout
-    )
-
-
 @pytest.mark.parametrize("row_format", ["int8", "uint8", "e4m3"])
 @pytest.mark.parametrize("make", [narrow, by_index])
 def test_opcheck(make, row_format, device):
@@ -270,11 +251,8 @@ def test_opcheck(make, row_format, device):
     inputs, rows = make([3, 0, 5], device, of_byte=of_byte, num_targets=2)
     if row_format == "e4m3":
         rows["history"] = rows["history"].view(torch.int8)
-    tensors = arguments_of_op(inputs, rows, device)
-    torch.library.opcheck(
-        torch.ops.torchrec_jagged_attn.target_attention.default,
-        (*tensors, row_format, 0.25, "softmax", 0, True),
-    )
+    arguments = arguments_of_op(inputs | rows, row_format=row_format)
+    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
 @pytest.mark.parametrize("of_byte", NARROW, ids=str)
@@ -300,9 +278,9 @@ def test_rows_have_no_gradient(device):
     """Nor have their scales where the op itself is given ones that require it."""
     inputs, rows = narrow([3, 0, 5], device, num_targets=2)
     scale = rows["row_scale"].requires_grad_()
-    tensors = arguments_of_op(inputs, rows, device)
+    arguments = arguments_of_op(inputs | rows, row_format="int8")
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    op(*tensors, "int8", 0.25, "softmax", 0, True)[0].sum().backward()
+    op(*arguments)[0].sum().backward()
     assert inputs["query"].grad is not None
     assert scale.grad is None
 
@@ -364,11 +342,8 @@ def test_repeats_are_bit_equal(long_samples):
 def test_never_waits_for_the_device(long_samples):
     *_, results_of = long_samples
     results_of()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_debug_mode("error"):
         results_of()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

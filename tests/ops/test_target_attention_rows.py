@@ -10,7 +10,7 @@ from tests.combinations import each_pair
 from tests.conftest import skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
-from tests.ops.test_target_attention import draw_prior_weights, inputs_of
+from tests.ops.test_target_attention import arguments_of_op, draw_prior_weights, inputs_of
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     Case,
@@ -266,30 +266,8 @@ def test_other_samples_never_matter(num_targets, dtype, device):
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 def test_opcheck(jagged, index_dtype, device):
     inputs = by_index([3, 0, 5], device, num_targets=2, index_dtype=index_dtype)
-    query, query_offsets = inputs["query"].requires_grad_(), None
-    if jagged:
-        query_offsets = torch.tensor([0, 1, 1, 6], device=device)
-        query = query.detach().flatten(0, 1).requires_grad_()
-    arguments = (
-        query,
-        inputs["history"].nan_to_num().requires_grad_(),
-        inputs["offsets"],
-        query_offsets,
-        inputs["indices"],
-        None,  # row_scale
-        None,  # row_bias
-        torch.randn(8, 2, device=device, requires_grad=True),
-        torch.randn(3, 2, device=device, requires_grad=True),
-        torch.randn(5, 2, device=device, requires_grad=True),
-        torch.arange(8, device=device),
-        torch.tensor([7, 2**31], device=device),  # row_dropout
-        torch.tensor([9, 2**30], device=device),  # dropout
-        "plain",  # row_format
-        0.25,
-        "softmax",
-        0,  # num_levels
-        True,
-    )
+    inputs["history"] = inputs["history"].nan_to_num().requires_grad_()
+    arguments = arguments_of_op(inputs, jagged=jagged)
     torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 

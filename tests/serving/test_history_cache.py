@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import sync_debug_mode
 from torchrec_jagged_attn import HistoryCache, jagged_target_attention
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.testing import (
@@ -275,8 +276,7 @@ def test_the_host_does_not_wait(dtype):
     rows = torch.randn(1000, 32, device=device)
     query = torch.randn(2, 2, 32, device=device, dtype=torch.bfloat16)
     for mode, ends in (("default", [50, 80]), ("error", [51, 180])):  # kernels are compiled first
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
+        with sync_debug_mode(mode):
             lacks, cached = cache.append([1, 2], ends)
             cached.write(rows[: sum(lacks)])
             read, offsets = cached.read().bfloat16(), cached.offsets
@@ -285,8 +285,6 @@ def test_the_host_does_not_wait(dtype):
                 by_index = jagged_target_attention(
                     query, cached.rows, offsets, indices=cached.indices
                 )
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     expected = target_attention_oracle(query.double(), read.double(), offsets)
     plain = target_attention_plain(query, read, offsets)
     assert_close(out, expected, plain)
