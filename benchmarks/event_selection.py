@@ -434,8 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = pd.DataFrame(list(compare(examples, args, device)))
     print_comparison(lines, Console())
     if args.csv is not None:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        lines.assign(**quality.stamp(device)).to_csv(args.csv, index=False)
+        quality.write(args.csv, lines, device)
     return 0
 
 

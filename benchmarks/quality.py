@@ -544,6 +544,12 @@ def stamp(device: str) -> dict[str, str]:
     }
 
 
+def write(csv: Path, lines: Iterable[dict[str, Any]] | pd.DataFrame, device: str) -> None:
+    """Write ``lines``, and what they were taken with, in a folder that is made if it must be."""
+    csv.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(lines).assign(**stamp(device)).to_csv(csv, index=False)
+
+
 def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:
     """For each data set, history length and pooling: what was tuned, and the test's figures."""
     cases = list(itertools.product(args.data, args.max_history, args.poolings))

@@ -38,6 +38,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 
 import quality
 from events import DataError
+from options import writable_file
 from quality_models import Ranker
 
 from torchrec_jagged_attn import DiscretePCA, SemanticIds
@@ -199,7 +200,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=4, help="of learning embeddings")
     parser.add_argument("--bytes", type=int, nargs="+", help="budgets; those of integers, and half")
-    parser.add_argument("--csv", type=Path, help="write the table there, too")
+    parser.add_argument("--csv", type=writable_file, help="write the table there, too")
     args = parser.parse_args(argv)
     if args.width < 4 or args.width % 4:
         parser.error(f"--width must be a multiple of 4, got {args.width}")
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print_comparison(lines, Console())
     if args.csv is not None:
-        lines.assign(**quality.stamp(device)).to_csv(args.csv, index=False)
+        quality.write(args.csv, lines, device)
     return 0
 
 

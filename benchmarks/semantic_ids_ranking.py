@@ -53,6 +53,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import quality
 from events import DataError
 from movielens import read_films, read_movielens
+from options import writable_file
 from quality_logs import first_users
 from semantic_ids import (
     BITS,
@@ -290,7 +291,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6, help="at most, of each training")
     parser.add_argument("--bytes", type=int, nargs="+", default=[8, 20], help="of a row of codes")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--csv", type=Path, help="write all figures there, too")
+    parser.add_argument("--csv", type=writable_file, help="write all figures there, too")
     args = parser.parse_args(argv)
     if args.width < 4 or args.width % 4:
         parser.error(f"--width must be a multiple of 4, got {args.width}")
@@ -313,8 +314,8 @@ def main(argv: list[str] | None = None) -> int:
             lines.append(line)
             print(f"{line['way']}: AUC {line['auc']:.4f}", file=sys.stderr)
             if args.csv is not None:
-                stamped = pd.DataFrame(lines).assign(data=args.data, **quality.stamp(device))
-                stamped.to_csv(args.csv, index=False)
+                of_data = pd.DataFrame(lines).assign(data=args.data)
+                quality.write(args.csv, of_data, device)
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
