@@ -285,13 +285,17 @@ def test_rows_have_no_gradient(device):
     assert scale.grad is None
 
 
+@pytest.fixture(params=NARROW, ids=str)
+def of_byte(request):
+    return request.param
+
+
 @pytest.fixture(params=["no gradient", "1 target", "9 targets", "40 targets"])
-def long_samples(request):
+def long_samples(request, of_byte):
     """On a GPU, inputs, their rows, and a function of both: for the kernels of one warp, which take
     no gradient, and for those in Triton.
     """
     num_targets = {"9 targets": 9, "40 targets": 40}.get(request.param, 1)
-    of_byte = request.getfixturevalue("of_byte")
     shape = {"num_targets": num_targets, "width": 64}
     inputs, rows = narrow([60, 1200, 140, 600], "cuda", torch.bfloat16, of_byte, **shape)
     grad_out = torch.randn_like(inputs["query"])
@@ -304,11 +308,6 @@ def long_samples(request):
             return {"out": attend(**inputs)}
 
     return inputs, rows, results
-
-
-@pytest.fixture(params=NARROW, ids=str)
-def of_byte(request):
-    return request.param
 
 
 @pytest.mark.gpu

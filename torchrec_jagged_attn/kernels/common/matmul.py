@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 MOST_COLUMNS_OF_PARTS = 256  # of rows whose bf16 parts fit in registers
-_TERMS = tl.constexpr(32)  # of a product of fp32, that are added one after the other
+_TERMS = tl.constexpr(16)  # of a product of fp32, that are added one after the other
 
 
 def product_precision(dtype: torch.dtype) -> str:
@@ -165,18 +165,31 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _sum_in_pairs(x):
+    """``x`` ``[a power of two, m, n]`` added up over its first axis."""
+    half: tl.constexpr = x.shape[0] // 2
+    if half > 0:
+        out = _sum_in_pairs(tl.sum(tl.reshape(x, [2, half, x.shape[1], x.shape[2]]), 0))
+    else:
+        out = tl.reshape(x, [x.shape[1], x.shape[2]])
+    return out
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """``a · b`` of rows and columns, in fp32; exact sums of many terms are sums of partial sums.
 
     Tensor cores add up few terms at a time, but fp32 units one after the other: of 128 terms the
-    error is then several times that of a matrix product by cuBLAS. ``"bf16x6"`` is Triton's own.
+    error is then several times that of a matrix product by cuBLAS. Partial sums are added in pairs.
+    ``"bf16x6"`` is Triton's own.
     """
     m: tl.constexpr = a.shape[0]
     n: tl.constexpr = b.shape[1]
     parts: tl.constexpr = a.shape[1] // _TERMS
     if a.dtype == tl.float32 and PRECISION == "ieee" and parts > 1:
         a = tl.permute(tl.reshape(a, [m, parts, _TERMS]), [1, 0, 2])
-        out = tl.sum(tl.dot(a, tl.reshape(b, [parts, _TERMS, n]), input_precision=PRECISION), 0)
+        out = tl.dot(a, tl.reshape(b, [parts, _TERMS, n]), input_precision=PRECISION)
+        out = _sum_in_pairs(out)
     elif PRECISION == "bf16x6":
         out = tl.dot(a, b, input_precision=PRECISION)
     else:
