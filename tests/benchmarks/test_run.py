@@ -52,16 +52,13 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["activation_unit", "giant", "host", "select_events", "semantic_ids"]
-    others += ["serving", "serving_kernel", "skew", "table1"]
-    sweeps = ["targets", "targets_fp32"]
+    others = ["activation_unit", "giant", "host", "ikbo", "select_events", "semantic_ids"]
+    others += ["serving", "serving_kernel", "skew", "table1", "targets"]
     variants = ["target_attention_rows", "target_attention_sigmoid", "target_attention_silu"]
     variants += ["target_attention_narrow"]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
-    assert list(SUITES) == sorted(
-        [*TRAINING, *others, *sweeps, *variants, *figure2, *self_attention]
-    )
+    assert list(SUITES) == sorted([*TRAINING, *others, *variants, *figure2, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
