@@ -60,6 +60,7 @@ STEP_PROVIDERS = {
     "ours-index-dedup": "ours, one lookup of unique ids",
     "ours-once": "ours, histories sent once",
     "ours-by-request": "ours, by request",
+    "ours-balanced": "ours, balanced batches",
 }
 """Those of ``end_to_end.py``, in words."""
 RUNGS = {
@@ -240,6 +241,12 @@ MODEL_TABLES = {
         ("end_to_end",),
         "pooling",
         {label: name for name, label in STEP_PROVIDERS.items()},
+        steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
+    ),
+    "end_to_end_balanced": Table(
+        ("end_to_end_balanced",),
+        "batches of two ranks",
+        {"as shuffled": "ours", "balanced": "ours-balanced"},
         steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
     ),
     "end_to_end_memory": Table(

@@ -243,6 +243,7 @@ OP_TABLES = {
         {
             f"{users} × {targets:,}, {length:,}": f"u{users}-t{targets}-l{length}-d128"
             for users, targets, length in (
+                *((15, 1, 1024), (15, 4, 1024), (15, 16, 1024)),
                 *((15, 64, 1024), (15, 256, 512), (15, 256, 1024), (32, 256, 1024)),
                 *((15, 256, 4096), (15, 256, 10_000), (15, 1024, 1024), (15, 2048, 1024)),
                 *((1, 256, 1024), (1, 256, 10_000), (1, 64, 10_000)),
@@ -257,7 +258,49 @@ OP_TABLES = {
                 ("FlashAttention-3", "linear+flash-attention-3"),
                 ("padded", "linear+padded-sdpa"),
                 ("copied to each candidate", "linear+expanded-sdpa"),
+                ("copied, FlashAttention-3", "linear+expanded-flash-attention-3"),
             )
+        ),
+    ),
+    "requests": Table(
+        ("requests",),
+        "requests × candidates",
+        {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 4, 16, 64, 256, 1024, 2048)},
+        (
+            both("ours, µs", "ours", unit="µs"),
+            both("to copies, FlashAttention-3", "linear+expanded-flash-attention-3", unit="× ours"),
+            both("to `varlen_attn`, by request", "linear+torch-varlen", unit="× ours"),
+            both("to FlashAttention-3, by request", "linear+flash-attention-3", unit="× ours"),
+            both("MiB, ours", "ours", metric="peak_memory", unit="MiB"),
+            both(
+                "MiB, copies",
+                "linear+expanded-flash-attention-3",
+                metric="peak_memory",
+                unit="MiB",
+            ),
+        ),
+    ),
+    "ikbo": Table(
+        ("ikbo",),
+        "query rows of a candidate | longest | lengths",
+        {
+            f"{rows} | {length:,} | {lengths}": f"{family}-{length}{end}"
+            for rows, family in ((64, "ikbo"), (1, "one-row"))
+            for length in (512, 1024, 2048, 4096, 8192, 16384)
+            for lengths, end in (("all the longest", ""), ("1 to the longest", "-jagged"))
+        },
+        (
+            one("ours, µs", "ours", "forward", "µs"),
+            one("of the floor", "ours", "forward", "of floor"),
+            *(
+                one(f"to {head}", provider, "forward", "× ours")
+                for head, provider in (
+                    ("IKBO", "ikbo"),
+                    ("FlashAttention-3, by user", "flash-attention-3"),
+                    ("`varlen_attn`, by user", "torch-varlen"),
+                    ("copies, FlashAttention-3", "expanded-flash-attention-3"),
+                )
+            ),
         ),
     ),
     "serving_one_user": Table(

@@ -19,7 +19,6 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ from suites._attention import (
     padded_sdpa,
     torch_varlen,
 )
-from suites._self_attention import Call, varlen
+from suites._self_attention import Call, need_cuda, varlen
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.testing import (
     Case,
@@ -118,54 +117,40 @@ def expanded(x: Inputs) -> Attend:
     return expanded_flash_attention_3(x, x.case.rows)
 
 
-@functools.cache
-def _load_ikbo(path: str) -> ModuleType:
-    """The module at ``path``, with configurations that fit its shapes."""
+def load(path: str, block: int) -> ModuleType:
+    """The module at ``path``, not tuned yet, with the configurations of a ``block`` of queries."""
     if not Path(path).is_file():
         raise UnavailableError("IKBO_ATTENTION names no file")
     spec = importlib.util.spec_from_file_location("triton_ikbo_fa", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-def ikbo(x: Inputs) -> Relaid:
-    """IKBO's kernel, on histories that are all as long as the longest may be."""
-    if x.offsets.device.type != "cuda":
-        raise UnavailableError("needs CUDA")
-    module = _load_ikbo(os.environ.get("IKBO_ATTENTION", ""))
-    is_full = len(x.leaves["k"]) == x.case.batch_size * x.case.max_length
-    full = x if is_full else make_inputs(replace(x.case, lengths=1.0), str(x.offsets.device))
-    users = torch.arange(x.case.batch_size, dtype=torch.int32, device=x.offsets.device)
-    tune(module._attn_fwd_tma, block=max(16, x.case.rows))
-    q, k, v = full.leaves.values()
-    call = functools.partial(
-        module.triton_flash_attn_ikbo_tma,
-        *(q, k, v),
-        users.repeat_interleave(x.case.num_targets),
-        x.case.rows,
-        x.case.max_length,
-    )
-    return Relaid(call, full.leaves, inputs=None if is_full else full)
-
-
-def tune(kernel: Any, block: int) -> None:
-    """Has ``kernel`` tuned anew at its next call, among fewer configurations."""
-    kernel.cache.clear()
+    kernel = module._attn_fwd_tma
     kernel.configs = [
         config
-        for config in _configs_of(kernel)
+        for config in kernel.configs
         if config.kwargs["BLOCK_M"] == block
         and config.kwargs["BLOCK_N"] >= 32
         and config.num_warps in (4, 8)
         and config.num_stages in (2, 3, 4)
     ]
+    return module
 
 
-@functools.cache
-def _configs_of(kernel: Any) -> list:
-    """All of an autotuned kernel, as it came."""
-    return kernel.configs
+def ikbo(x: Inputs) -> Relaid:
+    """IKBO's kernel, on histories that are all as long as the longest may be."""
+    need_cuda(x)
+    module = load(os.environ.get("IKBO_ATTENTION", ""), block=max(16, x.case.rows))
+    is_full = len(x.leaves["k"]) == x.case.batch_size * x.case.max_length
+    full = x if is_full else make_inputs(replace(x.case, lengths=1.0), str(x.offsets.device))
+    users = torch.arange(x.case.batch_size, dtype=torch.int32, device=x.offsets.device)
+    call = functools.partial(
+        module.triton_flash_attn_ikbo_tma,
+        *full.leaves.values(),
+        users.repeat_interleave(x.case.num_targets),
+        x.case.rows,
+        x.case.max_length,
+    )
+    return Relaid(call, full.leaves, inputs=None if is_full else full)
 
 
 SUITE = Suite(
