@@ -39,7 +39,7 @@ DEFAULT = (
 
 def uneven(x: Inputs, name: str) -> Inputs:
     """``x`` with the rows of its leaf ``name`` ``[B, T, …]`` divided anew, as ``[ΣT, …]``."""
-    leaf = x.leaves[name].detach().flatten(0, 1)
+    leaf = x.leaves[name].detach().flatten(0, 1).requires_grad_()
     parts = 0.5 + torch.rand(x.case.batch_size, generator=torch.Generator().manual_seed(4))
     ends = parts.cumsum(0)
     ends = (ends / ends[-1] * leaf.shape[0]).round().to(x.query_offsets)
