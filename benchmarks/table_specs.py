@@ -201,6 +201,42 @@ OP_TABLES = {
         ),
         ours="ours-kernel",
     ),
+    "target_attention_rows": Table(
+        ("target_attention_rows",),
+        f"{SHAPE} | dtype | places of a row",
+        {
+            f"{label} | {places}": f"{name}-x{places}"
+            for label, name in shapes(["rank-1k", "rank-2k", "rank-200", "rank-1k-fp32"]).items()
+            for places in (1, 4, 16, 64)
+        },
+        (
+            both("by index, µs", "ours-by-index", unit="µs"),
+            both("to a copy made before", "ours-copied-before", unit="× ours"),
+            both("to a copy made in the call", "ours-on-a-copy", unit="× ours"),
+            both("MiB, by index", "ours-by-index", metric="peak_memory", unit="MiB"),
+            both("MiB, on a copy", "ours-on-a-copy", metric="peak_memory", unit="MiB"),
+        ),
+        ours="ours-by-index",
+    ),
+    "target_attention_narrow": Table(
+        ("target_attention_narrow",),
+        SHAPE,
+        {
+            label.removesuffix(" | bf16"): name
+            for label, name in shapes(
+                ["rank-1k", "rank-2k", "rank-200", "rank-2k-8-targets"]
+            ).items()
+        },
+        (
+            one("int8, µs", "ours-int8", "forward", "µs"),
+            one("of the floor", "ours-int8", "forward", "of floor"),
+            one("uint8, µs", "ours-uint8", "forward", "µs"),
+            one("e4m3, µs", "ours-e4m3", "forward", "µs"),
+            one("bf16 over int8", "ours-wide", "forward", "× ours"),
+            one("int8 made bf16 first, over int8", "ours-after-dequantizing", "forward", "× ours"),
+        ),
+        ours="ours-int8",
+    ),
     "target_attention": Table(
         ("target_attention",),
         f"{SHAPE} | dtype",
