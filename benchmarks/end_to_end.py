@@ -8,7 +8,9 @@
 autocast and lookups in bf16. A batch has 26 pooled features of one id, an item and its histories,
 whose lengths are log-normal and clipped at four times their mean. With ``--candidates 32``, so many
 samples are candidates of one request, and have its histories and features. Some providers are rungs
-of a ladder, each with one optimization more. Adam is for all else than the tables.
+of a ladder, each with one optimization more. Adam is for all else than the tables. On several
+ranks, ``ours-balanced`` has the samples of the others, shared out such that all ranks have as many
+history rows in a step.
 
 Output and gradients of each attention are first held against fp64. All providers go through the
 same batches, and look up the same tables. Peak memory has the tables in it, but not what the other
@@ -32,6 +34,7 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -358,7 +361,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     # fmt: off
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, metavar="NAME",
-                        help="see below; all, if not given, and of one candidate those of samples")
+                        help="see below; all, if not given, whose batches differ from those of "
+                             "others: of one candidate, or on one rank, some do not")
     parser.add_argument("--csv", type=writable_file, help="what stands there is not measured again")
     parser.add_argument("--rounds", type=number(int, 2, 1000), default=7,
                         help="whose median is a step's time")
@@ -374,12 +378,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if sizes.candidate_features > sizes.features:
         parser.error(f"--candidate-features must be at most all {sizes.features} features, got "
                      f"{sizes.candidate_features}")  # fmt: skip
-    if args.providers is None:  # of one candidate, all forms of a batch hold the same
-        args.providers = [
-            name
-            for name, provider in PROVIDERS.items()
-            if sizes.candidates > 1 or provider.batches == "samples"
-        ]
+    if args.providers is None:  # where others hold the same as samples, these alone
+        forms = {"samples"}
+        forms |= {"once", "requests"} if sizes.candidates > 1 else set()
+        forms |= {"balanced"} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else set()
+        args.providers = [name for name, p in PROVIDERS.items() if p.batches in forms]
     if args.cuda_graph and not torch.cuda.is_available():
         parser.error("--cuda-graph needs a GPU, got none")
     return args

@@ -40,7 +40,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn import TargetAttentionConfig, embedding_parameters
+from torchrec_jagged_attn import (
+    BalancedBatchSampler,
+    TargetAttentionConfig,
+    embedding_parameters,
+)
 
 __all__ = [
     "CLIP",
@@ -57,6 +61,8 @@ __all__ = [
 NUM_DENSE = 13
 CLIP = 4
 """The longest history, as a multiple of the mean."""
+Drawn = tuple[Tensor, Tensor, list[Tensor], list[Tensor]]
+"""Of a batch: dense features of requests, labels, and ids and lengths of all keys."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +159,22 @@ def process_group() -> Iterator[torch.device]:
 def make_batches(
     sizes: Sizes, count: int, device: torch.device, rank: int = 0, form: str = "samples"
 ) -> list[Batch]:
-    """Random batches in the host's memory, the same for all providers, in one of three forms.
+    """Random batches in the host's memory, the same for all providers, in one of four forms.
 
     ``"samples"``, each with a copy of what its request has; ``"once"``, the same with batch sizes
-    that vary by feature, and ``inverse_indices``; or ``"requests"`` of several candidates.
+    that vary by feature, and ``inverse_indices``; ``"requests"`` of several candidates; or
+    ``"balanced"``, samples of requests that :class:`BalancedBatchSampler` shares out anew among
+    ranks, from those that all of them have in this step.
     """
     made = _made(sizes, count, device, rank)
     if form not in made:
-        generator = torch.Generator().manual_seed(rank)
-        batches = [_in_form(sizes, form, *_draw(sizes, generator)) for _ in range(count)]
+        ranks = range(dist.get_world_size()) if form == "balanced" else [rank]
+        generators = [torch.Generator().manual_seed(r) for r in ranks]
+        batches = []
+        for _ in range(count):
+            drawn = [_draw(sizes, generator) for generator in generators]
+            share = _share(sizes, drawn, rank) if form == "balanced" else drawn[0]
+            batches.append(_in_form(sizes, form, *share))
         made[form] = [batch.pin_memory() if device.type == "cuda" else batch for batch in batches]
     return made[form]
 
@@ -172,10 +185,8 @@ def _made(sizes: Sizes, count: int, device: torch.device, rank: int) -> dict[str
     return {}
 
 
-def _draw(
-    sizes: Sizes, generator: torch.Generator
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Of a batch: dense features of requests, labels, and ids and lengths of all keys."""
+def _draw(sizes: Sizes, generator: torch.Generator) -> Drawn:
+    """A batch."""
 
     def ids(key: str, number: int) -> Tensor:
         rows = sizes.feature_rows if key.startswith("feature") else sizes.item_rows
@@ -196,6 +207,26 @@ def _draw(
     return dense, labels, values, lengths
 
 
+def _share(sizes: Sizes, drawn: list[Drawn], rank: int) -> Drawn:
+    """The batch of ``rank`` from those of all, such that all have as many history rows."""
+    dense, labels, values, lengths = zip(*drawn, strict=True)
+    first, last = len(sizes.keys_of_requests) - sizes.histories, len(sizes.keys_of_requests)
+    rows = torch.cat([torch.stack(of_batch[first:last]).sum(0) for of_batch in lengths])
+    sampler = BalancedBatchSampler(rows, sizes.requests, len(drawn), rank)
+    requests = torch.tensor(next(iter(sampler)))
+    samples = (requests.unsqueeze(1) * sizes.candidates + torch.arange(sizes.candidates)).flatten()
+    own_values, own_lengths = [], []
+    for key, (of_values, of_lengths) in enumerate(
+        zip(zip(*values, strict=True), zip(*lengths, strict=True), strict=True)
+    ):
+        own = requests if key < last else samples
+        all_lengths = torch.cat(of_lengths)
+        parts = torch.cat(of_values).split(all_lengths.tolist())
+        own_values.append(torch.cat([parts[i] for i in own.tolist()]))
+        own_lengths.append(all_lengths[own])
+    return torch.cat(dense)[requests], torch.cat(labels)[samples], own_values, own_lengths
+
+
 def _in_form(
     sizes: Sizes,
     form: str,
@@ -207,7 +238,7 @@ def _in_form(
     """A batch of what was drawn, see :func:`make_batches`."""
     num_keys, candidates = len(sizes.keys_of_requests), sizes.candidates
     options = {}
-    if form == "samples":
+    if form in ("samples", "balanced"):
         of_requests = [
             _repeat(x, n, candidates)
             for x, n in zip(values[:num_keys], lengths[:num_keys], strict=True)

@@ -182,7 +182,7 @@ class Provider:
     keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
     single_lookup: bool = False
     index_dedup: bool = False
-    batches: Literal["samples", "requests", "once"] = "samples"
+    batches: Literal["samples", "requests", "once", "balanced"] = "samples"
     replays: bool = False
 
     @property
@@ -214,6 +214,9 @@ PROVIDERS = {
         "ours, what a request has sent once, by batch sizes that vary", batches="once", replays=True
     ),
     "ours-by-request": Provider("ours with candidates='jagged'", batches="requests", replays=True),
+    "ours-balanced": Provider(
+        "ours, its batches shared out by BalancedBatchSampler", batches="balanced", replays=True
+    ),
 }
 LADDER = {
     "padded": "",

@@ -68,11 +68,15 @@ def with_memory(frame: pd.DataFrame) -> pd.DataFrame:
 def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) -> None:
     """Draw ``directory/<suite>.png``: time and memory by case and provider, a row per mode.
 
-    A suite that ``sweeps`` a column gets lines over it, the others bars.
+    A suite that ``sweeps`` a column gets lines over it, the others bars. Cases whose names differ
+    by more than numbers are sweeps of their own, in rows of their own.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for suite, data in with_memory(frame).groupby("suite"):
         sweep = sweeps[suite]
+        names = data["case"].str.replace(r"-[\d.]+(?=-|$)", "", regex=True)
+        if sweep and names.nunique() > 1:
+            data = data.assign(mode=names + ", " + data["mode"])
         modes, metrics = data["mode"].unique(), data["metric"].unique()
         width = 6 if sweep else 3 + 2 * data["case"].nunique()
         figure, axes = plt.subplots(

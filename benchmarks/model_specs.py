@@ -60,6 +60,7 @@ STEP_PROVIDERS = {
     "ours-index-dedup": "ours, one lookup of unique ids",
     "ours-once": "ours, histories sent once",
     "ours-by-request": "ours, by request",
+    "ours-balanced": "ours, balanced batches",
 }
 """Those of ``end_to_end.py``, in words."""
 RUNGS = {
@@ -157,6 +158,35 @@ def step_goal(
     )
 
 
+def speed_goal(
+    what: str, case: str, ours: str, peer: str, bound: str, mode: str = "forward"
+) -> Goal:
+    """Of an op: a peer's time over ours."""
+    return Goal(what, (case, Cell(peer, mode)), (case, Cell(ours, mode)), bound)
+
+
+def goals_of_rows() -> tuple[Goal, ...]:
+    """Of target attention over rows by index, by places of a row."""
+    goals = []
+    for places in (1, 4, 16, 64):
+        case, of_places = f"rank-1k-x{places}", f"{places} places of a row"
+        if places == 1:
+            what = f"{of_places}, forward: to a copy made before"
+            goals.append(speed_goal(what, case, "ours-by-index", "ours-copied-before", "0.9"))
+        for mode, words, bound in (("forward", "forward", "1.5"), ("both", "both ways", "1.3")):
+            what = f"{of_places}, {words}: to a copy made in the call"
+            least = bound if places == 1 else "2"
+            goals.append(speed_goal(what, case, "ours-by-index", "ours-on-a-copy", least, mode))
+    return tuple(goals)
+
+
+def request_goal(what: str, metric: tuple[str, str], bound: str, *, at_most: bool = False) -> Goal:
+    """Of a step with 32 candidates of each request: by request, to samples with copies."""
+    case = "mean-200-candidates-32-features-13"
+    by_request, by_sample = (Cell(name, "step", *metric) for name in ("ours-by-request", "ours"))
+    return Goal(what, (case, by_request), (case, by_sample), bound, at_most)
+
+
 def steps_of_dlrm(results: str) -> Table:
     """Steps of a DLRM, as measured before ``end_to_end.py``: time, GPU busy, peak memory."""
     return Table(
@@ -210,6 +240,34 @@ GOALS = {
             ),
         ),
     ),
+    "target_attention_rows_goals": Goals(("target_attention_rows",), goals_of_rows()),
+    "target_attention_narrow_goals": Goals(
+        ("target_attention_narrow",),
+        tuple(
+            speed_goal(f"{case}: bf16 over int8", case, "ours-int8", "ours-wide", "1.5")
+            for case in ("rank-1k", "rank-2k", "rank-200")
+        ),
+    ),
+    "end_to_end_requests_goals": Goals(
+        ("end_to_end",),
+        (
+            request_goal("samples/s: by request over samples", ("throughput", "samples/s"), "8"),
+            request_goal(
+                "history traffic: by request over samples",
+                ("history_traffic", "MiB"),
+                "0.1",
+                at_most=True,
+            ),
+        ),
+    ),
+    "ikbo_goals": Goals(
+        ("ikbo",),
+        tuple(
+            speed_goal(f"{words} {length:,} rows", f"ikbo-{length}{end}", "ours", "ikbo", bound)
+            for words, end, bound in (("all of", "", "1"), ("1 to", "-jagged", "2"))
+            for length in (512, 1024, 2048, 4096, 8192, 16384)
+        ),
+    ),
 }
 MODEL_TABLES = {
     "end_to_end": Table(
@@ -240,6 +298,12 @@ MODEL_TABLES = {
         ("end_to_end",),
         "pooling",
         {label: name for name, label in STEP_PROVIDERS.items()},
+        steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
+    ),
+    "end_to_end_balanced": Table(
+        ("end_to_end_balanced",),
+        "batches of two ranks",
+        {"as shuffled": "ours", "balanced": "ours-balanced"},
         steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
     ),
     "end_to_end_memory": Table(

@@ -201,6 +201,42 @@ OP_TABLES = {
         ),
         ours="ours-kernel",
     ),
+    "target_attention_rows": Table(
+        ("target_attention_rows",),
+        f"{SHAPE} | dtype | places of a row",
+        {
+            f"{label} | {places}": f"{name}-x{places}"
+            for label, name in shapes(["rank-1k", "rank-2k", "rank-200", "rank-1k-fp32"]).items()
+            for places in (1, 4, 16, 64)
+        },
+        (
+            both("by index, µs", "ours-by-index", unit="µs"),
+            both("to a copy made before", "ours-copied-before", unit="× ours"),
+            both("to a copy made in the call", "ours-on-a-copy", unit="× ours"),
+            both("MiB, by index", "ours-by-index", metric="peak_memory", unit="MiB"),
+            both("MiB, on a copy", "ours-on-a-copy", metric="peak_memory", unit="MiB"),
+        ),
+        ours="ours-by-index",
+    ),
+    "target_attention_narrow": Table(
+        ("target_attention_narrow",),
+        SHAPE,
+        {
+            label.removesuffix(" | bf16"): name
+            for label, name in shapes(
+                ["rank-1k", "rank-2k", "rank-200", "rank-2k-8-targets"]
+            ).items()
+        },
+        (
+            one("int8, µs", "ours-int8", "forward", "µs"),
+            one("of the floor", "ours-int8", "forward", "of floor"),
+            one("uint8, µs", "ours-uint8", "forward", "µs"),
+            one("e4m3, µs", "ours-e4m3", "forward", "µs"),
+            one("bf16 over int8", "ours-wide", "forward", "× ours"),
+            one("int8 made bf16 first, over int8", "ours-after-dequantizing", "forward", "× ours"),
+        ),
+        ours="ours-int8",
+    ),
     "target_attention": Table(
         ("target_attention",),
         f"{SHAPE} | dtype",
@@ -243,6 +279,7 @@ OP_TABLES = {
         {
             f"{users} × {targets:,}, {length:,}": f"u{users}-t{targets}-l{length}-d128"
             for users, targets, length in (
+                *((15, 1, 1024), (15, 4, 1024), (15, 16, 1024)),
                 *((15, 64, 1024), (15, 256, 512), (15, 256, 1024), (32, 256, 1024)),
                 *((15, 256, 4096), (15, 256, 10_000), (15, 1024, 1024), (15, 2048, 1024)),
                 *((1, 256, 1024), (1, 256, 10_000), (1, 64, 10_000)),
@@ -257,7 +294,49 @@ OP_TABLES = {
                 ("FlashAttention-3", "linear+flash-attention-3"),
                 ("padded", "linear+padded-sdpa"),
                 ("copied to each candidate", "linear+expanded-sdpa"),
+                ("copied, FlashAttention-3", "linear+expanded-flash-attention-3"),
             )
+        ),
+    ),
+    "requests": Table(
+        ("requests",),
+        "requests × candidates",
+        {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 4, 16, 64, 256, 1024, 2048)},
+        (
+            both("ours, µs", "ours", unit="µs"),
+            both("to copies, FlashAttention-3", "linear+expanded-flash-attention-3", unit="× ours"),
+            both("to `varlen_attn`, by request", "linear+torch-varlen", unit="× ours"),
+            both("to FlashAttention-3, by request", "linear+flash-attention-3", unit="× ours"),
+            both("MiB, ours", "ours", metric="peak_memory", unit="MiB"),
+            both(
+                "MiB, copies",
+                "linear+expanded-flash-attention-3",
+                metric="peak_memory",
+                unit="MiB",
+            ),
+        ),
+    ),
+    "ikbo": Table(
+        ("ikbo",),
+        "query rows of a candidate | longest | lengths",
+        {
+            f"{rows} | {length:,} | {lengths}": f"{family}-{length}{end}"
+            for rows, family in ((64, "ikbo"), (1, "one-row"))
+            for length in (512, 1024, 2048, 4096, 8192, 16384)
+            for lengths, end in (("all the longest", ""), ("1 to the longest", "-jagged"))
+        },
+        (
+            one("ours, µs", "ours", "forward", "µs"),
+            one("of the floor", "ours", "forward", "of floor"),
+            *(
+                one(f"to {head}", provider, "forward", "× ours")
+                for head, provider in (
+                    ("IKBO", "ikbo"),
+                    ("FlashAttention-3, by user", "flash-attention-3"),
+                    ("`varlen_attn`, by user", "torch-varlen"),
+                    ("copies, FlashAttention-3", "expanded-flash-attention-3"),
+                )
+            ),
         ),
     ),
     "serving_one_user": Table(

@@ -45,6 +45,7 @@ PACKAGE = "torchrec_jagged_attn"
 LACKS_MEMORY = ("out of memory", "alloc_failed")  # in what CUDA and its libraries raise
 NO_MEMORY = "out of memory"
 UNKNOWN = "Not measured yet."
+UNMEASURED = "not measured"
 SCORES = ("AUC", "HR@10", "NE", "nats")
 TABLES = MODEL_TABLES | OP_TABLES
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -251,13 +252,15 @@ def goals_table(goals: Goals, results: Path = RESULTS) -> str:
     for goal in goals.goals:
         ratio = _ratio(figures.find(*goal.above), figures.find(*goal.below))
         bound, failure = Decimal(goal.bound), figures.note(*goal.below)
-        measured, verdict = shown(ratio, ""), "not measured"
+        measured, verdict = shown(ratio, ""), UNMEASURED
         if ratio is not None:
             verdict = "yes" if (ratio <= bound if goal.at_most else ratio >= bound) else "no"
         elif failure == NO_MEMORY and not goal.at_most:
             measured, verdict = f"the peer is {NO_MEMORY}", "yes"
         aim = f"at {'most' if goal.at_most else 'least'} {bound}"
         rows.append(" | ".join([goal.what, aim, measured, verdict]))
+    if all(row.endswith(UNMEASURED) for row in rows):
+        return ""
     heads = ["what", "aim", "measured", "met"]
     return _markdown(heads, rows, [_source(goals.results, figures)])
 

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from suites import Inputs, UnavailableError
 from torchrec_jagged_attn import JaggedLayout
+from torchrec_jagged_attn.testing import offsets_of
 
 Attend = Callable[..., Tensor]
 
@@ -85,6 +87,24 @@ def expanded_sdpa(x: Inputs, group: int = 1) -> Attend:
     return attend
 
 
+def expanded(make: Callable[[Inputs], Attend], x: Inputs, group: int = 1) -> Attend:
+    """That of ``make``, with a copy of the jagged history for every ``group`` rows of ``q``."""
+    num_groups = int(x.query_offsets[-1]) // group
+    samples = JaggedLayout(x.query_offsets // group, num_groups).sample_ids()
+    lengths = x.offsets.diff()[samples]
+    offsets = offsets_of(lengths, x.offsets.dtype, x.offsets.device)
+    starts = (x.offsets[:-1][samples] - offsets[:-1]).repeat_interleave(lengths)
+    places = starts + torch.arange(starts.numel(), device=starts.device)
+    steps = torch.arange(num_groups + 1, device=offsets.device, dtype=offsets.dtype)
+    attend = make(replace(x, offsets=offsets, query_offsets=steps * group, max_targets=group))
+
+    def attend_copies(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_copies = k.index_select(0, places)
+        return attend(q, k_copies, k_copies if v is k else v.index_select(0, places))
+
+    return attend_copies
+
+
 def bias_as_column(attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Attend:
     """Of an ``attention(q, k, v, scale)`` that takes no bias: a key column that each query reads.
 
@@ -131,6 +151,11 @@ def flash_attention_3(x: Inputs) -> Attend:
     return bias_as_column(
         lambda q, k, v, scale: _FlashAttention3.apply(q, k, v, {**lengths, "softmax_scale": scale})
     )
+
+
+def expanded_flash_attention_3(x: Inputs, group: int = 1) -> Attend:
+    """FlashAttention-3 on a copy of the history for every ``group`` rows of ``q``."""
+    return expanded(flash_attention_3, x, group)
 
 
 @functools.cache
@@ -234,6 +259,7 @@ PEERS = {
 }
 UNEVEN_PEERS = {
     "expanded-sdpa": expanded_sdpa,
+    "expanded-flash-attention-3": expanded_flash_attention_3,
     "padded-sdpa": padded_sdpa,
     "torch-varlen": torch_varlen,
     "flash-attention-3": flash_attention_3,

@@ -55,7 +55,8 @@ def _by_head(
     )
 
 
-def _need_cuda(x: Inputs) -> None:
+def need_cuda(x: Inputs) -> None:
+    """Raise UnavailableError where there is none."""
     if x.offsets.device.type != "cuda":
         raise UnavailableError("needs CUDA")
 
@@ -65,7 +66,7 @@ def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
 
     It has no scale, and its result is divided by ``L``: neither is put right in the timed call.
     """
-    _need_cuda(x)
+    need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
     op = torch.ops.fbgemm.sll_multi_head_jagged_flash_attention
@@ -79,7 +80,7 @@ def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
 
 def fbgemm_sll_basic(x: Inputs) -> Relaid:
     """FBGEMM's ``sll_jagged_flash_attention_basic``, likewise; each head is ``B`` samples more."""
-    _need_cuda(x)
+    need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
     op = torch.ops.fbgemm.sll_jagged_flash_attention_basic
@@ -95,7 +96,7 @@ def fbgemm_sll_basic(x: Inputs) -> Relaid:
 
 def flex_attention(x: Inputs, score_mod: Callable[..., Tensor] | None = None) -> Relaid:
     """FlexAttention, compiled, on all rows as one sequence that a block mask cuts into samples."""
-    _need_cuda(x)
+    need_cuda(x)
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
@@ -115,7 +116,7 @@ def flex_attention(x: Inputs, score_mod: Callable[..., Tensor] | None = None) ->
 
 def nested_tensor(x: Inputs) -> Call:
     """``F.scaled_dot_product_attention`` of nested tensors."""
-    _need_cuda(x)
+    need_cuda(x)
     lengths = {"min_seqlen": int(x.offsets.diff().min()), "max_seqlen": x.max_length}
 
     def call() -> Tensor:

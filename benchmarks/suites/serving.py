@@ -1,8 +1,8 @@
-"""Serving: each user has many candidates, as many as it has, and one history. Forward only.
+"""Serving: each user has candidates, as many as it has, and one history. Forward only.
 
 Ours takes candidates and histories as they are, jagged. Peers project each user's history once;
-``expanded`` then gives a copy of it to every candidate, the others take all candidates of a user as
-the queries of its sequence.
+those ``expanded`` then give a copy of it to every candidate, the others take all candidates of a
+user as the queries of its sequence.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torchrec_jagged_attn.testing import Case
 CASES = {
     name: Case(name, users, length, width // 32, width, candidates, 0.5, torch.bfloat16, large=True)
     for users, candidates, length, width in itertools.product(
-        (1, 15, 32), (64, 128, 256, 1024, 2048), (512, 1024, 4096, 10_000), (64, 128)
+        (1, 15, 32), (1, 4, 16, 64, 128, 256, 1024, 2048), (512, 1024, 4096, 10_000), (64, 128)
     )
     for name in [f"u{users}-t{candidates}-l{length}-d{width}"]
 }
@@ -28,6 +28,7 @@ CASES = {
 DEFAULT = (
     "u15-t256-l1024-d128",
     *("u1-t256-l1024-d128", "u32-t256-l1024-d128"),
+    *("u15-t1-l1024-d128", "u15-t4-l1024-d128", "u15-t16-l1024-d128"),
     *("u15-t64-l1024-d128", "u15-t1024-l1024-d128", "u15-t2048-l1024-d128"),
     *("u15-t256-l512-d128", "u15-t256-l4096-d128", "u15-t256-l10000-d128"),
     "u15-t256-l1024-d64",
@@ -38,7 +39,7 @@ DEFAULT = (
 
 def uneven(x: Inputs, name: str) -> Inputs:
     """``x`` with the rows of its leaf ``name`` ``[B, T, …]`` divided anew, as ``[ΣT, …]``."""
-    leaf = x.leaves[name].detach().flatten(0, 1)
+    leaf = x.leaves[name].detach().flatten(0, 1).requires_grad_()
     parts = 0.5 + torch.rand(x.case.batch_size, generator=torch.Generator().manual_seed(4))
     ends = parts.cumsum(0)
     ends = (ends / ends[-1] * leaf.shape[0]).round().to(x.query_offsets)

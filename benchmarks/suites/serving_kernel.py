@@ -1,11 +1,12 @@
 """``jagged_target_attention`` with ``query_offsets``: serving without the projections."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from suites import Inputs, serving
 from suites import target_attention_kernel as base
-from suites._attention import UNEVEN_PEERS, Attend, expanded_sdpa
+from suites._attention import UNEVEN_PEERS, Attend
 from torchrec_jagged_attn.testing import Case
 
 
@@ -14,11 +15,15 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return serving.uneven(base.make_inputs(case, device), "query")
 
 
-def expanded(x: Inputs) -> Attend:
+def by_candidate(peer: Callable[[Inputs, int], Attend], x: Inputs) -> Attend:
     """A copy of the history for every candidate, not for each of its heads."""
-    return expanded_sdpa(x, group=x.case.num_heads)
+    return peer(x, x.case.num_heads)
 
 
+PEERS = {
+    name: functools.partial(by_candidate, peer) if name.startswith("expanded") else peer
+    for name, peer in UNEVEN_PEERS.items()
+}
 SUITE = replace(
     base.SUITE,
     name="serving_kernel",
@@ -27,10 +32,7 @@ SUITE = replace(
     inputs=make_inputs,
     providers={
         "ours-kernel": base.ours,
-        **{
-            name: functools.partial(base.over_rows, peer)
-            for name, peer in (UNEVEN_PEERS | {"expanded-sdpa": expanded}).items()
-        },
+        **{name: functools.partial(base.over_rows, peer) for name, peer in PEERS.items()},
     },
     modes=("forward",),
     default=serving.DEFAULT,

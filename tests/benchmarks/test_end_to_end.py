@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -21,11 +22,12 @@ import end_to_end_results
 import end_to_end_trace
 from end_to_end import QUICK, Training, main
 from end_to_end_memory import largest
-from end_to_end_models import CLIP, Sizes, make_lengths, process_group
+from end_to_end_models import CLIP, Sizes, make_batches, make_lengths, process_group
 from end_to_end_peers import LADDER, PROVIDERS
 from end_to_end_trace import Trace
 from events import Events
 from planted import planted_log
+from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.processes import start_method
@@ -34,6 +36,7 @@ ON_GPU = torch.cuda.is_available()
 CANNOT = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
 NO_GPU = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 REPLAYED = {"ours", "ours-single-lookup", "ours-index-dedup", "ours-once", "ours-by-request"}
+REPLAYED |= {"ours-balanced"}
 
 
 def run(csv: Path, *options: str, status: int = 0) -> pd.DataFrame:
@@ -229,10 +232,52 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
             assert all_losses[name] != pytest.approx(ours, abs=tolerance), name
 
 
-def test_requests_of_several_candidates_have_more_providers():
-    parse = end_to_end.parse_args
+def test_requests_of_several_candidates_and_several_ranks_have_more_providers(monkeypatch):
+    parse, of_requests = end_to_end.parse_args, {"ours-once", "ours-by-request"}
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    left = {*PROVIDERS}.difference(parse(["--quick", "--candidates", "4"]).providers)
+    assert left == {"ours-balanced"}
+    left = {*PROVIDERS}.difference(parse(["--quick"]).providers)
+    assert left == {"ours-balanced", *of_requests}
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert parse(["--quick", "--candidates", "4"]).providers == [*PROVIDERS]
-    assert {*PROVIDERS}.difference(parse(["--quick"]).providers) == {"ours-once", "ours-by-request"}
+    assert {*PROVIDERS}.difference(parse(["--quick"]).providers) == of_requests
+
+
+@pytest.mark.parametrize("candidates", [1, 4])
+def test_balanced_batches_have_the_samples_of_all_ranks_and_as_many_rows(candidates, monkeypatch):
+    ranks, cpu = 3, torch.device("cpu")
+    sizes = Sizes(50, 32, candidates, candidates // 2, histories=2, features=3, item_rows=10**9)
+    monkeypatch.setattr(end_to_end_models.dist, "get_world_size", lambda: ranks)
+
+    def samples(batch: Batch) -> Iterator[tuple]:
+        """What each has: dense features, label, and ids of all keys."""
+        ids = [batch.sparse_features[key] for key in sorted(batch.sparse_features.keys())]
+        parts = [x.values().split(x.lengths().tolist()) for x in ids]
+        for i, of_sample in enumerate(zip(*parts, strict=True)):
+            dense = tuple(batch.dense_features[i].tolist())
+            yield dense, batch.labels[i].item(), *(tuple(x.tolist()) for x in of_sample)
+
+    def rows(batch: Batch) -> int:
+        return sum(batch.sparse_features[key].values().numel() for key in sizes.history_keys)
+
+    plain, balanced = (
+        [make_batches(sizes, 2, cpu, rank, form) for rank in range(ranks)]
+        for form in ("samples", "balanced")
+    )
+    for step in range(2):
+        before, after = ([of_rank[step] for of_rank in x] for x in (plain, balanced))
+        of_before, of_after = (
+            sorted(sample for batch in batches for sample in samples(batch))
+            for batches in (before, after)
+        )
+        assert of_after == of_before
+        assert {len(batch.labels) for batch in after} == {sizes.batch}
+        mean = sum(map(rows, after)) / ranks
+        assert max(map(rows, after)) < 1.02 * mean < max(map(rows, before))
+
+
+REPLAYED |= {"ours-balanced"}
 
 
 def test_losses_are_the_same_whatever_the_form_of_batches():

@@ -25,10 +25,15 @@ from rich.console import Console
 from suites import (
     Cost,
     UnavailableError,
+    _attention,
     _self_attention,
+    ikbo,
     self_attention_window,
     serving,
+    serving_kernel,
+    target_attention,
     target_attention_kernel,
+    targets,
 )
 
 from tests.processes import run_code
@@ -52,16 +57,13 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["activation_unit", "giant", "host", "select_events", "semantic_ids"]
-    others += ["serving", "serving_kernel", "skew", "table1"]
-    sweeps = ["targets", "targets_fp32"]
+    others = ["activation_unit", "giant", "host", "ikbo", "select_events", "semantic_ids"]
+    others += ["serving", "serving_kernel", "skew", "table1", "targets"]
     variants = ["target_attention_rows", "target_attention_sigmoid", "target_attention_silu"]
     variants += ["target_attention_narrow"]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
-    assert list(SUITES) == sorted(
-        [*TRAINING, *others, *sweeps, *variants, *figure2, *self_attention]
-    )
+    assert list(SUITES) == sorted([*TRAINING, *others, *variants, *figure2, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
@@ -189,7 +191,7 @@ def test_fbgemm_is_right_with_nothing_but_its_op_in_the_call(maker, monkeypatch)
     suite = SUITES["self_attention"]
     x = suite.inputs(run.shrink(suite.cases["cpu-self-200"]), "cpu").double()
     ops = ("sll_multi_head_jagged_flash_attention", "sll_jagged_flash_attention_basic")
-    monkeypatch.setattr(_self_attention, "_need_cuda", lambda x: None)
+    monkeypatch.setattr(_self_attention, "need_cuda", lambda x: None)
     monkeypatch.setattr(torch.ops, "fbgemm", SimpleNamespace(**dict.fromkeys(ops, unscaled)))
     actual = run.outcome(getattr(_self_attention, maker)(x), x, ["both"])
     expected = run.outcome(lambda: suite.oracle(x), x, ["both"])
@@ -294,6 +296,24 @@ def test_every_provider_has_a_color_of_its_own():
     providers = [f"peer-{i}" for i in range(40)]
     colors = figures._colors(pd.DataFrame({"provider": providers}))
     assert len({tuple(color) for color in colors.values()}) == 40
+
+
+def test_sweeps_of_a_suite_are_drawn_apart(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr(figures.plt, "close", kept.append)
+    rows = [
+        {"suite": "targets", "case": f"{name}-{n}", "provider": "ours", "mode": "forward"}
+        | {"metric": "time", "unit": "ms", "T": n, "gpu": "none"}
+        | dict.fromkeys(["median", "p20", "p80"], value * n)
+        for name, value in (("targets", 5), ("targets-fp32", 7))
+        for n in (1, 2)
+    ]
+    figures.plot(pd.DataFrame(rows), tmp_path, {"targets": "T"})
+    drawn = {axes.get_title(): axes.lines[0].get_ydata().tolist() for axes in kept[0].axes}
+    assert drawn == {
+        "targets, forward, time": [5, 10],
+        "targets-fp32, forward, time": [7, 14],
+    }
 
 
 def test_a_sweep_is_drawn_over_its_column(tmp_path):
@@ -418,6 +438,101 @@ def test_candidates_are_uneven_and_as_many_in_all():
     x = serving.SUITE.inputs(replace(serving.CASES["u1-t64-l512-d64"], max_length=20), "cpu")
     assert x.query_offsets.tolist() == [0, 64]
     assert x.offsets.tolist() == [0, 20]
+
+
+@pytest.mark.parametrize("lengths", ["edges", "uniform"])
+def test_a_copy_of_the_history_for_each_candidate_changes_nothing(lengths):
+    case = replace(serving.CASES["u15-t4-l512-d64"], max_length=20, lengths=lengths)
+    suite = SUITES["targets"]
+    x = serving.make_inputs(replace(case, dtype=torch.float32), "cpu").double()
+    assert 0 in x.offsets.diff() or lengths != "edges"
+
+    def attend(x):
+        return target_attention.formula(x, flash_attention_oracle)
+
+    copies = partial(_attention.expanded, attend)
+    actual = run.outcome(target_attention.over_keys(copies, x), x, ["both"])
+    expected = run.outcome(partial(suite.oracle, x), x, ["both"])
+    torch.testing.assert_close(actual, expected)
+
+
+def test_copies_are_of_candidates_not_of_their_heads(monkeypatch):
+    x = SUITES["serving_kernel"].inputs(
+        replace(serving.CASES["u15-t4-l512-d64"], max_length=20, dtype=torch.float32), "cpu"
+    )
+    made = []
+
+    def attend(x):
+        made.append(x)
+        return lambda q, k, v: flash_attention_oracle(q, k, v, x.query_offsets, x.offsets)
+
+    copies = partial(serving_kernel.by_candidate, partial(_attention.expanded, attend))
+    out = target_attention_kernel.over_rows(copies, x)()
+    torch.testing.assert_close(out, SUITES["serving_kernel"].oracle(x))
+    assert made[0].query_offsets.tolist() == [*range(0, 60 * 2 + 1, 2)]
+    lengths = x.offsets.diff().repeat_interleave(x.query_offsets.diff())
+    assert made[0].offsets.diff().tolist() == lengths.tolist()
+
+
+LIKE_IKBO = """
+from types import SimpleNamespace
+import torch.nn.functional as F
+
+def config(m, n, warps, stages):
+    kwargs = {"BLOCK_M": m, "BLOCK_N": n}
+    return SimpleNamespace(kwargs=kwargs, num_warps=warps, num_stages=stages)
+
+sizes, calls = (16, 32, 64, 128), []
+_attn_fwd_tma = SimpleNamespace(
+    configs=[
+        config(m, n, warps, stages)
+        for m in sizes for n in sizes for warps in (4, 8, 16, 32) for stages in (1, 2, 3, 4, 5)
+    ],
+)
+
+def triton_flash_attn_ikbo_tma(query, key, value, users, rows, longest, scale=None):
+    calls.append((users.tolist(), rows, longest))
+    k, v = (x.unflatten(0, (-1, longest))[users].transpose(1, 2) for x in (key, value))
+    out = F.scaled_dot_product_attention(query.unflatten(0, (-1, rows)).transpose(1, 2), k, v)
+    return out.transpose(1, 2).flatten(0, 1)
+"""
+
+
+@pytest.mark.parametrize(("rows", "block"), [(64, 64), (1, 16)])
+@pytest.mark.parametrize("lengths", [1.0, "uniform"])
+def test_ikbo_is_given_what_it_wants(rows, block, lengths, tmp_path, monkeypatch):
+    path = tmp_path / "triton_ikbo_fa.py"
+    path.write_text(LIKE_IKBO)
+    monkeypatch.setenv("IKBO_ATTENTION", str(path))
+    monkeypatch.setattr(ikbo, "need_cuda", lambda x: None)
+    sizes = {"batch_size": 3, "max_length": 9, "num_targets": 2, "width": 16}
+    case = replace(ikbo.CASES["ikbo-512"], **sizes, rows=rows, lengths=lengths, dtype=torch.float32)
+    x = ikbo.make_inputs(case, "cpu")
+    own = ikbo.ikbo(x)
+    its = own.inputs or x
+    assert (own.inputs is None) == (lengths == 1.0)
+    assert its.offsets.tolist() == [0, 9, 18, 27]
+    run.check(run.outcome(own, its, ["forward"]), *run.expected_of(ikbo.SUITE, its))
+    of_module = own.call.func.__globals__
+    assert of_module["calls"] == [([0, 0, 1, 1, 2, 2], rows, 9)]
+    tried = of_module["_attn_fwd_tma"].configs
+    assert len(tried) == 18
+    assert {config.kwargs["BLOCK_M"] for config in tried} == {block}
+
+
+def test_ikbo_is_left_out_without_its_file(monkeypatch):
+    monkeypatch.setattr(ikbo, "need_cuda", lambda x: None)
+    monkeypatch.delenv("IKBO_ATTENTION", raising=False)
+    with pytest.raises(UnavailableError, match="IKBO_ATTENTION names no file"):
+        ikbo.ikbo(ikbo.make_inputs(ikbo.CASES["cpu-ikbo"], "cpu"))
+
+
+def test_requests_have_as_many_candidates_in_all():
+    cases = targets.REQUESTS.values()
+    assert {c.batch_size * c.num_targets for c in cases if c.large} == {8192}
+    x = targets.make_inputs(replace(targets.REQUESTS["requests-4"], batch_size=20), "cpu")
+    assert x.leaves["target"].shape == (80, 128)
+    assert len({*x.query_offsets.diff().tolist()}) > 1
 
 
 def test_serving_is_forward_only(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import re
 from dataclasses import replace
 from decimal import Decimal
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,12 @@ FILES = sorted(tables.RESULTS.glob("*.csv"))
 COLUMNS = {"suite", "case", "provider", "mode", "metric", "median", "unit", "gpu", "torch", "date"}
 
 
-def write(path: Path, *rows: tuple[str, str, str, str, str]) -> None:
+def write(
+    path: Path, *rows: tuple[str, str, str, str, str], case: str = "c", mode: str = "both"
+) -> None:
     """A CSV of provider, metric, median, unit and note, of one case and mode."""
     names = ("provider", "metric", "median", "unit", "note")
-    fixed = {"case": "c", "mode": "both", "gpu": "a GPU", "torch": "2", "date": "2026-11-22T01:02"}
+    fixed = {"case": case, "mode": mode, "gpu": "a GPU", "torch": "2", "date": "2026-11-22T01:02"}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*fixed, *names])
         writer.writeheader()
@@ -67,6 +70,33 @@ def test_every_figure_says_where_it_is_from(path):
         assert row["date"]
         assert row["gpu"] or row["provider"] == "paper"
         assert row["torch"] or row["provider"] == "paper"
+
+
+@pytest.mark.parametrize(
+    ("table", "suite", "rest"),
+    [
+        ("requests", "targets", "targets-*"),
+        ("ikbo", "ikbo", ""),
+        ("target_attention_rows", "target_attention_rows", ""),
+        ("target_attention_narrow", "target_attention_narrow", ""),
+        ("serving", "serving", "*"),
+    ],
+)
+def test_rows_and_columns_are_cases_and_providers(table, suite, rest):
+    """Also of a table whose figures are not there yet; ``rest`` are cases that it leaves out."""
+    suite = run.load_suites()[suite]
+    large = {name for name, case in suite.cases.items() if case.large}
+    rows = {*TABLES[table].rows.values()}
+    assert rows <= large
+    assert all(fnmatch(name, rest) for name in large - rows)
+    cells = [cell for column in TABLES[table].columns for cell in column.cells]
+    if f"{table}_goals" in tables.GOALS:
+        goals = tables.GOALS[f"{table}_goals"].goals
+        found = [figure for goal in goals for figure in (goal.above, goal.below)]
+        assert {case for case, _ in found} <= rows
+        cells += [cell for _, cell in found]
+    assert {cell.provider for cell in cells} <= {*suite.providers, "floor"}
+    assert {cell.mode for cell in cells} <= {*suite.modes, "both"}
 
 
 def test_every_file_has_a_table():
@@ -239,6 +269,15 @@ def test_goals_are_met_or_not(results):
         "mean 200, samples/s: two GPUs over one": ["at least 1.7", "2", "yes"],
         "mean 1,000, samples/s: two GPUs over one": ["at least 1.7", "–", "not measured"],
     }
+
+
+def test_goals_of_which_nothing_was_measured_are_left_out(results):
+    assert tables.goals_table(tables.GOALS["end_to_end_requests_goals"], results) == ""
+    times = [(provider, "time", ms, "ms", "") for provider, ms in (("ikbo", "3"), ("ours", "2"))]
+    write(results / "ikbo.csv", *times, case="ikbo-512", mode="forward")
+    rows = cells_of(tables.goals_table(tables.GOALS["ikbo_goals"], results))
+    assert rows["all of 512 rows"] == ["at least 1", "1.5", "yes"]
+    assert rows["1 to 512 rows"] == ["at least 2", "–", "not measured"]
 
 
 def test_two_gpus_and_what_was_not_measured(results):
