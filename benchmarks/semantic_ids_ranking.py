@@ -24,7 +24,8 @@ begin with those rows:
 
 Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
 fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that
-is best by its tuning events.
+is best by its tuning events. Finished trainings are written to --csv at once; those that are in it
+are not run again.
 """
 
 from __future__ import annotations
@@ -71,10 +72,18 @@ LEVELS = 15  # of FSQ
 STEPS = 300  # of each stage of an autoencoder
 
 
+KEY = ["data", "max_history", "width", "epochs", "way", "budget", "seed"]
+"""What tells a training from others."""
+
+
 class Way(NamedTuple):
-    """A way to keep items, and the module that makes rows of their ids."""
+    """A way to keep items in a budget of bytes a row, and the module that makes rows of ids.
+
+    The budget of those that have none is 0.
+    """
 
     name: str
+    budget: int
     kept: Kept
     items: nn.Module
 
@@ -91,7 +100,10 @@ class Rows(nn.Module):
 
 
 class Digits(nn.Module):
-    """Rows of digits: a mean and a basis, which are trained."""
+    """Rows of digits: a mean and a basis, which are trained.
+
+    All items' rows are made in each call: they are fewer than those of a batch.
+    """
 
     def __init__(self, digits: Tensor, mean: Tensor, basis: Tensor) -> None:
         super().__init__()
@@ -99,11 +111,11 @@ class Digits(nn.Module):
         self.mean, self.basis = (nn.Parameter(x.detach().clone()) for x in (mean, basis))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.mean + self.digits[ids] @ self.basis
+        return F.embedding(ids, torch.addmm(self.mean, self.digits, self.basis))
 
 
 class Tables(nn.Module):
-    """Sums of rows of tables, one for each byte, which are trained."""
+    """Sums of rows of tables, one for each byte, which are trained; made as those of digits."""
 
     def __init__(self, codes: Tensor, tables: list[Tensor]) -> None:
         super().__init__()
@@ -112,7 +124,7 @@ class Tables(nn.Module):
         self.tables = nn.Parameter(torch.cat(tables).clone())
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(self.places[ids], self.tables).sum(-2)
+        return F.embedding(ids, F.embedding(self.places, self.tables).sum(1))
 
 
 def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
@@ -219,10 +231,10 @@ def digits_of(kept: Kept) -> Digits:
 
 def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]) -> list[Way]:
     """All of them."""
-    found = [Way("rows", Kept([rows], [], rows), Rows(rows))]
+    found = [Way("rows", 0, Kept([rows], [], rows), Rows(rows))]
     for bits in BITS:
         kept = keep_integers(rows, bits)
-        found.append(Way(f"integers, {bits} bits", kept, Rows(kept.rows)))
+        found.append(Way(f"integers, {bits} bits", 0, kept, Rows(kept.rows)))
     num_items, width = rows.shape
     for size in budgets:
         k_means = fit_k_means(rows, size)(rows)
@@ -231,50 +243,58 @@ def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]
         table = torch.randn(-(-num_items * size // (4 * width)), width, device=rows.device)
         places = torch.arange(num_items, device=rows.device) * 2654435761 % 2**32 % len(table)
         found += [
-            Way("k-means", k_means, Rows(k_means.rows)),
-            Way("k-means + tables", k_means, Tables(k_means.stored[0], k_means.shared)),
-            Way("discrete PCA", pca, Rows(pca.rows)),
-            Way("discrete PCA + basis", pca, digits_of(pca)),
-            Way("FSQ", fsq, Rows(fsq.rows)),
+            Way("k-means", size, k_means, Rows(k_means.rows)),
+            Way("k-means + tables", size, k_means, Tables(k_means.stored[0], k_means.shared)),
+            Way("discrete PCA", size, pca, Rows(pca.rows)),
+            Way("discrete PCA + basis", size, pca, digits_of(pca)),
+            Way("FSQ", size, fsq, Rows(fsq.rows)),
             Way(
                 "hashed table",
+                size,
                 Kept([], [table], table[places]),
                 Tables(places.unsqueeze(1), [table * width**-0.5]),
             ),
-            Way("VQ fusion + basis", fused, digits_of(fused)),
+            Way("VQ fusion + basis", size, fused, digits_of(fused)),
         ]
     return found
 
 
 def compare(args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
-    """A line for each way and seed."""
+    """A line for each seed and way; those that ``args.csv`` has are not trained again."""
     examples = quality.examples_of(args.data, args.max_history, device)
     rows = learn(args.data, args.width, args.epochs, device, all_items=True)
-    for way in ways(args.data, examples, rows, args.bytes):
-        stored = sum(x.nbytes for x in way.kept.stored)
-        shared = sum(x.nbytes for x in way.kept.shared)
-        for seed in range(args.seeds):
-            run = quality.Run(
-                args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,
-                epochs=args.epochs, width=args.width,
-            )  # fmt: skip
-            scores = quality.train(run, device, items=copy.deepcopy(way.items))
-            yield {
-                "way": way.name,
-                "bytes": stored / len(rows),
-                "shared, KiB": shared / 2**10,
-                "footprint, KiB": (stored + shared) / 2**10,
-                "auc": scores["auc"],
-                "ne": scores["ne"],
-                "seed": seed,
-            }
+    found = ways(args.data, examples, rows, args.bytes)
+    done = quality.finished(args.csv, [*KEY, "auc", "ne"])
+    done = {tuple(line[name] for name in KEY): line for line in done}
+    for seed in range(args.seeds):
+        run = quality.Run(
+            args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,
+            epochs=args.epochs, width=args.width,
+        )  # fmt: skip
+        of_run = [Path(args.data).name, args.max_history, args.width, args.epochs]
+        for way in found:
+            key = (*of_run, way.name, way.budget, seed)
+            if key not in done:
+                stored = sum(x.nbytes for x in way.kept.stored)
+                shared = sum(x.nbytes for x in way.kept.shared)
+                scores = quality.train(run, device, items=copy.deepcopy(way.items))
+                line = dict(zip(KEY, key, strict=True)) | {
+                    "bytes": stored / len(rows),
+                    "shared, KiB": shared / 2**10,
+                    "footprint, KiB": (stored + shared) / 2**10,
+                    "auc": scores["auc"],
+                    "ne": scores["ne"],
+                }
+                done[key] = quality.append(args.csv, line, device)
+            yield done[key]
 
 
 def print_comparison(lines: pd.DataFrame, console: Console) -> None:
-    """Means of all seeds, in the order of the ways."""
-    keys = [x for x in lines.columns if x not in ("auc", "ne", "seed")]
+    """Means of all seeds, in the order of the ways; the bytes of a row are its budget, if any."""
+    lines = lines.assign(bytes=lines["budget"].where(lines["budget"] > 0, lines["bytes"]))
+    keys = ["way", "bytes", "shared, KiB", "footprint, KiB"]
     means = lines.groupby(keys, sort=False)[["auc", "ne"]].mean().reset_index()
-    table = Table(*means.columns)
+    table = Table(*means.columns, box=None)
     for way, size, shared, footprint, auc, ne in means.itertuples(index=False):
         cells = f"{size:g}", f"{shared:.1f}", f"{footprint:.1f}", f"{auc:.4f}", f"{ne:.4f}"
         table.add_row(way, *cells)
@@ -291,7 +311,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6, help="at most, of each training")
     parser.add_argument("--bytes", type=int, nargs="+", default=[8, 20], help="of a row of codes")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--csv", type=writable_file, help="write all figures there, too")
+    parser.add_argument(
+        "--csv", type=writable_file, help="of all trainings; those in it are not run again"
+    )
     args = parser.parse_args(argv)
     if args.width < 4 or args.width % 4:
         parser.error(f"--width must be a multiple of 4, got {args.width}")
@@ -313,9 +335,6 @@ def main(argv: list[str] | None = None) -> int:
         for line in compare(args, device):
             lines.append(line)
             print(f"{line['way']}: AUC {line['auc']:.4f}", file=sys.stderr)
-            if args.csv is not None:
-                of_data = pd.DataFrame(lines).assign(data=args.data)
-                quality.write(args.csv, of_data, device)
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
