@@ -51,14 +51,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import quality
-from events import DataError
+from events import LONGEST_DWELL, DataError
 from options import writable_file
+from selecting import ByRelevance, selection_of
 
 from torchrec_jagged_attn import (
     EventBoosting,
-    EventSelection,
     Relevance,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -69,7 +70,6 @@ WAYS = ("relevance", "newest", "random")
 HISTORY = ["history", "surface", "dwell"]
 LIKED = 4
 """Stars of a rating that converted."""
-LONGEST_DWELL = 3600
 
 
 @dataclass(frozen=True)
@@ -225,32 +225,14 @@ class Examples:
         ).to(self.device)
 
 
-class ShareOfHistory(nn.Module):
-    """The budget of each user: a part of the history, at least one event of it."""
-
-    def __init__(self, budget: float) -> None:
-        super().__init__()
-        self.budget = budget
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return (features["history"].lengths() * self.budget).ceil().long()
-
-
-def selection_of(way: str, budget: float, relevance: Relevance) -> nn.Module:
+def reduced(way: str, budget: float, relevance: Relevance) -> nn.Module:
     """What makes of features what a model sees of them."""
-
-    def by_relevance(features: KeyedJaggedTensor) -> Tensor:
-        return relevance(features["dwell"].values(), features["surface"].values())
-
-    def at_random(features: KeyedJaggedTensor) -> Tensor:
-        return torch.rand(features["history"].values().numel(), device=features.device())
-
+    by_relevance = ByRelevance(relevance, "dwell", "surface")
     if way == "all":
         return nn.Identity()
     if way == "boosted":
         return EventBoosting(HISTORY, lambda features: boost_weights(by_relevance(features)))
-    scores = {"relevance": by_relevance, "newest": None, "random": at_random}[way]
-    return EventSelection(HISTORY, ShareOfHistory(budget), scores=scores)
+    return selection_of(way, budget, HISTORY, by_relevance)
 
 
 class Ranker(nn.Module):
@@ -345,7 +327,7 @@ def compare(examples: Examples, args: argparse.Namespace, device: str) -> Iterat
         for way, budget in runs:
             torch.manual_seed(seed)
             examples.generator.manual_seed(seed + 2)
-            selection = selection_of(way, budget, relevance)
+            selection = reduced(way, budget, relevance)
             model = Ranker(examples.num_items, args.width, selection, device)
             learn = learner(model, args.lr)
             for _ in range(args.epochs):

@@ -74,7 +74,7 @@ def test_histories_are_the_newest_events_before():
 def test_budgets_are_parts_of_histories(way):
     _, examples = make_examples()
     (features, _), *_ = examples.batches(examples.train, 40, shuffled=False)
-    selection = event_selection.selection_of(way, 0.5, examples.relevance())
+    selection = event_selection.reduced(way, 0.5, examples.relevance())
     kept = selection(features)
     lengths = features["history"].lengths()
     assert torch.equal(kept["history"].lengths(), (lengths + 1) // 2)
