@@ -34,7 +34,6 @@ import argparse
 import copy
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +52,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import quality
 from events import DataError
+from fuse_content import fuse, genre_columns, hashed_titles, labels_of, neighbours
 from movielens import read_films, read_movielens
 from options import writable_file
 from quality_logs import first_users
@@ -65,9 +65,8 @@ from semantic_ids import (
     learn,
 )
 
-from torchrec_jagged_attn import SemanticIds, VQFusion
+from torchrec_jagged_attn import SemanticIds
 
-HASHES = 64  # columns of titles' embeddings, and of neighbours'
 LEVELS = 15  # of FSQ
 STEPS = 300  # of each stage of an autoencoder
 
@@ -128,7 +127,7 @@ class Tables(nn.Module):
 
 
 def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
-    """Latents of a linear autoencoder between ``-h`` and ``h``, rounded.
+    """Latents of a linear autoencoder, rounded to multiples of ``1 / h`` between -1 and 1.
 
     Source:
         Finite Scalar Quantization (ICLR '24, https://arxiv.org/abs/2309.15505).
@@ -140,82 +139,46 @@ def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
     for _ in range(4 * STEPS):
         latents = encoder(rows).tanh() * ids.largest_digit
-        made = decoder(latents + (latents.round() - latents).detach())
+        made = decoder((latents + (latents.round() - latents).detach()) / ids.largest_digit)
         optimizer.zero_grad()
         F.mse_loss(made, rows).backward()
         optimizer.step()
     with torch.no_grad():
         digits = (encoder(rows).tanh() * ids.largest_digit).round().to(torch.int8)
         shared = [x.detach() for x in decoder.parameters()]
-        return Kept([ids.pack(digits)], shared, decoder(digits.to(rows.dtype)))
+        made = decoder(digits.to(rows.dtype) / ids.largest_digit)
+        return Kept([ids.pack(digits)], shared, made)
 
 
 def content_of(
     data: str, examples: quality.Examples
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-    """Embeddings of films by what is said of them, their labels, and how many classes these have.
-
-    Neighbours are factors of the positive pointwise mutual information of films that a user rated
-    one after the other, of training events alone.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Embeddings of films by what is said of them, and their labels, as ``fuse_content.py`` has
+    them: neighbours are of training events alone.
     """
     name, _, count = data.rpartition("@") if re.search(r"@\d+$", data) else (data, "", "")
     log = read_movielens(Path(name))
     user, item = first_users(log.user, log.item, int(count)) if count else (log.user, log.item)
     often = np.bincount(user)[user] >= 3
     films = np.unique(item[often])  # as ``quality.log_of`` numbers them
-    titles, genres = (np.array(x)[films] for x in read_films(Path(name)))
-    words = torch.zeros(len(films), HASHES)
-    for row, title in zip(words, titles, strict=True):
-        for word in re.findall(r"[a-z0-9]+", title.lower()):
-            digest = zlib.crc32(word.encode())
-            row[digest % HASHES] += 1 if digest >> 31 else -1
-    kinds = sorted({kind for combined in genres for kind in combined.split("|")})
-    of_kinds = torch.tensor([[float(kind in x.split("|")) for kind in kinds] for x in genres])
-    years = [re.search(r"\((\d{4})\)\s*$", title) for title in titles]
-    decades = np.unique([int(x[1]) // 10 if x else 0 for x in years], return_inverse=True)[1]
-    combined = np.unique(genres, return_inverse=True)[1]
-
-    places = examples.train
-    items, num_items = examples.items, examples.num_items
-    pairs = torch.zeros(num_items, num_items, device=items.device)
-    pairs.index_put_(
-        (items[places - 1], items[places]), torch.ones_like(places, dtype=torch.float32), True
-    )
-    pairs += pairs.T.clone()
-    ends = pairs.sum(1)
-    chance = torch.outer(ends, ends) / ends.sum()
-    information = torch.where(pairs > 0, torch.log(pairs / chance), 0).clamp(min=0)
-    torch.manual_seed(0)
-    left, values, _ = torch.svd_lowrank(information, HASHES)
-    embeddings = {"title": words, "genres": of_kinds, "neighbours": left * values.sqrt()}
-    labels = {"genres combined": combined, "decade": decades}
+    titles, genres = ([x[film] for film in films] for x in read_films(Path(name)))
+    places, items = examples.train, examples.items
+    embeddings = {
+        "title": hashed_titles(titles),
+        "genres": genre_columns(genres),
+        "neighbours": neighbours(items[places - 1], items[places], examples.num_items),
+    }
     device = items.device
     return (
         {key: value.to(device) for key, value in embeddings.items()},
-        {key: torch.from_numpy(value).to(device) for key, value in labels.items()},
-        {key: int(value.max()) + 1 for key, value in labels.items()},
+        {key: value.to(device) for key, value in labels_of(titles, genres).items()},
     )
 
 
-def fuse(data: str, examples: quality.Examples, width: int, num_bytes: int) -> Kept:
-    """Digits of what content says, by :class:`VQFusion`, of rows of length one in the mean."""
-    embeddings, labels, classes = content_of(data, examples)
-    torch.manual_seed(0)
-    fusion = VQFusion(
-        {name: x.shape[1] for name, x in embeddings.items()},
-        classes,
-        latent_dim=width,
-        num_digits=5 * num_bytes,
-        device=examples.items.device,
-    )
-    optimizer = torch.optim.Adam(fusion.parameters(), lr=1e-3)
-    for quantize in (False, True):
-        if quantize:
-            fusion.fit([embeddings])
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            fusion(embeddings, labels, quantize=quantize).loss.backward()
-            optimizer.step()
+def keep_content(data: str, examples: quality.Examples, width: int, num_bytes: int) -> Kept:
+    """Digits of what content says, by ``VQFusion``, of rows of length one in the mean."""
+    embeddings, labels = content_of(data, examples)
+    fusion = fuse(embeddings, labels, width=width, num_bytes=num_bytes, steps=STEPS)
     packed = fusion.pca.ids.pack(fusion.encode(embeddings))
     rows = fusion.pca(packed).detach()
     factor = 1 / rows.norm(dim=1).mean()
@@ -224,7 +187,7 @@ def fuse(data: str, examples: quality.Examples, width: int, num_bytes: int) -> K
 
 
 def digits_of(kept: Kept) -> Digits:
-    """Of what :func:`fit_discrete_pca` or :func:`fuse` keeps, in three levels."""
+    """Of what :func:`fit_discrete_pca` or :func:`keep_content` keeps, in three levels."""
     mean, basis = kept.shared
     return Digits(SemanticIds(len(basis)).unpack(kept.stored[0]), mean, basis)
 
@@ -239,7 +202,7 @@ def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]
     for size in budgets:
         k_means = fit_k_means(rows, size)(rows)
         pca = fit_discrete_pca(rows, size, 3)(rows)
-        fsq, fused = fit_fsq(rows, size), fuse(data, examples, width, size)
+        fsq, fused = fit_fsq(rows, size), keep_content(data, examples, width, size)
         table = torch.randn(-(-num_items * size // (4 * width)), width, device=rows.device)
         places = torch.arange(num_items, device=rows.device) * 2654435761 % 2**32 % len(table)
         found += [

@@ -756,7 +756,7 @@ def script_with_own_torch(tmp_path: Path, torch_py: str, *command: str):
     )
 
 
-@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
+@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py", "fuse_content.py"])
 @pytest.mark.parametrize(("options", "code"), [("--help", 0), ("--nonsense", 2)])
 def test_options_are_parsed_before_the_slow_imports(tmp_path, script, options, code):
     process = script_with_own_torch(tmp_path, "raise ImportError('too early')", script, options)
