@@ -554,8 +554,11 @@ def append(csv: Path | None, figures: dict[str, Any], device: str) -> dict[str, 
     """``figures`` and what they were taken with, which go to the end of a file, if one is named."""
     line = figures | stamp(device)
     if csv is not None:
+        row, begins = pd.DataFrame([line]), not csv.exists()
         csv.parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame([line]).to_csv(csv, mode="a", header=not csv.exists(), index=False)
+        if not begins:  # perhaps by an older version, with other columns
+            row = row.reindex(columns=pd.read_csv(csv, nrows=0).columns)
+        row.to_csv(csv, mode="a", header=begins, index=False)
     return line
 
 
