@@ -20,7 +20,8 @@ class Progress:
         speeds: samples per second of all ranks together, every few steps.
         auc: area under the ROC curve on the test examples, after the last epoch.
         ne: normalised entropy there: log loss over the log loss of predicting the share of ones.
-        test_speed: samples per second of all ranks together, without learning, but for the first.
+        test_speed: samples per second of all ranks together in the test, without its first batch; 0
+            where it has no other.
         way: by what events are selected; "all" for no selection.
         budget: the part of a history that is left.
     """
@@ -64,7 +65,7 @@ def print_table(runs: list[Progress]) -> None:
             f"{run.auc:.4f}",
             f"{run.ne:.4f}",
             f"{run.samples_per_second:,.0f}",
-            f"{run.test_speed:,.0f}",
+            f"{run.test_speed:,.0f}" if run.test_speed else "–",
             style="bold" if run.auc == best else None,
         )
     Console().print(table)
