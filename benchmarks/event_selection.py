@@ -26,6 +26,8 @@ log has.
     auc         of all the test's examples
     training    examples a second, of whole steps
     inference   examples a second, without gradients
+
+Finished trainings are written to --csv at once; those that are in it are not run again.
 """
 
 from __future__ import annotations
@@ -51,14 +53,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import quality
-from events import DataError
+from events import LONGEST_DWELL, DataError
 from options import writable_file
+from selecting import ByRelevance, selection_of
 
 from torchrec_jagged_attn import (
     EventBoosting,
-    EventSelection,
     Relevance,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -67,9 +70,12 @@ from torchrec_jagged_attn import (
 
 WAYS = ("relevance", "newest", "random")
 HISTORY = ["history", "surface", "dwell"]
+KEY = ["data", "users", "events", "noise", "max_history", "width", "epochs", "batch_size", "lr",
+       "way", "budget", "seed"]  # fmt: skip
+"""What tells a training from others."""
+FIGURES = ["ne", "auc", "training, samples/s", "inference, samples/s"]
 LIKED = 4
 """Stars of a rating that converted."""
-LONGEST_DWELL = 3600
 
 
 @dataclass(frozen=True)
@@ -225,32 +231,14 @@ class Examples:
         ).to(self.device)
 
 
-class ShareOfHistory(nn.Module):
-    """The budget of each user: a part of the history, at least one event of it."""
-
-    def __init__(self, budget: float) -> None:
-        super().__init__()
-        self.budget = budget
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return (features["history"].lengths() * self.budget).ceil().long()
-
-
-def selection_of(way: str, budget: float, relevance: Relevance) -> nn.Module:
+def reduced(way: str, budget: float, relevance: Relevance) -> nn.Module:
     """What makes of features what a model sees of them."""
-
-    def by_relevance(features: KeyedJaggedTensor) -> Tensor:
-        return relevance(features["dwell"].values(), features["surface"].values())
-
-    def at_random(features: KeyedJaggedTensor) -> Tensor:
-        return torch.rand(features["history"].values().numel(), device=features.device())
-
+    by_relevance = ByRelevance(relevance, "dwell", "surface")
     if way == "all":
         return nn.Identity()
     if way == "boosted":
         return EventBoosting(HISTORY, lambda features: boost_weights(by_relevance(features)))
-    scores = {"relevance": by_relevance, "newest": None, "random": at_random}[way]
-    return EventSelection(HISTORY, ShareOfHistory(budget), scores=scores)
+    return selection_of(way, budget, HISTORY, by_relevance)
 
 
 class Ranker(nn.Module):
@@ -336,48 +324,63 @@ def examples_per_second(
     return count / spent
 
 
-def compare(examples: Examples, args: argparse.Namespace, device: str) -> Iterator[dict]:
-    """A line of the table for each way, budget and seed."""
+def compare(log: EventLog, args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
+    """A line of the table for each seed, way and budget."""
+    examples = Examples(log, args.max_history, device, seed=0)
     relevance = examples.relevance()
     runs = [("all", 1.0), ("boosted", 1.0)] if 1.0 in args.budgets else []
     runs += [(way, budget) for budget in args.budgets if budget < 1 for way in args.ways]
+    of_log = [
+        "made-up" if args.data is None else args.data.name,
+        int(log.user[-1]) + 1,
+        len(log.user),
+        args.noise if args.data is None else 0.0,
+    ]
+    settings = [args.max_history, args.width, args.epochs, args.batch_size, args.lr]
+    done = quality.finished(args.csv, [*KEY, *FIGURES])
+    done = {tuple(line[name] for name in KEY): line for line in done}
     for seed in range(args.seeds):
         for way, budget in runs:
-            torch.manual_seed(seed)
-            examples.generator.manual_seed(seed + 2)
-            selection = selection_of(way, budget, relevance)
-            model = Ranker(examples.num_items, args.width, selection, device)
-            learn = learner(model, args.lr)
-            for _ in range(args.epochs):
-                for batch in examples.batches(examples.train, args.batch_size, shuffled=True):
-                    learn(*batch)
-            ne, auc = evaluate(model, examples, args.batch_size)
-            timed = examples.batches(examples.train, args.batch_size, shuffled=True)
-            batches = [batch for batch, _ in zip(timed, range(4), strict=False)]
-            training = examples_per_second(learn, batches, args.seconds)
-            inference = examples_per_second(inferrer(model), batches, args.seconds)
-            yield {
-                "way": way,
-                "budget": budget,
-                "seed": seed,
-                "ne": ne,
-                "auc": auc,
-                "training": training,
-                "inference": inference,
-            }
+            key = (*of_log, *settings, way, budget, seed)
+            if key not in done:
+                figures = train(examples, reduced(way, budget, relevance), args, device, seed)
+                line = dict(zip(KEY, key, strict=True)) | dict(zip(FIGURES, figures, strict=True))
+                done[key] = quality.append(args.csv, line, device)
+            yield done[key]
+
+
+def train(
+    examples: Examples, selection: nn.Module, args: argparse.Namespace, device: str, seed: int
+) -> tuple[float, float, float, float]:
+    """NE, AUC and rates of a model that sees what ``selection`` leaves; NaN for no rates."""
+    torch.manual_seed(seed)
+    examples.generator.manual_seed(seed + 2)
+    model = Ranker(examples.num_items, args.width, selection, device)
+    learn = learner(model, args.lr)
+    for _ in range(args.epochs):
+        for batch in examples.batches(examples.train, args.batch_size, shuffled=True):
+            learn(*batch)
+    ne, auc = evaluate(model, examples, args.batch_size)
+    if args.seconds == 0:
+        return ne, auc, np.nan, np.nan
+    timed = examples.batches(examples.train, args.batch_size, shuffled=True)
+    batches = [batch for batch, _ in zip(timed, range(4), strict=False)]
+    training = examples_per_second(learn, batches, args.seconds)
+    return ne, auc, training, examples_per_second(inferrer(model), batches, args.seconds)
 
 
 def print_comparison(lines: pd.DataFrame, console: Console) -> None:
     """Means over seeds, ± their deviation of NE, and rates also in those of all events."""
     means = lines.groupby(["way", "budget"], sort=False).mean(numeric_only=True)
     spread = lines.groupby(["way", "budget"], sort=False)["ne"].std()
-    columns = ("way", "budget", "ne", "±", "auc", "training/s", "×", "inference/s", "×")
-    table = Table(*columns, box=None)
+    rates = [rate for rate in FIGURES[2:] if means[rate].notna().any()]
+    columns = [column for rate in rates for column in (f"{rate.partition(',')[0]}/s", "×")]
+    table = Table("way", "budget", "ne", "±", "auc", *columns, box=None)
     all_events = means.loc[("all", 1.0)] if ("all", 1.0) in means.index else None
     for name, line in means.iterrows():
-        cells = [str(name[0]), f"{name[1]:g}", f"{line['ne']:.4f}", f"{spread[name]:.4f}"]
-        cells.append(f"{line['auc']:.4f}")
-        for rate in ("training", "inference"):
+        error = "–" if np.isnan(spread[name]) else f"{spread[name]:.4f}"
+        cells = [str(name[0]), f"{name[1]:g}", f"{line['ne']:.4f}", error, f"{line['auc']:.4f}"]
+        for rate in rates:
             times = "–" if all_events is None else f"{line[rate] / all_events[rate]:.2f}"
             cells += [f"{line[rate]:,.0f}", times]
         table.add_row(*cells)
@@ -400,8 +403,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2, help="for which a rate is taken")
-    parser.add_argument("--csv", type=writable_file, help="write the figures there, too")
+    parser.add_argument(
+        "--seconds", type=float, default=2, help="for which a rate is taken; 0 for no rates"
+    )
+    parser.add_argument(
+        "--csv", type=writable_file, help="of all trainings; those in it are not run again"
+    )
     args = parser.parse_args(argv)
     for name in ("users", "events", "max_history", "width", "epochs", "seeds"):
         value = getattr(args, name)
@@ -411,6 +418,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--width must be a multiple of 4, got {args.width}")
     if args.batch_size < 2 or args.batch_size % 2:
         parser.error(f"--batch-size must be even, got {args.batch_size}")
+    if not args.seconds >= 0:
+        parser.error(f"--seconds must not be negative, got {args.seconds}")
     if not 0 <= args.noise <= 1:
         parser.error(f"--noise must be 0 to 1, got {args.noise}")
     for budget in args.budgets:
@@ -427,14 +436,11 @@ def main(argv: list[str] | None = None) -> int:
             log = make_up(users=args.users or 1000, events=args.events, noise=args.noise)
         else:
             log = read_movielens(args.data, args.users)
-        examples = Examples(log, args.max_history, device, seed=0)
+        lines = pd.DataFrame(list(compare(log, args, device)))
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    lines = pd.DataFrame(list(compare(examples, args, device)))
     print_comparison(lines, Console())
-    if args.csv is not None:
-        quality.write(args.csv, lines, device)
     return 0
 
 

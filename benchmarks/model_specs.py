@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from table_specs import Cell, Column, Table, one
 
 __all__ = [
+    "EVENTS",
     "GOALS",
     "HISTORIES",
+    "ITEMS",
     "LOGS",
     "MEANS",
     "MODEL_TABLES",
@@ -109,6 +111,31 @@ HISTORIES = {
     f"{log}-{n}": f"{words}, up to {n} events" for log, words in LOGS.items() for n in (50, 200)
 }
 """The same by the greatest length of a history."""
+ITEMS = {
+    "rows": "fp32",
+    "integers, 8 bits": "integers of 8 bits",
+    "integers, 4 bits": "of 4 bits",
+    "integers, 2 bits": "of 2 bits",
+    "k-means": "residual k-means",
+    "k-means + tables": "the same, tables trained",
+    "discrete PCA": "`DiscretePCA`, three levels",
+    "discrete PCA + basis": "the same, mean and basis trained",
+    "FSQ": "finite scalar quantization",
+    "hashed table": "a hashed table, trained",
+    "VQ fusion + basis": "`VQFusion`, mean and basis trained",
+}
+"""Ways of ``semantic_ids_ranking.py`` to keep items, in words."""
+ITEM_LOGS = {"ml-1m": "MovieLens-1M", "ml-1m@1000": "its first 1,000 users"}
+EVENTS = {
+    "all": "all",
+    "boosted": "all, boosted by relevance",
+    "relevance": "by relevance",
+    "newest": "the newest",
+    "random": "any",
+}
+"""What ``event_selection.py`` leaves of the events, in words."""
+EVENT_LOGS = {"made-up": "made up", "ml-1m": "MovieLens-1M"}
+BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
 
 
 def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, ...]:
@@ -136,6 +163,32 @@ def scores(*metrics: tuple[str, str, str]) -> tuple[Column, ...]:
         )
         for case, log in HISTORIES.items()
         for metric, form, unit in metrics
+    )
+
+
+def with_error(case: str, log: str, metric: str, unit: str) -> Column:
+    """A score of each row, and its standard error."""
+    cells = tuple(Cell("{}", "test", name, unit) for name in (metric, f"{metric}_se"))
+    return Column(f"{log}: {unit}", "{} ± {}", cells, case)
+
+
+def half_of_events(log: str, words: str) -> tuple[Goal, ...]:
+    """What is aimed at where half of the events is left, by relevance."""
+    half = "relevance-0.5"
+    return tuple(
+        Goal(
+            f"{words}, {what}: half by relevance over {EVENTS[peer.partition('-')[0]]}",
+            (log, Cell(half, "test", metric, unit)),
+            (log, Cell(peer, "test", metric, unit)),
+            "1",
+            at_most,
+        )
+        for what, peer, metric, unit, at_most in (
+            ("NE", "all-1", "ne", "NE", True),
+            ("NE of half", "newest-0.5", "ne", "NE", True),
+            ("training samples/s", "all-1", "training", "samples/s", False),
+            ("inference samples/s", "all-1", "inference", "samples/s", False),
+        )
     )
 
 
@@ -269,6 +322,54 @@ GOALS = {
         ),
     ),
 }
+GOALS |= {
+    "semantic_ids_goals": Goals(
+        ("semantic_ids",),
+        (
+            Goal(
+                "10,000 × 512 rows of 25 digits, width 128, forward: rows in bf16 over digits",
+                ("full-512", Cell("ours-rows", "forward")),
+                ("full-512", Cell("ours-codes", "forward")),
+                "2",
+            ),
+        ),
+    ),
+    "semantic_ids_ranking_goals": Goals(
+        ("semantic_ids_ranking",),
+        tuple(
+            Goal(
+                f"{words}, {size} bytes, footprint: k-means with tables over `DiscretePCA`",
+                *(
+                    (log, Cell(f"{way}-{size}", "test", "footprint", "KiB"))
+                    for way in ("k-means + tables", "discrete PCA + basis")
+                ),
+                "3",
+            )
+            for log, words in ITEM_LOGS.items()
+            for size in (8, 20)
+        ),
+    ),
+    "select_events_goals": Goals(
+        ("select_events",),
+        tuple(
+            Goal(
+                f"{op}, 4,096 log-normal of 200, {what}: PyTorch's padded top-k over ours",
+                (case, Cell("padded", mode)),
+                (case, Cell("ours", mode)),
+                "5",
+            )
+            for op, case in (
+                ("`select_events`", "events-200"),
+                ("`truncate_events`", "events-200-newest"),
+            )
+            for what, mode in (("forward", "forward"), ("forward and backward", "both"))
+        ),
+    ),
+    "event_selection_goals": Goals(
+        ("event_selection",),
+        tuple(goal for log, words in EVENT_LOGS.items() for goal in half_of_events(log, words)),
+    ),
+}
 MODEL_TABLES = {
     "end_to_end": Table(
         ("end_to_end",),
@@ -336,6 +437,56 @@ MODEL_TABLES = {
         "pooling",
         {label: name for name, label in POOLINGS.items()},
         scores(("hit_rate_10", "{} ± {}", "HR@10"), ("ne", "{} ± {}", "NE")),
+    ),
+    "semantic_ids_ranking": Table(
+        ("semantic_ids_ranking",),
+        "items | bytes a row",
+        {
+            f"{words} | {size or '–'}": f"{way}-{size}"
+            for size in (0, 8, 20)
+            for way, words in ITEMS.items()
+            if (size == 0) == (way == "rows" or way.startswith("integers"))
+        },
+        tuple(
+            column
+            for log, words in ITEM_LOGS.items()
+            for column in (
+                one(f"{words}: KiB", "{}", "test", "KiB", metric="footprint", case=log),
+                with_error(log, words, "auc", "AUC"),
+                with_error(log, words, "ne", "NE"),
+            )
+        ),
+    ),
+    "event_selection": Table(
+        ("event_selection",),
+        "events | budget",
+        {
+            f"{words} | {part}": f"{way}-{budget}"
+            for budget, part in BUDGETS.items()
+            for way, words in EVENTS.items()
+            if (budget == "1") == (way in ("all", "boosted"))
+        },
+        tuple(
+            column
+            for log, words in EVENT_LOGS.items()
+            for column in (
+                with_error(log, words, "ne", "NE"),
+                one(f"{words}: AUC", "{}", "test", "AUC", metric="auc", case=log),
+                *(
+                    Column(
+                        f"{words}: {rate}, samples/s",
+                        "{} ({} ×)",
+                        (
+                            Cell("{}", "test", rate, "samples/s"),
+                            Cell("{}", "test", rate, "× ours"),
+                        ),
+                        log,
+                    )
+                    for rate in ("training", "inference")
+                ),
+            )
+        ),
+        ours="all-1",
     ),
     "pooling": Table(
         ("train_dlrm",),

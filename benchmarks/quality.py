@@ -488,12 +488,8 @@ class Runs:
         self.csv, self.jobs, self.device = args.csv, args.jobs, device
         self.pool: concurrent.futures.Executor | None = None
         self.done: dict[Run, dict[str, Any]] = {}
-        if args.csv is not None and args.csv.exists():
-            frame = pd.read_csv(args.csv, float_precision="round_trip")
-            if missing := {*KEY, "tune_auc", *Scores._fields} - {*frame.columns}:
-                raise DataError(f"--csv {args.csv} has no column {', '.join(sorted(missing))}")
-            for row in frame.to_dict("records"):
-                self.done[Run(**{name: row[name] for name in KEY})] = row
+        for row in finished(args.csv, [*KEY, "tune_auc", *Scores._fields]):
+            self.done[Run(**{name: row[name] for name in KEY})] = row
 
     def results(self, runs: Iterable[Run]) -> pd.DataFrame:
         """A row for each of ``runs``; those that are not done are trained."""
@@ -519,11 +515,7 @@ class Runs:
             self.pool.shutdown(cancel_futures=True)
 
     def _finish(self, run: Run, figures: dict[str, Any]) -> None:
-        self.done[run] = figures | stamp(self.device)
-        if self.csv is not None:
-            row = pd.DataFrame([self.done[run]])
-            self.csv.parent.mkdir(parents=True, exist_ok=True)
-            row.to_csv(self.csv, mode="a", header=not self.csv.exists(), index=False)
+        self.done[run] = append(self.csv, figures, self.device)
 
 
 def workers(jobs: int, device: str) -> concurrent.futures.Executor:
@@ -542,6 +534,32 @@ def stamp(device: str) -> dict[str, str]:
         "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
+    """The lines of a file that :func:`append` writes, if there is one.
+
+    Raises:
+        DataError: it lacks one of ``columns``.
+    """
+    if csv is None or not csv.exists():
+        return []
+    frame = pd.read_csv(csv, float_precision="round_trip")
+    if missing := {*columns} - {*frame.columns}:
+        raise DataError(f"--csv {csv} has no column {', '.join(sorted(missing))}")
+    return frame.to_dict("records")
+
+
+def append(csv: Path | None, figures: dict[str, Any], device: str) -> dict[str, Any]:
+    """``figures`` and what they were taken with, which go to the end of a file, if one is named."""
+    line = figures | stamp(device)
+    if csv is not None:
+        row, begins = pd.DataFrame([line]), not csv.exists()
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        if not begins:  # perhaps by an older version, with other columns
+            row = row.reindex(columns=pd.read_csv(csv, nrows=0).columns)
+        row.to_csv(csv, mode="a", header=begins, index=False)
+    return line
 
 
 def write(csv: Path, lines: Iterable[dict[str, Any]] | pd.DataFrame, device: str) -> None:

@@ -1,4 +1,4 @@
-"""What ``quality.py`` found, from its trainings: the best of each pooling, with standard errors."""
+"""What ``quality.py`` and scripts like it found, from their trainings, with standard errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["SCORES", "comparison", "figure_rows"]
+__all__ = ["SCORES", "comparison", "figure_rows", "ways_rows"]
 
 CASE = ["data", "max_history", "pooling"]
 TUNED = ["lr", "weight_decay", "half_life"]
+SETTINGS = [
+    *("users", "events", "noise", "max_history", "width", "epochs", "batch_size", "lr"),
+]
+"""Of trainings that compare ways, each with budgets: what must be the same for all of a log."""
 SCORES = {"auc": "AUC", "hit_rate_10": "HR@10", "ne": "NE"}
 
 
@@ -58,4 +62,39 @@ def figure_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
                 if row[metric] == row[metric]:
                     figure = {"metric": metric, "median": f"{row[metric]:.5g}", "unit": unit}
                     rows.append(labels | figure)
+    return rows
+
+
+def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
+    """Trainings with a ``way`` and a ``budget`` as rows like those of ``run.py``.
+
+    A case is the data, a provider a way and its budget, as ``newest-0.5``. Figures are means over
+    seeds; standard errors as in :func:`figure_rows`.
+
+    Args:
+        trainings: with a column for each figure, as ``training, samples/s``, or a score.
+
+    Raises:
+        ValueError: trainings of a log differ in another setting.
+    """
+    stamp = ["device", "torch", "torchrec", "torchrec_jagged_attn", "date"]
+    labels = {"data", "way", "budget", "seed", *SETTINGS, *stamp}
+    figures = [name for name in trainings.columns if name not in labels]
+    rows = []
+    for data, of_data in trainings.groupby("data", sort=False):
+        for name in of_data.columns.intersection(SETTINGS):
+            if (found := of_data[name].unique()).size > 1:
+                raise ValueError(f"{name} must be the same for all of {data}, got {found.tolist()}")
+        for (way, budget), part in of_data.groupby(["way", "budget"], sort=False):
+            measured = part[["device", "torch", "torchrec", "date"]].max().to_dict()
+            label = {
+                "suite": "ways", "case": data, "provider": f"{way}-{budget:g}", "mode": "test",
+                "gpu": measured.pop("device"), **measured,
+            }  # fmt: skip
+            for name in figures:
+                metric, _, unit = name.partition(", ")
+                for kind, value in (("", part[name].mean()), ("_se", part[name].sem())):
+                    if value == value:
+                        figure = {"metric": f"{metric}{kind}", "median": f"{value:.5g}"}
+                        rows.append(label | figure | {"unit": unit or SCORES.get(name, name)})
     return rows

@@ -24,7 +24,8 @@ begin with those rows:
 
 Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
 fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that
-is best by its tuning events.
+is best by its tuning events. Finished trainings are written to --csv at once; those that are in it
+are not run again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ import argparse
 import copy
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +52,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import quality
 from events import DataError
+from fuse_content import fuse, genre_columns, hashed_titles, labels_of, neighbours
 from movielens import read_films, read_movielens
 from options import writable_file
 from quality_logs import first_users
@@ -64,17 +65,24 @@ from semantic_ids import (
     learn,
 )
 
-from torchrec_jagged_attn import SemanticIds, VQFusion
+from torchrec_jagged_attn import SemanticIds
 
-HASHES = 64  # columns of titles' embeddings, and of neighbours'
 LEVELS = 15  # of FSQ
 STEPS = 300  # of each stage of an autoencoder
 
 
+KEY = ["data", "max_history", "width", "epochs", "way", "budget", "seed"]
+"""What tells a training from others."""
+
+
 class Way(NamedTuple):
-    """A way to keep items, and the module that makes rows of their ids."""
+    """A way to keep items in a budget of bytes a row, and the module that makes rows of ids.
+
+    The budget of those that have none is 0.
+    """
 
     name: str
+    budget: int
     kept: Kept
     items: nn.Module
 
@@ -91,7 +99,10 @@ class Rows(nn.Module):
 
 
 class Digits(nn.Module):
-    """Rows of digits: a mean and a basis, which are trained."""
+    """Rows of digits: a mean and a basis, which are trained.
+
+    All items' rows are made in each call: they are fewer than those of a batch.
+    """
 
     def __init__(self, digits: Tensor, mean: Tensor, basis: Tensor) -> None:
         super().__init__()
@@ -99,11 +110,11 @@ class Digits(nn.Module):
         self.mean, self.basis = (nn.Parameter(x.detach().clone()) for x in (mean, basis))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.mean + self.digits[ids] @ self.basis
+        return F.embedding(ids, torch.addmm(self.mean, self.digits, self.basis))
 
 
 class Tables(nn.Module):
-    """Sums of rows of tables, one for each byte, which are trained."""
+    """Sums of rows of tables, one for each byte, which are trained; made as those of digits."""
 
     def __init__(self, codes: Tensor, tables: list[Tensor]) -> None:
         super().__init__()
@@ -112,11 +123,11 @@ class Tables(nn.Module):
         self.tables = nn.Parameter(torch.cat(tables).clone())
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(self.places[ids], self.tables).sum(-2)
+        return F.embedding(ids, F.embedding(self.places, self.tables).sum(1))
 
 
 def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
-    """Latents of a linear autoencoder between ``-h`` and ``h``, rounded.
+    """Latents of a linear autoencoder, rounded to multiples of ``1 / h`` between -1 and 1.
 
     Source:
         Finite Scalar Quantization (ICLR '24, https://arxiv.org/abs/2309.15505).
@@ -128,82 +139,46 @@ def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
     for _ in range(4 * STEPS):
         latents = encoder(rows).tanh() * ids.largest_digit
-        made = decoder(latents + (latents.round() - latents).detach())
+        made = decoder((latents + (latents.round() - latents).detach()) / ids.largest_digit)
         optimizer.zero_grad()
         F.mse_loss(made, rows).backward()
         optimizer.step()
     with torch.no_grad():
         digits = (encoder(rows).tanh() * ids.largest_digit).round().to(torch.int8)
         shared = [x.detach() for x in decoder.parameters()]
-        return Kept([ids.pack(digits)], shared, decoder(digits.to(rows.dtype)))
+        made = decoder(digits.to(rows.dtype) / ids.largest_digit)
+        return Kept([ids.pack(digits)], shared, made)
 
 
 def content_of(
     data: str, examples: quality.Examples
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-    """Embeddings of films by what is said of them, their labels, and how many classes these have.
-
-    Neighbours are factors of the positive pointwise mutual information of films that a user rated
-    one after the other, of training events alone.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Embeddings of films by what is said of them, and their labels, as ``fuse_content.py`` has
+    them: neighbours are of training events alone.
     """
     name, _, count = data.rpartition("@") if re.search(r"@\d+$", data) else (data, "", "")
     log = read_movielens(Path(name))
     user, item = first_users(log.user, log.item, int(count)) if count else (log.user, log.item)
     often = np.bincount(user)[user] >= 3
     films = np.unique(item[often])  # as ``quality.log_of`` numbers them
-    titles, genres = (np.array(x)[films] for x in read_films(Path(name)))
-    words = torch.zeros(len(films), HASHES)
-    for row, title in zip(words, titles, strict=True):
-        for word in re.findall(r"[a-z0-9]+", title.lower()):
-            digest = zlib.crc32(word.encode())
-            row[digest % HASHES] += 1 if digest >> 31 else -1
-    kinds = sorted({kind for combined in genres for kind in combined.split("|")})
-    of_kinds = torch.tensor([[float(kind in x.split("|")) for kind in kinds] for x in genres])
-    years = [re.search(r"\((\d{4})\)\s*$", title) for title in titles]
-    decades = np.unique([int(x[1]) // 10 if x else 0 for x in years], return_inverse=True)[1]
-    combined = np.unique(genres, return_inverse=True)[1]
-
-    places = examples.train
-    items, num_items = examples.items, examples.num_items
-    pairs = torch.zeros(num_items, num_items, device=items.device)
-    pairs.index_put_(
-        (items[places - 1], items[places]), torch.ones_like(places, dtype=torch.float32), True
-    )
-    pairs += pairs.T.clone()
-    ends = pairs.sum(1)
-    chance = torch.outer(ends, ends) / ends.sum()
-    information = torch.where(pairs > 0, torch.log(pairs / chance), 0).clamp(min=0)
-    torch.manual_seed(0)
-    left, values, _ = torch.svd_lowrank(information, HASHES)
-    embeddings = {"title": words, "genres": of_kinds, "neighbours": left * values.sqrt()}
-    labels = {"genres combined": combined, "decade": decades}
+    titles, genres = ([x[film] for film in films] for x in read_films(Path(name)))
+    places, items = examples.train, examples.items
+    embeddings = {
+        "title": hashed_titles(titles),
+        "genres": genre_columns(genres),
+        "neighbours": neighbours(items[places - 1], items[places], examples.num_items),
+    }
     device = items.device
     return (
         {key: value.to(device) for key, value in embeddings.items()},
-        {key: torch.from_numpy(value).to(device) for key, value in labels.items()},
-        {key: int(value.max()) + 1 for key, value in labels.items()},
+        {key: value.to(device) for key, value in labels_of(titles, genres).items()},
     )
 
 
-def fuse(data: str, examples: quality.Examples, width: int, num_bytes: int) -> Kept:
-    """Digits of what content says, by :class:`VQFusion`, of rows of length one in the mean."""
-    embeddings, labels, classes = content_of(data, examples)
-    torch.manual_seed(0)
-    fusion = VQFusion(
-        {name: x.shape[1] for name, x in embeddings.items()},
-        classes,
-        latent_dim=width,
-        num_digits=5 * num_bytes,
-        device=examples.items.device,
-    )
-    optimizer = torch.optim.Adam(fusion.parameters(), lr=1e-3)
-    for quantize in (False, True):
-        if quantize:
-            fusion.fit([embeddings])
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            fusion(embeddings, labels, quantize=quantize).loss.backward()
-            optimizer.step()
+def keep_content(data: str, examples: quality.Examples, width: int, num_bytes: int) -> Kept:
+    """Digits of what content says, by ``VQFusion``, of rows of length one in the mean."""
+    embeddings, labels = content_of(data, examples)
+    fusion = fuse(embeddings, labels, width=width, num_bytes=num_bytes, steps=STEPS)
     packed = fusion.pca.ids.pack(fusion.encode(embeddings))
     rows = fusion.pca(packed).detach()
     factor = 1 / rows.norm(dim=1).mean()
@@ -212,69 +187,77 @@ def fuse(data: str, examples: quality.Examples, width: int, num_bytes: int) -> K
 
 
 def digits_of(kept: Kept) -> Digits:
-    """Of what :func:`fit_discrete_pca` or :func:`fuse` keeps, in three levels."""
+    """Of what :func:`fit_discrete_pca` or :func:`keep_content` keeps, in three levels."""
     mean, basis = kept.shared
     return Digits(SemanticIds(len(basis)).unpack(kept.stored[0]), mean, basis)
 
 
 def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]) -> list[Way]:
     """All of them."""
-    found = [Way("rows", Kept([rows], [], rows), Rows(rows))]
+    found = [Way("rows", 0, Kept([rows], [], rows), Rows(rows))]
     for bits in BITS:
         kept = keep_integers(rows, bits)
-        found.append(Way(f"integers, {bits} bits", kept, Rows(kept.rows)))
+        found.append(Way(f"integers, {bits} bits", 0, kept, Rows(kept.rows)))
     num_items, width = rows.shape
     for size in budgets:
         k_means = fit_k_means(rows, size)(rows)
         pca = fit_discrete_pca(rows, size, 3)(rows)
-        fsq, fused = fit_fsq(rows, size), fuse(data, examples, width, size)
+        fsq, fused = fit_fsq(rows, size), keep_content(data, examples, width, size)
         table = torch.randn(-(-num_items * size // (4 * width)), width, device=rows.device)
         places = torch.arange(num_items, device=rows.device) * 2654435761 % 2**32 % len(table)
         found += [
-            Way("k-means", k_means, Rows(k_means.rows)),
-            Way("k-means + tables", k_means, Tables(k_means.stored[0], k_means.shared)),
-            Way("discrete PCA", pca, Rows(pca.rows)),
-            Way("discrete PCA + basis", pca, digits_of(pca)),
-            Way("FSQ", fsq, Rows(fsq.rows)),
+            Way("k-means", size, k_means, Rows(k_means.rows)),
+            Way("k-means + tables", size, k_means, Tables(k_means.stored[0], k_means.shared)),
+            Way("discrete PCA", size, pca, Rows(pca.rows)),
+            Way("discrete PCA + basis", size, pca, digits_of(pca)),
+            Way("FSQ", size, fsq, Rows(fsq.rows)),
             Way(
                 "hashed table",
+                size,
                 Kept([], [table], table[places]),
                 Tables(places.unsqueeze(1), [table * width**-0.5]),
             ),
-            Way("VQ fusion + basis", fused, digits_of(fused)),
+            Way("VQ fusion + basis", size, fused, digits_of(fused)),
         ]
     return found
 
 
 def compare(args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
-    """A line for each way and seed."""
+    """A line for each seed and way; those that ``args.csv`` has are not trained again."""
     examples = quality.examples_of(args.data, args.max_history, device)
     rows = learn(args.data, args.width, args.epochs, device, all_items=True)
-    for way in ways(args.data, examples, rows, args.bytes):
-        stored = sum(x.nbytes for x in way.kept.stored)
-        shared = sum(x.nbytes for x in way.kept.shared)
-        for seed in range(args.seeds):
-            run = quality.Run(
-                args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,
-                epochs=args.epochs, width=args.width,
-            )  # fmt: skip
-            scores = quality.train(run, device, items=copy.deepcopy(way.items))
-            yield {
-                "way": way.name,
-                "bytes": stored / len(rows),
-                "shared, KiB": shared / 2**10,
-                "footprint, KiB": (stored + shared) / 2**10,
-                "auc": scores["auc"],
-                "ne": scores["ne"],
-                "seed": seed,
-            }
+    found = ways(args.data, examples, rows, args.bytes)
+    done = quality.finished(args.csv, [*KEY, "auc", "ne"])
+    done = {tuple(line[name] for name in KEY): line for line in done}
+    for seed in range(args.seeds):
+        run = quality.Run(
+            args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,
+            epochs=args.epochs, width=args.width,
+        )  # fmt: skip
+        of_run = [Path(args.data).name, args.max_history, args.width, args.epochs]
+        for way in found:
+            key = (*of_run, way.name, way.budget, seed)
+            if key not in done:
+                stored = sum(x.nbytes for x in way.kept.stored)
+                shared = sum(x.nbytes for x in way.kept.shared)
+                scores = quality.train(run, device, items=copy.deepcopy(way.items))
+                line = dict(zip(KEY, key, strict=True)) | {
+                    "bytes": stored / len(rows),
+                    "shared, KiB": shared / 2**10,
+                    "footprint, KiB": (stored + shared) / 2**10,
+                    "auc": scores["auc"],
+                    "ne": scores["ne"],
+                }
+                done[key] = quality.append(args.csv, line, device)
+            yield done[key]
 
 
 def print_comparison(lines: pd.DataFrame, console: Console) -> None:
-    """Means of all seeds, in the order of the ways."""
-    keys = [x for x in lines.columns if x not in ("auc", "ne", "seed")]
+    """Means of all seeds, in the order of the ways; the bytes of a row are its budget, if any."""
+    lines = lines.assign(bytes=lines["budget"].where(lines["budget"] > 0, lines["bytes"]))
+    keys = ["way", "bytes", "shared, KiB", "footprint, KiB"]
     means = lines.groupby(keys, sort=False)[["auc", "ne"]].mean().reset_index()
-    table = Table(*means.columns)
+    table = Table(*means.columns, box=None)
     for way, size, shared, footprint, auc, ne in means.itertuples(index=False):
         cells = f"{size:g}", f"{shared:.1f}", f"{footprint:.1f}", f"{auc:.4f}", f"{ne:.4f}"
         table.add_row(way, *cells)
@@ -291,7 +274,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=6, help="at most, of each training")
     parser.add_argument("--bytes", type=int, nargs="+", default=[8, 20], help="of a row of codes")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--csv", type=writable_file, help="write all figures there, too")
+    parser.add_argument(
+        "--csv", type=writable_file, help="of all trainings; those in it are not run again"
+    )
     args = parser.parse_args(argv)
     if args.width < 4 or args.width % 4:
         parser.error(f"--width must be a multiple of 4, got {args.width}")
@@ -313,9 +298,6 @@ def main(argv: list[str] | None = None) -> int:
         for line in compare(args, device):
             lines.append(line)
             print(f"{line['way']}: AUC {line['auc']:.4f}", file=sys.stderr)
-            if args.csv is not None:
-                of_data = pd.DataFrame(lines).assign(data=args.data)
-                quality.write(args.csv, of_data, device)
     except DataError as error:
         print(error, file=sys.stderr)
         return 1

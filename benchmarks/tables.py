@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 from model_specs import GOALS, MODEL_TABLES, Goals
-from quality_results import figure_rows
+from quality_results import figure_rows, ways_rows
 from table_specs import OP_TABLES, Cell, Table
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,14 @@ GROUPS: dict[str, Callable[[str], bool]] = {
 }
 
 
-ABSOLUTE = {"memory": "MiB", "peak_memory": "MiB", "throughput": "samples/s"}
+ABSOLUTE = {
+    "memory": "MiB",
+    "peak_memory": "MiB",
+    "footprint": "KiB",
+    "throughput": "samples/s",
+    "training": "samples/s",
+    "inference": "samples/s",
+}
 """Units of what ratios are computed from, where it is not a time."""
 
 
@@ -65,7 +72,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     """The rows of a file under ``results/``."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return rows if "case" in rows[0] else figure_rows(pd.read_csv(path))
+    if "case" in rows[0]:
+        return rows
+    return (ways_rows if "way" in rows[0] else figure_rows)(pd.read_csv(path))
 
 
 class Figures:

@@ -17,6 +17,8 @@ from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 NUM_DENSE_FEATURES = 3
+LONGEST_DWELL = 3600
+"""Seconds beyond which a pause says no more of how long an item was looked at."""
 MAX_REDRAWS = 50
 """How often a negative that the user has taken is drawn again before it is given up."""
 
@@ -33,6 +35,9 @@ class InteractionLog:
         user, item, time: int64 `[M]`; ids from 0, time in seconds.
         category: int64 `[num_items]`, one id per item.
         user_features: name -> int64 `[num_users]`, one id per user.
+        dwell: int64 `[M]`, seconds that each item was looked at; without it, the time to the user's
+            next row, an hour at most, and nothing for the last.
+        converted: bool `[M]`, whether each came to something; without it, all did.
     """
 
     user: np.ndarray
@@ -40,10 +45,21 @@ class InteractionLog:
     time: np.ndarray
     category: np.ndarray
     user_features: dict[str, np.ndarray]
+    dwell: np.ndarray | None = None
+    converted: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         order = np.lexsort((self.time, self.user))
         self.user, self.item, self.time = self.user[order], self.item[order], self.time[order]
+        if self.dwell is None:
+            pause = np.diff(self.time, append=self.time[-1:]).clip(max=LONGEST_DWELL)
+            self.dwell = np.where(np.diff(self.user, append=-1) == 0, pause, 0)
+        else:
+            self.dwell = self.dwell[order]
+        if self.converted is None:
+            self.converted = np.ones(len(order), dtype=bool)
+        else:
+            self.converted = self.converted[order]
 
     @property
     def num_items(self) -> int:
@@ -68,7 +84,13 @@ class Events:
         test_fraction: share of the rows, the latest, to test on.
         max_history: history rows of an example at most.
         negatives: examples of label 0 for each of label 1.
+        conversions: whether examples are the rows that converted alone, and histories have dwell
+            times, too, for a model that selects events.
         seed: of every random draw.
+
+    Attributes:
+        rows_of_training: rows of the log in training time.
+        train_rows, test_rows: rows that are examples.
 
     Raises:
         DataError: nothing is left to train or to test on, or times are too far apart.
@@ -81,17 +103,20 @@ class Events:
         test_fraction: float = 0.1,
         max_history: int = 200,
         negatives: int = 1,
+        conversions: bool = False,
         seed: int = 0,
     ) -> None:
-        self.log = log
+        self.log, self.conversions = log, conversions
         self._negatives, self._seed = negatives, seed
 
         test_time = np.quantile(log.time, 1 - test_fraction, method="higher")
-        self.train_rows = np.flatnonzero(log.time < test_time)
-        self.test_rows = np.flatnonzero(log.time >= test_time)
+        is_test, is_example = log.time >= test_time, log.converted | (not conversions)
+        self.rows_of_training = np.flatnonzero(~is_test)
+        self.train_rows = np.flatnonzero(~is_test & is_example)
+        self.test_rows = np.flatnonzero(is_test & is_example)
         if not len(self.train_rows) or not len(self.test_rows):
             raise DataError(
-                f"{len(log.time)} events leave {len(self.train_rows)} to train and "
+                f"{is_example.sum()} events leave {len(self.train_rows)} to train and "
                 f"{len(self.test_rows)} to test on; give more, over a longer time"
             )
 
@@ -202,6 +227,7 @@ class Examples(Dataset):
         self._category = torch.from_numpy(log.category)
         self._log_item = torch.from_numpy(log.item)
         self._log_category = self._category[self._log_item]
+        self._log_dwell = torch.from_numpy(log.dwell) if events.conversions else None
         self._user_features = {
             name: torch.from_numpy(ids) for name, ids in log.user_features.items()
         }
@@ -227,6 +253,8 @@ class Examples(Dataset):
             "category_history": (self._log_category[history], lengths),
             **{name: (ids[user], one) for name, ids in self._user_features.items()},
         }
+        if self._log_dwell is not None:
+            features["dwell_history"] = self._log_dwell[history], lengths
         weights = None
         if self._half_life is not None:
             decay = 0.5 ** (1 / self._half_life)

@@ -13,6 +13,8 @@ import numpy as np
 from events import DataError, InteractionLog
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
+LIKED = 4
+"""Stars of a rating that has converted."""
 MAX_DIGITS = 18
 """Of an integer in 64 bits, whatever the digits."""
 COLUMNS = {
@@ -25,7 +27,8 @@ COLUMNS = {
 def read_movielens(directory: Path) -> InteractionLog:
     """All of `ratings.dat` (or `ratings.dat.gz`) as interactions, whatever their stars.
 
-    The category of a film is its combination of genres, such as `Action|Drama`.
+    The category of a film is its combination of genres, such as `Action|Drama`. A rating of four
+    stars or more has converted.
 
     Raises:
         DataError: a file is missing, or is not what GroupLens documents.
@@ -41,6 +44,7 @@ def read_movielens(directory: Path) -> InteractionLog:
             "age": users.codes("Age"),
             "occupation": users.codes("Occupation"),
         },
+        converted=ratings.integers("Rating") >= LIKED,
     )
 
 

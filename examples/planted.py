@@ -7,6 +7,10 @@ from events import InteractionLog
 
 SWITCH, DROP, STRAY = 0.15, 0.1, 0.05
 """Chances per event: turn to another interest; swap an interest for a new one; take anything."""
+CONVERTING, NOISE_CONVERTING = 0.4, 0.01
+"""Chances that an event of interest converts, and that noise does."""
+DWELL, NOISE_DWELL = 40, 4
+"""Seconds that they are looked at, in the median."""
 JOINING_DAYS = 60
 """Users begin on any of these days: training and test see histories of all lengths."""
 
@@ -18,6 +22,7 @@ def planted_log(
     num_kinds: int = 30,
     items_per_kind: int = 50,
     num_interests: int = 4,
+    noise: float = 0.0,
     seed: int = 0,
 ) -> InteractionLog:
     """Users with several interests, who follow one for a few events, then another, and drop some.
@@ -32,6 +37,8 @@ def planted_log(
         num_kinds: kinds of items, the categories of the log.
         items_per_kind: from popular to rare.
         num_interests: kinds that a user is after at one time.
+        noise: share of the events that are of any kind, looked at shortly, and hardly ever convert.
+            Without noise, all events convert.
         seed: of every random draw.
     """
     rng = np.random.default_rng(seed)
@@ -52,6 +59,14 @@ def planted_log(
         )
         pause[:, step] = rng.exponential(np.where(switching, 86400, 20))
 
+    dwell = converted = None
+    if noise > 0:
+        is_noise = rng.random(kind.shape) < noise
+        kind = np.where(is_noise, rng.integers(num_kinds, size=kind.shape), kind)
+        typical = np.where(is_noise, NOISE_DWELL, DWELL)
+        dwell = (typical * rng.lognormal(sigma=0.8, size=kind.shape)).astype(np.int64)
+        chance = np.where(is_noise, NOISE_CONVERTING, CONVERTING)
+        converted = rng.random(kind.shape) < chance
     popularity = np.cumsum(1 / np.arange(1, items_per_kind + 1))
     rank = np.searchsorted(popularity, rng.random(kind.shape) * popularity[-1])
     item = kind * items_per_kind + rank
@@ -68,4 +83,6 @@ def planted_log(
             "cohort": rng.integers(8, size=num_users),
             "device": rng.integers(3, size=num_users),
         },
+        dwell=None if dwell is None else dwell.ravel()[first],
+        converted=None if converted is None else converted.ravel()[first],
     )

@@ -13,13 +13,17 @@ class Progress:
     """What a training has done so far.
 
     Args:
-        pooling: how its model pools the history.
+        pooling: how its model pools the history, and what it sees of it, if not all.
         epoch: epochs done.
         batch: batches done of the epoch after those.
         losses: training loss of each step, mean of the ranks.
         speeds: samples per second of all ranks together, every few steps.
         auc: area under the ROC curve on the test examples, after the last epoch.
         ne: normalised entropy there: log loss over the log loss of predicting the share of ones.
+        test_speed: samples per second of all ranks together in the test, without its first batch; 0
+            where it has no other.
+        way: by what events are selected; "all" for no selection.
+        budget: the part of a history that is left.
     """
 
     pooling: str
@@ -29,6 +33,9 @@ class Progress:
     speeds: list[float] = field(default_factory=list)
     auc: float = 0.0
     ne: float = 0.0
+    test_speed: float = 0.0
+    way: str = "all"
+    budget: float = 1.0
 
     @property
     def samples_per_second(self) -> float:
@@ -49,7 +56,7 @@ def print_table(runs: list[Progress]) -> None:
     from rich.table import Table
 
     table = Table("pooling", title=f"Test set after {runs[0].epoch} epochs")
-    for heading in ("AUC", "normalised entropy", "samples/s"):
+    for heading in ("AUC", "normalised entropy", "samples/s", "test samples/s"):
         table.add_column(heading, justify="right")
     best = max(run.auc for run in runs)
     for run in runs:
@@ -58,6 +65,7 @@ def print_table(runs: list[Progress]) -> None:
             f"{run.auc:.4f}",
             f"{run.ne:.4f}",
             f"{run.samples_per_second:,.0f}",
+            f"{run.test_speed:,.0f}" if run.test_speed else "–",
             style="bold" if run.auc == best else None,
         )
     Console().print(table)
@@ -76,6 +84,27 @@ def plot(runs: list[Progress], path: Path) -> None:
     speed.bar_label(bars, fmt="{:,.0f}")
     speed.set(title="training samples/s")
     speed.margins(y=0.1)
+    figure.savefig(path, dpi=150)
+
+
+def plot_selections(runs: list[Progress], path: Path) -> None:
+    """Normalised entropy over throughput, in training and in the test, with a line for each way."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    speeds = ("training", "samples_per_second"), ("test", "test_speed")
+    lines = dict.fromkeys((run.pooling.partition(",")[0], run.way) for run in runs)
+    for axes, (name, speed) in zip(panels, speeds, strict=True):
+        for pooling, way in lines:
+            line = [r for r in runs if (r.pooling.partition(",")[0], r.way) == (pooling, way)]
+            points = [(getattr(run, speed), run.ne) for run in line]
+            axes.plot(*zip(*points, strict=True), ".-", label=f"{pooling}, {way}")
+            for run, point in zip(line, points, strict=True):
+                axes.annotate(f"{run.budget:g}", point)
+        axes.set(xlabel=f"{name} samples/s")
+    panels[0].set(ylabel="normalised entropy")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=150)
 
 

@@ -4,7 +4,8 @@
 padded, too. ``sorted`` sorts the scores of all users at once, as one 64-bit key with the user's
 number. Both have what follows from lengths alone beforehand; all know how many events are kept, so
 that nothing waits for the device. Where the newest are kept, as by ``truncate_events``, the number
-of a row is its score for both.
+of a row is its score for both. These need no scores: ``padded-newest`` finds their places in the
+padded output from the offsets.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid, Suite
+from suites import Cost, Inputs, Relaid, Suite, UnavailableError
 from torchrec_jagged_attn import JaggedLayout, select_rows, take_rows
 from torchrec_jagged_attn.testing import Case, jagged_lengths, offsets_of
 
@@ -107,7 +108,6 @@ def padded(x: Scored) -> Relaid:
     at = layout.sample_ids() * length + torch.arange(len(history), device=x.offsets.device)
     at -= x.offsets[layout.sample_ids()]
     keep, scores = min(x.case.keep, length), own_scores(x)
-    is_kept = torch.arange(keep, device=at.device) < x.offsets.diff().unsqueeze(1)
 
     def call() -> Tensor:
         of_users = scores.new_full((x.case.batch_size * length,), -torch.inf)
@@ -116,6 +116,27 @@ def padded(x: Scored) -> Relaid:
         places = places.masked_fill(values == -torch.inf, length).sort(1).values
         rows = (places.clamp(max=length - 1) + begins).clamp(max=len(history) - 1)
         return history[rows]
+
+    return of_padded(x, call, keep)
+
+
+def padded_newest(x: Scored) -> Relaid:
+    """The newest rows by their numbers; rows ``[B, K, D]``."""
+    if x.scores is not None:
+        raise UnavailableError("it keeps the newest alone")
+    history, keep = x.leaves["history"], min(x.case.keep, x.max_length)
+
+    def call() -> Tensor:
+        begins = torch.maximum(x.offsets[1:] - keep, x.offsets[:-1]).unsqueeze(1)
+        rows = begins + torch.arange(keep, device=begins.device)
+        return history[rows.clamp(max=len(history) - 1)]
+
+    return of_padded(x, call, keep)
+
+
+def of_padded(x: Scored, call: Callable[[], Tensor], keep: int) -> Relaid:
+    """A call whose output is ``[B, keep, D]``, a user's rows at the begin."""
+    is_kept = torch.arange(keep, device=x.offsets.device) < x.offsets.diff().unsqueeze(1)
 
     def lay(name: str, tensor: Tensor) -> Tensor:
         if name != "out":
@@ -166,5 +187,10 @@ SUITE = Suite(
     oracle=oracle,
     plain=oracle,
     cost=cost,
-    providers={"ours": ours, "padded": padded, "sorted": sorted_together},
+    providers={
+        "ours": ours,
+        "padded": padded,
+        "padded-newest": padded_newest,
+        "sorted": sorted_together,
+    },
 )

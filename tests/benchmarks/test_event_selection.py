@@ -30,7 +30,32 @@ def test_planted_relevance_is_worth_more_than_the_newest(tmp_path, capsys):
         assert ne["relevance", 0.25] < ne[other]
     assert ne["boosted", 1] < ne["all", 1]
     assert lines["auc"].between(0, 1).all()
-    assert (lines[["training", "inference"]] > 0).all(axis=None)
+    assert (lines[event_selection.FIGURES[2:]] > 0).all(axis=None)
+
+
+def test_what_is_finished_is_not_trained_again(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "figures.csv"
+    arguments = ["--users", "20", "--events", "40", "--epochs", "1", "--budgets", "0.5"]
+    arguments += ["--ways", "newest", "--seconds", "0", "--width", "8", "--csv", str(path)]
+    assert event_selection.main([*arguments, "--seeds", "1"]) == 0
+    first = path.read_text()
+    seeds = []
+    original = event_selection.train
+
+    def train(examples, selection, args, device, seed):
+        seeds.append(seed)
+        return original(examples, selection, args, device, seed)
+
+    monkeypatch.setattr(event_selection, "train", train)
+    assert event_selection.main([*arguments, "--seeds", "2"]) == 0
+    assert seeds == [1]
+    assert path.read_text().startswith(first)
+    lines = pd.read_csv(path)
+    assert lines["seed"].tolist() == [0, 1]
+    assert lines[event_selection.FIGURES[2:]].isna().all(axis=None)
+    assert lines["data"].tolist() == ["made-up"] * 2
+    assert lines["users"].tolist() == [20] * 2
+    assert "nan" not in capsys.readouterr().out
 
 
 def make_examples(max_history=5, **options):
@@ -74,7 +99,7 @@ def test_histories_are_the_newest_events_before():
 def test_budgets_are_parts_of_histories(way):
     _, examples = make_examples()
     (features, _), *_ = examples.batches(examples.train, 40, shuffled=False)
-    selection = event_selection.selection_of(way, 0.5, examples.relevance())
+    selection = event_selection.reduced(way, 0.5, examples.relevance())
     kept = selection(features)
     lengths = features["history"].lengths()
     assert torch.equal(kept["history"].lengths(), (lengths + 1) // 2)
@@ -137,6 +162,7 @@ def test_events_must_convert():
         (["--csv", "."], "--csv: must be a file, got the folder '.'"),
         (["--width", "6"], "--width must be a multiple of 4, got 6"),
         (["--batch-size", "3"], "--batch-size must be even, got 3"),
+        (["--seconds", "-1"], "--seconds must not be negative, got -1"),
         (["--noise", "2"], "--noise must be 0 to 1, got 2"),
         (["--budgets", "1", "0"], "--budgets must be over 0 and at most 1, got 0"),
     ],

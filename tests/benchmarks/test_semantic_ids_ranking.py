@@ -8,7 +8,7 @@ pytest.importorskip("rich")
 
 import quality
 import semantic_ids_ranking as ranking
-from semantic_ids import fit_discrete_pca, fit_k_means, make_up
+from semantic_ids import Kept, fit_discrete_pca, fit_k_means, make_up
 
 WAYS = [
     "rows",
@@ -57,6 +57,29 @@ def test_table(folder, monkeypatch, capsys):
     assert lines.loc["FSQ", "shared, KiB"] == (4 + 1) * 8 * 4 / 1024
 
 
+def test_what_is_finished_is_not_trained_again(folder, monkeypatch):
+    monkeypatch.setattr(quality, "NEGATIVES", 4)
+    monkeypatch.setattr(ranking, "STEPS", 3)
+    monkeypatch.setattr(ranking, "ways", lambda *args: found)
+    rows = make_up(15, 8)
+    found = [ranking.Way("rows", 0, Kept([rows], [], rows), ranking.Rows(rows))]
+    path = folder / "figures.csv"
+    options = ["--data", str(folder), "--width", "8", "--epochs", "1", "--csv", str(path)]
+    assert ranking.main(options) == 0
+    first = path.read_text()
+    assert ranking.main([*options, "--seeds", "2"]) == 0
+    assert path.read_text().startswith(first)
+    assert pd.read_csv(path)["seed"].tolist() == [0, 1]
+    assert pd.read_csv(path)["data"].tolist() == [folder.name] * 2
+
+
+def test_a_file_of_something_else_is_named(folder, capsys):
+    (folder / "figures.csv").write_text("way,auc\nrows,0.5\n")
+    options = ["--data", str(folder), "--width", "8", "--csv", str(folder / "figures.csv")]
+    assert ranking.main([*options, "--epochs", "1", "--bytes", "1"]) == 1
+    assert "has no column budget, data, epochs" in capsys.readouterr().err
+
+
 def test_what_is_trained_begins_with_what_is_kept():
     rows = make_up(600, 8)
     pca = fit_discrete_pca(rows, 3, 3)(rows)
@@ -82,13 +105,13 @@ def test_more_bytes_lose_less(monkeypatch):
 def test_content(folder):
     data = f"{folder}@12"
     examples = quality.Examples(quality.read(data), 50, torch.device("cpu"))
-    embeddings, labels, classes = ranking.content_of(data, examples)
+    embeddings, labels = ranking.content_of(data, examples)
     assert {name: len(x) for name, x in embeddings.items()} == dict.fromkeys(
         ("title", "genres", "neighbours"), 15
     )
     assert embeddings["genres"].sum(1).tolist() == [1.0] * 15
     assert embeddings["genres"].argmax(1).tolist() == [(film + 1) % 2 for film in range(15)]
-    assert classes == {"genres combined": 2, "decade": 2}
+    assert labels["genres combined"].tolist() == [(film + 1) % 2 for film in range(15)]
     assert labels["decade"].tolist() == [0] * 10 + [1] * 5
     # Films are rated two apart: those are alike that have a neighbour in common, four apart.
     neighbours = torch.nn.functional.normalize(embeddings["neighbours"])

@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 
 pytest.importorskip("torchrec")
 
+import event_selection
 import model_specs
 import pandas as pd
 import quality_results
@@ -311,6 +312,35 @@ def test_trainings_of_other_sizes_are_not_compared(results):
     frame.loc[0, "width"] = 64
     with pytest.raises(ValueError, match=r"width must be the same.*got \[64, 32\]"):
         quality_results.comparison(frame)
+
+
+def test_ways_and_their_budgets(results):
+    rows = cells_of(tables.figures_table(TABLES["event_selection"], results))
+    heads = ("NE", "AUC", "training, samples/s")
+    assert rows["events"] == ["budget", *(f"made up: {head}" for head in heads)]
+    assert rows["all"] == ["1", "0.6 ± 0", "0.9", "100 (1 ×)"]
+    assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
+    rows = cells_of(tables.figures_table(TABLES["semantic_ids_ranking"], results))
+    assert rows["the same, tables trained"] == ["8", "541", "0.8505 ± 0.0005", "0.8 ± 0"]
+    goals = cells_of(tables.goals_table(tables.GOALS["event_selection_goals"], results))
+    made_up = "made up, {}: half by relevance over {}"
+    assert goals[made_up.format("NE", "all")] == ["at most 1", "0.833", "yes"]
+    assert goals[made_up.format("NE of half", "the newest")] == ["at most 1", "0.714", "yes"]
+    assert goals[made_up.format("training samples/s", "all")] == ["at least 1", "2", "yes"]
+    assert goals[made_up.format("inference samples/s", "all")][1:] == ["–", "not measured"]
+    goals = cells_of(tables.goals_table(tables.GOALS["semantic_ids_ranking_goals"], results))
+    assert [row[1:] for row in goals.values()][1] == ["13.9", "yes"]
+
+
+def test_words_for_all_ways():
+    assert {*model_specs.EVENTS} == {"all", "boosted", *event_selection.WAYS}
+
+
+def test_ways_with_other_settings_are_not_compared(results):
+    frame = pd.read_csv(results / "event_selection.csv")
+    frame.loc[0, "noise"] = 0.5
+    with pytest.raises(ValueError, match=r"noise must be the same for all of made-up, got \[0\.5"):
+        quality_results.ways_rows(frame)
 
 
 def test_a_part_of_the_figures_makes_a_part_of_the_table(results):

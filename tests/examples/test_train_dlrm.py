@@ -63,6 +63,8 @@ def test_movielens_is_read_in_order_of_user_and_time(tmp_path):
     assert log.item.tolist() == [0, 2, 1, 0, 1]  # rows of movies.dat
     assert log.time.tolist() == [50, 100, 100, 300, 400]
     assert log.category.tolist() == [1, 0, 0]
+    assert log.converted.tolist() == [True, True, False, False, False]
+    assert log.dwell.tolist() == [50, 0, 0, 100, 0]  # to the user's next rating
     assert {name: ids.tolist() for name, ids in log.user_features.items()} == {
         "gender": [0, 1],
         "age": [1, 0],
@@ -686,6 +688,12 @@ def test_a_folder_without_checkpoints_of_the_poolings_is_free(tmp_path, monkeypa
 
 INTEGER, NUMBER = "must be an integer from", "must be a number from"
 BAD_OPTIONS = {
+    "--noise 2": f"argument --noise: {NUMBER} 0 to 1, got '2'",
+    "--noise 0.5 --data x": "--noise is for made-up data, got --data, too",
+    "--select oldest": "argument --select: invalid choice: 'oldest' (choose from",
+    "--select newest newest": "--select must name nothing twice, got newest newest",
+    "--select newest --pooling recency": "--select cannot go with --pooling recency, ",
+    "--budget 0": f"argument --budget: {NUMBER} 0.001 to 1, got '0'",
     "--users 0": f"argument --users: {INTEGER} 1 to 1000000, got '0'",
     "--users 1e30": f"argument --users: {INTEGER} 1 to 1000000, got '1e30'",
     f"--max-history {10**30}": f"argument --max-history: {INTEGER} 1 to 1000000, got '1000",
@@ -748,7 +756,7 @@ def script_with_own_torch(tmp_path: Path, torch_py: str, *command: str):
     )
 
 
-@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
+@pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py", "fuse_content.py"])
 @pytest.mark.parametrize(("options", "code"), [("--help", 0), ("--nonsense", 2)])
 def test_options_are_parsed_before_the_slow_imports(tmp_path, script, options, code):
     process = script_with_own_torch(tmp_path, "raise ImportError('too early')", script, options)
