@@ -147,7 +147,7 @@ def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, .
     """
     cells = tuple(Cell("{}", "step", metric, unit) for metric, unit in figures)
     return tuple(
-        Column(f"{mean:,} events, {{batch}} samples", form, cells, f"mean-{mean}{of}")
+        Column(f"{mean:,} events, {{batch}} samples{{gpu}}", form, cells, f"mean-{mean}{of}")
         for mean in MEANS
     )
 

@@ -37,8 +37,9 @@ def comparison(trainings: pd.DataFrame) -> pd.DataFrame:
         best = first.loc[first["tune_auc"].idxmax(), TUNED]
         chosen = of_case[(of_case[TUNED] == best).all(axis=1)]
         row = dict(zip(CASE, case, strict=True)) | best.to_dict()
-        for name in (*SCORES, "seconds"):
+        for name in SCORES:
             row[name], row[f"{name}_se"] = chosen[name].mean(), chosen[name].sem()
+        row["samples_per_s"] = chosen.get("samples_per_s", pd.Series(dtype=float)).median()
         rows.append(row)
     return pd.DataFrame(rows)
 

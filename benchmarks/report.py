@@ -7,6 +7,7 @@ A plot is one SVG for light and dark pages: its ink follows the reader's colour 
 digest of what it was drawn from, so that ``--check`` asks for the same figures, not for the same
 matplotlib. A document marks its place by two comments, ``<!-- plot: NAME -->`` and ``<!-- end of
 plot -->``. While a file of its figures is not there, it is not drawn, and its place stays empty.
+The roofline has the kernels whose files are there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ sys.path.append(str(Path(__file__).parent))
 import model_specs
 from model_specs import HISTORIES, LOGS, MEANS, POOLINGS, SEARCH, STEP_PROVIDERS
 from table_specs import OPS, Cell
-from tables import DOCUMENTS, RESULTS, ROOT, Figures, are_there, files_of, refill, say
+from tables import DOCUMENTS, RESULTS, ROOT, Figures, files_of, refill, say
 
 matplotlib.use("Agg")
 
@@ -98,35 +99,58 @@ def table1(figures: Figures, figure: Figure) -> None:
     ax.set_ylabel("padded time / jagged time, forward")
 
 
+TARGETS = "target attention, "
+ROOFLINE = {
+    **{
+        f"{TARGETS}{label}": ("target_attention_kernel", case, "ours-kernel")
+        for case, label in {
+            "rank-200": "200 rows",
+            "rank-1k": "1,024 rows",
+            "rank-2k": "2,048 rows",
+            "rank-2k-8-targets": "2,048 rows, 8 targets",
+            "rank-8k-16-targets": "8,192 rows, 16 targets",
+            "rank-200-fp32": "200 rows, fp32",
+            "rank-1k-fp32": "1,024 rows, fp32",
+        }.items()
+    },
+    f"{TARGETS}SiLU": ("target_attention_silu", "rank-1k", "ours-silu"),
+    f"{TARGETS}sigmoid": ("target_attention_sigmoid", "rank-1k", "ours-sigmoid"),
+    f"{TARGETS}rows by index": ("target_attention_rows", "rank-1k-x1", "ours-by-index"),
+    f"{TARGETS}4 places a row": ("target_attention_rows", "rank-1k-x4", "ours-by-index"),
+    f"{TARGETS}rows of int8": ("target_attention_narrow", "rank-1k", "ours-int8"),
+    f"{TARGETS}rows of e4m3": ("target_attention_narrow", "rank-1k", "ours-e4m3"),
+    f"{TARGETS}rows of digits": ("semantic_ids", "rank-1k", "ours-codes"),
+    f"{TARGETS}digits, 512 rows, one head": ("semantic_ids", "full-512", "ours-codes"),
+    "activation unit, 64 columns": ("activation_unit", "mean-200-64", "ours-unit"),
+    "activation unit, 128 columns": ("activation_unit", "mean-200-128", "ours-unit"),
+    **{
+        f"self-attention, {case.removeprefix('self-')} rows": ("self_attention", case, "ours")
+        for case in ("self-64", "self-256", "self-1k", "self-4k")
+    },
+    **{op: ("table1", f"{op}-large", "ours") for op in OPS},
+    "selection, 64 events by score": ("select_events", "events-200", "ours"),
+    "selection, 64 newest events": ("select_events", "events-200-newest", "ours"),
+}
+"""Kernels beside the roofline: suite, case and provider; of up to 1,024 rows if not said."""
+
+
 def roofline(figures: Figures, figure: Figure) -> None:
     """What part of the roofline kernels reach: the floor's time over theirs."""
-    ax = figure.subplots()
-    shapes = {
-        "rank-200": "200 rows",
-        "rank-1k": "1,024 rows",
-        "rank-2k": "2,048 rows",
-        "rank-2k-8-targets": "2,048 rows, 8 targets",
-        "rank-8k-16-targets": "8,192 rows, 16 targets",
-        "rank-200-fp32": "200 rows, fp32",
-        "rank-1k-fp32": "1,024 rows, fp32",
-    }
-    kernels = {
-        **{f"target attention, {label}": (case, "ours-kernel") for case, label in shapes.items()},
-        **{
-            f"self-attention, {case.removeprefix('self-')} rows": (case, "ours")
-            for case in ("self-64", "self-256", "self-1k", "self-4k")
-        },
-        **{op: (f"{op}-large", "ours") for op in OPS},
-    }
-    reached = {
-        title: [
-            _times(figures.find(case, Cell(provider, mode, unit="of floor")), 100)
-            for case, provider in kernels.values()
+    reached: dict[str, list[Any]] = {}
+    for label, (suite, case, provider) in ROOFLINE.items():
+        found = [
+            _times(figures.find(f"{suite}/{case}", Cell(provider, mode, unit="of floor")), 100)
+            for mode in MODES
         ]
-        for mode, title in MODES.items()
-    }
-    _bars(ax, list(kernels), reached, horizontal=True)
+        if found != [None, None]:
+            gpu = figures.gpu(f"{suite}/{case}")
+            reached[label + f",\n{gpu}" * bool(gpu)] = found
+    figure.set_figheight(1 + 0.36 * len(reached))
+    ax = figure.subplots()
+    modes = dict(zip(MODES.values(), map(list, zip(*reached.values(), strict=True)), strict=True))
+    _bars(ax, list(reached), modes, horizontal=True)
     ax.set(xlabel="% of the roofline, in CUDA graphs", xlim=(0, 100))
+    ax.margins(y=0.01)
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     ax.invert_yaxis()
 
@@ -229,6 +253,8 @@ def end_to_end_parts(figures: Figures, figure: Figure) -> None:
         ax.set_yticks(range(len(providers)), [STEP_PROVIDERS[name] for name in providers])
         mean, gpus = plain.fullmatch(case).groups()
         on = f"{gpus} GPUs" if gpus else "one GPU"
+        if figures.gpu(case):
+            on += f",\n{figures.gpu(case)}"
         title = f"{int(mean):,} events, {figures.batch(case)} samples a GPU, {on}"
         ax.set(title=title, xlabel="ms of a step")
     figure.axes[0].invert_yaxis()
@@ -310,6 +336,8 @@ class Plot(NamedTuple):
         size: in inches.
         title: of the file.
         ours: the provider that ratios are to.
+        by_suite: whether cases are named with their suite, and a file that is not there is left
+            out, not the plot.
     """
 
     draw: Callable[[Figures, Figure], None]
@@ -317,6 +345,14 @@ class Plot(NamedTuple):
     size: tuple[float, float]
     title: str
     ours: str = "ours"
+    by_suite: bool = False
+
+    @property
+    def files(self) -> list[Path]:
+        """Those that it is drawn from; none if it cannot be."""
+        files = files_of(self.results, RESULTS)
+        there = [path for path in files if path.exists()]
+        return there if self.by_suite or there == files else []
 
 
 PLOTS = (
@@ -334,10 +370,10 @@ PLOTS = (
     Plot(table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops"),
     Plot(
         roofline,
-        ("target_attention_kernel", "self_attention", "table1"),
+        tuple(dict.fromkeys(suite for suite, *_ in ROOFLINE.values())),
         (9, 7),
         "How near the roofline",
-        "ours-kernel",
+        by_suite=True,
     ),
 )
 
@@ -349,12 +385,12 @@ def name_of(plot: Plot) -> str:
 
 def figures_of(plot: Plot) -> Figures:
     """What a plot is drawn from."""
-    return Figures(files_of(plot.results, RESULTS), plot.ours)
+    return Figures(plot.files, plot.ours, by_suite=plot.by_suite)
 
 
 def digest(plot: Plot) -> str:
     """Of a plot's figures, of this file, which draws it, and of its words."""
-    files = (Path(__file__), Path(model_specs.__file__), *files_of(plot.results, RESULTS))
+    files = (Path(__file__), Path(model_specs.__file__), *plot.files)
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -391,7 +427,7 @@ def main(
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a plot is stale")
     check = parser.parse_args(argv).check
-    there = {name_of(plot): plot for plot in PLOTS if are_there(plot.results, RESULTS)}
+    there = {name_of(plot): plot for plot in PLOTS if plot.files}
     stale = []
     for name, plot in there.items():
         path = plots / f"{name}.svg"
@@ -420,6 +456,7 @@ def _by_mean(
     cases = [f"mean-{mean}" for mean in MEANS if f"mean-{mean}" in figures.cases]
     labels = [
         f"{int(case.removeprefix('mean-')):,} events,\n{figures.batch(case)} samples"
+        + f",\n{figures.gpu(case)}" * bool(figures.gpu(case))
         for case in cases
     ]
     found, reasons = {}, {}

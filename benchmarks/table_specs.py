@@ -31,8 +31,10 @@ class Column:
     """A column: its head, and how its cells look.
 
     Args:
-        head: with ``{batch}`` for the samples of a step of its case.
-        template: with a ``{}`` for each of ``cells``.
+        head: with ``{batch}`` for the samples of a step of its case, and ``{gpu}`` for what that
+            was measured on, where other cases were measured on something else.
+        template: with a ``{}`` for each of ``cells``. Of ``{} ms, {} ×``, a part that has no figure
+            is left out.
         case: the case of a row, with ``{}`` for what the row says.
     """
 
@@ -52,6 +54,7 @@ class Table:
         rows: from a label to the case, or to what the columns put into their case.
         ours: the provider that ratios are to.
         names: of providers, in words.
+        by_suite: whether cases are named with their suite, as ``table1/jagged_softmax-paper``.
     """
 
     results: tuple[str, ...]
@@ -60,6 +63,7 @@ class Table:
     columns: tuple[Column, ...]
     ours: str = "ours"
     names: dict[str, str] = field(default_factory=dict)
+    by_suite: bool = False
 
 
 PEERS = {
@@ -262,6 +266,82 @@ OP_TABLES = {
         f"{SHAPE} | dtype",
         shapes(RANKING),
         (one("with the bias by position, ms", "ours+recency"),),
+    ),
+    "target_attention_scores": Table(
+        ("target_attention_silu", "target_attention_sigmoid"),
+        f"{SHAPE} | dtype",
+        shapes(RANKING),
+        tuple(
+            Column(
+                f"{score}, of the floor",
+                "{} / {}, {} / {}",
+                tuple(
+                    Cell(f"ours-{score}", mode, unit=unit)
+                    for unit in ("µs", "of floor")
+                    for mode in ("forward", "both")
+                ),
+                f"target_attention_{score}/{{}}",
+            )
+            for score in ("silu", "sigmoid")
+        ),
+        by_suite=True,
+    ),
+    "semantic_ids": Table(
+        ("semantic_ids",),
+        f"{SHAPE} | dtype",
+        {
+            "10,000 × 1, 1, 128; 512 each | bf16": "full-512",
+            "10,000 × 1, 4, 128; 512 each | bf16": "full-512-4-heads",
+            "4,096 × 1, 4, 128; log-normal up to 1,024 | bf16": "rank-1k",
+            "4,096 × 16, 1, 128; log-normal up to 1,024 | bf16": "rank-1k-16-targets",
+            "4,096 × 1, 4, 128; log-normal up to 1,024 | fp32": "rank-1k-fp32",
+            "1 × 1, 4, 128; 100,000 | bf16": "one-user",
+        },
+        (
+            both("digits, µs", "ours-codes", unit="µs"),
+            both("of the floor", "ours-codes", unit="of floor"),
+            both("decoded in each call, to digits", "ours-decoded", unit="× ours"),
+            both("rows in memory, to digits", "ours-rows", unit="× ours"),
+        ),
+        ours="ours-codes",
+    ),
+    "activation_unit": Table(
+        ("activation_unit",),
+        "samples, width; rows",
+        {
+            "4,096, 64; log-normal up to 400": "mean-50-64",
+            "4,096, 64; log-normal up to 1,600": "mean-200-64",
+            "4,096, 128; log-normal up to 1,600": "mean-200-128",
+            "1, 64; 10,000": "one-user-64",
+        },
+        (
+            both("fused, µs", "ours-unit", unit="µs"),
+            both("of the floor", "ours-unit", unit="of floor"),
+            both("padded, to fused", "padded", unit="× ours"),
+            both("padded and compiled", "padded-compiled", unit="× ours"),
+            both("padded, memory", "padded", "memory", "× ours"),
+        ),
+        ours="ours-unit",
+    ),
+    "select_events": Table(
+        ("select_events",),
+        "users, width; rows; kept",
+        {
+            f"{shape}, {by}": f"{case}{suffix}"
+            for case, shape in {
+                "events-200": "4,096, 128; log-normal up to 1,600; 64",
+                "events-200-narrow": "4,096, 8; log-normal up to 1,600; 64",
+                "events-1250": "512, 128; log-normal up to 10,000; 512",
+                "events-10k": "512, 128; up to 10,000, nine tenths full; 2,048",
+            }.items()
+            for by, suffix in (("by score", ""), ("newest", "-newest"))
+        },
+        (
+            both("ours, µs", "ours", unit="µs"),
+            both("of the floor", "ours", unit="of floor"),
+            both("padded top-k, to ours", "padded", unit="× ours"),
+            both("one sort, to ours", "sorted", unit="× ours"),
+        ),
     ),
     "crossover": Table(
         ("targets", "targets_fp32"),

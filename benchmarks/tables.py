@@ -83,26 +83,37 @@ class Figures:
     Args:
         paths: CSV files.
         ours: the provider that ratios are to.
+        by_suite: whether the name of a case has that of its suite before it, as in
+            ``table1/jagged_softmax-paper``: suites may have a case, and its floor, of one name.
 
     Raises:
-        ValueError: a figure is there twice.
+        ValueError: a figure is there twice, or those of a case are of several kinds of GPU.
     """
 
-    def __init__(self, paths: Sequence[Path], ours: str) -> None:
+    def __init__(self, paths: Sequence[Path], ours: str, *, by_suite: bool = False) -> None:
         self.ours = ours
         self._rows: dict[tuple[str, ...], tuple[Decimal, str]] = {}
         self._labels: dict[str, dict[str, str]] = {}
+        self._gpus: dict[str, str] = {}
         self._stamps: dict[str, None] = {}  # in their order
         for path in paths:
             for row in rows_of(path):
-                names = ("case", "provider", "mode", "metric", "unit")
-                key = tuple(row.get(name) or "" for name in names)
+                case = f"{row['suite']}/{row['case']}" if by_suite else row["case"]
+                names = ("provider", "mode", "metric", "unit")
+                key = (case, *(row.get(name) or "" for name in names))
                 if key in self._rows:
                     raise ValueError(f"{path.name} must have each figure once, got {key} twice")
                 self._rows[key] = Decimal(row["median"]), row.get("note") or ""
-                self._labels.setdefault(row["case"], row)
-                if row["gpu"]:  # not the paper's
-                    self._stamps[_stamp(row)] = None
+                self._labels.setdefault(case, row)
+                if not row["gpu"]:  # the paper's
+                    continue
+                self._stamps[_stamp(row)] = None
+                other = self._gpus.setdefault(case, row["gpu"])
+                if other != row["gpu"]:
+                    raise ValueError(
+                        f"{path.name} must have the figures of {case} from one kind of GPU, got "
+                        f"{other} and {row['gpu']}"
+                    )
 
     @property
     def cases(self) -> list[str]:
@@ -113,6 +124,11 @@ class Figures:
         """Samples of a step and rank; a dash if they are not known."""
         batch = self._labels.get(case, {}).get("batch")
         return f"{int(batch):,}" if batch else "–"
+
+    def gpu(self, case: str) -> str:
+        """What a case was measured on, if not all cases were measured on the same; else nothing."""
+        several = len({*self._gpus.values()}) > 1
+        return self._gpus.get(case, "") if several else ""
 
     def note(self, case: str, cell: Cell) -> str:
         """What is said of a figure, or why there is none; nothing of most."""
@@ -217,7 +233,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
     """
     if not are_there(table.results, results):
         return ""
-    figures = Figures(files_of(table.results, results), table.ours)
+    figures = Figures(files_of(table.results, results), table.ours, by_suite=table.by_suite)
     notes: dict[str, str] = {}
     rows: list[list[str]] = []
     for label, key in table.rows.items():
@@ -236,8 +252,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
                     mark = str(len(notes) + 1).translate(SUPERSCRIPTS)
                     marks.add(notes.setdefault(note, mark))
             mark = "".join(f" {mark}" for mark in sorted(marks))
-            known = set(values) != {"–"}
-            cells.append((column.template.format(*values) if known else "–") + mark)
+            cells.append(_filled(column.template, values) + mark)
         if set(cells) != {"–"}:
             rows.append([label, *cells])
     if not rows:
@@ -245,7 +260,8 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
     known = [{row[i] for row in rows} != {"–"} for i in range(len(table.columns) + 1)]
     heads = [table.heads]
     for column in table.columns:
-        heads.append(column.head.format(batch=figures.batch(column.case)))
+        batch, gpu = figures.batch(column.case), figures.gpu(column.case)
+        heads.append(column.head.format(batch=batch, gpu=f", {gpu}" * bool(gpu)))
     lines = [" | ".join(itertools.compress(row, known)) for row in rows]
     below = [f"{mark} {note}." for note, mark in notes.items()]
     below.append(_source(table.results, figures))
@@ -262,7 +278,9 @@ def goals_table(goals: Goals, results: Path = RESULTS) -> str:
         ratio = _ratio(figures.find(*goal.above), figures.find(*goal.below))
         bound, failure = Decimal(goal.bound), figures.note(*goal.below)
         measured, verdict = shown(ratio, ""), UNMEASURED
-        if ratio is not None:
+        if ratio is not None and figures.gpu(goal.above[0]) != figures.gpu(goal.below[0]):
+            measured, verdict = shown(None, ""), "not measured on one kind of GPU"
+        elif ratio is not None:
             verdict = "yes" if (ratio <= bound if goal.at_most else ratio >= bound) else "no"
         elif failure == NO_MEMORY and not goal.at_most:
             measured, verdict = f"the peer is {NO_MEMORY}", "yes"
@@ -305,6 +323,21 @@ def files_of(results: Sequence[str], folder: Path = RESULTS) -> list[Path]:
 def are_there(results: Sequence[str], folder: Path = RESULTS) -> bool:
     """Whether all these files are."""
     return all(path.exists() for path in files_of(results, folder))
+
+
+def _filled(template: str, values: list[str]) -> str:
+    """A cell, without those of its parts, between commas, that name their unit and have no figure.
+
+    A dash if no figure of the cell is known.
+    """
+    if {*values} == {"–"}:
+        return "–"
+    rest, parts = iter(values), []
+    for part in template.split(", "):
+        own = [*itertools.islice(rest, part.count("{}"))]
+        if {*own} != {"–"} or re.fullmatch(r"[{}() ]+", part):
+            parts.append(part.format(*own))
+    return ", ".join(parts)
 
 
 def _source(results: Sequence[str], figures: Figures) -> str:

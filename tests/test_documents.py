@@ -70,6 +70,12 @@ def test_every_public_name_is_in_the_reference():
     assert names == set(torchrec_jagged_attn.__all__)
 
 
+def test_the_first_page_names_all_there_is():
+    there = (ROOT / "docs" / "index.md").read_text().partition("## What there is")[2]
+    named = set(re.findall(r"`(\w+)`", there))
+    assert set(torchrec_jagged_attn.__all__) - named == set()
+
+
 def test_lines_fit():
     for document in DOCUMENTS:
         for number, line in enumerate(document.read_text().splitlines(), 1):

@@ -357,6 +357,22 @@ def test_what_is_finished_is_not_run_again(few, tmp_path, monkeypatch, capsys):
             assert line in second
 
 
+def test_a_file_from_before_samples_per_s_goes_on(few, tmp_path, capsys):
+    csv = tmp_path / "quality.csv"
+    options = ["--data", few, "--quick", "--epochs", "1", "--width", "8", "--csv", str(csv)]
+    assert quality.main([*options, "--poolings", "mean", "--seeds", "1"]) == 0
+    frame = pd.read_csv(csv)
+    assert frame["samples_per_s"].item() > 0
+    assert f"{frame['samples_per_s'].item():,.0f}" in capsys.readouterr().out
+    frame.drop(columns="samples_per_s").to_csv(csv, index=False)
+    assert quality.main([*options, "--poolings", "mean", "sum", "--seeds", "1"]) == 0
+    frame = pd.read_csv(csv)
+    assert frame["pooling"].tolist() == ["mean", "sum"]
+    assert frame["date"].str.startswith("20").all()
+    (mean,) = [line for line in capsys.readouterr().out.splitlines() if " mean " in line]
+    assert mean.split()[-1] == "–"
+
+
 def test_results_do_not_depend_on_how_many_run_at_a_time(few, tmp_path):
     options = ["--data", few, "--quick", "--epochs", "3", "--width", "8", "--seeds", "1"]
     poolings = ["mean", "din", "attention-dropout"]

@@ -80,6 +80,9 @@ def test_every_figure_says_where_it_is_from(path):
         ("ikbo", "ikbo", ""),
         ("target_attention_rows", "target_attention_rows", ""),
         ("target_attention_narrow", "target_attention_narrow", ""),
+        ("semantic_ids", "semantic_ids", ""),
+        ("activation_unit", "activation_unit", ""),
+        ("select_events", "select_events", ""),
         ("serving", "serving", "*"),
     ],
 )
@@ -187,6 +190,30 @@ def test_a_figure_that_is_there_twice_is_refused(tmp_path):
         figures(tmp_path, *[("ours", "time", "2", "ms")] * 2)
 
 
+def test_two_kinds_of_gpu_in_one_case_are_refused(tmp_path):
+    write(tmp_path / "run.csv", *((name, "time", "2", "ms", "") for name in ("ours", "padded")))
+    rows = pd.read_csv(tmp_path / "run.csv")
+    rows.loc[1, "gpu"] = "another"
+    rows.to_csv(tmp_path / "run.csv", index=False)
+    with pytest.raises(ValueError, match="of c from one kind of GPU, got a GPU and another"):
+        tables.Figures([tmp_path / "run.csv"], "ours")
+
+
+def test_suites_may_have_a_case_of_one_name(tmp_path):
+    for suite, ms in (("first", "2"), ("second", "4")):
+        write(tmp_path / f"{suite}.csv", ("floor", "time", "1", "ms", ""),
+              ("ours", "time", ms, "ms", ""))  # fmt: skip
+        rows = pd.read_csv(tmp_path / f"{suite}.csv").assign(suite=suite)
+        rows.to_csv(tmp_path / f"{suite}.csv", index=False)
+    files = tables.files_of(["first", "second"], tmp_path)
+    with pytest.raises(ValueError, match=r"second\.csv must have each figure once"):
+        tables.Figures(files, "ours")
+    of_both = tables.Figures(files, "ours", by_suite=True)
+    ours = Cell("ours", metric="time", unit="of floor")
+    assert of_both.find("first/c", ours) == Decimal("0.5")
+    assert of_both.find("second/c", ours) == Decimal("0.25")
+
+
 def test_notes_and_the_place_of_a_run_stand_below(tmp_path):
     write(tmp_path / "run.csv", ("ours", "time", "2", "ms", "of old kernels"))
     cells = (Cell("ours", metric="time"),)
@@ -235,7 +262,7 @@ def test_the_ladder_is_to_its_first_rung(results):
     assert [row[0] for row in rows.values()][1:4] == [
         *("9.5 ms, 1 ×", "8 ms, 1.19 ×", "7.5 ms, 1.27 ×")
     ]
-    assert [row[2] for row in rows.values()][1:3] == ["– ¹", "8 ms, – ×"]
+    assert [row[2] for row in rows.values()][1:3] == ["– ¹", "8 ms"]
     assert "\n¹ out of memory.\n" in lines
 
 
@@ -279,6 +306,20 @@ def test_goals_of_which_nothing_was_measured_are_left_out(results):
     rows = cells_of(tables.goals_table(tables.GOALS["ikbo_goals"], results))
     assert rows["all of 512 rows"] == ["at least 1", "1.5", "yes"]
     assert rows["1 to 512 rows"] == ["at least 2", "–", "not measured"]
+
+
+def test_figures_of_two_kinds_of_gpu_say_which_and_are_no_ratio(results):
+    path = results / "end_to_end.csv"
+    frame = pd.read_csv(path, dtype={"note": str})
+    frame.loc[frame["case"] == "mean-200-2-gpus", "gpu"] = "another"
+    frame.to_csv(path, index=False)
+    rows = cells_of(tables.figures_table(TABLES["end_to_end_gpus"], results))
+    assert rows["pooling"] == ["200 events, 8,192 samples, another"]
+    goals = cells_of(tables.goals_table(tables.GOALS["end_to_end_goals"], results))
+    assert goals["mean 200, samples/s: two GPUs over one"] == [
+        *("at least 1.7", "–", "not measured on one kind of GPU")
+    ]
+    assert goals["mean 1,000, samples/s: two GPUs over one"][2] == "not measured"
 
 
 def test_two_gpus_and_what_was_not_measured(results):

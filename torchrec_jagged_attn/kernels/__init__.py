@@ -1,1 +1,1 @@
-"""Kernels in Triton and Gluon, and their launchers: three families on one common ground."""
+"""Kernels in Triton and Gluon, and their launchers: families side by side, on one common ground."""

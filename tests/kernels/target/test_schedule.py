@@ -25,7 +25,9 @@ BLOCK_B = 4  # fewer than there are samples, so that several programs list them
     ids=str,
 )
 def test_slots_are_listed(lengths, dtype, kernel_device):
-    """A sample of CHUNK rows or more has a slot for each chunk; no other slot has a sample."""
+    """A sample of CHUNK rows or more has a slot for each chunk, of up to 2 · CHUNK rows; no other
+    slot has a sample.
+    """
     offsets = offsets_of(torch.tensor(lengths), dtype, kernel_device)
     num_slots = sum(lengths) // CHUNK
     slots = torch.full((2, num_slots + 1), 77, dtype=torch.int32, device=kernel_device)
