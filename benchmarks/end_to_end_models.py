@@ -327,7 +327,7 @@ def make_pipeline(
 ) -> TrainPipelineSparseDist:
     """A model of ``provider``, sharded, with its optimizers.
 
-    Among several GPUs, the largest table is spread row by row, and others table by table.
+    Each of several GPUs has some columns of the largest table; others are spread table by table.
 
     Args:
         batch: samples of a step, of each rank.
@@ -351,9 +351,8 @@ def make_pipeline(
     ranks = dist.get_world_size()
 
     def sharding(table: EmbeddingBagConfig) -> ShardingType:
-        # TorchRec offers no bags by row on a CPU.
-        by_row = table is largest and ranks > 1 and device.type == "cuda"
-        return ShardingType.ROW_WISE if by_row else ShardingType.TABLE_WISE
+        by_column = table is largest and ranks > 1
+        return ShardingType.COLUMN_WISE if by_column else ShardingType.TABLE_WISE
 
     memory = None  # the planner's own default is 32 GB
     if device.type == "cuda":
@@ -365,6 +364,7 @@ def make_pipeline(
             table.name: ParameterConstraints(
                 sharding_types=[sharding(table).value],
                 compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+                min_partition=table.embedding_dim // ranks,
             )
             for table in tables
         },
