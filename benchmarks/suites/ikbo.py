@@ -175,7 +175,8 @@ SUITE = Suite(
         },
     },
     modes=("forward",),
-    default=tuple(
-        f"ikbo-{length}{end}" for length in (512, 4096, 16384) for end in ("", "-jagged")
+    default=(
+        *(f"ikbo-{length}{end}" for length in (512, 4096, 16384) for end in ("", "-jagged")),
+        "cpu-ikbo",
     ),
 )

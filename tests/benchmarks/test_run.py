@@ -628,6 +628,7 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
         "cpu-unit-64",
+        "cpu-ikbo",
         "cpu-events-200",
         "cpu-events-200-newest",
         "cpu-self-200",
@@ -637,6 +638,7 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
         "cpu-skewed",
         "cpu-movielens",
         *(f"cpu-skewed-x{places}" for places in (1, 4, 16, 64)),
+        *(f"cpu-requests-{candidates}" for candidates in (1, 16, 256)),
         *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64, 128, 192)),
     ]
     on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases
