@@ -7,7 +7,7 @@ from events import InteractionLog
 
 SWITCH, DROP, STRAY = 0.15, 0.1, 0.05
 """Chances per event: turn to another interest; swap an interest for a new one; take anything."""
-CONVERTING, NOISE_CONVERTING = 0.4, 0.01
+CONVERTING, NOISE_CONVERTING = 0.8, 0.02
 """Chances that an event of interest converts, and that noise does."""
 DWELL, NOISE_DWELL = 40, 4
 """Seconds that they are looked at, in the median."""

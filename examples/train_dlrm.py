@@ -103,7 +103,7 @@ def parse_args() -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=number(int, 1, 10**6),
-                          help="passes; without it, 12 on MovieLens, and on made-up data 2, or 20 "
+                          help="passes; without it, 12 on MovieLens, and on made-up data 2, or 3 "
                                "with --select")
     training.add_argument("--batch-size", type=number(int, 1, 10**9), default=1024,
                           help="of all ranks together")
@@ -149,7 +149,7 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--pooling must name no pooling twice, got {' '.join(args.pooling)}")
     if args.select and "recency" in given:
         parser.error("--select cannot go with --pooling recency, whose weights are of all events")
-    args.epochs = args.epochs or (12 if args.data else 20 if args.select else 2)
+    args.epochs = args.epochs or (12 if args.data else 3 if args.select else 2)
     args.noise = args.noise if args.noise is not None else 0.75 * bool(args.select)
     args.pooling = given
     args.runs = [
