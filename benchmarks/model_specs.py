@@ -125,7 +125,7 @@ ITEMS = {
     "VQ fusion + basis": "`VQFusion`, mean and basis trained",
 }
 """Ways of ``semantic_ids_ranking.py`` to keep items, in words."""
-ITEM_LOGS = {"ml-1m": "MovieLens-1M", "ml-1m@1000": "its first 1,000 users"}
+ITEM_LOGS = {"ml-1m": "MovieLens-1M", "ml-1m@1000": "1,000 users of MovieLens-1M"}
 EVENTS = {
     "all": "all",
     "boosted": "all, boosted by relevance",
