@@ -1608,6 +1608,36 @@ def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
     assert torch.cuda.max_memory_allocated() - before < most
 
 
+@pytest.mark.parametrize(
+    ("score", "jagged"), [("softmax", False), ("softmax", True), ("silu", False), ("din", False)]
+)
+def test_output_dropout(score, jagged, device):
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(64, 1, score=score, output_dropout=0.25, device=device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    history = zeros([3] * 50, 64).to(device)
+    history.values().normal_()
+    target = torch.randn(50, 64, device=device, requires_grad=True)
+    targets = JaggedTensor(target, offsets=torch.arange(51, device=device)) if jagged else target
+    expected = module.eval()(targets, history)
+    module.train()
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        return module(targets, history)
+
+    out = draw(1)
+    kept = out != 0
+    assert 0.7 < kept.double().mean() < 0.8
+    torch.testing.assert_close(out, torch.where(kept, expected / 0.75, 0))
+    assert torch.equal(draw(1), out)
+    assert not torch.equal(draw(2), out)
+    of_kept, of_dropped = (torch.autograd.grad(draw(1)[x].sum(), target)[0] for x in (kept, ~kept))
+    assert of_kept.any()
+    assert not of_dropped.any()
+
+
 # Errors
 
 
@@ -1714,6 +1744,11 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ),
         ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
         ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
+        *(
+            ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
+            for name in ("row_dropout", "dropout", "output_dropout")
+            for p in (-0.1, 1.0)
+        ),
         (
             {"value_projection": False, "history_dim": 12},
             ValueError,

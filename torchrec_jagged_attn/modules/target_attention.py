@@ -40,7 +40,7 @@ from torchrec_jagged_attn.ops.activation_unit import (
     check_one_target,
 )
 from torchrec_jagged_attn.ops.digits import unpack_digits
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.dropout import check_dropout, draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     is_explicit,
@@ -117,6 +117,9 @@ class JaggedTargetAttention(nn.Module):
         dropout: while training, the probability that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             See there. But the bias of values is added once, whatever is dropped.
+        output_dropout: while training, the probability that an element of the output is set to
+            zero, whatever the score; the others are divided by ``1 - output_dropout``. As
+            ``torch.nn.Dropout`` after this module, whose generator it draws from.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -124,12 +127,12 @@ class JaggedTargetAttention(nn.Module):
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
-            ``recency_bias``, a ``row_dropout`` or ``dropout`` that is no probability below one, an
-            unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of
-            another score than the softmax; or, for ``"din"``, several heads, widths that differ,
-            projected values, no ``bias``, a ``dropout``, or an unknown ``activation``; or, with
-            ``history_codes``, another ``history_dim``, explicit keys and values, values that are
-            not projected, or ``"din"``.
+            ``recency_bias``, a ``row_dropout``, ``dropout`` or ``output_dropout`` that is no
+            probability below one, an unknown ``init``, ``keys_and_values`` or ``score``, or
+            explicit keys and values of another score than the softmax; or, for ``"din"``, several
+            heads, widths that differ, projected values, no ``bias``, a ``dropout``, or an unknown
+            ``activation``; or, with ``history_codes``, another ``history_dim``, explicit keys and
+            values, values that are not projected, or ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -159,6 +162,7 @@ class JaggedTargetAttention(nn.Module):
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
         dropout: float = 0.0,
+        output_dropout: float = 0.0,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -214,6 +218,8 @@ class JaggedTargetAttention(nn.Module):
         self.activation = activation
         self.row_dropout = row_dropout
         self.dropout = dropout
+        check_dropout(output_dropout, "output_dropout")
+        self.output_dropout = output_dropout
         # Integers: compilers take a float for one that varies.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
@@ -356,7 +362,7 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         if self.unit is not None:
             first, second, third = _layers_of(self.unit)
-            return _pool_by_unit(
+            pooled = _pool_by_unit(
                 target,
                 history,
                 timestamps,
@@ -374,6 +380,7 @@ class JaggedTargetAttention(nn.Module):
                 self.activation,
                 self._drops if self.training else 0,
             )
+            return self._drop(pooled)
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -381,7 +388,7 @@ class JaggedTargetAttention(nn.Module):
         out_weight = out_bias = None
         if self.out_proj is not None:
             out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
-        return _attend(
+        pooled = _attend(
             target,
             history,
             timestamps,
@@ -405,6 +412,12 @@ class JaggedTargetAttention(nn.Module):
             self._drops if self.training else 0,
             self._weight_drops if self.training else 0,
         )
+        return self._drop(pooled)
+
+    def _drop(self, pooled: Tensor) -> Tensor:
+        if self.training and self.output_dropout > 0:
+            return F.dropout(pooled, self.output_dropout)
+        return pooled
 
     @torch.no_grad()
     def attention_weights(
@@ -491,7 +504,7 @@ class JaggedTargetAttention(nn.Module):
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
-            f"dropout={self.dropout}"
+            f"dropout={self.dropout}, output_dropout={self.output_dropout}"
             + (
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
