@@ -66,6 +66,8 @@ class TargetAttentionConfig:
             encoder layers, too; as in :class:`JaggedTargetAttention`.
         output_dropout: while training, the probability that an element of an attention's output is
             set to zero; as in :class:`JaggedTargetAttention`.
+        length_power: whether an attention's output is multiplied by a learned power of the length
+            of its history; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -105,6 +107,7 @@ class TargetAttentionConfig:
     activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
     history_codes: DiscretePCA | SemanticIds | None = None
     output_dropout: float = 0.0
+    length_power: bool = False
 
     @property
     def targets(self) -> list[str]:
