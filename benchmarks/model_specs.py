@@ -89,6 +89,7 @@ POOLINGS = {
     "attention-din": 'the same fused, with recency (`score="din"`)',
     "attention": "attention, as it comes",
     "attention-dropout": "attention, `row_dropout=0.2`",
+    "attention-restrained": "the same, `output_dropout=0.3`, `length_power=True`",
     "attention-values": "attention, `value_projection=True`",
     "attention-no-bias": "attention, `recency_bias=False`",
     "attention-mha": "attention with both, as `nn.MultiheadAttention`",

@@ -592,6 +592,17 @@ def test_tables_keep_every_field_they_share():
     assert (weight == 0.5).all()
 
 
+def test_attentions_keep_what_restrains_them():
+    config = TargetAttentionConfig(
+        "item", "hist", row_dropout=0.1, dropout=0.2, output_dropout=0.3, length_power=True
+    )
+    collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
+    (attention,) = collection.pooling.attentions
+    for name in ("row_dropout", "dropout", "output_dropout"):
+        assert getattr(attention, name) == getattr(config, name), name
+    assert attention.length_power.shape == (attention.embed_dim,)
+
+
 def test_table_without_feature_names_serves_its_own_name():
     collection = TargetAttentionEmbeddingBagCollection(
         [table("item"), table("hist"), table("user")], [TargetAttentionConfig("item", "hist")]

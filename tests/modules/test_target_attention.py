@@ -16,6 +16,7 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 from tests.conftest import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.arguments import MultiHeadArguments
+from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
@@ -1608,6 +1609,106 @@ def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
     assert torch.cuda.max_memory_allocated() - before < most
 
 
+@pytest.mark.parametrize(
+    ("score", "jagged"), [("softmax", False), ("softmax", True), ("silu", False), ("din", False)]
+)
+def test_output_dropout(score, jagged, device):
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(64, 1, score=score, output_dropout=0.25, device=device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    history = zeros([3] * 50, 64).to(device)
+    history.values().normal_()
+    target = torch.randn(50, 64, device=device, requires_grad=True)
+    targets = JaggedTensor(target, offsets=torch.arange(51, device=device)) if jagged else target
+    expected = module.eval()(targets, history)
+    module.train()
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        return module(targets, history)
+
+    out = draw(1)
+    kept = out != 0
+    assert 0.7 < kept.double().mean() < 0.8
+    torch.testing.assert_close(out, torch.where(kept, expected / 0.75, 0))
+    assert torch.equal(draw(1), out)
+    assert not torch.equal(draw(2), out)
+    of_kept, of_dropped = (torch.autograd.grad(draw(1)[x].sum(), target)[0] for x in (kept, ~kept))
+    assert of_kept.any()
+    assert not of_dropped.any()
+
+
+# Powers of the length
+
+
+def with_length_power(device, **options):
+    """A module, and one without the power whose other parameters are the same."""
+    torch.manual_seed(0)
+    module = JaggedTargetAttention(16, 2, length_power=True, device=device, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    without = JaggedTargetAttention(16, 2, device=device, **options)
+    state = module.state_dict()
+    del state["length_power"]
+    without.load_state_dict(state)
+    return module, without
+
+
+@pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])
+@pytest.mark.parametrize("targets", ["one", "three", "jagged"])
+def test_length_power(targets, value_projection, device):
+    module, without = with_length_power(device, value_projection=value_projection)
+    lengths = [5, 0, 40, 1]
+    target, history = example(module, lengths, device, jagged=targets == "jagged")
+    length = torch.tensor(lengths, device=device).clamp(min=1)
+    if targets == "jagged":
+        length = length.repeat_interleave(target.lengths())[:, None]
+    elif targets == "three":
+        length = length[:, None, None]
+    else:
+        length, target = length[:, None], target[:, 0]
+    rows = history.values().requires_grad_()
+    out = module(target, history)
+    expected = without(target, history) * length**module.length_power
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    gradients = [
+        torch.autograd.grad(x, [rows, module.length_power], weights) for x in (out, expected)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+def test_length_power_starts_at_zero_which_changes_nothing(device):
+    module, without = with_length_power(device)
+    module.reset_parameters()
+    without.load_state_dict(module.state_dict(), strict=False)
+    arguments = example(module, [5, 0, 40], device)
+    assert torch.equal(module(*arguments), without(*arguments))
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+def test_length_power_travels(jagged, device):
+    module, _ = with_length_power(device)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    traced = torch.fx.symbolic_trace(module)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
+        for lengths in ([5, 0, 40], [2, 90, 31, 7]):
+            arguments = example(module, lengths, device, jagged=jagged)
+            torch.testing.assert_close(same(*arguments), module(*arguments))
+
+
+def test_length_power_keeps_the_dtype(device):
+    for dtype in supported_dtypes(device):
+        module, without = with_length_power(device, dtype=dtype)
+        target, history = example(module, [5, 0, 300], device)
+        history = JaggedTensor(history.values().to(dtype), lengths=history.lengths())
+        out, plain = module(target, history), without(target, history)
+        length = torch.tensor([5, 1, 300], device=device).view(3, 1, 1)
+        expected = (plain * length ** module.length_power.double()).to(dtype)
+        torch.testing.assert_close(out, expected)
+
+
 # Errors
 
 
@@ -1714,6 +1815,16 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ),
         ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
         ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
+        (
+            {"length_power": True, "score": "silu", "prior_weights": None},
+            ValueError,
+            "length_power must be False unless score is 'softmax', got 'silu'",
+        ),
+        *(
+            ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
+            for name in ("row_dropout", "dropout", "output_dropout")
+            for p in (-0.1, 1.0)
+        ),
         (
             {"value_projection": False, "history_dim": 12},
             ValueError,

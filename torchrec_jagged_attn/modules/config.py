@@ -64,6 +64,10 @@ class TargetAttentionConfig:
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         dropout: while training, the probability that a weight of an attention is set to zero, of
             encoder layers, too; as in :class:`JaggedTargetAttention`.
+        output_dropout: while training, the probability that an element of an attention's output is
+            set to zero; as in :class:`JaggedTargetAttention`.
+        length_power: whether an attention's output is multiplied by a learned power of the length
+            of its history; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -102,6 +106,8 @@ class TargetAttentionConfig:
     hidden_dims: tuple[int, int] = (80, 40)
     activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
     history_codes: DiscretePCA | SemanticIds | None = None
+    output_dropout: float = 0.0
+    length_power: bool = False
 
     @property
     def targets(self) -> list[str]:

@@ -139,6 +139,8 @@ class TargetAttentionPooling(nn.Module):
                 value_projection=config.value_projection,
                 row_dropout=config.row_dropout,
                 dropout=config.dropout,
+                output_dropout=config.output_dropout,
+                length_power=config.length_power,
                 history_codes=config.history_codes,
                 hidden_dims=config.hidden_dims,
                 activation=config.activation,

@@ -40,7 +40,7 @@ from torchrec_jagged_attn.ops.activation_unit import (
     check_one_target,
 )
 from torchrec_jagged_attn.ops.digits import unpack_digits
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.dropout import check_dropout, draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     is_explicit,
@@ -117,6 +117,14 @@ class JaggedTargetAttention(nn.Module):
         dropout: while training, the probability that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             See there. But the bias of values is added once, whatever is dropped.
+        output_dropout: while training, the probability that an element of the output is set to
+            zero, whatever the score; the others are divided by ``1 - output_dropout``. As
+            ``torch.nn.Dropout`` after this module, whose generator it draws from.
+        length_power: whether outputs are multiplied by ``n^p``, of a history of ``n`` rows (an
+            empty one has the factor 1), with a learned parameter ``length_power`` ``[E]``, ``p`` of
+            each column, that starts at zero. The weights of a softmax sum to one, whatever the
+            length: ``p`` gives it back, as far as it helps, from a mean at 0 to a sum at 1. Prior
+            weights and dropout do not change ``n``.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -124,12 +132,12 @@ class JaggedTargetAttention(nn.Module):
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
-            ``recency_bias``, a ``row_dropout`` or ``dropout`` that is no probability below one, an
-            unknown ``init``, ``keys_and_values`` or ``score``, or explicit keys and values of
-            another score than the softmax; or, for ``"din"``, several heads, widths that differ,
-            projected values, no ``bias``, a ``dropout``, or an unknown ``activation``; or, with
-            ``history_codes``, another ``history_dim``, explicit keys and values, values that are
-            not projected, or ``"din"``.
+            ``recency_bias``, a ``row_dropout``, ``dropout`` or ``output_dropout`` that is no
+            probability below one, an unknown ``init``, ``keys_and_values`` or ``score``, or
+            explicit keys and values, or a ``length_power``, of another score than the softmax; or,
+            for ``"din"``, several heads, widths that differ, projected values, no ``bias``, a
+            ``dropout``, or an unknown ``activation``; or, with ``history_codes``, another
+            ``history_dim``, explicit keys and values, values that are not projected, or ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -159,6 +167,8 @@ class JaggedTargetAttention(nn.Module):
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
         dropout: float = 0.0,
+        output_dropout: float = 0.0,
+        length_power: bool = False,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -181,6 +191,8 @@ class JaggedTargetAttention(nn.Module):
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
                 f"'explicit' and score={score!r}"
             )
+        if length_power and score != "softmax":
+            raise ValueError(f"length_power must be False unless score is 'softmax', got {score!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -214,6 +226,8 @@ class JaggedTargetAttention(nn.Module):
         self.activation = activation
         self.row_dropout = row_dropout
         self.dropout = dropout
+        check_dropout(output_dropout, "output_dropout")
+        self.output_dropout = output_dropout
         # Integers: compilers take a float for one that varies.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
@@ -263,6 +277,7 @@ class JaggedTargetAttention(nn.Module):
         self.recency_bias = (
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
+        self.length_power = parameter(embed_dim) if length_power else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -272,6 +287,8 @@ class JaggedTargetAttention(nn.Module):
                 getattr(self, f"history_{name}").copy_(value)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
+        if self.length_power is not None:
+            nn.init.zeros_(self.length_power)
         if self.unit is not None:
             layers = _layers_of(self.unit)
             for layer in layers:
@@ -356,7 +373,7 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         if self.unit is not None:
             first, second, third = _layers_of(self.unit)
-            return _pool_by_unit(
+            pooled = _pool_by_unit(
                 target,
                 history,
                 timestamps,
@@ -374,6 +391,7 @@ class JaggedTargetAttention(nn.Module):
                 self.activation,
                 self._drops if self.training else 0,
             )
+            return self._drop(pooled)
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -381,7 +399,7 @@ class JaggedTargetAttention(nn.Module):
         out_weight = out_bias = None
         if self.out_proj is not None:
             out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
-        return _attend(
+        pooled = _attend(
             target,
             history,
             timestamps,
@@ -405,6 +423,14 @@ class JaggedTargetAttention(nn.Module):
             self._drops if self.training else 0,
             self._weight_drops if self.training else 0,
         )
+        if self.length_power is not None:
+            pooled = _scale_by_length(pooled, target, history, self.length_power)
+        return self._drop(pooled)
+
+    def _drop(self, pooled: Tensor) -> Tensor:
+        if self.training and self.output_dropout > 0:
+            return F.dropout(pooled, self.output_dropout)
+        return pooled
 
     @torch.no_grad()
     def attention_weights(
@@ -417,7 +443,7 @@ class JaggedTargetAttention(nn.Module):
         """What each head of each target gives each row of its history, to be looked at.
 
         The weights that :meth:`forward` sums up the rows by, with nothing dropped, but for
-        rounding. No key is made, and they have no gradient.
+        rounding and a ``length_power``. No key is made, and they have no gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
@@ -491,7 +517,8 @@ class JaggedTargetAttention(nn.Module):
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
-            f"dropout={self.dropout}"
+            f"dropout={self.dropout}, output_dropout={self.output_dropout}, "
+            f"length_power={self.length_power is not None}"
             + (
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -589,6 +616,25 @@ def _attend(
             inputs = _with_a_copy_if_explicit(MultiHeadArguments(*inputs))
         return call_multi_head_target_attention(*inputs)
     return _multi_head_target_attention(*inputs)[0]
+
+
+@torch.fx.wrap
+def _scale_by_length(
+    pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor, power: Tensor
+) -> Tensor:
+    """``pooled``, a row for each target, times ``n^power`` of a history of ``n`` rows."""
+    dtype = torch.float64 if power.dtype == torch.float64 else torch.float32
+    offsets = history.offsets()
+    log_length = (offsets[1:] - offsets[:-1]).clamp(min=1).to(dtype).log()
+    if isinstance(target, JaggedTensor):
+        ends = target.offsets()
+        log_length = torch.repeat_interleave(
+            log_length, ends[1:] - ends[:-1], output_size=pooled.shape[0]
+        )
+    log_length = log_length.unsqueeze(1)
+    if pooled.dim() == 3:
+        log_length = log_length.unsqueeze(1)
+    return (pooled * torch.exp(log_length * power)).to(pooled.dtype)
 
 
 def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
