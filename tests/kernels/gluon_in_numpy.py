@@ -408,13 +408,13 @@ def _shift_columns(tile: Block, count: Block) -> Block:
 
 
 def _even_and_odd(pairs: Block, row_format: str) -> tuple[Block, Block]:
-    """Of pairs of bytes, what both stand for."""
+    """Of pairs of bytes, what both stand for; of integers, as bf16 of the bits of 0 to 255."""
     codes = torch.from_numpy(np.ascontiguousarray(pairs.values)).view(torch.uint8)
     codes = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    if row_format == "uint8":
-        return tuple(Block(x.float().numpy() - np.float32(128)) for x in codes)
-    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[row_format]
-    return tuple(Block(x.contiguous().view(dtype).float().numpy()) for x in codes)
+    if row_format == "e4m3":
+        return tuple(Block(x.contiguous().view(torch.float8_e4m3fn).float().numpy()) for x in codes)
+    flipped = 128 if row_format == "int8" else 0
+    return tuple(Block((x ^ flipped).short().view(torch.bfloat16).float().numpy()) for x in codes)
 
 
 def _multiply_add(a: Block, b: float, c: Block) -> Block:

@@ -10,8 +10,13 @@ scales and biases of rows go into scores and weights:
 
 Rows that are made wide and rounded have scores of their own: so there is no backward of these.
 
-Of uint8, c is 128 less than its byte, and b so much more: both sums are then about as large as what
-comes out, so that little is lost where weights are rounded.
+**Integers** are not converted. The bits of a byte u, from 0 to 255, are those of the bf16 number
+u · 2^-133, which tensor cores multiply as exactly as any. Queries and weights are made 2^80 times as
+large, so that no product is that small: both must be less than 2^47.
+
+u is c + 128. Of uint8, c is 128 less than its byte, and b so much more. 128 times the sum of queries,
+and that of weights as they were rounded, are taken off in fp32. So both sums are about as large as what
+comes out, and little is lost where weights are rounded.
 """
 
 from __future__ import annotations
@@ -21,13 +26,19 @@ from triton.experimental.gluon import language as gl
 
 from torchrec_jagged_attn.kernels.target.warp_parts import MMA, load_columns, ring_layout
 
+LARGER = gl.constexpr(2.0**80)  # queries and weights than they are, where rows are of integers
+BACK = gl.constexpr(2.0**53)  # to what sums are: 2^133 / 2^80
+MIDDLE = gl.constexpr(128.0)  # of the numbers from 0 to 255
+
 __all__ = [
     "even_and_odd",
     "load_even_and_odd",
     "load_scales",
     "pairs_of",
+    "products_of_rows",
     "rows_of_tile",
     "side_by_side",
+    "weights_of_numbers",
 ]
 
 
@@ -61,28 +72,25 @@ def _assembly(row_format):
             cvt.rn.bf16x2.f32 $0, f2, f0;
             cvt.rn.bf16x2.f32 $1, f3, f1;
         }"""
-    # Of a number's 8 bits, the lower 7 are the mantissa of 128 to 255. What that is too much is 128
-    # or, by the upper bit, 256: the bit is the last one of the exponent.
-    sign = {"int8": "0xc300c300", "uint8": "0xc380c380"}[row_format]
-    of_bytes = """
-            lop3.b32 a, {x}, 0x007f007f, low, 0xea;  // (x & 0x7f) | low
-            lop3.b32 b, {x}, 0x00800080, high, 0x6a;  // (x & 0x80) ^ high
-            fma.rn.bf16x2 {out}, a, one, b;"""
-    return f"""{{
-            .reg .b32 a, b, x, low, high, one;
-            mov.b32 low, 0x43004300;
-            mov.b32 high, {sign};
-            mov.b32 one, 0x3f803f80;
-            shr.u32 x, $2, 8;{of_bytes.format(x="$2", out="$0")}{of_bytes.format(x="x", out="$1")}
-        }}"""
+    if row_format == "uint8":
+        return "prmt.b32 $0, $2, 0, 0x4240; prmt.b32 $1, $2, 0, 0x4341;"
+    return """{
+            .reg .b32 x;
+            shr.u32 x, $2, 8;
+            lop3.b32 $0, $2, 0x00ff00ff, 0x00800080, 0x6a;  // (bytes & 0xff) ^ 0x80
+            lop3.b32 $1, x, 0x00ff00ff, 0x00800080, 0x6a;
+        }"""
 
 
 @gluon.jit
 def even_and_odd(pairs, FORMAT: gl.constexpr):
-    """The numbers in even and in odd columns of bytes, whose ``pairs`` are given: two of bf16."""
+    """The numbers in even and in odd columns of bytes, whose ``pairs`` are given: two of bf16.
+
+    Of integers, u · 2^-133.
+    """
     return gl.inline_asm_elementwise(
         _assembly(FORMAT),
-        "=r,=r,r",
+        "=&r,=&r,r",
         [pairs],
         dtype=(gl.bfloat16, gl.bfloat16),
         is_pure=True,
@@ -92,10 +100,15 @@ def even_and_odd(pairs, FORMAT: gl.constexpr):
 
 @gluon.jit
 def load_even_and_odd(query_ptr, first, count, C: gl.constexpr):
-    """Even and odd columns of queries, ``[BLOCK_D / 2, 8]`` each; and the sums of both, ``[8]``."""
+    """Even and odd columns of queries, ``[BLOCK_D / 2, 8]`` each; and the sums of both, ``[8]``.
+
+    The columns are 2^80 times what they are, where rows are of integers.
+    """
     even = load_columns(query_ptr, first, count, C, 2, 0)
     odd = load_columns(query_ptr, first, count, C, 2, 1)
     total = gl.sum(even.to(gl.float32) + odd.to(gl.float32), 0)
+    if C.FORM.format != "e4m3":
+        even, odd = even * LARGER, odd * LARGER
     return (even, odd), gl.convert_layout(total, gl.SliceLayout(0, MMA))
 
 
@@ -123,13 +136,37 @@ def load_scales(samples, chunk, rows, start, C: gl.constexpr):
         ptrs = samples.row_bias + rows * C.FORM.bias_stride
         bias += gl.load(ptrs, mask=there, other=0.0).to(gl.float32)
     if C.FORM.format == "uint8":
-        bias += 128.0 * scale
+        bias += MIDDLE * scale
     return scale, bias
 
 
 @gluon.jit
-def side_by_side(accs, bias):
+def products_of_rows(dots, scale, bias, sum_of_q, FORMAT: gl.constexpr):
+    """``[BLOCK_N, 8]``: q · x, from the products of queries and numbers."""
+    if FORMAT != "e4m3":
+        bias -= MIDDLE * scale
+        scale *= BACK
+    return dots * scale[:, None] + bias[:, None] * sum_of_q[None, :]
+
+
+@gluon.jit
+def weights_of_numbers(p, scale, bias, total_bias, dtype: gl.constexpr, FORMAT: gl.constexpr):
+    """``[BLOCK_N, 8]``: weights of a tile's numbers, rounded; and ``total_bias`` plus what is
+    beside their sums.
+    """
+    total_bias += p * bias[:, None]
+    if FORMAT == "e4m3":
+        return (p * scale[:, None]).to(dtype), total_bias
+    weights = (p * (scale * LARGER)[:, None]).to(dtype)
+    return weights, total_bias - weights.to(gl.float32) * (MIDDLE / LARGER)
+
+
+@gluon.jit
+def side_by_side(accs, bias, FORMAT: gl.constexpr):
     """``[BLOCK_D, 8]``: the sums of even columns and of odd ones, plus ``bias`` ``[8]``."""
-    joined = gl.join(accs[0] + bias[None, :], accs[1] + bias[None, :])
-    shape: gl.constexpr = [2 * accs[0].shape[0], accs[0].shape[1]]
+    even, odd = accs
+    if FORMAT != "e4m3":
+        even, odd = even * BACK, odd * BACK
+    joined = gl.join(even + bias[None, :], odd + bias[None, :])
+    shape: gl.constexpr = [2 * even.shape[0], even.shape[1]]
     return gl.convert_layout(gl.reshape(gl.permute(joined, (0, 2, 1)), shape), MMA)

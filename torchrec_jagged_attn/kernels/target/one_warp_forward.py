@@ -19,8 +19,10 @@ from torchrec_jagged_attn.kernels.target.narrow_parts import (
     load_even_and_odd,
     load_scales,
     pairs_of,
+    products_of_rows,
     rows_of_tile,
     side_by_side,
+    weights_of_numbers,
 )
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
@@ -123,7 +125,7 @@ def forward_kernel(
                 tile = ring_of_pairs.index(stage)
                 x = even_and_odd(tile.load(LEFT), C.FORM.format)
                 dots = mma_v2(x[1], q[1], mma_v2(x[0], q[0], dots))
-                dots = dots * row_scale[:, None] + row_bias[:, None] * sum_of_q[None, :]
+                dots = products_of_rows(dots, row_scale, row_bias, sum_of_q, C.FORM.format)
             else:
                 for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                     x = split(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
@@ -153,8 +155,9 @@ def forward_kernel(
             if NARROW:
                 if C.SCORE == "softmax":
                     total_bias *= rescale
-                total_bias += p * row_bias[:, None]
-                p *= row_scale[:, None]
+                p, total_bias = weights_of_numbers(
+                    p, row_scale, row_bias, total_bias, dtype, C.FORM.format
+                )
                 x = even_and_odd(tile.permute((1, 0)).load(LEFT), C.FORM.format)
                 row_scale, row_bias = next_scale, next_bias
             weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
@@ -173,7 +176,7 @@ def forward_kernel(
 
         total = gl.sum(total, 0)
         if NARROW:
-            accs = (side_by_side(accs, gl.sum(total_bias, 0)),)
+            accs = (side_by_side(accs, gl.sum(total_bias, 0), C.FORM.format),)
         OUT: gl.constexpr = accs[0].shape[0]
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)
