@@ -10,13 +10,13 @@ scales and biases of rows go into scores and weights:
 
 Rows that are made wide and rounded have scores of their own: so there is no backward of these.
 
-**Integers** are not converted. The bits of a byte u, from 0 to 255, are those of the bf16 number
-u · 2^-133, which tensor cores multiply as exactly as any. Queries and weights are made 2^80 times as
-large, so that no product is that small: both must be less than 2^47.
+**Integers** are not converted. The bits of a byte u, from 0 to 255, are those of the bf16
+number u · 2^-133, which tensor cores multiply as exactly as any. Queries and weights are made
+2^80 times as large, so that no product is that small: both must be less than 2^47.
 
-u is c + 128. Of uint8, c is 128 less than its byte, and b so much more. 128 times the sum of queries,
-and that of weights as they were rounded, are taken off in fp32. So both sums are about as large as what
-comes out, and little is lost where weights are rounded.
+u is c + 128. Of uint8, c is 128 less than its byte, and b so much more. 128 times the sum of
+queries, and that of weights as they were rounded, are taken off in fp32. So both sums are about
+as large as what comes out, and little is lost where weights are rounded.
 """
 
 from __future__ import annotations
