@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from planted import planted_log
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.processes import start_method
+from tests.processes import start_method, variables_of_ranks
 
 ON_GPU = torch.cuda.is_available()
 CANNOT = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
@@ -202,14 +201,10 @@ def losses_of(ranks: int, names: list[str]) -> dict[str, list[float]]:
     """Those of the first rank."""
     if ranks == 1:
         return train_losses(names)
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        port = any_port.getsockname()[1]
-    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with mp.get_context(start_method()).Pool(ranks, maxtasksperchild=1) as pool:
         every = [
-            pool.apply_async(train_losses, (names,), {**group, "RANK": rank, "LOCAL_RANK": rank})
-            for rank in map(str, range(ranks))
+            pool.apply_async(train_losses, (names,), variables)
+            for variables in variables_of_ranks(ranks)
         ]
         of_first, *_ = [result.get(timeout=100) for result in every]
         return of_first
