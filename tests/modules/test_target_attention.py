@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.devices import supported_dtypes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
 from torchrec_jagged_attn.kernels.flash import attention as kernels
@@ -838,7 +838,7 @@ def test_opcheck(device):
     ("causal", "window"), [(False, None), (True, None), (True, 2)], ids=["full", "causal", "2"]
 )
 def test_gradcheck_of_the_reference(causal, window):
-    inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64)
+    inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64, width=8)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
     leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
     leaves.append(torch.rand(12, dtype=torch.float64, requires_grad=True))
