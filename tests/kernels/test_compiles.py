@@ -1,7 +1,8 @@
 """Every kernel compiles for the GPUs that it is for, on a machine that has none.
 
 The ops take CPU tensors as an A100 or an H100 would, and what they launch is compiled instead. So
-CI sees faults of layouts, registers and shared memory that no interpreter does.
+CI sees faults of layouts, registers and shared memory that no interpreter does. Triton's cache
+keeps what is compiled, by the digest of all that it is made from: what stays is not compiled again.
 """
 
 from __future__ import annotations
@@ -409,13 +410,6 @@ def stack_bytes(compiled: Any) -> int:
     usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (found,) = re.findall(rf"Function {compiled.name}:\s+REG:\d+ STACK:(\d+)", usage)
     return int(found)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
-        yield
 
 
 def parameters_of(compiled: Any) -> list[str]:
