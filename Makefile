@@ -30,7 +30,7 @@ demo: $(READY)
 	$(BIN)/python examples/train_dlrm.py
 
 # By files, whose fixtures are made once: pytest 9 loses the groups of pytest-xdist 3.8. In the order
-# of folders: the one that xdist makes by numbers of tests leaves a few long ones to the end.
+# of tests/fixtures.py: the one that xdist makes by numbers of tests leaves long ones to the end.
 test: $(READY)
 ifeq ($(STACK),cpu)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder

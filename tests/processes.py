@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,15 @@ def _run_script(
     sys.argv = [str(script), *options]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def variables_of_ranks(ranks: int) -> list[dict[str, str]]:
+    """What torchrun sets for the processes of one host."""
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        port = any_port.getsockname()[1]
+    group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(ranks))]
 
 
 # Reads a program, its arguments and variables, and where it prints, in a line; forks a process that

@@ -6,7 +6,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.conftest import sync_debug_mode
+from tests.fixtures import sync_debug_mode
 from torchrec_jagged_attn import (
     EventBoosting,
     EventSelection,

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import movielens
@@ -40,7 +41,7 @@ from planted import planted_log
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.processes import run_script
+from tests.processes import run_script, variables_of_ranks
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -436,6 +437,23 @@ def run(
     return run_script(SCRIPT, *outs, *OPTIONS, *options, cwd=cwd, env=environment(device))
 
 
+def run_ranks(out: Path, *options: str, ranks: int) -> list[subprocess.CompletedProcess]:
+    """As ``torchrun`` does."""
+    with ThreadPoolExecutor(ranks) as threads:
+        started = [
+            threads.submit(
+                run_script,
+                SCRIPT,
+                f"--out={out}",
+                *OPTIONS,
+                *options,
+                env=environment() | variables,
+            )
+            for variables in variables_of_ranks(ranks)
+        ]
+    return [process.result() for process in started]
+
+
 def run_command(*args, **kwargs) -> subprocess.CompletedProcess:
     """The same in a process that imports what it needs."""
     return subprocess.run(
@@ -499,8 +517,8 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
 
 def test_two_ranks_with_even_shares_train_as_one_does(finished, balanced, tmp_path):
     assert balanced[1].returncode == 0, balanced[1].stderr
-    process = run_command(tmp_path, "--epochs=1", "--pooling=attention", "--balance", ranks=2)
-    assert process.returncode == 0, process.stderr
+    for process in run_ranks(tmp_path, "--epochs=1", "--pooling=attention", "--balance", ranks=2):
+        assert process.returncode == 0, process.stderr
     one, two = (results(out)["attention"]["losses"] for out in (balanced[0], tmp_path))
     np.testing.assert_allclose(two, one[: len(two)], rtol=1e-4)
     assert len(one) == len(results(finished[0])["attention"]["losses"])

@@ -61,8 +61,15 @@ class Block:
     type = Layout()
 
     def __init__(self, values: object) -> None:
-        self.values = np.asarray(values)
-        self.shape, self.dtype = list(self.values.shape), self.values.dtype
+        self.values = values if type(values) is np.ndarray else np.asarray(values)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
 
     def to(self, dtype: type, bitcast: bool = False) -> Block:
         if dtype is BFLOAT16:  # in the numbers that it has, as fp32
@@ -86,12 +93,18 @@ class Block:
 
 
 def _values(x: object) -> object:
-    return x.values if isinstance(x, Block) else x
+    return x.values if type(x) is Block else x
 
 
 def _define(name: str, function) -> None:
-    setattr(Block, f"__{name}__", lambda a, b: Block(function(a.values, _values(b))))
-    setattr(Block, f"__r{name}__", lambda a, b: Block(function(_values(b), a.values)))
+    def operate(a: Block, b: object) -> Block:
+        return Block(function(a.values, b.values if type(b) is Block else b))
+
+    def operate_reversed(a: Block, b: object) -> Block:
+        return Block(function(_values(b), a.values))
+
+    setattr(Block, f"__{name}__", operate)
+    setattr(Block, f"__r{name}__", operate_reversed)
 
 
 Block.__neg__ = lambda a: Block(-a.values)

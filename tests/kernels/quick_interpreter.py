@@ -8,13 +8,13 @@ decides once for operands that are alike.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -44,8 +44,7 @@ def install() -> None:
     core._unwrap_if_constexpr = _unwrap_or(core._unwrap_if_constexpr)
     TensorHandle.__init__ = _init_handle
     InterpreterBuilder.create_splat = _splat
-    for name in ("binary_op_type_checking_impl", "broadcast_impl_value"):
-        setattr(TritonSemantic, name, _decide_once(getattr(TritonSemantic, name)))
+    InterpreterBuilder.binary_op = _binary_op
 
 
 def _product_rounded_once(_builder: Any, a: Any, b: Any, acc: Any, *_options: Any) -> TensorHandle:
@@ -67,15 +66,13 @@ def _patch_once(patch: Any, patched: set[int], function: Any) -> Any:
 
 
 NOTHING_TO_RESTORE = interpreter._LangPatchScope()
+BUILDER = interpreter.interpreter_builder
+SEMANTIC = interpreter.interpreter_semantic
 
 
 def _patch_attribute(obj: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
     function = getattr(member, "__wrapped__", member)  # which takes _semantic
-
-    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        return function(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
-
-    scope.set_attr(obj, name, call)
+    scope.set_attr(obj, name, _decide_once(name, function))
 
 
 def _numpy_dtype(of_scalar: Any, dtype: Any) -> np.dtype:
@@ -132,47 +129,213 @@ def _unwrap_or(unwrap: Callable) -> Callable:
     return lambda x: x if type(x) in nothing_to_unwrap else unwrap(x)
 
 
+def _binary_op(_builder: Any, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
+    output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
+    if (
+        output.itemsize > 1
+        and not dtype.is_ptr()
+        and (output.itemsize * 8 > dtype.primitive_bitwidth)
+    ):
+        output = output.astype(interpreter._get_np_dtype(dtype))
+    return TensorHandle(output, dtype)
+
+
 def _splat(_builder: Any, type: Any, scalar: TensorHandle) -> TensorHandle:
     return TensorHandle(np.broadcast_to(scalar.data, type.sizes), scalar.dtype.scalar)
 
 
-def _likeness(x: Any) -> Hashable:
-    return (type(x), x) if isinstance(x, (int, float)) else x.type.name
+class NotAlikeError(Exception):
+    """What a call does may depend on more than is known of its arguments."""
 
 
-def _decide_once(decide: Callable) -> Callable:
-    """Two operands, of the types and shapes that ``decide`` gave operands like them."""
-    types_of: dict[tuple, list[Any]] = {}
-
-    def quick(self: TritonSemantic, lhs: Any, rhs: Any, *args: bool, **kwargs: bool) -> tuple:
-        key = _likeness(lhs), _likeness(rhs), args, *kwargs.items()
-        types = types_of.get(key)
-        if types is None:
-            decided = decide(self, lhs, rhs, *args, **kwargs)
-            types_of[key] = [x.type for x in decided]
-            return decided
-        return _of_type(self, lhs, types[0]), _of_type(self, rhs, types[1])
-
-    return quick
+CONSTANTS = {int, float, bool, str, type(None)}
 
 
-def _of_type(semantic: TritonSemantic, x: Any, type: Any) -> Any:
-    """``x`` as one of ``type``, which has its shape or one that it can be broadcast to."""
-    if isinstance(x, (int, float)):
-        key = x.__class__, x, type.name
-        found = CONSTANTS.get(key)
-        if found is None:
-            constant = semantic.scalar_constant(x, type.scalar)
-            found = CONSTANTS[key] = _of_type(semantic, constant, type)
-        return found
-    if x.type is type:
+def _likeness(x: Any, operands: list[Any], of_operator: bool = False) -> Hashable:
+    """All that a call may decide by of an argument; what it only computes with joins ``operands``.
+
+    These are tensors, and the integers ``of_operator``, which count loops: of one sign and one
+    number of bits, they are alike.
+    """
+    kind = type(x)
+    if kind is core.tensor:
+        operands.append(x.handle)
+        return x.type.name
+    if kind is int and of_operator:
+        operands.append(x)
+        return x < 0, (~x if x < 0 else x).bit_length()
+    if kind in CONSTANTS:
+        return (kind, x) if x != 0 else (kind, str(x))  # 0.0 is another one than -0.0
+    if kind is core.constexpr:
+        return kind, _likeness(x.value, operands)
+    if kind is list or kind is tuple:
+        return kind, *[_likeness(y, operands) for y in x]
+    if kind is slice:
+        return kind, *[_likeness(y, operands) for y in (x.start, x.stop, x.step)]
+    if isinstance(x, core.dtype):
+        return kind, x.name
+    raise NotAlikeError
+
+
+def _decide_once(name: str, function: Callable) -> Callable:
+    """A function of Triton's language, which decides what to do once for calls that are alike."""
+    known: dict[tuple, Callable | None] = {}
+    of_operator = name.startswith("__")
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        if SEMANTIC.builder is not BUILDER:  # a call within one that is recorded
+            return function(*args, _semantic=SEMANTIC, **kwargs)
+        key: list[Hashable] = []
+        operands: list[Any] = []
+        try:
+            for x in args:
+                if type(x) is core.tensor:  # as most are
+                    key.append(x.type.name)
+                    operands.append(x.handle)
+                else:
+                    key.append(_likeness(x, operands, of_operator))
+            for name, x in kwargs.items():
+                key.append((name, _likeness(x, operands)))
+            repeat = known[tuple(key)]
+        except NotAlikeError:
+            repeat = None
+        except KeyError:
+            recording = Recording()
+            result = recording.run(function, args, kwargs, of_operator)
+            known[tuple(key)] = recording.finish(result)
+            return result
+        if repeat is None:
+            return function(*args, _semantic=SEMANTIC, **kwargs)
+        return repeat(*operands)
+
+    return call
+
+
+class Operand(int):
+    """A number that the recorded call may do nothing with but give it to the builder."""
+
+
+class Recording:
+    """What a call has the interpreter's builder do.
+
+    While it is recorded, this stands in for the builder. Values are in registers: first the call's
+    operands, then others as they come.
+    """
+
+    def __init__(self) -> None:
+        self.registers: list[Any] = []
+        self.register_of: dict[int, int] = {}  # by the identity of a handle, or of an Operand
+        self.steps: list[tuple[str, Callable, list[int], int]] = []
+        self.is_alike = True
+
+    def run(self, function: Callable, args: tuple, kwargs: dict, of_operator: bool) -> Any:
+        args = [self._operand(x, of_operator) for x in args]
+        kwargs = {name: self._operand(x) for name, x in kwargs.items()}
+        self.num_operands = len(self.registers)
+        SEMANTIC.builder = self
+        try:
+            return function(*args, _semantic=SEMANTIC, **kwargs)
+        finally:
+            SEMANTIC.builder = BUILDER
+
+    def _operand(self, x: Any, of_operator: bool = False) -> Any:
+        """``x``, in which each handle is one of its own: two operands may be the same tensor."""
+        kind = type(x)
+        if kind is core.tensor:
+            handle = TensorHandle(x.handle.data, x.handle.dtype)
+            self._new_register(handle)
+            return core.tensor(handle, x.type)
+        if kind is int and of_operator:
+            number = Operand(x)
+            self._new_register(number)
+            return number
+        if kind is list or kind is tuple:
+            return kind([self._operand(y) for y in x])
         return x
-    if x.dtype is not type.scalar:
-        x = semantic.cast(x, type.scalar)
-    if x.type is type or not type.is_block():
-        return x
-    data = np.broadcast_to(x.handle.data, type.sizes)
-    return core.tensor(TensorHandle(data, type.scalar), type)
+
+    def _new_register(self, value: Any) -> int:
+        self.registers.append(value)
+        if isinstance(value, (TensorHandle, Operand)):
+            self.register_of[id(value)] = len(self.registers) - 1
+        return len(self.registers) - 1
+
+    def _register(self, value: Any) -> int:
+        if id(value) in self.register_of:
+            return self.register_of[id(value)]
+        self.is_alike &= not isinstance(value, TensorHandle)  # from where?
+        if isinstance(value, (list, tuple)):
+            self.is_alike &= not any(isinstance(x, TensorHandle) for x in value)
+        return self._new_register(value)
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(BUILDER, name)
+        return functools.partial(self._step, name, member) if callable(member) else member
+
+    def _step(self, name: str, method: Callable, *args: Any) -> Any:
+        result = method(*args)
+        is_constant = name.startswith("get_") and not any(type(x) is Operand for x in args)
+        at = [] if is_constant else [self._register(x) for x in args]
+        out = self._new_register(result)
+        if not is_constant:
+            self.steps.append((name, method, at, out))
+        if isinstance(result, tuple):
+            for i, x in enumerate(result):
+                part = operator.itemgetter(i)
+                self.steps.append(("", part, [out], self._new_register(x)))
+        return result
+
+    def finish(self, result: Any) -> Callable[[list[Any]], Any] | None:
+        """What does the same with other operands."""
+        is_several = type(result) is tuple
+        results = result if is_several else (result,)
+        types = []
+        for x in results:
+            self.is_alike &= type(x) in CONSTANTS or isinstance(x, (core.tensor, core.constexpr))
+            types.append(x.type if isinstance(x, core.tensor) else None)
+        outs = [self._register(getattr(x, "handle", x)) for x in results]
+        self._leave_broadcasts_to_numpy(outs)
+        read = {i for *_, at, _ in self.steps for i in at}
+        for i, x in enumerate(self.registers[: self.num_operands]):
+            self.is_alike &= type(x) is not Operand or x in (0, -1) or i in read
+        if not self.is_alike:
+            return None
+        return self._compiled(outs, types, is_several)
+
+    def _compiled(self, outs: list[int], types: list[Any], is_several: bool) -> Callable:
+        read = {*outs}.union(*(at for *_, at, _ in self.steps))
+        constants = read - {*range(self.num_operands)} - {out for *_, out in self.steps}
+        names = {f"r{i}": self.registers[i] for i in constants} | {"tensor": core.tensor}
+        lines = [f"def repeat({', '.join(f'r{i}' for i in range(self.num_operands))}):"]
+        for number, (_, method, at, out) in enumerate(self.steps):
+            names[f"step{number}"] = method
+            lines.append(f"    r{out} = step{number}({', '.join(f'r{i}' for i in at)})")
+        results = [f"r{i}" for i in outs]
+        for number, type_ in enumerate(types):
+            if type_ is not None:
+                names[f"type{number}"] = type_
+                results[number] = f"tensor({results[number]}, type{number})"
+        lines.append(f"    return {', '.join(results)}{',' * is_several}")
+        exec("\n".join(lines), names)
+        return names["repeat"]
+
+    def _leave_broadcasts_to_numpy(self, outs: list[int]) -> None:
+        sources = {
+            out: at[BROADCASTS[name]] for name, _, at, out in self.steps if name in BROADCASTS
+        }
+        for name, _, at, out in self.steps:
+            if name in ELEMENTWISE:
+                shorter = [sources.get(i, i) for i in at]
+                shapes = [self.registers[i].data.shape for i in shorter]
+                if np.broadcast_shapes(*shapes) == self.registers[out].data.shape:
+                    at[:] = shorter
+        read = {*outs}.union(*(at for *_, at, _ in self.steps))
+        self.steps = [step for step in self.steps if step[0] not in BROADCASTS or step[3] in read]
 
 
-CONSTANTS: dict[tuple, Any] = {}  # tensors, which nothing changes
+BROADCASTS = {"create_broadcast": 0, "create_splat": 1}  # which argument is broadcast
+ELEMENTWISE = {
+    name
+    for name, method in vars(InterpreterBuilder).items()
+    if name == "create_addptr"
+    or {"binary_op", "ternary_op"} & {*getattr(getattr(method, "__code__", None), "co_names", ())}
+} - {"create_ashr"}  # which writes into its operands

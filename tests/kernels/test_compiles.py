@@ -1,7 +1,8 @@
 """Every kernel compiles for the GPUs that it is for, on a machine that has none.
 
 The ops take CPU tensors as an A100 or an H100 would, and what they launch is compiled instead. So
-CI sees faults of layouts, registers and shared memory that no interpreter does.
+CI sees faults of layouts, registers and shared memory that no interpreter does. Triton's cache
+keeps what is compiled, by the digest of all that it is made from: what stays is not compiled again.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import pkgutil
 import re
@@ -249,13 +249,9 @@ class Case(NamedTuple):
 CASES = {
     "one warp": Case((80, 90), "target", lambda: target(1, BF16)),
     "one warp, biased": Case((80, 90), "target", lambda: target(1, BF16, biased=True)),
-    "few warps, biased": Case((90,), "few_warps", lambda: target(6, FP32, 32, biased=True)),
     "warpgroup": Case((90,), "warpgroup", lambda: target(8, BF16)),
     "warpgroup, biased": Case((90,), "warpgroup", lambda: target(8, BF16, biased=True)),
     "general target": Case((80, 90), "target", lambda: target(2, BF16, 20)),
-    "general target, biased": Case(
-        (80, 90), "target", lambda: target(2, BF16, 32, biased=True, jagged=True)
-    ),
     "general target, dropout": Case(
         (80, 90), "general", lambda: target(2, BF16, 32, jagged=True, dropout=0.5)
     ),
@@ -333,7 +329,6 @@ CASES = {
         (90,), "weights", lambda: target_weights(BF16, score="silu")
     ),
     "hopper flash": Case((90,), "", lambda: flash(64)),
-    "general flash": Case((80,), "", lambda: flash(20)),
     "general flash of short samples": Case((90,), "short", lambda: flash(20)),
     "general flash by distance": Case((80,), "relative|distance", lambda: flash(20, relative=True)),
     "general flash, fp32": Case((80,), "", lambda: flash(64, FP32, relative=True)),
@@ -417,13 +412,6 @@ def stack_bytes(compiled: Any) -> int:
     return int(found)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path_factory.mktemp("triton"))
-        yield
-
-
 def parameters_of(compiled: Any) -> list[str]:
     """Types of the parameters of a kernel, as its PTX has them."""
     (declared,) = re.findall(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
@@ -484,13 +472,14 @@ def test_launches_of_a_layer() -> None:
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_every_kernel_is_compiled(arch: int) -> None:
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        importlib.import_module(module.name)
+    names = [x.name for x in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     missing = {
         label(x.kernel)
-        for x in gc.get_objects()
+        for name in names
+        for x in vars(importlib.import_module(name)).values()
         if type(x) is Launcher and isinstance(x.kernel, JITFunction)
     }
+    assert missing
     for name, of_arch in RUNS:
         if of_arch == arch:
             with ops_on(arch) as launches:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.conftest import skip_unless_supported
+from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn import JaggedFeatureInteraction
 from torchrec_jagged_attn.testing import (
     Case,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torchrec import JaggedTensor
 
-from tests.conftest import skip_unless_supported
+from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
 from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
 

@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.combinations import each_pair
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.devices import supported_dtypes
@@ -1478,9 +1479,11 @@ def test_opcheck(options, road, device):
     torch.library.opcheck(OP, tuple(op_arguments(device, **options, **road).values()))
 
 
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-@pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
+@pytest.mark.parametrize(
+    ("value_projection", "history_dtype", "jagged"),
+    each_pair([True, False], [torch.float32, torch.float16], [False, True]),
+    ids=str,
+)
 def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, road, device):
     options = {"jagged": jagged, "value_projection": value_projection}
     arguments = op_arguments(device, history_dtype=history_dtype, **options, **road)

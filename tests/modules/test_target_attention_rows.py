@@ -10,7 +10,7 @@ from torchrec import JaggedTensor
 from torchrec.fx import symbolic_trace
 
 from tests.combinations import each_pair
-from tests.conftest import sync_debug_mode
+from tests.fixtures import sync_debug_mode
 from tests.modules.test_target_attention import (
     OPTIONS,
     attend,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import skip_unless_supported
+from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn import jagged_activation_unit
 from torchrec_jagged_attn.testing import (
     Case,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.ops.test_registration import Recorder
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (

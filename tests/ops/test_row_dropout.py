@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.conftest import skip_unless_supported
+from tests.fixtures import skip_unless_supported
 from tests.ops.test_target_attention import inputs_of
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.conftest import skip_unless_supported
+from tests.fixtures import skip_unless_supported
 from tests.ops.test_target_attention import inputs_of
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.testing import (
@@ -95,7 +95,7 @@ def test_scores_far_from_zero(score, num_targets, device):
 @pytest.mark.reference
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 def test_gradcheck(score):
-    inputs = inputs_of([3, 0, 5], dtype=torch.float64, num_targets=2)
+    inputs = inputs_of([3, 0, 5], dtype=torch.float64, num_targets=2, width=8)
     leaves = [inputs[name].requires_grad_() for name in ("query", "history", "bias")]
 
     def attend(query, history, bias):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import sync_debug_mode
+from tests.fixtures import sync_debug_mode
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import selection
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.ops import implementation
@@ -628,7 +628,7 @@ def test_opcheck(device, jagged, prior):
 
 @pytest.mark.reference  # kernels compute no fp64
 def test_gradcheck_of_the_reference():
-    inputs = inputs_of([3, 0, 5], num_targets=2, dtype=torch.float64)
+    inputs = inputs_of([3, 0, 5], num_targets=2, dtype=torch.float64, width=8)
     leaves = [inputs[name].requires_grad_() for name in ("query", "history", "bias")]
     assert torch.autograd.gradcheck(
         lambda q, x, b: jagged_target_attention(q, x, inputs["offsets"], bias=b), leaves

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import arguments_of_op, draw_prior_weights, inputs_of
@@ -273,7 +273,7 @@ def test_opcheck(jagged, index_dtype, device):
 
 @pytest.mark.reference  # kernels compute no fp64
 def test_gradcheck_of_the_reference():
-    inputs = by_index([3, 0, 5], num_targets=2, dtype=torch.float64, num_rows=4)
+    inputs = by_index([3, 0, 5], num_targets=2, dtype=torch.float64, num_rows=4, width=8)
     indices, offsets = inputs["indices"], inputs["offsets"]
     leaves = inputs["query"].requires_grad_(), inputs["history"].nan_to_num().requires_grad_()
     assert torch.autograd.gradcheck(

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.conftest import skip_unless_supported, sync_debug_mode
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import draw_prior_weights, inputs_of
 from torchrec_jagged_attn import jagged_target_attention, jagged_target_attention_weights
 from torchrec_jagged_attn.testing import (

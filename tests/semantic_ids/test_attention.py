@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
-from tests.conftest import sync_debug_mode
+from tests.fixtures import sync_debug_mode
 from torchrec_jagged_attn import DiscretePCA, SemanticIds, jagged_target_attention_over_ids
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.testing import (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import sync_debug_mode
+from tests.fixtures import sync_debug_mode
 from torchrec_jagged_attn import HistoryCache, jagged_target_attention
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.testing import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.conftest import skip_unless_supported
+from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.cpu import head_products
 from torchrec_jagged_attn.devices import has_kernels

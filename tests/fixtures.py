@@ -1,0 +1,151 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+from triton import knobs
+
+from tests.kernels import quick_interpreter
+from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.testing import Case
+
+if knobs.runtime.interpret:
+    quick_interpreter.install()
+
+# MKL may round a product by where its operands lie in memory, unless it is told not to.
+os.environ.setdefault("MKL_CBWR", "AUTO")
+
+# Examples are the same in every run, and take as long as they take.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+# Files that take longest come first: none of them is left to one worker at the end.
+LONG_FIRST = ("tests/kernels/test_compiles", "tests/torchrec", "tests/benchmarks", "tests/examples")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this run has not the means for, so that a skip means something."""
+    missing = {"reference" if knobs.runtime.interpret else "interpreter"}
+    if not torch.cuda.is_available():
+        missing.add("gpu")
+    left_out = {item for item in items if missing & {mark.name for mark in item.iter_markers()}}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FIRST))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays, and takes a third of a second to look through."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet() -> None:
+    """Each test may compile a function as often as Dynamo allows in a process."""
+    if "torch._dynamo" in sys.modules:  # which takes a second to import
+        torch._dynamo.reset()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that tests run on; under ``TRITON_INTERPRET=1``, "cpu" interprets the kernels."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.interpreter),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def kernel_device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that kernels run on."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """How ranks talk: on two CPU processes, or on as many GPUs as there are, up to two."""
+    return request.param
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("numpy", marks=pytest.mark.interpreter),  # and Triton's kernels around them
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
+)
+def hopper(request):
+    """A device and the modules of kernels in Gluon launched there, where those for Hopper run.
+
+    The modules are ``None`` on a GPU, which may be any: what comes out is the same.
+    """
+    if request.param == "gpu":
+        yield torch.device("cuda"), None
+    else:
+        with gluon_in_numpy(multiprocessors=3) as launched:
+            yield torch.device("cpu"), launched
+
+
+@pytest.fixture
+def fake_classes() -> Iterator[None]:
+    """``torch.export`` has to know the two classes that lookups of quantized tables hold."""
+    from torchrec.pt2.utils import deregister_fake_classes, register_fake_classes
+
+    register_fake_classes()
+    yield
+    deregister_fake_classes()
+
+
+@pytest.fixture
+def tf32():
+    """fp32 products on tensor cores."""
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def nan_filled_memory():
+    """Fresh memory is NaN inside."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=["compiled", pytest.param("python", marks=pytest.mark.reference)])
+def without_a_compiler(request, device, monkeypatch):
+    """On a CPU, also what runs where nothing can be compiled."""
+    if request.param == "python":
+        if device.type != "cpu":
+            pytest.skip("kernels are compiled")
+        monkeypatch.setattr(extension, "library", lambda: None)
+
+
+@contextlib.contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """While it is open, what waits for the GPU raises ("error") or warns ("warn")."""
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def skip_unless_supported(case: Case, device: torch.device) -> None:
+    """Skip a case that the device's implementation has no dtype for."""
+    if case.dtype not in supported_dtypes(device):
+        pytest.skip(f"{case.dtype} is not computed by {implementation(device)[0]}")
