@@ -223,7 +223,7 @@ def goals_of_rows() -> tuple[Goal, ...]:
     """Of target attention over rows by index, by places of a row."""
     goals = []
     for places in (1, 4, 16, 64):
-        case, of_places = f"rank-1k-x{places}", f"{places} places of a row"
+        case, of_places = f"rank-1k-x{places}", f"{places} place{'s' * (places > 1)} of a row"
         if places == 1:
             what = f"{of_places}, forward: to a copy made before"
             goals.append(speed_goal(what, case, "ours-by-index", "ours-copied-before", "0.9"))

@@ -281,9 +281,6 @@ def test_balanced_batches_have_the_samples_of_all_ranks_and_as_many_rows(candida
         assert max(map(rows, after)) < 1.02 * mean < max(map(rows, before))
 
 
-REPLAYED |= {"ours-balanced"}
-
-
 def test_losses_are_the_same_whatever_the_form_of_batches():
     names = ["ours", "ours-once", "ours-by-request"]
     losses = train_losses(names, candidates=4)

@@ -1642,6 +1642,16 @@ def test_output_dropout(score, jagged, device):
     assert not of_dropped.any()
 
 
+def test_output_dropout_is_scripted(device):
+    scripted = torch.jit.script(JaggedTargetAttention(64, 2, output_dropout=0.25, device=device))
+    history = zeros([3] * 50, 64).to(device)
+    history.values().normal_()
+    target = torch.randn(50, 64, device=device)
+    dropped = [(scripted.train(x)(target, history) == 0).double().mean() for x in (True, False)]
+    assert 0.2 < dropped[0] < 0.3
+    assert dropped[1] == 0
+
+
 # Powers of the length
 
 

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["draw_dropout", "drops_of"]
+__all__ = ["check_dropout", "draw_dropout", "drops_of"]
 
 
 def check_dropout(p: float, name: str) -> None:

@@ -459,3 +459,15 @@ def test_narrow_rows(
         inputs["position_bias"] = table.bfloat16()
     narrow_rows.assert_right_without_a_gradient(inputs, rows, score=score)
     assert launched == ["one_warp_forward"]
+
+
+@pytest.mark.usefixtures("bf16")
+@pytest.mark.parametrize("exponent", [-40, 0, 40])
+@pytest.mark.parametrize("of_byte", narrow_rows.NARROW, ids=str)
+def test_narrow_rows_without_biases_whatever_their_size(of_byte, exponent, launched):
+    shape = {"dtype": torch.bfloat16, "num_targets": 1, "num_heads": 4, "width": 32}
+    inputs, rows = narrow_rows.narrow(LENGTHS, of_byte=of_byte, has_bias=False, **shape)
+    inputs["query"] *= 2.0**-exponent
+    rows["row_scale"] *= 2.0**exponent
+    narrow_rows.assert_right_without_a_gradient(inputs, rows)
+    assert launched == ["one_warp_forward"]

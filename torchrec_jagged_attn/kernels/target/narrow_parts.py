@@ -14,9 +14,9 @@ Rows that are made wide and rounded have scores of their own: so there is no bac
 number u · 2^-133, which tensor cores multiply as exactly as any. Queries and weights are made
 2^80 times as large, so that no product is that small: both must be less than 2^47.
 
-u is c + 128. Of uint8, c is 128 less than its byte, and b so much more. 128 times the sum of
-queries, and that of weights as they were rounded, are taken off in fp32. So both sums are about
-as large as what comes out, and little is lost where weights are rounded.
+u is c + 128; of uint8, the byte is u, and c, which is 128 less, goes with a bias that is 128 s_n
+more. Sums of u are too large by 128 times the sum of queries, or of weights as they were rounded:
+that is taken off in fp32. So what rounding takes from a weight is multiplied by c, not by u.
 """
 
 from __future__ import annotations
