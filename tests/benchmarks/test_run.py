@@ -390,6 +390,33 @@ def test_a_provider_that_is_wrong_has_no_figure(
     assert f"ours-kernel: {reason}" in capsys.readouterr().out
 
 
+def test_figures_of_a_case_are_written_before_the_next_begins(tmp_path):
+    """Ctrl-C while the second case is made, which then finds the figures of the first."""
+    csv, found = tmp_path / "figures.csv", []
+    csv.write_text("of an earlier run")
+
+    def make(case, device):
+        if case.name == "cpu-skewed":
+            found.append(csv.read_text())
+            raise KeyboardInterrupt
+        return KERNEL.inputs(case, device)
+
+    known = {KERNEL.name: replace(KERNEL, inputs=make)}
+    argv = ["--cases", "rank-1k-fp32,cpu-skewed", "--modes", "forward", "--providers", "ours*"]
+    with pytest.raises(KeyboardInterrupt):
+        run_quickly(tmp_path, *argv, known=known)
+    assert [csv.read_text()] == found
+    frame = pd.read_csv(csv)
+    assert list(frame.columns) == COLUMNS
+    assert frame["provider"].tolist() == ["floor", "ours-kernel"]
+
+
+def test_figures_of_several_cases_stand_under_one_header(tmp_path):
+    argv = ["--cases", "rank-1k-fp32,cpu-skewed", "--modes", "forward", "--providers", "ours*"]
+    _, frame = run_quickly(tmp_path, KERNEL.name, *argv)
+    assert frame["case"].tolist() == ["rank-1k-fp32-quick"] * 2 + ["cpu-skewed-quick"] * 2
+
+
 def test_floor_is_the_longer_of_bytes_and_flops():
     cost = Cost(bytes=4e9, flops=run.PEAK_FLOPS) + Cost(bytes=2e9, flops=run.PEAK_FLOPS)
     assert run.floor_ms(cost, "cuda", bandwidth=1e9) == pytest.approx(6000)
