@@ -533,6 +533,15 @@ def test_a_gpu_s_figures(tmp_path):
     assert (of["gpu_busy"] <= of["time"] * 1.2).all()
 
 
+def test_a_trial_of_memory_draws_one_batch(monkeypatch):
+    """The host draws it, whose ids are many where histories are long."""
+    drawn, draw = [], end_to_end_models._draw
+    monkeypatch.setattr(end_to_end_models, "_draw", lambda *args: drawn.append(args) or draw(*args))
+    with process_group() as device:
+        assert end_to_end_memory.try_size("ours", dataclasses.replace(QUICK, mean=6), device) == ""
+    assert len(drawn) == 1
+
+
 def test_bags_of_varying_batch_sizes_are_looked_up_in_fp32_on_a_gpu():
     """FBGEMM's ``batch_index_select_dim0`` takes no bf16 there."""
     for name, provider in PROVIDERS.items():
