@@ -59,7 +59,7 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
 def try_size(name: str, sizes: Sizes, device: torch.device) -> str:
     """Why some steps cannot be trained; empty if they can."""
     try:
-        Training(name, sizes, device, num_batches=2)
+        Training(name, sizes, device, num_batches=1)
     except Exception as error:  # any limit ends the search, and the CSV says which
         return in_a_line(error)
     return ""

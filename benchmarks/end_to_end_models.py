@@ -53,6 +53,7 @@ __all__ = [
     "make_lengths",
     "make_model",
     "make_pipeline",
+    "make_sharders",
     "process_group",
     "share_tables",
     "table_operators",
@@ -338,14 +339,7 @@ def make_pipeline(
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             replay_dense_layers(model.model, batch, device, torch.bfloat16)
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": table_lr})
-    fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
-    sharders: list[ModuleSharder] = [
-        EmbeddingBagCollectionSharder(fused_params={**fused}),
-        EmbeddingCollectionSharder(
-            fused_params={**fused},  # pyright: ignore[reportArgumentType]
-            use_index_dedup=provider.index_dedup,
-        ),
-    ]
+    sharders = make_sharders(provider, device)
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
     largest = max(tables, key=lambda table: table.num_embeddings)
     ranks = dist.get_world_size()
@@ -378,6 +372,21 @@ def make_pipeline(
     )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
     return TrainPipelineSparseDist(sharded, optimizer, device)
+
+
+def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:
+    """Of pooled lookups and of sequences: in bf16 on a GPU, but for bags of varying batch sizes.
+
+    FBGEMM copies the rows of such bags to their samples in fp32 and fp16 alone.
+    """
+    fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
+    return [
+        EmbeddingBagCollectionSharder(fused_params={} if provider.batches == "once" else {**fused}),
+        EmbeddingCollectionSharder(
+            fused_params={**fused},  # pyright: ignore[reportArgumentType]
+            use_index_dedup=provider.index_dedup,
+        ),
+    ]
 
 
 def table_operators(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:

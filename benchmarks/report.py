@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parent))
 import model_specs
 from model_specs import HISTORIES, LOGS, MEANS, POOLINGS, SEARCH, STEP_PROVIDERS
 from table_specs import OPS, Cell
-from tables import DOCUMENTS, RESULTS, ROOT, Figures, files_of, refill, say
+from tables import DOCUMENTS, NO_MEMORY, RESULTS, ROOT, Figures, files_of, refill, say
 
 matplotlib.use("Agg")
 
@@ -463,7 +463,8 @@ def _by_mean(
     for name in providers:
         cell, label = Cell(name, "step", metric, unit), STEP_PROVIDERS[name]
         found[label] = [_parts(figures.find(case, cell), divisor) for case in cases]
-        reasons[label] = [figures.note(case, cell) for case in cases]
+        notes = [figures.note(case, cell) for case in cases]
+        reasons[label] = [note if note in ("", NO_MEMORY) else "fails" for note in notes]
     ax.set_prop_cycle(color=[SHOWN[name] for name in providers])
     _bars(ax, labels, found, reasons=reasons)
     ax.set(xlabel="mean length of a history, samples of a step", xlim=(-0.5, len(cases) - 0.5))

@@ -421,7 +421,7 @@ def print_names(suite: Suite, console: Console) -> None:
 
 
 def check_writable(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Make the places for what is written in the end, or refuse them before anything is timed."""
+    """Make the places for what is written, or refuse them before anything is timed."""
     try:
         what, path = "--csv must be a file", args.csv
         if args.csv:
@@ -452,7 +452,7 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--graph", action="store_true", help="time CUDA graphs, too")
     add("--kernels", action="store_true", help="time kernels without the gaps, too")
     add("--host", action="store_true", help="time the host without the GPU, too")
-    add("--csv", type=Path, metavar="FILE", help="write the figures here")
+    add("--csv", type=Path, metavar="FILE", help="write the figures of each case here")
     add("--plot", type=Path, metavar="DIR", help="draw a picture of each suite, and a roofline")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
     add("--one-thread", action="store_true", help="autograd runs backward in the caller's thread")
@@ -512,7 +512,17 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     gc.collect()
     gc.freeze()  # what is imported is no garbage, and takes half a second to look through
     rows: list[dict] = []
+    written = 0
     ours_failed = False
+
+    def write() -> None:
+        """Add the figures to the CSV that it lacks."""
+        nonlocal written
+        if args.csv and rows[written:]:
+            frame = pd.DataFrame(rows[written:]).assign(**stamp)
+            frame.to_csv(args.csv, mode="a" if written else "w", header=not written, index=False)
+            written = len(rows)
+
     # One stream for all: a graph cannot capture the default one, nor a backward that began there.
     stream = torch.cuda.Stream() if args.device == "cuda" else None
     try:
@@ -543,6 +553,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                     console.print(f"\n{suite.name} {name}: {shape}")
                     first = len(rows)
                     reasons = run_case(suite, name, x, args, bandwidth, rows)
+                    write()
                     console.print(make_table(rows[first:]))
                     for reason in dict.fromkeys(reasons.values()):
                         lacking = [name for name, its in reasons.items() if its == reason]
@@ -553,10 +564,9 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                 if suite.summary and of_suite:
                     console.print(suite.summary(pd.DataFrame(of_suite)))
     finally:  # what was measured is kept, also after Ctrl-C
-        frame = pd.DataFrame(rows).assign(**stamp)
-        if args.csv:
-            frame.to_csv(args.csv, index=False)
+        write()
         if args.plot and rows:
+            frame = pd.DataFrame(rows).assign(**stamp)
             sweeps = {suite.name: suite.sweep for suite in known.values()}
             plot(frame, args.plot, sweeps)
             peak_flops = PEAK_FLOPS if args.device == "cuda" else np.inf

@@ -14,12 +14,18 @@ from torch import Tensor
 
 from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
+from suites._attention import padded_sdpa
 from torchrec_jagged_attn import (
     SemanticIds,
     jagged_target_attention,
     jagged_target_attention_over_ids,
 )
-from torchrec_jagged_attn.testing import Case, make_target_inputs, target_attention_oracle
+from torchrec_jagged_attn.testing import (
+    Case,
+    jagged_lengths,
+    offsets_of,
+    target_attention_oracle,
+)
 
 IDS = SemanticIds(num_digits=25)
 BF16 = torch.bfloat16
@@ -56,18 +62,21 @@ class Codes(Inputs):
 
 def make_inputs(case: Case, device: str) -> Codes:
     """Query ``[B, T, H, D]``, mean ``[D]`` and basis ``[L, D]``, and digits at random."""
-    drawn = make_target_inputs(case, device, bias=False)
-    generator = torch.Generator().manual_seed(1)
-    num_rows = drawn["history"].shape[0]
-    digits = torch.randint(-1, 2, (num_rows, IDS.num_digits), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    query = torch.randn(
+        case.batch_size, case.num_targets, case.num_heads, case.width, generator=generator
+    )
+    shape = int(lengths.sum()), IDS.num_digits
+    digits = torch.randint(-1, 2, shape, generator=generator, dtype=torch.int8)
     leaves = {
-        "query": drawn["query"],
+        "query": query.to(device, case.dtype),
         "mean": torch.randn(case.width, generator=generator).to(device, case.dtype),
         "basis": torch.randn(IDS.num_digits, case.width, generator=generator),
     }
     leaves["basis"] = (leaves["basis"] * IDS.num_digits**-0.5).to(device, case.dtype)
     leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
-    even = Inputs.even(case, leaves, drawn["offsets"])
+    even = Inputs.even(case, leaves, offsets_of(lengths, case.index_dtype, device))
     return Codes(**vars(even), packed=IDS.pack(digits.to(device)))
 
 
@@ -116,6 +125,6 @@ SUITE = Suite(
         "ours-codes": ours,
         "ours-decoded": lambda x: lambda: base.formula(over_rows(x), jagged_target_attention),
         "ours-rows": rows,
-        "padded": lambda x: lambda: base.plain(over_rows(x)),
+        "padded-sdpa": lambda x: base.over_rows(padded_sdpa, x, x.decoded),
     },
 )

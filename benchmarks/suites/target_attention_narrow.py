@@ -5,14 +5,13 @@ exactly, so that all providers compute one function. ``ours-after-dequantizing``
 wide at each call, as one must who has no other attention. Forward alone, as in serving.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Suite
+from suites import Cost, Inputs, Suite, _attention
 from suites import target_attention_kernel as base
 from suites._cases import TRAINING_CASES
 from torchrec_jagged_attn import jagged_target_attention
@@ -63,10 +62,21 @@ def of_uint8(x: Narrow) -> Callable[[], Tensor]:
     return over(x, (x.numbers + 128).to(torch.uint8), x.scale, -128 * x.scale)
 
 
+def dequantize(x: Narrow) -> Callable[[], Tensor]:
+    """What makes int8 rows wide in memory, ``[N, D]``."""
+    numbers, scale = x.numbers.to(torch.int8), x.scale.to(x.case.dtype).unsqueeze(1)
+    return lambda: numbers * scale
+
+
 def after_dequantizing(x: Narrow) -> Callable[[], Tensor]:
-    """Rows are made wide in memory."""
-    query, numbers, scale = x.leaves["query"], x.numbers.to(torch.int8), x.scale.to(x.case.dtype)
-    return lambda: jagged_target_attention(query, numbers * scale.unsqueeze(1), x.offsets)
+    """The op, over rows made wide."""
+    query, make_rows = x.leaves["query"], dequantize(x)
+    return lambda: jagged_target_attention(query, make_rows(), x.offsets)
+
+
+def padded_sdpa(x: Narrow) -> Callable[[], Tensor]:
+    """Rows are made wide, and then padded for PyTorch's attention."""
+    return base.over_rows(_attention.padded_sdpa, x, dequantize(x))
 
 
 SUITE = Suite(
@@ -83,7 +93,7 @@ SUITE = Suite(
         "ours-uint8": of_uint8,
         "ours-e4m3": lambda x: over(x, x.numbers.to(torch.float8_e4m3fn), x.scale),
         "ours-after-dequantizing": after_dequantizing,
-        "padded": lambda x: functools.partial(base.plain, x),
+        "padded-sdpa": padded_sdpa,
     },
     modes=("forward",),
 )

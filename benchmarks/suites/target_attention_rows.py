@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid, Suite
+from suites import Cost, Inputs, Relaid, Suite, _attention
 from suites import target_attention_kernel as base
 from suites._cases import TRAINING_CASES
 from torchrec_jagged_attn import jagged_target_attention
@@ -53,9 +53,14 @@ def make_inputs(case: Case, device: str) -> Rows:
     return Rows(**vars(replace(x, leaves=leaves)), indices=(order % num_rows).to(device))
 
 
+def copy_of_rows(x: Rows) -> Tensor:
+    """``[N, D]``, whose gradient is that of the rows."""
+    return x.leaves["history"].index_select(0, x.indices)
+
+
 def gathered(x: Rows) -> Inputs:
-    """On a copy of the rows, whose gradient is theirs."""
-    return x.copied(x.leaves["history"].index_select(0, x.indices))
+    """On a copy of the rows."""
+    return x.copied(copy_of_rows(x))
 
 
 def cost(x: Rows) -> dict[str, Cost]:
@@ -75,9 +80,9 @@ def on_a_copy(x: Rows) -> Callable[[], Tensor]:
     return lambda: base.formula(gathered(x), jagged_target_attention)
 
 
-def padded(x: Rows) -> Tensor:
-    """Rows are copied, and then padded for the textbook formula."""
-    return base.plain(gathered(x))
+def padded_sdpa(x: Rows) -> Callable[[], Tensor]:
+    """Rows are copied, and then padded for PyTorch's attention."""
+    return base.over_rows(_attention.padded_sdpa, x, functools.partial(copy_of_rows, x))
 
 
 def copied_before(x: Rows) -> Relaid:
@@ -101,12 +106,12 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=lambda x: base.formula(gathered(x), target_attention_oracle),
-    plain=padded,
+    plain=lambda x: base.plain(gathered(x)),
     cost=cost,
     providers={
         "ours-by-index": ours,
         "ours-on-a-copy": on_a_copy,
         "ours-copied-before": copied_before,
-        "padded": lambda x: functools.partial(padded, x),
+        "padded-sdpa": padded_sdpa,
     },
 )

@@ -22,10 +22,18 @@ import end_to_end_results
 import end_to_end_trace
 from end_to_end import QUICK, Training, main
 from end_to_end_memory import largest
-from end_to_end_models import CLIP, Sizes, make_batches, make_lengths, process_group
+from end_to_end_models import (
+    CLIP,
+    Sizes,
+    make_batches,
+    make_lengths,
+    make_sharders,
+    process_group,
+)
 from end_to_end_peers import LADDER, PROVIDERS
 from end_to_end_trace import Trace
 from events import Events
+from fbgemm_gpu.split_embedding_configs import SparseType
 from planted import planted_log
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -520,3 +528,22 @@ def test_a_gpu_s_figures(tmp_path):
     for name in ("peak_memory", "gpu_busy", "gpu_attention", "gpu_lookups", "gpu_dense"):
         assert (of[name] > 0).all(), name
     assert (of["gpu_busy"] <= of["time"] * 1.2).all()
+
+
+def test_a_trial_of_memory_draws_one_batch(monkeypatch):
+    """The host draws it, whose ids are many where histories are long."""
+    drawn, draw = [], end_to_end_models._draw
+    monkeypatch.setattr(end_to_end_models, "_draw", lambda *args: drawn.append(args) or draw(*args))
+    with process_group() as device:
+        assert end_to_end_memory.try_size("ours", dataclasses.replace(QUICK, mean=6), device) == ""
+    assert len(drawn) == 1
+
+
+def test_bags_of_varying_batch_sizes_are_looked_up_in_fp32_on_a_gpu():
+    """FBGEMM's ``batch_index_select_dim0`` takes no bf16 there."""
+    for name, provider in PROVIDERS.items():
+        bags, sequences = make_sharders(provider, torch.device("cuda"))
+        assert ("output_dtype" in bags.fused_params) == (name != "ours-once")
+        assert sequences.fused_params["output_dtype"] == SparseType.BF16
+        on_cpu = make_sharders(provider, torch.device("cpu"))
+        assert not any("output_dtype" in sharder.fused_params for sharder in on_cpu)

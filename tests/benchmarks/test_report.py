@@ -129,6 +129,16 @@ def test_speed_is_to_that_of_sum_pooling_and_a_gap_says_why(results):
     assert texts.count("out of memory") == 2
 
 
+def test_an_error_is_drawn_as_a_word(results):
+    csv = results / "end_to_end.csv"
+    error = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    csv.write_text(csv.read_text().replace(made_up_results.NO_MEMORY, error))
+    (ax,) = report.drawn(plot_of(report.end_to_end)).axes
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts.count("fails") == 2
+    assert error not in texts
+
+
 def test_parts_of_a_step_add_up(results):
     figure = report.drawn(plot_of(report.end_to_end_parts))
     assert [ax.get_title() for ax in figure.axes] == [

@@ -1350,3 +1350,23 @@ def test_batch_sizes_that_vary_by_feature_are_refused():
     )
     with pytest.raises(NotImplementedError, match=r"one batch size .* got \[2, 1\]"):
         make_collection(SCENARIOS["nothing-else"])(features)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        (
+            "batch_index_select_dim0 supports only either float or half",
+            NotImplementedError,
+            "must be pooled in fp32 or fp16 on a GPU, got bf16",
+        ),
+        ("of another kind", RuntimeError, "of another kind"),
+    ],
+)
+def test_pooled_rows_that_fbgemm_cannot_copy_to_their_samples(said, error, message):
+    class Bags:
+        def keys(self):
+            raise RuntimeError(said)
+
+    with pytest.raises(error, match=message):
+        pooling._in_order(Bags(), [])

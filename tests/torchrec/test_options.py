@@ -1,5 +1,6 @@
 """What TorchRec offers around a sharded model: each trains as the plain model does."""
 
+import functools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,8 +156,10 @@ def with_equal_samples_once(batch: Batch) -> Batch:
     return batch
 
 
-def variable_batch_sizes(device: torch.device) -> Losses:
-    model = make_sharded_model(device, ShardingType.ROW_WISE)
+def variable_batch_sizes(
+    device: torch.device, sharders: list[ModuleSharder] | None = None
+) -> Losses:
+    model = make_sharded_model(device, ShardingType.ROW_WISE, sharders=sharders)
     optimizer = dense_optimizer(model)
     losses = []
     for step in range(NUM_STEPS):
@@ -254,6 +257,9 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
         make_sharded_model(device, data_type=DataType.BF16), device
     ),
     "variable batch sizes": variable_batch_sizes,
+    "variable batch sizes, output_dtype bf16": functools.partial(
+        variable_batch_sizes, sharders=fused(output_dtype=SparseType.BF16)
+    ),
     "is_weighted, max_history": lambda device: losses_of(weighted(device), device),
     "is_weighted, max_history, evaluated": lambda device: evaluated(
         weighted(device), device, once=False
@@ -290,9 +296,13 @@ REFUSED = {
     "gloo": {
         "index dedup": "Could not run 'fbgemm::jagged_unique_indices'",
         "output_dtype bf16": "not implemented for 'BFloat16'",
+        "variable batch sizes, output_dtype bf16": "not implemented for 'BFloat16'",
         "bf16 tables": "not implemented for 'BFloat16'",
     },
-    "nccl": {"bf16 tables": "cache_precision bf16 not supported"},
+    "nccl": {
+        "bf16 tables": "cache_precision bf16 not supported",
+        "variable batch sizes, output_dtype bf16": "must be pooled in fp32 or fp16 on a GPU",
+    },
 }
 
 
@@ -370,6 +380,7 @@ def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
 ROUNDED = {
     "output_dtype fp16": torch.float16,
     "output_dtype bf16": torch.bfloat16,
+    "variable batch sizes, output_dtype bf16": torch.bfloat16,
     "fp16 codecs": torch.float16,
     "bf16 codecs": torch.bfloat16,
 }

@@ -7,7 +7,7 @@ Counts of rows are always checked. Values (ids, lengths, weights) are read on CP
 from collections.abc import Callable
 
 import torch
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.checks import (
     check_float,
@@ -16,6 +16,7 @@ from torchrec_jagged_attn.checks import (
 )
 
 __all__ = [
+    "check_bags",
     "check_cached_lengths",
     "check_equal_keys",
     "check_equal_lengths",
@@ -41,6 +42,20 @@ def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
         sequence.weights_or_none(),
     )
     return JaggedTensor(values, lengths=lengths, weights=weights)
+
+
+def check_bags(bags: KeyedTensor) -> None:
+    """Waits for pooled rows, which FBGEMM must be able to copy to their samples."""
+    try:
+        bags.keys()
+    except RuntimeError as error:
+        if "supports only either float or half" not in str(error):
+            raise
+        raise NotImplementedError(
+            "features of several batch sizes must be pooled in fp32 or fp16 on a GPU, got bf16: "
+            "give EmbeddingBagCollectionSharder another output_dtype, or the collection "
+            "single_lookup=True"
+        ) from error
 
 
 def check_features(

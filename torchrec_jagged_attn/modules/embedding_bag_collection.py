@@ -286,7 +286,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 Counts of rows are always checked; ids and the lengths of each sample on CPU, and on
                 CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. No sample, weights that are missing
                 or not asked for, or batch sizes that vary by feature without ``inverse_indices``.
-            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded.
+            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
+                or that are pooled in bf16 on a GPU.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
         """
         return self.embed(features)

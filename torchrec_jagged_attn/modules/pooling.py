@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.modules.batch_checks import (
+    check_bags,
     check_equal_lengths,
     check_history_weights,
     check_new_rows,
@@ -431,6 +432,8 @@ def _segment_reduce(
 @torch.fx.wrap
 def _in_order(bags: KeyedTensor, names: list[str]) -> Tensor:
     """``[B, sum of widths]`` of all bags; sharded in several ways, they come in another order."""
+    if not is_scripting():
+        check_bags(bags)
     if bags.keys() == names:
         return bags.values()
     columns = bags.to_dict()

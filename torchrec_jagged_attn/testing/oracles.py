@@ -74,18 +74,21 @@ def _own_scores_oracle(
     """Target attention of weights that are a function of their own score, sample by sample."""
     weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
+    lengths = offsets.diff().tolist()
     outs = [query.new_zeros(0, *query.shape[1:])]
-    for (q_begin, q_end), (begin, end) in zip(
+    for (q_begin, q_end), (begin, end), q, x, bias_NH in zip(
         itertools.pairwise(query_offsets.tolist()),
         itertools.pairwise(offsets.tolist()),
+        query.split(query_offsets.diff().tolist()),
+        history.split(lengths),
+        [None] * len(lengths) if bias is None else bias.split(lengths),
         strict=True,
     ):
-        x = history[begin:end]
-        scores = torch.einsum("thd,nd->thn", query[q_begin:q_end], x) * factor
+        scores = torch.einsum("thd,nd->thn", q, x) * factor
         seen = torch.ones_like(scores, dtype=torch.bool)
-        if bias is not None:
-            scores = scores + bias[begin:end].T
-            seen = (bias[begin:end] > -torch.inf).T.expand_as(scores)
+        if bias_NH is not None:
+            scores = scores + bias_NH.T
+            seen = (bias_NH > -torch.inf).T.expand_as(scores)
         weights = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
         if weight_factors is not None:
             weights = weights * weight_factors[q_begin:q_end, :, begin:end]
@@ -282,7 +285,6 @@ def flash_attention_oracle(
 
     ``weight_factors``, ``[ΣLq, H, ΣLk]``, are what weights are multiplied with: those of a softmax.
     """
-    group = q.shape[1] // k.shape[1]
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
     bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
@@ -298,29 +300,38 @@ def flash_attention_oracle(
     for q_LHD, k_LHD, v_LHD, bias_LH, factors_LHS in zip(
         q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), biases, factors, strict=True
     ):
-        q_HLD = q_LHD.transpose(0, 1)
-        k_HLD = k_LHD.repeat_interleave(group, 1).transpose(0, 1)
-        v_HLD = v_LHD.repeat_interleave(group, 1).transpose(0, 1)
-        num_rows, num_keys = q_HLD.shape[1], k_HLD.shape[1]
-        out = q_HLD.new_zeros(q_HLD.shape[0], num_rows, v.shape[2])
-        mask = q_HLD.new_zeros(q_HLD.shape[0], num_rows, num_keys)
-        if bias_LH is not None:
-            mask = mask + bias_LH.T.unsqueeze(1)
-        if causal:
-            visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
-            if window is not None:
-                visible = visible.triu(num_keys - num_rows - window + 1)
-            mask = mask.masked_fill(visible == 0, -torch.inf)
-        seeing = (mask > -torch.inf).any(2).all(0)
-        if factors_LHS is not None and seeing.any():
+        num_rows, num_keys = q_LHD.shape[0], k_LHD.shape[0]
+        if num_rows == 0 or num_keys == 0:
+            outs.append(q_LHD.new_zeros(num_rows, q_LHD.shape[1], v.shape[2]))
+            continue
+        # Heads of the same keys are rows more: [Hkv, group · Lq, D], so that no key is copied.
+        q_HRD, k_HLD, v_HLD = (
+            x.transpose(0, 1).reshape(k.shape[1], -1, x.shape[2]) for x in (q_LHD, k_LHD, v_LHD)
+        )
+        mask = unseeing = None
+        if bias_LH is not None or causal:
+            mask = q.new_zeros(q.shape[1], num_rows, num_keys)
+            if bias_LH is not None:
+                mask = mask + bias_LH.T.unsqueeze(1)
+            if causal:
+                visible = torch.ones(num_rows, num_keys, device=q.device).tril(num_keys - num_rows)
+                if window is not None:
+                    visible = visible.triu(num_keys - num_rows - window + 1)
+                mask = mask.masked_fill(visible == 0, -torch.inf)
+            mask = mask.reshape(k.shape[1], -1, num_keys)
+            unseeing = (mask == -torch.inf).all(2, keepdim=True)
+            mask = mask.masked_fill(unseeing, 0)
+        if factors_LHS is None:
+            out = F.scaled_dot_product_attention(q_HRD, k_HLD, v_HLD, mask, scale=scale)
+        else:
             factor = q.shape[2] ** -0.5 if scale is None else scale
-            scores = q_HLD[:, seeing] @ k_HLD.mT * factor + mask[:, seeing]
-            weights = torch.softmax(scores, 2) * factors_LHS[seeing].transpose(0, 1)
-            out[:, seeing] = weights @ v_HLD
-        elif seeing.any():
-            out[:, seeing] = F.scaled_dot_product_attention(
-                q_HLD[:, seeing], k_HLD, v_HLD, mask[:, seeing], scale=scale
-            )
+            scores = q_HRD @ k_HLD.mT * factor
+            weights = torch.softmax(scores if mask is None else scores + mask, 2)
+            factors_HRS = factors_LHS.transpose(0, 1).reshape(k.shape[1], -1, num_keys)
+            out = weights * factors_HRS @ v_HLD
+        if unseeing is not None:
+            out = out.masked_fill(unseeing, 0)
+        out = out.view(q.shape[1], num_rows, -1)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
 
@@ -394,7 +405,10 @@ def _padding(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _pad(x: Tensor, index: Tensor) -> Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])[index]
+    """``[B, L, …]``: rows of ``x``, and zeros where there is none of such a number."""
+    real = index < x.shape[0]
+    padded = x.new_zeros(*index.shape, *x.shape[1:])
+    return padded.index_put((real,), x.index_select(0, index[real]))
 
 
 def _of_keys(factors: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:

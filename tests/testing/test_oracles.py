@@ -1,0 +1,77 @@
+"""The oracles: what they make of rows that see nothing, and what they cost where there are many."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrec_jagged_attn.testing import (
+    Case,
+    flash_attention_oracle,
+    make_flash_inputs,
+    make_target_inputs,
+    outputs_and_gradients,
+    target_attention_oracle,
+    target_attention_plain,
+)
+
+aten = torch.ops.aten
+WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is slow on a GPU: waits, index_put that adds up duplicates, slices' gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = self.sums_by_index = self.slices = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.waits += func in WAITS
+        if func in (aten.index_put.default, aten.index_put_.default):
+            self.sums_by_index += len(args) > 3 and args[3]
+        self.slices += func is aten.slice_backward.default  # each as large as all rows
+        return func(*args, **(kwargs or {}))
+
+
+def double(inputs):
+    return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_each_head_is_sdpa_of_its_own_and_zero_where_it_sees_nothing(kv_heads):
+    case = Case("heads", 4, 9, 4, 8, lengths=1.0)
+    x = double(make_flash_inputs(case, "cpu", cross=True, kv_heads=kv_heads, bias=True))
+    x["bias"][:9, 1] = -torch.inf  # of the first sample, one head
+    x["bias"][9:14] = -torch.inf  # of the second, five of nine keys
+    out = flash_attention_oracle(**x)
+    for sample in range(4):
+        rows = slice(9 * sample, 9 * sample + 9)
+        for head in range(4):
+            q, bias = x["q"][rows, head], x["bias"][rows, head]
+            k, v = (x[name][rows, head // (4 // kv_heads)] for name in "kv")
+            sees_nothing = (sample, head) == (0, 1)
+            expected = torch.zeros_like(q)
+            if not sees_nothing:
+                expected = F.scaled_dot_product_attention(q, k, v, bias.expand(9, -1))
+            torch.testing.assert_close(out[rows, head], expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+def test_oracles_do_not_wait_for_each_sample(score, bias):
+    x = double(make_target_inputs(Case("many", 60, 20, 2, 8, lengths="uniform"), "cpu", bias=bias))
+    with Launches() as launches:
+        oracle = partial(target_attention_oracle, score=score)
+        outputs_and_gradients(oracle, x, torch.randn_like(x["query"]))
+    assert launches.waits == 0
+    assert launches.slices == 0
+
+
+def test_gradients_of_padding_are_not_added_up():
+    x = make_target_inputs(Case("padded", 60, 20, 2, 8, lengths="log-normal"), "cpu")
+    with Launches() as launches:
+        outputs_and_gradients(target_attention_plain, x, torch.randn_like(x["query"]))
+    assert launches.sums_by_index == 0
