@@ -1,15 +1,16 @@
 """Which rows of each sample have its highest scores, and where they lie when the others are gone.
 
-Of a sample's k-th highest score, one program finds the bits, eight at a time, from the highest on:
-it counts how many of the rows that are still in question have each value of these bits, and from
-the top down the value with which k is reached. It ends when all rows that have these bits are to be
-kept: after two or three rounds, where scores are far from alike. Rows stay in the order that they
-have, so the place of one is the number of those kept before it, which another kernel counts.
+Of a sample's k-th highest score, one program finds the bits by bisection, between the lowest score
+and the highest: it counts how many rows have the score in the middle or a higher one. It ends when
+k rows have: after about ten counts of 200 scores that are far from alike, 32 at most. A program
+holds the first BLOCK scores in registers, and loads others again for each count. Few warps take a
+sample, one where samples are short, since every count is a sum over all of them. Rows stay in the
+order that they have, so the place of one is the number of those kept before it, which another
+kernel counts.
 
 These kernels are bound by launches and latency. With N rows, S segments, scores of e bytes and room
 for C rows, they must read N·e bytes, and write 8·(N + C) bytes of places and rows and 20 bytes for
-each sample and segment. Scores are read up to 5 · S + 1 times, but from memory once: a sample's lie
-in the cache of its program.
+each sample and segment. Scores come from memory once: what is loaded again lies in a cache.
 """
 
 from __future__ import annotations
@@ -26,78 +27,70 @@ from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 __all__ = ["find_cuts", "place_rows"]
 
-MIN_BLOCK, MAX_BLOCK = 128, 2048  # rows that a program takes at a time
-LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
+MIN_BLOCK, MAX_BLOCK = 128, 4096  # rows that a program takes at a time
+ROWS_OF_WARP = 512  # of these
 
 
 @triton.jit
-def _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold):
-    """Scores of the rows ``n`` in fp32, -0.0 as 0.0, and whether each may be kept: it is of the
-    ``segment``, and its score no NaN and not below the threshold.
-    """
-    mask = n < end
-    scores = tl.zeros([n.shape[0]], tl.float32)
-    if scores_ptr is not None:
-        scores = tl.load(scores_ptr + n, mask=mask, other=0.0).to(tl.float32)
-        scores = tl.where(scores == 0, 0.0, scores)
-    mask = mask & (scores >= threshold)
+def _load_scores(scores_ptr, segments_ptr, n, length, segment):
+    """Scores of a sample's rows ``n`` in fp32; NaN of those of another segment, and of none."""
+    mask = n < length
     if segments_ptr is not None:
         mask = mask & (tl.load(segments_ptr + n, mask=mask, other=-1) == segment)
-    return scores, mask
+    if scores_ptr is None:
+        return tl.where(mask, 0.0, float("nan"))
+    else:
+        return tl.load(scores_ptr + n, mask=mask, other=float("nan")).to(tl.float32)
 
 
 @triton.jit
 def _ordered(bits):
-    """The bits of an fp32 as an int32 that is ordered as the numbers are; and the way back."""
+    """The bits of an fp32 as an int32 that is ordered as the numbers are; and the way back.
+
+    Those of -0.0 and 0.0 differ, which are equal as numbers, in all that is counted.
+    """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK: tl.constexpr):
-    """How many rows may be kept."""
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(begin, end, BLOCK):
-        n = start + tl.arange(0, BLOCK)
-        _, mask = _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold)
-        counts += mask.to(tl.int32)
-    return tl.sum(counts, 0)
+def _find_lowest(scores_ptr, segments_ptr, length, segment, threshold, budget, BLOCK: tl.constexpr):
+    """The lowest score that is kept, how many rows are kept, and how many of those that have this
+    score must go.
 
-
-@triton.jit
-def _find_lowest(
-    scores_ptr, segments_ptr, begin, end, segment, threshold, budget, BLOCK: tl.constexpr
-):
-    """The lowest score that is kept, how many rows have it, how many of these are kept, and how
-    many rows are kept in all.
-
-    The search may end before the last bits, where all rows with the bits that were found are kept:
-    the score is then the lowest number with these bits, and these rows count as having it.
+    The search ends where the rows that have the score or a higher one are as many as the budget.
+    None of them may have this score itself, then.
     """
-    value = tl.arange(0, 256)
-    equal = (end - begin).to(tl.int32)
-    needed, count = budget, budget
-    found = equal * 0
-    shift = found + 24
-    while (shift >= 0) & (needed > 0) & (equal > needed):
-        known = tl.minimum(shift + 8, 31)  # bits from here on, but in the first round
-        of_sign = tl.where(shift == 24, 128, 0)
-        counts = tl.zeros([256], tl.int32)
-        for start in range(begin, end, BLOCK):
-            n = start + tl.arange(0, BLOCK)
-            scores, mask = _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold)
-            key = _ordered(scores.to(tl.int32, bitcast=True))
-            mask = mask & ((shift == 24) | ((key >> known) == (found >> known)))
-            counts += tl.histogram(((key >> shift) & 255) ^ of_sign, 256, mask=mask)
-        seen = tl.sum(counts, 0)
-        needed = tl.minimum(needed, seen)
-        count = tl.where(shift == 24, needed, count)
-        digit = tl.max(tl.where(seen - tl.cumsum(counts, 0) + counts >= needed, value, 0), 0)
-        needed -= tl.sum(tl.where(value > digit, counts, 0), 0)
-        equal = tl.sum(tl.where(value == digit, counts, 0), 0)
-        found = found | ((digit ^ of_sign) << shift)
-        shift -= 8
-    lowest = _ordered(tl.maximum(found, LOWEST_KEY)).to(tl.float32, bitcast=True)
-    return tl.maximum(lowest, threshold), equal, needed, count
+    i = tl.arange(0, BLOCK)
+    scores = _load_scores(scores_ptr, segments_ptr, i, length, segment)  # the first ones
+    is_high = scores >= threshold
+    counts = is_high.to(tl.int32)
+    lows, highs = tl.where(is_high, scores, float("inf")), tl.where(is_high, scores, float("-inf"))
+    for start in range(BLOCK, length, BLOCK):
+        more = _load_scores(scores_ptr, segments_ptr, start + i, length, segment)
+        is_high = more >= threshold
+        counts += is_high.to(tl.int32)
+        lows = tl.minimum(lows, tl.where(is_high, more, float("inf")))
+        highs = tl.maximum(highs, tl.where(is_high, more, float("-inf")))
+    at_least = tl.sum(counts, 0)  # rows whose score is low or higher
+    lowest = threshold + 0.0
+    if (budget > 0) & (at_least > budget):
+        low = _ordered(tl.min(lows, 0).to(tl.int32, bitcast=True))
+        high = _ordered(tl.max(highs, 0).to(tl.int32, bitcast=True))
+        while (at_least > budget) & (low < high):
+            half = (high - low).to(tl.uint32, bitcast=True) >> 1  # of what may pass int32
+            middle = high - half.to(tl.int32, bitcast=True)
+            limit = _ordered(middle).to(tl.float32, bitcast=True)
+            counts = (scores >= limit).to(tl.int32)
+            for start in range(BLOCK, length, BLOCK):
+                more = _load_scores(scores_ptr, segments_ptr, start + i, length, segment)
+                counts += (more >= limit).to(tl.int32)
+            count = tl.sum(counts, 0)
+            is_low = count >= budget
+            low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle - 1)
+            at_least = tl.where(is_low, count, at_least)
+        lowest = _ordered(low).to(tl.float32, bitcast=True)
+    count = tl.minimum(at_least, budget)
+    return lowest, count, at_least - count
 
 
 @triton.jit(do_not_specialize=["num_segments", "keep_stride", "limit", "threshold"])
@@ -123,42 +116,36 @@ def _find_cuts_kernel(
     segment = program % num_segments
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     end = tl.load(offsets_ptr + sample + 1).to(tl.int64)
+    length = (end - begin).to(tl.int32)
     budget = limit + begin * 0
     if keep_ptr is not None:
         budget = tl.load(keep_ptr + sample * keep_stride + segment)
-
-    budget = tl.minimum(tl.maximum(budget, 0), end - begin).to(tl.int32)
+    budget = tl.minimum(tl.maximum(budget, 0), length).to(tl.int32)
 
     count = budget
     first = end - count
     lowest = tl.full([], 0.0, tl.float32)
     if scores_ptr is not None or segments_ptr is not None:
+        if scores_ptr is not None:
+            scores_ptr += begin
+        if segments_ptr is not None:
+            segments_ptr += begin
+        lowest, count, too_many = _find_lowest(
+            scores_ptr, segments_ptr, length, segment, threshold, budget, BLOCK
+        )
         first = begin
-        if scores_ptr is None:
-            equal = _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK)
-            needed = tl.minimum(budget, equal)
-            count = needed
-        elif budget < end - begin:
-            lowest, equal, needed, count = _find_lowest(
-                scores_ptr, segments_ptr, begin, end, segment, threshold, budget, BLOCK
-            )
-        else:
-            equal = _count_rows(scores_ptr, segments_ptr, begin, end, segment, threshold, BLOCK)
-            needed = equal
-            count = equal
-            lowest = threshold + 0.0
         if count == 0:
             first = end
             lowest = tl.full([], float("inf"), tl.float32)
-        elif needed < equal:  # the older ones of the rows with this score go
-            before = equal * 0
-            for start in range(begin, end, BLOCK):
+        elif too_many > 0:  # the older ones of the rows with this score go
+            before = count * 0
+            for start in range(0, length, BLOCK):
                 n = start + tl.arange(0, BLOCK)
-                scores, mask = _load_scores(scores_ptr, segments_ptr, n, end, segment, threshold)
-                has_it = (mask & (scores == lowest)).to(tl.int32)
+                scores = _load_scores(scores_ptr, segments_ptr, n, length, segment)
+                has_it = (scores == lowest).to(tl.int32)
                 rank = before + tl.cumsum(has_it, 0) - has_it
-                is_first = (has_it > 0) & (rank == equal - needed)
-                first += tl.sum(tl.where(is_first, n - begin, 0), 0)
+                is_first = (has_it > 0) & (rank == too_many)
+                first += tl.sum(tl.where(is_first, n, 0), 0)
                 before += tl.sum(has_it, 0)
     tl.store(lowest_ptr + program, lowest)
     tl.store(first_ptr + program, first)
@@ -295,9 +282,9 @@ def _contiguous(rows: ScoredRows) -> list[Tensor | None]:
 
 @functools.cache
 def _constants(mean_length: int) -> dict:
-    """Compile-time arguments, and warps of 256 rows each, for samples of such a mean length.
+    """Compile-time arguments, and warps, for samples of such a mean length.
 
-    Most take their sample at once: the longest ones decide when the last program ends.
+    Most take their sample at once.
     """
-    block = min(max(triton.next_power_of_2(4 * mean_length), MIN_BLOCK), MAX_BLOCK)
-    return {"BLOCK": block, "num_warps": max(block // 256, 1)}
+    block = min(max(triton.next_power_of_2(3 * mean_length // 2), MIN_BLOCK), MAX_BLOCK)
+    return {"BLOCK": block, "num_warps": max(block // ROWS_OF_WARP, 1)}
