@@ -29,7 +29,9 @@ from torchrec_jagged_attn.kernels.common.launch import Launcher
 __all__ = ["select_rows"]
 
 MIN_BLOCK, MAX_BLOCK = 128, 4096  # rows that a program ranks at a time
-ROWS_OF_WARP = 512  # of these: of short samples, no warp waits for another
+# Of a block, by a warp. Of short samples, no warp that ranks waits for another; prefix sums in a
+# warp take the longer, the more rows it has.
+RANKED_BY_WARP, PLACED_BY_WARP = 512, 128
 # Samples whose new offsets a program makes, and what it adds up at a time for those before them.
 SUMS = {"SAMPLES": 512, "BLOCK": 4096, "num_warps": 8}
 
@@ -298,7 +300,7 @@ def select_rows(
     if num_samples == 0:
         return numbers.fill_(-1), places.fill_(-1), offsets.new_zeros(1)
 
-    constants = _constants(_block(num_rows // num_samples))
+    block = _block(num_rows // num_samples)
     lowest = first = counts = None
     if scores is not None or segments is not None:
         shape = (num_samples, num_segments)
@@ -308,13 +310,16 @@ def select_rows(
         stride = 0 if keep is None or keep.shape[0] == 1 else num_segments
         given = offsets, scores, segments, keep, lowest, first, counts
         sizes = num_segments, stride, limit, threshold
-        _find_cuts((num_samples * num_segments,), (*given, *sizes), constants)
+        _find_cuts(
+            (num_samples * num_segments,), (*given, *sizes), _constants(block, RANKED_BY_WARP)
+        )
 
     new_offsets = offsets.new_empty(num_samples + 1)
     sizes = num_samples, num_segments, limit, capacity
     grid = (-(-num_samples // SUMS["SAMPLES"]),)
     _new_offsets(grid, (offsets, counts, keep, new_offsets, *sizes), SUMS)
 
+    constants = _constants(block // 2, PLACED_BY_WARP)
     grid = (num_samples + -(-max(capacity, num_rows) // constants["BLOCK"]),)
     given = offsets, scores, segments, new_offsets, keep, lowest, first, numbers, places
     sizes = num_samples, num_segments, num_rows, limit, capacity
@@ -328,6 +333,6 @@ def _block(mean_length: int) -> int:
     return min(max(power, MIN_BLOCK), MAX_BLOCK)
 
 
-def _constants(block: int) -> dict[str, int]:
+def _constants(block: int, rows_of_warp: int) -> dict[str, int]:
     """Compile-time arguments, and warps."""
-    return {"BLOCK": block, "num_warps": max(block // ROWS_OF_WARP, 1)}
+    return {"BLOCK": block, "num_warps": max(block // rows_of_warp, 1)}
