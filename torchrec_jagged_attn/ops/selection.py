@@ -32,6 +32,7 @@ from torchrec_jagged_attn.ops.registration import (
     Caller,
     register_op_of_ops,
     register_op_without_grad,
+    replayed_without_grad,
 )
 
 __all__ = ["SelectedRows", "select_rows", "take_rows"]
@@ -113,7 +114,7 @@ def select_rows(
         _check_number(capacity, "capacity", "an int or None")
     validates = should_validate(offsets)
     room = num_rows if capacity is None else capacity
-    rows, places, new_offsets = selected_rows(
+    rows, places, new_offsets = call_selected_rows(
         offsets, scores, segments, limits, num_rows, max(room, num_rows) if validates else room,
         num_segments, limit, -torch.inf if threshold is None else float(threshold),
     )  # fmt: skip
@@ -266,6 +267,7 @@ def _select_rows_fake(
 selected_rows = register_op_without_grad(
     "selected_rows", forward=_select_rows, fake=_select_rows_fake
 )
+call_selected_rows = replayed_without_grad(selected_rows, lengths=("num_rows", "capacity"))
 
 
 def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

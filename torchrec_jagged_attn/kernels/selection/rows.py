@@ -295,10 +295,11 @@ def select_rows(
     assert offsets is not None
     keep = None if keep is None else keep.contiguous()
     num_rows, num_samples = rows.num_rows, offsets.numel() - 1
-    numbers = offsets.new_empty(capacity, dtype=torch.int64)
-    places = offsets.new_empty(num_rows, dtype=torch.int64)
     if num_samples == 0:
-        return numbers.fill_(-1), places.fill_(-1), offsets.new_zeros(1)
+        numbers, places = (
+            offsets.new_full((size,), -1, dtype=torch.int64) for size in (capacity, num_rows)
+        )
+        return numbers, places, offsets.new_zeros(1)
 
     block = _block(num_rows // num_samples)
     lowest = first = counts = None
@@ -320,6 +321,8 @@ def select_rows(
     _new_offsets(grid, (offsets, counts, keep, new_offsets, *sizes), SUMS)
 
     constants = _constants(block // 2, PLACED_BY_WARP)
+    numbers = offsets.new_empty(capacity, dtype=torch.int64)
+    places = offsets.new_empty(num_rows, dtype=torch.int64)
     grid = (num_samples + -(-max(capacity, num_rows) // constants["BLOCK"]),)
     given = offsets, scores, segments, new_offsets, keep, lowest, first, numbers, places
     sizes = num_samples, num_segments, num_rows, limit, capacity
@@ -329,8 +332,8 @@ def select_rows(
 
 def _block(mean_length: int) -> int:
     """A number of rows that most samples of such a mean length do not have more of."""
-    power = 1 << (3 * mean_length // 2).bit_length()
-    return min(max(power, MIN_BLOCK), MAX_BLOCK)
+    most = min(max(3 * mean_length // 2, MIN_BLOCK // 2), MAX_BLOCK // 2)
+    return 1 << most.bit_length()
 
 
 def _constants(block: int, rows_of_warp: int) -> dict[str, int]:
