@@ -386,6 +386,9 @@ FITS = {
     "warpgroup, SiLU",
     "hopper flash",
     "hopper flash of a window",
+    "selection",
+    "selection in segments",
+    "selection of the newest",
 }  # registers hold all
 SPILLS = {"unit": 160, "unit, wide": 160}  # at most so many bytes of them are in memory
 
