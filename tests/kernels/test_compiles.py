@@ -227,14 +227,12 @@ def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: 
 
 
 def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
-    """Rows of highest scores; the offsets of these are not computed, and are given here."""
+    """Rows of highest scores."""
     segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
     count = max(num_segments, 1)
-    lowest, first, _ = ops_of_selection.find_cuts(
-        OFFSETS, scores, segments, keep, N, count, 9, -torch.inf
+    *index, _ = ops_of_selection.selected_rows(
+        OFFSETS, scores, segments, keep, N, 40, count, 9, -torch.inf
     )
-    new = OFFSETS.clamp(max=9)
-    index = ops_of_selection.place_rows(OFFSETS, new, scores, segments, lowest, first, N, 40)
     ops_of_selection.copy_rows(zeros(N, 64), *index).sum().backward()
     ops_of_selection.copy_rows(torch.zeros(N, 1, dtype=torch.int64), *index)
 
@@ -388,6 +386,9 @@ FITS = {
     "warpgroup, SiLU",
     "hopper flash",
     "hopper flash of a window",
+    "selection",
+    "selection in segments",
+    "selection of the newest",
 }  # registers hold all
 SPILLS = {"unit": 160, "unit, wide": 160}  # at most so many bytes of them are in memory
 

@@ -112,13 +112,16 @@ def test_segments_have_budgets(scored, budgets, index_dtype, device):
     assert_selected(selected, *expected_rows(offsets, values, limits, None, segments))
 
 
-def test_each_sample_has_a_budget(device):
+@pytest.mark.parametrize("scored", [True, False])
+def test_each_sample_has_a_budget(scored, device):
     lengths = LENGTHS["edges"]
     offsets = offsets_of(lengths, torch.int64, device)
-    scores = draw_scores(int(lengths.sum()), device)
-    keep = torch.arange(len(lengths), device=device) * 3
-    selected = select_rows(offsets, scores, keep=keep)
-    assert_selected(selected, *expected_rows(offsets, scores.cpu(), keep.unsqueeze(1)))
+    num_rows = int(lengths.sum())
+    scores = draw_scores(num_rows, device) if scored else None
+    keep = torch.arange(len(lengths), device=device) * 3 - 1
+    selected = select_rows(offsets, scores, num_rows=num_rows, keep=keep)
+    values = torch.zeros(num_rows) if scores is None else scores.cpu()
+    assert_selected(selected, *expected_rows(offsets, values, keep.clamp(min=0).unsqueeze(1)))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 16, 1000])
@@ -293,13 +296,9 @@ def test_ops_are_registered_as_they_behave(segmented, device):
     scores = draw_scores(8, device)
     segments = torch.zeros(8, dtype=torch.int64, device=device) if segmented else None
     keep = torch.full((3, 2), 2, device=device) if segmented else None
-    cuts = (offsets, scores, segments, keep, 8, 2 if segmented else 1, 2, -torch.inf)
-    torch.library.opcheck(selection.find_cuts, cuts)
-    lowest, first, _ = selection.find_cuts(*cuts)
-    new = torch.zeros_like(offsets)
-    placed = (offsets, new, scores, segments, lowest, first, 8, 5)
-    torch.library.opcheck(selection.place_rows, placed)
-    index = selection.place_rows(*placed)
+    given = (offsets, scores, segments, keep, 8, 5, 2 if segmented else 1, 2, -torch.inf)
+    torch.library.opcheck(selection.selected_rows, given)
+    *index, _ = selection.selected_rows(*given)
     x = torch.randn(8, 3, device=device, requires_grad=True)
     torch.library.opcheck(selection.copy_rows, (x, *index))
 

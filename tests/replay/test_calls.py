@@ -505,7 +505,7 @@ def test_same_bits(kind, device, monkeypatch, programs):
     """With one program for many lengths."""
     for lengths in (*LENGTHS, LENGTHS[0]):
         assert_replayed(kind, lengths, device, monkeypatch)
-    num_ops = {of_dense: 3, of_pairs: 4, of_rows: 2}.get(kind, 1)
+    num_ops = {of_dense: 3, of_pairs: 4, of_rows: 2, of_taken_rows: 2}.get(kind, 1)
     forward_and_backward = 2
     assert len(programs) <= 4 * num_ops * forward_and_backward
     assert None not in programs
@@ -577,6 +577,30 @@ def test_a_number_that_divides_may_be_zero_later(device, monkeypatch, programs):
         found = [op(torch.ones(rows, device=device)) for rows in (2, 3, 0, 6)]
     assert [x.tolist() for x in found] == [[0] * 3, [0] * 2, [0], [0]]
     assert len(programs) == 2
+
+
+@pytest.mark.parametrize("options", ["scored", "newest", "segments", "budgets"])
+def test_selected_rows(options, device, monkeypatch, programs):
+    """All outputs of an op that has no gradient, with one program for many lengths."""
+    for lengths in (*LENGTHS, [], LENGTHS[0]):
+        num_rows = sum(lengths)
+        scores = None if options == "newest" else draw(num_rows, device=device)
+        given = {"scores": scores, "keep": 3, "num_rows": num_rows, "capacity": num_rows + 5}
+        if options == "segments":
+            given |= {"segments": torch.arange(num_rows, device=device) % 2, "keep": [1, 2]}
+        if options == "budgets":
+            given["keep"] = torch.arange(len(lengths), device=device)
+        offsets = offsets_of(lengths, device)
+        with must_replay(monkeypatch):
+            found = select_rows(offsets, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "ENABLED", False)
+            expected = select_rows(offsets, **given)
+        for x, y in zip(found, expected, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+    assert len(programs) <= 5
+    assert None not in programs
 
 
 @pytest.mark.parametrize("sizes", [(-1, 4), (4, -1), (-1,), (-1, 2, 2)])

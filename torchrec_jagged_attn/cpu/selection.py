@@ -9,14 +9,39 @@ from torch import Tensor
 from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = ["copy_rows", "find_cuts", "place_rows"]
+__all__ = ["copy_rows", "select_rows"]
 
 
-def find_cuts(
+def select_rows(
+    rows: ScoredRows,
+    keep: Tensor | None,
+    num_segments: int,
+    limit: int,
+    threshold: float,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The row at each new place, ``[C]``, and the new place of each row, ``[N]``, -1 for none; and
+    the new offsets, ``[B + 1]``, up to ``capacity``.
+    """
+    lowest, first, counts = _find_cuts(rows, keep, num_segments, limit, threshold)
+    new_offsets = F.pad(counts.sum(1).cumsum(0), (1, 0)).clamp(max=capacity)
+    return *_place_rows(rows, lowest, first, capacity), new_offsets.to(rows.offsets.dtype)
+
+
+def copy_rows(x: Tensor, index: Tensor) -> Tensor:
+    """``[R, D]``: the rows of ``x [M, D]`` by ``index [R]``, zeros where that is -1."""
+    there = (index >= 0).nonzero().squeeze(1)
+    if there.numel() == index.numel():
+        return x.index_select(0, index)
+    out = x.new_zeros(index.shape[0], x.shape[1])
+    return out.index_copy_(0, there, x.index_select(0, index[there]))
+
+
+def _find_cuts(
     rows: ScoredRows, keep: Tensor | None, num_segments: int, limit: int, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sample's segments: ``[B, S]`` lowest score and first row with it, and ``[B + 1, S]``
-    how many rows are kept, after a row of zeros.
+    """``[B, S]`` of each sample's segments: lowest score, first row with it, and how many rows are
+    kept.
 
     Rows are sorted by segment of a sample, then by score, the newest first among equals.
     """
@@ -25,7 +50,7 @@ def find_cuts(
     if scores is None and segments is None:
         counts = _limited(offsets.diff().long().unsqueeze(1), keep, limit)
         first = offsets[1:].unsqueeze(1) - counts
-        return torch.zeros(shape, device=offsets.device), first, F.pad(counts, (0, 0, 1, 0))
+        return torch.zeros(shape, device=offsets.device), first, counts
     num_groups = shape[0] * shape[1]
     group = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
     scores = _in_full(scores, group)
@@ -44,11 +69,11 @@ def find_cuts(
     lowest[kept] = scores[last]
     first = torch.full_like(counts, num_rows)
     first[kept] = last
-    return lowest, first, F.pad(counts, (0, 0, 1, 0))
+    return lowest, first, counts
 
 
-def place_rows(
-    rows: ScoredRows, new_offsets: Tensor, lowest: Tensor, first: Tensor, capacity: int
+def _place_rows(
+    rows: ScoredRows, lowest: Tensor, first: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """The row at each new place, ``[C]``, and the new place of each row, ``[N]``; -1 for none."""
     offsets, scores, segments, num_rows = rows
@@ -67,15 +92,6 @@ def place_rows(
     places = new.masked_fill(~is_kept, -1)
     kept = numbers[is_kept]
     return torch.cat([kept, kept.new_full((capacity - kept.numel(),), -1)]), places
-
-
-def copy_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``[R, D]``: the rows of ``x [M, D]`` by ``index [R]``, zeros where that is -1."""
-    there = (index >= 0).nonzero().squeeze(1)
-    if there.numel() == index.numel():
-        return x.index_select(0, index)
-    out = x.new_zeros(index.shape[0], x.shape[1])
-    return out.index_copy_(0, there, x.index_select(0, index[there]))
 
 
 def _limited(counts: Tensor, keep: Tensor | None, limit: int) -> Tensor:

@@ -20,7 +20,13 @@ from torch.autograd.function import _SingleLevelFunction
 
 from torchrec_jagged_attn.replay.calls import ReplayedOp
 
-__all__ = ["Caller", "register_op", "register_op_of_ops", "register_op_without_grad"]
+__all__ = [
+    "Caller",
+    "register_op",
+    "register_op_of_ops",
+    "register_op_without_grad",
+    "replayed_without_grad",
+]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -246,6 +252,25 @@ def register_op_without_grad(
     tensors that share no memory with any other.
     """
     return _define(name, forward, fake)[0]
+
+
+def replayed_without_grad(op: torch._ops.OpOverload, lengths: tuple[str, ...]) -> ReplayedOp:
+    """What calls an op of :func:`register_op_without_grad` at little cost to the host.
+
+    It has several outputs, which are given as a tuple. Its tensors come before all other inputs;
+    along its first axis, the length of each differs from call to call. Integers that do so, too,
+    follow, of which ``lengths`` has the names.
+    """
+    num_tensors, num_outputs = len(_tensors(op)), len(op._schema.returns)
+    return ReplayedOp(
+        op,
+        differentiable=[False] * num_tensors,
+        num_lengths=len(lengths),
+        axes=[0] * (1 + num_tensors + num_outputs),
+        saved=[False] * (num_tensors + num_outputs),
+        run=_runs[op],
+        returns_all=True,
+    )
 
 
 def _call(op: torch._ops.OpOverload, *arguments: Any) -> Any:

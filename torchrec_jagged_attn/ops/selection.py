@@ -32,6 +32,7 @@ from torchrec_jagged_attn.ops.registration import (
     Caller,
     register_op_of_ops,
     register_op_without_grad,
+    replayed_without_grad,
 )
 
 __all__ = ["SelectedRows", "select_rows", "take_rows"]
@@ -109,20 +110,19 @@ def select_rows(
     """
     num_rows = _check_rows(offsets, scores, segments, num_rows, threshold)
     limits, num_segments, limit = _check_keep(keep, segments, offsets)
-    lowest, first, counts = find_cuts(
-        offsets, scores, segments, limits, num_rows, num_segments, limit,
-        -torch.inf if threshold is None else float(threshold),
+    if capacity is not None:
+        _check_number(capacity, "capacity", "an int or None")
+    validates = should_validate(offsets)
+    room = num_rows if capacity is None else capacity
+    rows, places, new_offsets = call_selected_rows(
+        offsets, scores, segments, limits, num_rows, max(room, num_rows) if validates else room,
+        num_segments, limit, -torch.inf if threshold is None else float(threshold),
     )  # fmt: skip
-    counts = counts.sum(1) if num_segments > 1 else counts.squeeze(1)
-    new_offsets = counts.cumsum(0, dtype=offsets.dtype)
     if capacity is None:
-        capacity = _read_last(new_offsets)
-    else:
+        rows = rows.narrow(0, 0, _read_last(new_offsets, num_rows))
+    elif validates:
         _check_capacity(capacity, new_offsets)
-        new_offsets = new_offsets.clamp(max=capacity)
-    rows, places = place_rows(
-        offsets, new_offsets, scores, segments, lowest, first, num_rows, capacity
-    )
+        rows = rows[:capacity]
     return SelectedRows(rows, places, new_offsets)
 
 
@@ -222,79 +222,52 @@ def _check_number(value: object, name: str, expected: str) -> None:
 
 
 def _check_capacity(capacity: int, new_offsets: Tensor) -> None:
-    _check_number(capacity, "capacity", "an int or None")
-    if should_validate(new_offsets) and int(new_offsets[-1]) > capacity:
+    if int(new_offsets[-1]) > capacity:
         raise ValueError(
             f"capacity must be at least the {int(new_offsets[-1])} rows that are kept, "
             f"got {capacity}"
         )
 
 
-def _read_last(offsets: Tensor) -> int:
-    """The number of rows; waits for the device once."""
+def _read_last(offsets: Tensor, num_rows: int) -> int:
+    """How many of the rows are kept; waits for the device once."""
     size = cast("int", offsets[-1].item())
     if torch.compiler.is_compiling():
         torch._check(size >= 0)
+        torch._check(size <= num_rows)
     return size
 
 
-def _find_cuts(
+def _select_rows(
     offsets: Tensor,
     scores: Tensor | None,
     segments: Tensor | None,
     keep: Tensor | None,
     num_rows: int,
+    capacity: int,
     num_segments: int,
     limit: int,
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``[B, S]`` lowest scores that are kept and first rows with these, ``[B + 1, S]`` counts."""
+    """The row at each new place, the new place of each row, and the new offsets."""
     rows = ScoredRows(offsets, scores, segments, num_rows)
-    return implementation_of(offsets, reference, row_kernels).find_cuts(
-        rows, keep, num_segments, limit, threshold
+    return implementation_of(offsets, reference, row_kernels).select_rows(
+        rows, keep, num_segments, limit, threshold, capacity
     )
 
 
-def _find_cuts_fake(
-    offsets: Tensor, scores: Tensor | None, segments: object, keep: object, num_rows: int,
-    num_segments: int, limit: int, threshold: float,
+def _select_rows_fake(
+    offsets: Tensor, scores: object, segments: object, keep: object, num_rows: int, capacity: int,
+    *others: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (offsets.shape[0] - 1, num_segments)
-    exact = torch.float64 if scores is not None and scores.dtype == torch.float64 else torch.float32
-    first = offsets.new_empty(shape, dtype=torch.int64)
-    counts = offsets.new_empty((offsets.shape[0], num_segments), dtype=torch.int64)
-    return offsets.new_empty(shape, dtype=exact), first, counts
+    rows, places = (offsets.new_empty(size, dtype=torch.int64) for size in (capacity, num_rows))
+    return rows, places, torch.empty_like(offsets)
 
 
-find_cuts = register_op_without_grad("find_cuts", forward=_find_cuts, fake=_find_cuts_fake)
-
-
-def _place_rows(
-    offsets: Tensor,
-    new_offsets: Tensor,
-    scores: Tensor | None,
-    segments: Tensor | None,
-    lowest: Tensor,
-    first: Tensor,
-    num_rows: int,
-    capacity: int,
-) -> tuple[Tensor, Tensor]:
-    """The row at each new place, and the new place of each row."""
-    rows = ScoredRows(offsets, scores, segments, num_rows)
-    return implementation_of(offsets, reference, row_kernels).place_rows(
-        rows, new_offsets, lowest, first, capacity
-    )
-
-
-def _place_rows_fake(offsets: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    *_, num_rows, capacity = others
-    rows, places = (
-        offsets.new_empty(cast("int", size), dtype=torch.int64) for size in (capacity, num_rows)
-    )
-    return rows, places
-
-
-place_rows = register_op_without_grad("place_rows", forward=_place_rows, fake=_place_rows_fake)
+selected_rows = register_op_without_grad(
+    "selected_rows", forward=_select_rows, fake=_select_rows_fake
+)
+call_selected_rows = replayed_without_grad(selected_rows, lengths=("num_rows", "capacity"))
 
 
 def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _building, _recording = threading.Lock(), threading.Lock()
 
 
 class ReplayedOp:
-    """Calls an op, by a program of its own if there is one; gives the first output alone.
+    """Calls an op, by a program of its own if there is one; gives the first output alone, or all.
 
     A program is for plain tensors in eager mode: under a mode or a transform, for subclasses, with
     hooks on saved tensors or of a profiler of Triton's, and for what cannot be recorded, the op is
@@ -56,9 +56,10 @@ class ReplayedOp:
         saved: of each of these tensors, and of each output: whether backward takes it, or ``None``.
         run: from the arguments to a sequence of outputs, below autograd and on a device.
         run_backward: ``(grad_out, needs_grad, *arguments, *outputs)`` to the gradients asked for,
-            likewise.
+            likewise. An op without any has neither this nor the next.
         call_backward: the same, for any tensors, under any mode.
         has_second_derivatives: whether what ``call_backward`` does may be differentiated.
+        returns_all: whether all outputs are given, as a tuple, of an op without a gradient.
     """
 
     def __init__(
@@ -71,18 +72,19 @@ class ReplayedOp:
         axes: Sequence[int],
         saved: Sequence[bool],
         run: Callable[..., Sequence[Tensor]],
-        run_backward: Callable[..., Sequence[Tensor]],
-        call_backward: Callable[..., Sequence[Tensor]],
+        run_backward: Callable[..., Sequence[Tensor]] | None = None,
+        call_backward: Callable[..., Sequence[Tensor]] | None = None,
         has_second_derivatives: bool = False,
+        returns_all: bool = False,
     ) -> None:
         self.op, self.num_tensors, self.num_lengths = op, len(differentiable), num_lengths
         self.check = check or (lambda *_: None)
         self.differentiable, self.axes, self.saved = list(differentiable), list(axes), list(saved)
         self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
-        self.has_second_derivatives = has_second_derivatives
-        self.replay: Callable[..., Tensor | None] | None = None
+        self.has_second_derivatives, self.returns_all = has_second_derivatives, returns_all
+        self.replay: Callable[..., Any] | None = None
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         if ENABLED and not torch.compiler.is_compiling() and self._may_replay(arguments[0]):
             out = (self.replay or self._make_replay())(*arguments)
             if out is not None:
@@ -94,19 +96,19 @@ class ReplayedOp:
         hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
         return isinstance(first, Tensor) and first.device.type in DEVICES and not hooks
 
-    def plainly(self, *arguments: Any) -> Tensor:
-        """The op's first output, by the op."""
+    def plainly(self, *arguments: Any) -> Any:
+        """The op's first output, or all, by the op."""
         outputs = self.op(*arguments)
-        return outputs if isinstance(outputs, Tensor) else outputs[0]
+        return outputs if self.returns_all or isinstance(outputs, Tensor) else outputs[0]
 
-    def _make_replay(self) -> Callable[..., Tensor | None]:
+    def _make_replay(self) -> Callable[..., Any]:
         """What ``replay.cpp`` calls the op by, where that can be built and finds what it needs."""
         with _building:  # else two threads that come first make two
             if self.replay is None:
                 self.replay = self._replay_of_library() or (lambda *_: None)
         return self.replay
 
-    def _replay_of_library(self) -> Callable[..., Tensor | None] | None:
+    def _replay_of_library(self) -> Callable[..., Any] | None:
         library = replay_extension.library()
         if library is None:
             return None
@@ -123,6 +125,7 @@ class ReplayedOp:
             self.saved,
             self.axes,
             self.has_second_derivatives,
+            self.returns_all,
             self._record,
             self._record_backward,
             functools.partial(self._gradients, self.call_backward),
@@ -148,7 +151,7 @@ class ReplayedOp:
 
     def _gradients(
         self,
-        backward: Callable[..., Sequence[Tensor]],
+        backward: Callable[..., Sequence[Tensor]] | None,
         tensors: tuple,
         needs: tuple[bool, ...],
         lengths: Sequence[int],
@@ -159,6 +162,7 @@ class ReplayedOp:
         inputs, outputs = kept[: self.num_tensors], kept[self.num_tensors :]
         others = (*lengths, *constants)
         needs_grad = [*needs, *(False for _ in others)]
+        assert backward is not None
         found = iter(backward(grad_out, needs_grad, *inputs, *others, *outputs))
         return [next(found) if need else None for need in needs]
 

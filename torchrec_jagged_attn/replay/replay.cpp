@@ -541,6 +541,7 @@ struct Op {
   std::vector<bool> saved;  // for backward, of the tensors and the outputs
   Numbers axes;  // of the output's gradient, the tensors, and the outputs: where lengths differ
   bool has_second_derivatives;
+  bool returns_all;  // outputs, of an op without a gradient
   // Recorders return a program or None; the last one runs backward without a program.
   py::object record_forward, record_backward, run_backward;
   Programs forward, backward;
@@ -740,7 +741,7 @@ struct Call {
   std::unordered_map<Numbers, Constants*, HashNumbers> kept;
   std::unordered_set<Numbers, HashNumbers> once;  // sets that came, and are not kept
 
-  // The op's first output, or None where the call is not replayed.
+  // The op's first output, or all; None where the call is not replayed.
   py::object operator()(PyObject* const* arguments, size_t count) {
     const size_t first = op->num_tensors + op->num_lengths;
     if (count < first || count > op->types.size()) return py::none();
@@ -773,6 +774,7 @@ struct Call {
     if (!constants) return py::none();
     const auto outputs = replay_forward(*op, inputs, *constants);
     if (outputs.empty()) return py::none();
+    if (op->returns_all) return as_tuple(outputs);
     if (!needs_grad) return py::cast(outputs[0]);
     std::vector<Tensor> differentiable;
     for (size_t i = 0; i < tensors.size(); ++i)
@@ -911,7 +913,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def("replay_of",
         [](const std::string& name, size_t num_lengths, std::vector<bool> differentiable,
-           std::vector<bool> saved, Numbers axes, bool has_second_derivatives,
+           std::vector<bool> saved, Numbers axes, bool has_second_derivatives, bool returns_all,
            py::object record_forward, py::object record_backward, py::object run_backward) {
           auto* const op = new Op();
           op->name = name;
@@ -924,6 +926,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           op->saved = std::move(saved);
           op->axes = std::move(axes);
           op->has_second_derivatives = has_second_derivatives;
+          op->returns_all = returns_all;
           op->record_forward = std::move(record_forward);
           op->record_backward = std::move(record_backward);
           op->run_backward = std::move(run_backward);

@@ -10,9 +10,8 @@ from torchrec_jagged_attn.testing import offsets_of
 
 
 def select(rows, num_segments, limit, capacity):
-    lowest, first, counts = kernels.find_cuts(rows, None, num_segments, limit, -torch.inf)
-    new = counts.sum(1).cumsum(0)
-    return new, *kernels.place_rows(rows, new, lowest, first, capacity)
+    found, places, new = kernels.select_rows(rows, None, num_segments, limit, -torch.inf, capacity)
+    return new, found, places
 
 
 def test_rows_behind_the_last_sample(kernel_device):
@@ -29,8 +28,7 @@ def test_rows_behind_the_last_sample(kernel_device):
 @pytest.mark.parametrize("block", [128, 1024, 2048])
 def test_samples_around_a_block(block, segmented, kernel_device, monkeypatch):
     """Whole in a program's hands, one row more, and several times as long."""
-    constants = {"BLOCK": block, "num_warps": max(block // 256, 1)}
-    monkeypatch.setattr(kernels, "_constants", lambda mean_length: constants)
+    monkeypatch.setattr(kernels, "_block", lambda mean_length: block)
     lengths = torch.tensor([block - 1, block, 0, block + 1, 1, 3 * block + 5])
     offsets = offsets_of(lengths, torch.int32, kernel_device)
     num_rows = int(lengths.sum())
@@ -47,3 +45,22 @@ def test_samples_around_a_block(block, segmented, kernel_device, monkeypatch):
     assert (rows[len(expected) :] == -1).all()
     assert torch.equal(places[rows[: len(expected)]], torch.arange(len(expected)).to(rows))
     assert int((places >= 0).sum()) == len(expected)
+
+
+@pytest.mark.parametrize("kind", ["scored", "newest", "segmented"])
+def test_sums_of_many_samples(kind, kernel_device, monkeypatch):
+    """By several programs, each of which adds up several blocks of what comes before."""
+    monkeypatch.setattr(kernels, "SUMS", {"SAMPLES": 16, "BLOCK": 32, "num_warps": 1})
+    lengths = torch.arange(150) % 7
+    offsets = offsets_of(lengths, torch.int64, kernel_device)
+    num_rows = int(lengths.sum())
+    scores = None if kind == "newest" else draw_scores(num_rows, kernel_device)
+    segments = torch.arange(num_rows) % 3 if kind == "segmented" else None
+    limits = [[2] * (3 if kind == "segmented" else 1)] * len(lengths)
+    values = torch.zeros(num_rows) if scores is None else scores.cpu()
+    expected, counts = expected_rows(offsets.cpu(), values, limits, None, segments)
+    segments = None if segments is None else segments.to(kernel_device)
+    given = ScoredRows(offsets, scores, segments, num_rows)
+    new, rows, _ = select(given, len(limits[0]), 2, len(expected))
+    assert torch.equal(new.diff().cpu(), counts)
+    assert torch.equal(rows.cpu(), expected)
