@@ -213,7 +213,12 @@ PROVIDERS = {
     "ours-once": Provider(
         "ours, what a request has sent once, by batch sizes that vary", batches="once", replays=True
     ),
-    "ours-by-request": Provider("ours with candidates='jagged'", batches="requests", replays=True),
+    "ours-by-request": Provider(
+        "ours with candidates='jagged' and single_lookup=True",
+        single_lookup=True,
+        batches="requests",
+        replays=True,
+    ),
     "ours-balanced": Provider(
         "ours, its batches shared out by BalancedBatchSampler", batches="balanced", replays=True
     ),

@@ -61,7 +61,7 @@ STEP_PROVIDERS = {
     "ours-single-lookup": "ours, one lookup",
     "ours-index-dedup": "ours, one lookup of unique ids",
     "ours-once": "ours, histories sent once",
-    "ours-by-request": "ours, by request",
+    "ours-by-request": "ours, by request, one lookup",
     "ours-balanced": "ours, balanced batches",
 }
 """Those of ``end_to_end.py``, in words."""

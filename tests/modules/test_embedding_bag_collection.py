@@ -1170,6 +1170,34 @@ def test_bags_may_come_in_another_order():
     assert torch.equal(actual.values(), expected.values())
 
 
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rows_of_a_single_lookup_are_rounded_after_they_are_pooled(
+    dtype: torch.dtype, pooling: str
+):
+    """Added up in fp32, and then in the dtype of the rows, as sharded bags are."""
+    torch.manual_seed(0)
+    tables = [table("t_item", "item", "hist"), table("t_user", "tags", "user", pooling=pooling)]
+    collection = TargetAttentionEmbeddingBagCollection(
+        tables, TargetAttentionConfig("item", "hist"), single_lookup=True
+    )
+    batch = {"item": [[0], [1]], "hist": [[2], []], "tags": [[3, 4, 5], []], "user": [[6], [7, 8]]}
+    features = to_features(batch)
+    rows = {
+        name: JaggedTensor(sequence.values().to(dtype), lengths=sequence.lengths())
+        for name, sequence in collection.embedding_collections["8"](features).items()
+    }
+    with torch.autocast("cpu", dtype):
+        out = collection.pooling(features, [rows], None)
+    assert out.values().dtype == dtype
+    for name in ("tags", "user"):
+        lengths = rows[name].lengths()
+        pooled = torch.segment_reduce(
+            rows[name].values().double(), pooling.lower(), lengths=lengths, initial=0
+        )
+        assert torch.equal(out[name], pooled.to(dtype))
+
+
 def test_a_single_lookup_is_of_all_tables_as_wide_as_an_attended_one():
     tables = [
         *(table("t_user", "user"), table("t_item", "item", "hist")),

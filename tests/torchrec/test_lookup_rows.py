@@ -108,6 +108,23 @@ def test_rows_and_indices_are_what_torchrec_copies(context: str):
         assert torch.equal(taken[key].lengths(), expected[key].lengths()), key
 
 
+def test_sequences_of_which_torchrec_makes_no_copy_are_waited_for_once():
+    _, places, _ = of_batch_sizes()
+    context, rows = EmbeddingCollectionContext(), torch.randn(9, 4)
+
+    def sequences() -> EmbeddingCollectionAwaitable:
+        return EmbeddingCollectionAwaitable([NoWait(rows)], [places], [KEYS], context)
+
+    taken, indices = take_rows(sequences(), NO_COPY)
+    assert type(taken) is dict  # whose keys no longer ask
+    assert indices == {}
+    expected = sequences().wait()
+    assert [*taken] == [*expected] == KEYS
+    for key in KEYS:
+        assert torch.equal(taken[key].values(), expected[key].values()), key
+        assert torch.equal(taken[key].lengths(), expected[key].lengths()), key
+
+
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])
 def test_keys_sharded_by_column_are_copied(order: list[int] | None):
     names = ["hist", "item", "hist", "hist"]

@@ -8,7 +8,6 @@ reads private names of it; ``tests/torchrec/test_lookup_rows.py`` fails where th
 """
 
 from collections.abc import Collection
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,14 +29,15 @@ def take_rows(
     Returns:
         The sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys of
         the lookup. Others are as TorchRec has them, but their copies have a gradient on a CPU, too.
-        Where TorchRec would make no copy: ``sequences`` as they are, and no indices.
+        Where TorchRec would make no copy: its sequences, which are waited for, and no indices.
 
     Raises:
         NotImplementedError: somebody has waited for copies that have no gradient.
     """
-    is_sharded = isinstance(sequences, EmbeddingCollectionAwaitable)
-    if not is_sharded or not _would_copy(sequences):
-        return cast("dict[str, JaggedTensor]", sequences), {}
+    if not isinstance(sequences, EmbeddingCollectionAwaitable):
+        return sequences, {}
+    if not _would_copy(sequences):
+        return dict(sequences.items()), {}  # each access to a key asks anew whether to wait
     taken: dict[str, JaggedTensor] = {}
     indices: dict[str, Tensor] = {}
     orders = sequences._features_to_permute_indices or {}

@@ -169,15 +169,14 @@ class TargetAttentionPooling(nn.Module):
                 sequences have values ``[U, D]``.
             cached: the histories, where ``features`` have the new rows of these alone.
         """
-        first = self._targets[0]
-        candidates = first.rows(sequences)
+        looked_up = [x.rows(sequences) for x in self._targets]
+        candidates = looked_up[0]
+        names = [x.feature for x in self._targets]
         if self._is_of_requests:
-            targets = {
-                x.key: _rows_of_candidates(x.rows(sequences), x.feature, candidates, first.feature)
-                for x in self._targets
-            }
+            rows = _rows_of_candidates(looked_up, names)
         else:
-            targets = {x.key: _single_rows(x.rows(sequences), x.feature) for x in self._targets}
+            rows = _single_rows(looked_up, names)
+        targets = {x.key: rows[i] for i, x in enumerate(self._targets)}
         of_candidates = list(targets.values())
         if self._is_weighted:
             of_candidates = [
@@ -390,21 +389,21 @@ def _join(parts: list[Tensor], dim: int = 1) -> Tensor:
 
 
 @torch.fx.wrap
-def _single_rows(sequence: JaggedTensor, name: str) -> Tensor:
-    """``[B, D]`` rows of a target: as they are, since each sample has one."""
+def _single_rows(sequences: list[JaggedTensor], names: list[str]) -> list[Tensor]:
+    """``[B, D]`` rows of each target: as they are, since each sample has one."""
     if not is_scripting():
-        check_single_rows(sequence, name)
-    return sequence.values()
+        for sequence, name in zip(sequences, names, strict=True):
+            check_single_rows(sequence, name)
+    return [sequence.values() for sequence in sequences]
 
 
 @torch.fx.wrap
-def _rows_of_candidates(
-    sequence: JaggedTensor, name: str, candidates: JaggedTensor, candidates_name: str
-) -> Tensor:
-    """``[ΣT, D]`` rows of a feature of candidates."""
+def _rows_of_candidates(sequences: list[JaggedTensor], names: list[str]) -> list[Tensor]:
+    """``[ΣT, D]`` rows of each feature of candidates."""
     if not is_scripting():
-        check_equal_lengths(sequence, name, candidates, candidates_name)
-    return sequence.values()
+        for sequence, name in zip(sequences[1:], names[1:], strict=True):
+            check_equal_lengths(sequence, name, sequences[0], names[0])
+    return [sequence.values() for sequence in sequences]
 
 
 @torch.fx.wrap
@@ -417,16 +416,19 @@ def _of_samples(rows: Tensor, like: JaggedTensor) -> JaggedTensor:
 def _segment_reduce(
     sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
 ) -> Tensor:
-    """``[B, F D]`` fp32 sum or mean of each sample's rows in ``F`` sequences, zero for none.
+    """``[B, F D]`` sum or mean of each sample's rows in ``F`` sequences, zero for none.
 
-    As FBGEMM takes it, the mean of weighted rows is divided by their number.
+    As FBGEMM takes it: added up in fp32 and rounded to the dtype of the rows, and the mean of
+    weighted rows is divided by their number.
     """
-    rows = _join([sequence.values() for sequence in sequences], 0).float()
+    looked_up = _join([sequence.values() for sequence in sequences], 0)
+    rows = looked_up.float()
     if weights is not None:
         rows = rows * _join(weights, 0).unsqueeze(1)
     lengths = _join([sequence.lengths() for sequence in sequences], 0)
     reduced = torch.segment_reduce(rows, mode, lengths=lengths, initial=0, unsafe=True)
-    return reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1).flatten(1)
+    by_sample = reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1)
+    return by_sample.to(looked_up.dtype, memory_format=torch.contiguous_format).flatten(1)
 
 
 @torch.fx.wrap
