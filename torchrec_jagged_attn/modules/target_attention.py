@@ -228,6 +228,7 @@ class JaggedTargetAttention(nn.Module):
         self.dropout = dropout
         check_dropout(output_dropout, "output_dropout")
         self.output_dropout = output_dropout
+        self._drops_outputs = output_dropout > 0  # a float in a condition is compiled twice
         # Integers: compilers take a float for one that varies.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
@@ -428,7 +429,7 @@ class JaggedTargetAttention(nn.Module):
         return self._drop(pooled)
 
     def _drop(self, pooled: Tensor) -> Tensor:
-        if self.training and self.output_dropout > 0:
+        if self.training and self._drops_outputs:
             return F.dropout(pooled, self.output_dropout)
         return pooled
 
