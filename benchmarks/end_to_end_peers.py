@@ -40,28 +40,26 @@ __all__ = [
 
 DIN_LAYERS = (256, 64)
 MAX_PADDED = 2**31 - 1
-"""Elements that FBGEMM's jagged_to_padded_dense can make. Of more, columns are padded in parts."""
+"""Elements of a padded tensor, whose places FBGEMM and PyTorch count in int32."""
 
 
 def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, Tensor]:
     """``[B, L, C]`` of ``rows`` ``[N, C]``, and which of them are real, ``[B, L]``."""
     offsets = history.offsets()
-    columns = max(8, MAX_PADDED // ((offsets.numel() - 1) * max_length) // 8 * 8)
-    parts = [
-        torch.ops.fbgemm.jagged_to_padded_dense(part.contiguous(), [offsets], [max_length], 0.0)
-        for part in rows.split(columns, dim=1)
-    ]
+    padded = torch.ops.fbgemm.jagged_to_padded_dense(rows, [offsets], [max_length], 0.0)
     places = torch.arange(max_length, device=rows.device)
-    visible = places < history.lengths().unsqueeze(1)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2), visible
+    return padded, places < history.lengths().unsqueeze(1)
 
 
 def padded_sdpa(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
-    """``F.scaled_dot_product_attention`` of padded histories, masked."""
-    (k, visible), (v, _) = (pad(x.flatten(1), history, max_length) for x in kv.unbind(1))
-    k, v = (x.unflatten(2, q.shape[1:]).transpose(1, 2) for x in (k, v))  # [B, H, L, D]
-    out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, visible[:, None, None])
-    return out.squeeze(2)
+    """``F.scaled_dot_product_attention`` of padded histories, masked, of some heads at a time."""
+    out = []
+    heads = max(1, MAX_PADDED // (max_length * q[:, 0].numel()))
+    for q_part, kv_part in zip(q.unsqueeze(2).split(heads, 1), kv.split(heads, 2), strict=True):
+        (k, visible), (v, _) = (pad(x.flatten(1), history, max_length) for x in kv_part.unbind(1))
+        k, v = (x.unflatten(2, (-1, q.shape[2])).transpose(1, 2) for x in (k, v))  # [B, H, L, D]
+        out.append(F.scaled_dot_product_attention(q_part, k, v, visible[:, None, None]))
+    return torch.cat(out, 1).squeeze(2)
 
 
 def varlen(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:

@@ -188,15 +188,23 @@ def test_a_rung_is_compared_with_the_one_before_it_alone():
     assert "–" not in lines[names[2]]
 
 
-def test_padding_in_parts(monkeypatch):
+def test_padding(monkeypatch):
     rows = torch.randn(5, 20)
     history = JaggedTensor(rows, lengths=torch.tensor([2, 0, 3]))
     whole, visible = end_to_end_peers.pad(rows, history, 4)
     assert whole.shape == (3, 4, 20)
     assert whole[visible].equal(rows)
-    for most in (1, 3 * 4 * 17):
-        monkeypatch.setattr(end_to_end_peers, "MAX_PADDED", most)
-        assert end_to_end_peers.pad(rows, history, 4)[0].equal(whole)
+
+    q, kv = torch.randn(3, 4, 5), torch.randn(5, 2, 4, 5)
+    at_once = end_to_end_peers.padded_sdpa(q, kv, history, 4)
+    sizes = []
+    pad = end_to_end_peers.pad
+    monkeypatch.setattr(
+        end_to_end_peers, "pad", lambda x, *args: sizes.append(x.shape) or pad(x, *args)
+    )
+    monkeypatch.setattr(end_to_end_peers, "MAX_PADDED", 3 * 4 * 3 * 5)
+    torch.testing.assert_close(end_to_end_peers.padded_sdpa(q, kv, history, 4), at_once)
+    assert sizes == [(5, 15), (5, 15), (5, 5), (5, 5)]
 
 
 def train_losses(
