@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 DIN_LAYERS = (256, 64)
-MAX_PADDED = 2**31 - 1
-"""Elements of a padded tensor, whose places FBGEMM and PyTorch count in int32."""
+MAX_PADDED = 2**30
+"""Elements of a padded tensor: FBGEMM and PyTorch count its places in int32."""
 
 
 def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, Tensor]:
@@ -52,14 +52,24 @@ def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, T
 
 
 def padded_sdpa(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
-    """``F.scaled_dot_product_attention`` of padded histories, masked, of some heads at a time."""
-    out = []
-    heads = max(1, MAX_PADDED // (max_length * q[:, 0].numel()))
-    for q_part, kv_part in zip(q.unsqueeze(2).split(heads, 1), kv.split(heads, 2), strict=True):
-        (k, visible), (v, _) = (pad(x.flatten(1), history, max_length) for x in kv_part.unbind(1))
-        k, v = (x.unflatten(2, (-1, q.shape[2])).transpose(1, 2) for x in (k, v))  # [B, H, L, D]
-        out.append(F.scaled_dot_product_attention(q_part, k, v, visible[:, None, None]))
-    return torch.cat(out, 1).squeeze(2)
+    """``F.scaled_dot_product_attention`` of padded histories, masked.
+
+    Samples with more than ``MAX_PADDED`` elements are taken in parts, after a wait for the lengths.
+    """
+    samples = max(1, MAX_PADDED // (max_length * q[0].numel()))
+    if len(q) > samples:
+        lengths = history.lengths().split(samples)
+        rows = kv.split([int(of_part.sum()) for of_part in lengths])
+        return torch.cat(
+            [
+                padded_sdpa(q_part, kv_part, JaggedTensor(kv_part, lengths=of_part), max_length)
+                for q_part, kv_part, of_part in zip(q.split(samples), rows, lengths, strict=True)
+            ]
+        )
+    (k, visible), (v, _) = (pad(x.flatten(1), history, max_length) for x in kv.unbind(1))
+    k, v = (x.unflatten(2, q.shape[1:]).transpose(1, 2) for x in (k, v))  # [B, H, L, D]
+    out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, visible[:, None, None])
+    return out.squeeze(2)
 
 
 def varlen(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
