@@ -33,7 +33,7 @@ from torchrec_jagged_attn import (
     repeat_by_request,
 )
 from torchrec_jagged_attn.modules.config import keys_of_candidates
-from torchrec_jagged_attn.testing import assert_matches_oracle
+from torchrec_jagged_attn.testing import assert_close, assert_matches_oracle
 
 # Those beside the targets, of some scenarios; of a table of a target, of bags, and of several.
 CANDIDATE_FEATURES = {
@@ -176,22 +176,23 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
 
 
 def test_encoded_histories_and_user_columns(device: torch.device):
-    requests = of_requests(USERS)  # in fp64, but for lookups, which TorchRec returns in fp32
-    collection = make_collection(requests, device).double()
-    plain = make_collection(USERS, device).double()
+    requests, cpu = of_requests(USERS), torch.device("cpu")
     batch = make_requests(requests, *LENGTHS["mixed"])
-    actual = collection(to_features(batch, device))
-    expected = plain(to_features(to_samples(requests, batch), device))
+    samples = to_samples(requests, batch)
+    collection, plain = make_collection(requests, device), make_collection(USERS, device)
+    exact = make_collection(USERS, cpu).double()
+    actual, of_plain = collection(to_features(batch, device)), plain(to_features(samples, device))
+    expected = exact(to_features(samples, cpu))
     assert actual.keys() == expected.keys()
     assert "user@hist@t_item" in actual.keys()  # noqa: SIM118
-    torch.testing.assert_close(actual.values(), expected.values())
+    assert_close(actual.values().cpu(), expected.values(), of_plain.values().cpu())
     grad = torch.randn(expected.values().shape, generator=torch.Generator().manual_seed(1))
-    for out in (actual, expected):
-        out.values().backward(grad.to(expected.values()))
-    of_plain = dict(plain.named_parameters())
+    for out in (actual, of_plain, expected):
+        out.values().backward(grad.to(out.values()))
+    of_samples, in_fp64 = dict(plain.named_parameters()), dict(exact.named_parameters())
     for name, parameter in collection.named_parameters():
-        expected_grad = of_plain[name].grad.float()
-        torch.testing.assert_close(parameter.grad.float(), expected_grad)
+        grads = parameter.grad.cpu(), in_fp64[name].grad, of_samples[name].grad.cpu()
+        assert_close(*grads, gradient=True, name=name)
 
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
