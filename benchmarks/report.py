@@ -290,6 +290,7 @@ def end_to_end_quality(figures: Figures, figure: Figure) -> None:
         epochs.setdefault(data, []).append(epoch)
     rows = [(data, metric) for data in epochs for metric in ("AUC", "NE")]
     peers = {name: STEP_PROVIDERS[name] for name in ("padded", "linear-varlen", "ours")}
+    figure.set_figheight(1 + 2.2 * len(rows))
     for axes, (data, metric) in zip(
         figure.subplots(len(rows), 2, squeeze=False), rows, strict=True
     ):
@@ -306,22 +307,27 @@ def end_to_end_quality(figures: Figures, figure: Figure) -> None:
             axes[0].plot(x, curves[name], marker=marker, fillstyle="none", label=label)
             axes[1].plot(x, apart, marker=marker, fillstyle="none")
         axes[0].set(title=LOGS[data], ylabel=f"{metric} of the test", xlabel="epochs")
-        axes[1].set(ylabel=f"{metric} less that of padded SDPA", xlabel="epochs")
+        axes[1].set(title="less that of padded SDPA", ylabel=metric, xlabel="epochs")
         axes[1].ticklabel_format(axis="y", scilimits=(-3, 3))
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 
 
 def quality(figures: Figures, figure: Figure) -> None:
     """AUC by pooling, all tuned alike, with standard errors."""
     logs = [case for case in HISTORIES if case in figures.cases]
+    poolings = {
+        name: label.replace("`", "")
+        for name, label in POOLINGS.items()
+        if any(figures.find(case, Cell(name, "test", "auc", "AUC")) for case in logs)
+    }
+    figure.set_figheight(1.5 + 0.25 * len(poolings))
     axes = figure.subplots(1, len(logs), sharey=True, squeeze=False)[0]
     for ax, case in zip(axes, logs, strict=True):
         mean, error = (
-            [_number(figures.find(case, Cell(name, "test", metric, "AUC"))) for name in POOLINGS]
+            [_number(figures.find(case, Cell(name, "test", metric, "AUC"))) for name in poolings]
             for metric in ("auc", "auc_se")
         )
-        labels = [label.replace("`", "") for label in POOLINGS.values()]
-        ax.errorbar(mean, labels, xerr=error, fmt="o", markersize=4, capsize=2)
+        ax.errorbar(mean, [*poolings.values()], xerr=error, fmt="o", markersize=4, capsize=2)
         ax.set(title=HISTORIES[case].replace(", ", ",\n"), xlabel="AUC")
         ax.grid(axis="both", color=INK, alpha=0.15)
     figure.axes[0].invert_yaxis()
