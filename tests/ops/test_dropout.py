@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.ops.test_row_dropout import LENGTHS, make_history, splitmix64
 from tests.ops.test_target_attention import inputs_of
@@ -224,9 +225,11 @@ def test_beside_distances(device):
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "name"),
+    each_pair([torch.float32, torch.float16], [None, 9], ["q", "k", "v", "grad_out"]),
+    ids=str,
+)
 def test_hidden_rows_do_not_matter(dtype, window, name, device):
     """What they come into is computed once more, and drops the same."""
     skip_unless_supported(Case("dropout", 4, 70, 2, 64, dtype=dtype), device)

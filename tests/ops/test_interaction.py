@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.ops.test_registration import Recorder
 from torchrec_jagged_attn.ops import implementation
@@ -337,9 +338,15 @@ def test_strided_inputs_and_gradients(name, device):
         torch.testing.assert_close(results[key], expected)
 
 
-@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
-@pytest.mark.parametrize("width", [1, 5, 16, 48, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    each_pair(
+        ["jagged_dense_bmm", "jagged_jagged_bmm"],
+        [1, 5, 16, 48, 64],
+        [torch.float32, torch.float16],
+    ),
+    ids=str,
+)
 def test_one_pass_for_both_gradients(name, width, dtype, device):
     """As right as each by itself, and as with a gradient of their own."""
     inputs = inputs_of(name, [70, 0, 1100, 33], None, device, dtype, 40, num_targets=width)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from tests.combinations import each_pair
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.ops import test_target_attention_narrow_rows as narrow_rows
 from tests.ops.test_dropout import assert_weights_are_dropped
@@ -390,14 +391,18 @@ def test_other_samples_never_matter(num_targets, launched):
     assert launched
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_rows", [12, 4000], ids="{} rows".format)
 @pytest.mark.parametrize(
-    ("num_targets", "num_heads", "width", "num_positions"),
-    [(1, 4, 16, 0), (2, 3, 48, 12), (1, 1, 256, 0), (9, 2, 40, 5)],
+    ("shape", "num_rows", "dtype"),
+    each_pair(
+        [(1, 4, 16, 0), (2, 3, 48, 12), (1, 1, 256, 0), (9, 2, 40, 5)],
+        [12, 4000],
+        [torch.float16, torch.float32],
+    ),
+    ids=str,
 )
-def test_rows_by_index(num_targets, num_heads, width, num_positions, num_rows, dtype, launched):
+def test_rows_by_index(shape, num_rows, dtype, launched):
     """Those that one place names, and those that several do."""
+    num_targets, num_heads, width, num_positions = shape
     inputs = by_index(
         LENGTHS, dtype=dtype, num_rows=num_rows, num_targets=num_targets, num_heads=num_heads,
         width=width,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.cpu import head_products
@@ -124,9 +125,13 @@ def test_explicit_keys_and_values(biased, device):
     assert_right(inputs_of(300, device), absorbed=False, biased=biased)
 
 
-@pytest.mark.parametrize("num_rows", [0, 33, 2 * ROWS + 1, 4096])
-@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "absorbed", "num_rows"),
+    each_pair(
+        [torch.float32, torch.float16, torch.bfloat16], [True, False], [0, 33, 2 * ROWS + 1, 4096]
+    ),
+    ids=str,
+)
 def test_of_queries_and_keys_alone(dtype, absorbed, num_rows, device):
     """Where values are not projected."""
     skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
