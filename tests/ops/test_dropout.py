@@ -179,12 +179,13 @@ FLASH = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
 
 
 @pytest.mark.usefixtures("without_a_compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), (True, None), (True, 9)], ids=["full", "causal", "9"]
+    ("mask", "width", "dtype"),
+    each_pair([(False, None), (True, None), (True, 9)], [16, 64], [torch.float32, torch.float16]),
+    ids=str,
 )
-@pytest.mark.parametrize("width", [16, 64])
-def test_flash_attention(width, causal, window, dtype, device):
+def test_flash_attention(mask, width, dtype, device):
+    causal, window = mask
     inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
     functions = [functools.partial(function, causal=causal, window=window) for function in FLASH]
     assert_weights_are_dropped(functions, inputs, 93, 4, 93, device)
@@ -276,6 +277,7 @@ def test_with_row_dropout(device):
     )
 
 
+@pytest.mark.reference  # kernels drop the same weights
 def test_the_mean_of_outputs_is_that_without_dropout(device):
     inputs = inputs_of([40, 7], device, num_targets=3)
     expected = jagged_target_attention(**inputs)
@@ -377,6 +379,7 @@ def test_module_of_self_attention(device):
     assert torch.equal(attention(history).values(), attention(history).values())
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_scripted(make):
     module = make(16, 2, row_dropout=0.2, dropout=P)
@@ -390,6 +393,7 @@ def test_scripted(make):
     torch.testing.assert_close(*values)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_compiles_once(make):
     module = make(16, 2, dropout=P)

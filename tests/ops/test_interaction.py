@@ -281,6 +281,7 @@ def test_sizes_need_not_be_told(name, device):
     assert torch.equal(function_of(name)(**inputs), expected)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize(
     ("name", "size"),
     [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
@@ -500,6 +501,7 @@ def test_softmax_refuses_a_second_derivative(name, device):
         grad.sum().backward()
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @ALL_OPS
 def test_compiles_once_for_all_batches(name, device):
     counter = CompileCounter()

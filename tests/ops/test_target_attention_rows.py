@@ -265,8 +265,11 @@ def test_other_samples_never_matter(num_targets, dtype, device):
         assert torch.equal(permuted[name][mine], whole[name][of]), f"{name} depends on the batch"
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize(
+    ("jagged", "index_dtype"),
+    [(False, torch.int32), (True, torch.int64)],
+    ids=["dense-int32", "jagged-int64"],
+)
 def test_opcheck(jagged, index_dtype, device):
     inputs = by_index([3, 0, 5], device, num_targets=2, index_dtype=index_dtype)
     inputs["history"] = inputs["history"].nan_to_num().requires_grad_()
@@ -284,6 +287,7 @@ def test_gradcheck_of_the_reference():
     )
 
 
+@pytest.mark.reference  # traced alike with any kernels
 def test_compiles_once_for_all_batches(device):
     counter = CompileCounter()
     compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)

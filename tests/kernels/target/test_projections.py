@@ -99,9 +99,11 @@ def test_any_number_of_rows(num_rows, dtype, device):
     assert_right(inputs_of(num_rows, device, dtype))
 
 
-@pytest.mark.parametrize("target_dim", [5, 64, 200])
-@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "absorbed", "target_dim"),
+    each_pair([torch.float32, torch.float16, torch.bfloat16], [True, False], [5, 64, 200]),
+    ids=str,
+)
 def test_targets_of_another_width(dtype, absorbed, target_dim, device):
     skip_unless_supported(Case("widths", 1, 1, 2, 32, dtype=dtype), device)
     inputs = inputs_of(300, device, dtype, target_dim=target_dim)
