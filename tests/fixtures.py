@@ -25,7 +25,7 @@ from torchrec_jagged_attn.testing import Case
 if knobs.runtime.interpret:
     quick_interpreter.install()
     # It takes as long for what a block has beyond the last sample; and few samples fill these.
-    tile_list.SCAN, hidden_forward.LOOKED_AT = 256, 1024
+    tile_list.SCAN, hidden_forward.LOOKED_AT = 256, 512
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")
