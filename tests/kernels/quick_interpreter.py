@@ -37,6 +37,9 @@ def install() -> None:
     dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = functools.partial(_numpy_dtype, dtype_of_scalar)
 
+    core.dtype.scalar = _once(lambda dtype: dtype)
+    core.pointer_type.scalar = _once(lambda dtype: dtype)
+    core.block_type.scalar = _once(lambda dtype: dtype.element_ty)
     core.block_type.__new__ = _block_type
     core.block_type.__init__ = lambda self, element_ty, shape: None
     core.dtype.__eq__ = _equal_or(core.dtype.__eq__)
@@ -45,6 +48,8 @@ def install() -> None:
     TensorHandle.__init__ = _init_handle
     InterpreterBuilder.create_splat = _splat
     InterpreterBuilder.binary_op = _binary_op
+    InterpreterBuilder.create_expand_dims = _expand_dims
+    InterpreterBuilder.create_load = _load
 
 
 def _product_rounded_once(_builder: Any, a: Any, b: Any, acc: Any, *_options: Any) -> TensorHandle:
@@ -73,6 +78,13 @@ SEMANTIC = interpreter.interpreter_semantic
 def _patch_attribute(obj: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
     function = getattr(member, "__wrapped__", member)  # which takes _semantic
     scope.set_attr(obj, name, _decide_once(name, function))
+
+
+def _once(function: Callable) -> functools.cached_property:
+    """The property ``scalar``, of which nothing is called a second time."""
+    found = functools.cached_property(function)
+    found.__set_name__(None, "scalar")
+    return found
 
 
 def _numpy_dtype(of_scalar: Any, dtype: Any) -> np.dtype:
@@ -111,8 +123,16 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 def _init_handle(self: Any, data: np.ndarray, dtype: Any) -> None:
     self.data, self.dtype, self.attr = data, dtype, {}
-    if not dtype.is_ptr() and data.itemsize > 1:
-        assert data.itemsize * 8 <= dtype.primitive_bitwidth, "numbers are wider than their type"
+    assert not _is_wider(data, dtype), "numbers are wider than their type"
+
+
+def _is_wider(data: np.ndarray, dtype: Any) -> bool:
+    """Whether these numbers have more bits than ``dtype``; it is no pointer's."""
+    return (
+        data.itemsize > 1
+        and type(dtype) is core.dtype
+        and data.itemsize * 8 > dtype.primitive_bitwidth
+    )
 
 
 def _equal_or(compare: Callable) -> Callable:
@@ -131,17 +151,26 @@ def _unwrap_or(unwrap: Callable) -> Callable:
 
 def _binary_op(_builder: Any, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
     output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
-    if (
-        output.itemsize > 1
-        and not dtype.is_ptr()
-        and (output.itemsize * 8 > dtype.primitive_bitwidth)
-    ):
+    if _is_wider(output, dtype):
         output = output.astype(interpreter._get_np_dtype(dtype))
     return TensorHandle(output, dtype)
 
 
 def _splat(_builder: Any, type: Any, scalar: TensorHandle) -> TensorHandle:
     return TensorHandle(np.broadcast_to(scalar.data, type.sizes), scalar.dtype.scalar)
+
+
+def _load(builder: InterpreterBuilder, ptr: TensorHandle, *options: Any) -> TensorHandle:
+    return builder.create_masked_load(ptr, _all_of(ptr.data.shape), None, *options)
+
+
+@functools.cache
+def _all_of(shape: tuple[int, ...]) -> TensorHandle:
+    return TensorHandle(np.ones(shape, bool), core.int1)
+
+
+def _expand_dims(_builder: Any, arg: TensorHandle, axis: int) -> TensorHandle:
+    return TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
 
 
 class NotAlikeError(Exception):
@@ -267,6 +296,10 @@ class Recording:
             self.is_alike &= not any(isinstance(x, TensorHandle) for x in value)
         return self._new_register(value)
 
+    def _is_constant(self, value: Any) -> bool:
+        at = self.register_of.get(id(value), -1)
+        return at >= self.num_operands and all(at != out for *_, out in self.steps)
+
     def __getattr__(self, name: str) -> Any:
         member = getattr(BUILDER, name)
         return functools.partial(self._step, name, member) if callable(member) else member
@@ -274,6 +307,8 @@ class Recording:
     def _step(self, name: str, method: Callable, *args: Any) -> Any:
         result = method(*args)
         is_constant = name.startswith("get_") and not any(type(x) is Operand for x in args)
+        if name in BROADCASTS:
+            is_constant = self._is_constant(args[BROADCASTS[name]])
         at = [] if is_constant else [self._register(x) for x in args]
         out = self._new_register(result)
         if not is_constant:

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.ops.test_row_dropout import LENGTHS, make_history, splitmix64
 from tests.ops.test_target_attention import inputs_of
@@ -178,12 +179,13 @@ FLASH = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
 
 
 @pytest.mark.usefixtures("without_a_compiler")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), (True, None), (True, 9)], ids=["full", "causal", "9"]
+    ("mask", "width", "dtype"),
+    each_pair([(False, None), (True, None), (True, 9)], [16, 64], [torch.float32, torch.float16]),
+    ids=str,
 )
-@pytest.mark.parametrize("width", [16, 64])
-def test_flash_attention(width, causal, window, dtype, device):
+def test_flash_attention(mask, width, dtype, device):
+    causal, window = mask
     inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
     functions = [functools.partial(function, causal=causal, window=window) for function in FLASH]
     assert_weights_are_dropped(functions, inputs, 93, 4, 93, device)
@@ -224,9 +226,11 @@ def test_beside_distances(device):
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "window", "name"),
+    each_pair([torch.float32, torch.float16], [None, 9], ["q", "k", "v", "grad_out"]),
+    ids=str,
+)
 def test_hidden_rows_do_not_matter(dtype, window, name, device):
     """What they come into is computed once more, and drops the same."""
     skip_unless_supported(Case("dropout", 4, 70, 2, 64, dtype=dtype), device)
@@ -273,6 +277,7 @@ def test_with_row_dropout(device):
     )
 
 
+@pytest.mark.reference  # kernels drop the same weights
 def test_the_mean_of_outputs_is_that_without_dropout(device):
     inputs = inputs_of([40, 7], device, num_targets=3)
     expected = jagged_target_attention(**inputs)
@@ -374,6 +379,7 @@ def test_module_of_self_attention(device):
     assert torch.equal(attention(history).values(), attention(history).values())
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_scripted(make):
     module = make(16, 2, row_dropout=0.2, dropout=P)
@@ -387,6 +393,7 @@ def test_scripted(make):
     torch.testing.assert_close(*values)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_compiles_once(make):
     module = make(16, 2, dropout=P)

@@ -135,7 +135,7 @@ def test_bias(name, causal, device):
     ("name", "window", "kind"),
     each_pair(
         [name for name, case in CASES.items() if not case.large],
-        [1, 5, 32, 64, 65, 1000],
+        [1, 32, 65, 1000],
         ["self", "cross", "biased"],
     ),
     ids=str,
@@ -199,22 +199,23 @@ def test_window_as_wide_as_all_changes_no_result(device):
 
 
 def assert_tiles_beyond_a_window_are_not_read(inputs, window, monkeypatch):
-    """Of 700 rows. What is NaN there comes into nothing, though nothing takes it out."""
+    """What is NaN there comes into nothing, though nothing takes it out."""
+    some = len(inputs["q"]) * 2 // 7
     for name in ("mend_outputs", "mend_gradients"):
         monkeypatch.setattr(kernels, name, lambda *_: None)
     attend = partial(jagged_flash_attention, causal=True, window=window)
     grad_out = torch.ones_like(inputs["q"][..., : inputs["v"].shape[2]])
     poisoned = inputs | {name: inputs[name].clone() for name in "qkv"}
     for name in "kv":
-        poisoned[name][:200] = torch.nan
+        poisoned[name][:some] = torch.nan
     results = outputs_and_gradients(attend, poisoned, grad_out)
     for name in ("out", "q"):
-        assert results[name][500:].isfinite().all(), name
+        assert results[name][-some:].isfinite().all(), name
     poisoned = inputs | {"q": inputs["q"].clone()}
-    poisoned["q"][-200:] = torch.nan
+    poisoned["q"][-some:] = torch.nan
     results = outputs_and_gradients(attend, poisoned, grad_out)
     for name in {"k", "v", "bias"} & {*results}:
-        assert results[name][:200].isfinite().all(), name
+        assert results[name][:some].isfinite().all(), name
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -226,7 +227,8 @@ def assert_tiles_beyond_a_window_are_not_read(inputs, window, monkeypatch):
 def test_tiles_beyond_a_window_are_not_read(
     dtype, width, biased, kv_heads, kernel_device, monkeypatch
 ):
-    inputs = inputs_of([700], [700], kernel_device, dtype, biased, width, kv_heads)
+    length = [700 if kernel_device.type == "cuda" else 420]
+    inputs = inputs_of(length, length, kernel_device, dtype, biased, width, kv_heads)
     assert_tiles_beyond_a_window_are_not_read(inputs, 37, monkeypatch)
 
 
@@ -713,9 +715,11 @@ def test_hidden_rows_do_not_matter(kind, kv_heads, lengths, more_keys, device):
     assert_hidden_rows_do_not_matter(inputs, bad_rows(queries, keys))
 
 
-@pytest.mark.parametrize("place", range(8))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("more_keys", [0, 5])
+@pytest.mark.parametrize(
+    ("place", "dtype", "more_keys"),
+    each_pair(range(8), [torch.float32, torch.float16], [0, 5]),
+    ids=str,
+)
 def test_hidden_rows_do_not_matter_to_biases(more_keys, dtype, place, device):
     """A query that sees few keys, and what they give to tables."""
     num_keys = 45 + more_keys
@@ -841,16 +845,16 @@ def test_opcheck(device):
     ("causal", "window"), [(False, None), (True, None), (True, 2)], ids=["full", "causal", "2"]
 )
 def test_gradcheck_of_the_reference(causal, window):
-    inputs = inputs_of([3, 0, 5], [2, 4, 6], dtype=torch.float64, width=8)
+    inputs = inputs_of([2, 0, 3], [1, 2, 4], dtype=torch.float64, width=4)
     leaves = [inputs[name].requires_grad_() for name in "qkv"]
-    leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (12, 3, 5, 4)]
-    leaves.append(torch.rand(12, dtype=torch.float64, requires_grad=True))
+    leaves += [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (7, 3, 5, 4)]
+    leaves.append(torch.rand(7, dtype=torch.float64, requires_grad=True))
     offsets = inputs["q_offsets"], inputs["kv_offsets"]
 
     def attend(q, k, v, bias, position_bias, age_bias, relative_bias, prior_weights):
         return jagged_flash_attention(
             q, k, v, *offsets, bias=bias, position_bias=position_bias, age_bias=age_bias,
-            timestamps=torch.arange(12), prior_weights=prior_weights, relative_bias=relative_bias,
+            timestamps=torch.arange(7), prior_weights=prior_weights, relative_bias=relative_bias,
             causal=causal, window=window,
         )  # fmt: skip
 
@@ -875,6 +879,7 @@ def test_gradients_are_contiguous(lengths, transposed, device):
     assert all(grad.is_contiguous() for grad in grads)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}], ids=str)
 def test_compiles_once_for_all_batches(options, device):
     counter = CompileCounter()

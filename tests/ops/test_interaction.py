@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.ops.test_registration import Recorder
 from torchrec_jagged_attn.ops import implementation
@@ -280,6 +281,7 @@ def test_sizes_need_not_be_told(name, device):
     assert torch.equal(function_of(name)(**inputs), expected)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize(
     ("name", "size"),
     [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
@@ -337,9 +339,15 @@ def test_strided_inputs_and_gradients(name, device):
         torch.testing.assert_close(results[key], expected)
 
 
-@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
-@pytest.mark.parametrize("width", [1, 5, 16, 48, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    each_pair(
+        ["jagged_dense_bmm", "jagged_jagged_bmm"],
+        [1, 5, 16, 48, 64],
+        [torch.float32, torch.float16],
+    ),
+    ids=str,
+)
 def test_one_pass_for_both_gradients(name, width, dtype, device):
     """As right as each by itself, and as with a gradient of their own."""
     inputs = inputs_of(name, [70, 0, 1100, 33], None, device, dtype, 40, num_targets=width)
@@ -493,6 +501,7 @@ def test_softmax_refuses_a_second_derivative(name, device):
         grad.sum().backward()
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @ALL_OPS
 def test_compiles_once_for_all_batches(name, device):
     counter = CompileCounter()

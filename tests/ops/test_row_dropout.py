@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.ops.test_target_attention import inputs_of
 from torchrec_jagged_attn import (
@@ -119,12 +120,13 @@ def test_target_attention(layout, num_targets, dtype, tables, device):
     assert_rows_are_dropped(functions, inputs, sum(LENGTHS), device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), (True, None), (True, 9)], ids=["full", "causal", "9"]
+    ("mask", "width", "dtype"),
+    each_pair([(False, None), (True, None), (True, 9)], [16, 64], [torch.float32, torch.float16]),
+    ids=str,
 )
-@pytest.mark.parametrize("width", [16, 64])
-def test_flash_attention(width, causal, window, dtype, device):
+def test_flash_attention(mask, width, dtype, device):
+    causal, window = mask
     lengths = [70, 0, 3, 20]
     generator = torch.Generator().manual_seed(0)
     inputs = {
@@ -189,6 +191,7 @@ def test_module_of_self_attention(make, device):
     assert torch.equal(module(history).values(), module(history).values())
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_scripted(make):
     module = make(16, 2, row_dropout=0.4)
@@ -202,6 +205,7 @@ def test_scripted(make):
     torch.testing.assert_close(*values)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_compiles_once(make):
     module = make(16, 2, row_dropout=0.4)

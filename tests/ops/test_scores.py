@@ -178,6 +178,7 @@ def test_module_refuses():
         )
 
 
+@pytest.mark.reference  # traced alike with any kernels
 def test_scripted():
     module = JaggedTargetAttention(16, 2, score="silu")
     inputs = torch.randn(1, 16), JaggedTensor(torch.randn(5, 16), lengths=torch.tensor([5]))

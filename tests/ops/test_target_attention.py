@@ -538,9 +538,11 @@ def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, devi
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("num_targets", [1, 9, 40])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize(
+    ("num_targets", "bias", "dtype"),
+    each_pair([1, 9, 40], [True, False], [torch.float32, torch.float16]),
+    ids=str,
+)
 def test_other_samples_never_matter(device, bias, num_targets, dtype):
     lengths = [3, 0, 130, 17, 1100 if num_targets == 40 else 600]  # of several chunks
     inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
@@ -616,8 +618,9 @@ def arguments_of_op(inputs, *, jagged=False, **others):
     return arguments._replace(**others)
 
 
-@pytest.mark.parametrize("prior", [False, True], ids=["bias", "prior"])
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize(
+    ("jagged", "prior"), [(False, True), (True, False)], ids=["dense-prior", "jagged-bias"]
+)
 def test_opcheck(device, jagged, prior):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
     bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
@@ -639,6 +642,7 @@ def test_gradcheck_of_the_reference():
     )
 
 
+@pytest.mark.reference  # traced alike with any kernels
 def test_compiles_once_for_all_batches(device):
     counter = CompileCounter()
     compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)

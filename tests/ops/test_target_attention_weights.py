@@ -187,6 +187,7 @@ def test_opcheck(shared, score, device):
     torch.library.opcheck(op, arguments)
 
 
+@pytest.mark.reference  # traced alike with any kernels
 def test_compiles_once_for_all_batches(device):
     counter = CompileCounter()
     compiled = torch.compile(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.cpu import head_products
@@ -98,9 +99,11 @@ def test_any_number_of_rows(num_rows, dtype, device):
     assert_right(inputs_of(num_rows, device, dtype))
 
 
-@pytest.mark.parametrize("target_dim", [5, 64, 200])
-@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "absorbed", "target_dim"),
+    each_pair([torch.float32, torch.float16, torch.bfloat16], [True, False], [5, 64, 200]),
+    ids=str,
+)
 def test_targets_of_another_width(dtype, absorbed, target_dim, device):
     skip_unless_supported(Case("widths", 1, 1, 2, 32, dtype=dtype), device)
     inputs = inputs_of(300, device, dtype, target_dim=target_dim)
@@ -124,9 +127,13 @@ def test_explicit_keys_and_values(biased, device):
     assert_right(inputs_of(300, device), absorbed=False, biased=biased)
 
 
-@pytest.mark.parametrize("num_rows", [0, 33, 2 * ROWS + 1, 4096])
-@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "explicit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "absorbed", "num_rows"),
+    each_pair(
+        [torch.float32, torch.float16, torch.bfloat16], [True, False], [0, 33, 2 * ROWS + 1, 4096]
+    ),
+    ids=str,
+)
 def test_of_queries_and_keys_alone(dtype, absorbed, num_rows, device):
     """Where values are not projected."""
     skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
