@@ -18,9 +18,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
-# Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of modules:
-# they take minutes there, and meet no kernel that the others do not.
-KERNEL_TESTS := tests/kernels tests/replay $(filter-out %/test_registration.py,$(wildcard tests/ops/test_*.py))
+# Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
+# JaggedTargetAttention and its collection: they take minutes there, and meet no kernel that the
+# others do not.
+KERNEL_TESTS := tests/kernels tests/replay $(filter-out %/test_registration.py,$(wildcard tests/ops/test_*.py)) \
+	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
 .PHONY: demo test check docs format benchmark sanitize clean
 
