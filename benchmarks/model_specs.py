@@ -244,33 +244,6 @@ def request_goal(what: str, metric: tuple[str, str], bound: str, *, at_most: boo
     return Goal(what, (case, by_request), (case, by_sample), bound, at_most)
 
 
-def steps_of_dlrm(results: str) -> Table:
-    """Steps of a DLRM, as measured before ``end_to_end.py``: time, GPU busy, peak memory."""
-    return Table(
-        (results,),
-        "histories, samples a step",
-        {"mean 200, 4,096": "mean-200", "mean 1,000, 2,048": "mean-1000"},
-        tuple(
-            Column(
-                head,
-                "{} ({}), {}",
-                (
-                    Cell(provider, "step", "time"),
-                    Cell(provider, "step", "gpu_busy"),
-                    Cell(provider, "step", "peak_memory", "MiB"),
-                ),
-            )
-            for head, provider in (
-                ("sum pooling", "sum"),
-                ("attention", "attention"),
-                ("`single_lookup=True`", "single-lookup"),
-                ("linear + FlashAttention-2", "linear+torch-varlen"),
-                ("linear + padded SDPA", "linear+padded-sdpa"),
-            )
-        ),
-    )
-
-
 GOALS = {
     "end_to_end_goals": Goals(
         ("end_to_end",),
@@ -501,6 +474,4 @@ MODEL_TABLES = {
             )
         ),
     ),
-    "dlrm_step": steps_of_dlrm("dlrm_step"),
-    "dlrm_step_graphs": steps_of_dlrm("dlrm_step_graphs"),
 }

@@ -155,28 +155,6 @@ def roofline(figures: Figures, figure: Figure) -> None:
     ax.invert_yaxis()
 
 
-def dlrm_step(figures: Figures, figure: Figure) -> None:
-    """A step of training of a whole DLRM, by what pools its history."""
-    providers = {
-        "sum": "sum pooling",
-        "attention": "ours",
-        "single-lookup": "ours, one lookup",
-        "linear+torch-varlen": "linear +\nFlashAttention-2",
-        "linear+padded-sdpa": "padded SDPA",
-    }
-    for ax, mean in zip(figure.subplots(1, 2), (200, 1000), strict=True):
-        times = {
-            label: [
-                figures.find(f"mean-{mean}", Cell(provider, "step", metric))
-                for provider in providers
-            ]
-            for label, metric in (("step", "time"), ("GPU busy", "gpu_busy"))
-        }
-        _bars(ax, list(providers.values()), times)
-        ax.set(title=f"{mean:,} rows a sample in the mean", ylabel="ms a step")
-        ax.tick_params(axis="x", labelrotation=30)
-
-
 def pooling(figures: Figures, figure: Figure) -> None:
     """AUC of the example's test set, by what pools the history."""
     ax = figure.subplots()
@@ -371,7 +349,6 @@ PLOTS = (
     ),
     Plot(quality, ("quality",), (10, 5), "AUC by pooling, all tuned alike"),
     Plot(pooling, ("train_dlrm",), (8, 4), "AUC by pooling"),
-    Plot(dlrm_step, ("dlrm_step",), (10, 4.5), "A step of a whole model"),
     Plot(figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length"),
     Plot(table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops"),
     Plot(
