@@ -18,6 +18,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
+from selecting import SelectingTrain, ShareOfHistory
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
@@ -42,6 +43,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn import (
     BalancedBatchSampler,
+    EventSelection,
     TargetAttentionConfig,
     embedding_parameters,
 )
@@ -304,7 +306,7 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
         )
         for history in histories
     ]
-    return DLRMTrain(
+    model = DLRMTrain(
         DLRM(
             embedding_bag_collection=make_collection(  # pyright: ignore[reportArgumentType]
                 provider, tables, configs, CLIP * sizes.mean, sizes.keys_of_candidates[:-1]
@@ -315,6 +317,10 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
             dense_device=None,
         )
     )
+    if provider.budget == 1:
+        return model
+    selections = [EventSelection([key], ShareOfHistory(key, provider.budget)) for key in histories]
+    return SelectingTrain(model, nn.Sequential(*selections))
 
 
 def make_pipeline(
@@ -371,7 +377,10 @@ def make_pipeline(
         dense, lambda params: torch.optim.Adam(params, lr=1e-3, fused=cuda_graph)
     )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
-    return TrainPipelineSparseDist(sharded, optimizer, device)
+    # Modules before the lookups are pipelined if it is told so.
+    return TrainPipelineSparseDist(
+        sharded, optimizer, device, pipeline_postproc=provider.budget < 1
+    )
 
 
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:

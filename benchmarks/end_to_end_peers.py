@@ -180,6 +180,7 @@ class Provider:
         din: the activation unit in its place.
         keys_and_values, single_lookup: of ours.
         index_dedup: TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
+        budget: part of each history that is looked up, its newest events.
         batches: see :func:`make_batches`.
         replays: whether it has ops of ours that C++ launches.
     """
@@ -190,13 +191,14 @@ class Provider:
     keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
     single_lookup: bool = False
     index_dedup: bool = False
+    budget: float = 1.0
     batches: Literal["samples", "requests", "once", "balanced"] = "samples"
     replays: bool = False
 
     @property
     def is_attention(self) -> bool:
         """Whether it computes the function of ours."""
-        return not self.din and self != PROVIDERS["sum"]
+        return not self.din and self.budget == 1 and self != PROVIDERS["sum"]
 
 
 PROVIDERS = {
@@ -217,6 +219,9 @@ PROVIDERS = {
     ),
     "ours-index-dedup": Provider(
         "and with TorchRec's use_index_dedup", single_lookup=True, index_dedup=True, replays=True
+    ),
+    "ours-newer-half": Provider(
+        "ours, without the older half of each history: EventSelection", budget=0.5, replays=True
     ),
     "ours-once": Provider(
         "ours, what a request has sent once, by batch sizes that vary", batches="once", replays=True

@@ -60,6 +60,7 @@ STEP_PROVIDERS = {
     "ours": "ours",
     "ours-single-lookup": "ours, one lookup",
     "ours-index-dedup": "ours, one lookup of unique ids",
+    "ours-newer-half": "ours, the newer half of histories",
     "ours-once": "ours, histories sent once",
     "ours-by-request": "ours, by request, one lookup",
     "ours-balanced": "ours, balanced batches",

@@ -44,7 +44,7 @@ ON_GPU = torch.cuda.is_available()
 CANNOT = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
 NO_GPU = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
 REPLAYED = {"ours", "ours-single-lookup", "ours-index-dedup", "ours-once", "ours-by-request"}
-REPLAYED |= {"ours-balanced"}
+REPLAYED |= {"ours-balanced", "ours-newer-half"}
 
 
 @pytest.fixture(autouse=True)
