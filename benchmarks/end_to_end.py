@@ -65,6 +65,7 @@ from end_to_end_models import (
     make_lengths,
     make_model,
     make_pipeline,
+    make_selection,
     process_group,
     share_tables,
 )
@@ -170,7 +171,9 @@ class Training:
         for hook in hooks:
             hook.remove()
         keys = self.sizes.history_keys if attentions else []
-        ids = [batch.sparse_features[key].values().nbytes for batch in self.made for key in keys]
+        selection = make_selection(self.provider, self.sizes)
+        looked_up = [selection(batch.sparse_features) for batch in self.made]
+        ids = [features[key].values().nbytes for features in looked_up for key in keys]
         return sum(counted + ids) / len(self.made)
 
     def trace(self, file: Path) -> Trace:

@@ -55,6 +55,7 @@ __all__ = [
     "make_lengths",
     "make_model",
     "make_pipeline",
+    "make_selection",
     "make_sharders",
     "process_group",
     "share_tables",
@@ -317,10 +318,16 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
             dense_device=None,
         )
     )
+    return model if provider.budget == 1 else SelectingTrain(model, make_selection(provider, sizes))
+
+
+def make_selection(provider: Provider, sizes: Sizes) -> nn.Module:
+    """What leaves a part of the features of a batch, before they are looked up."""
     if provider.budget == 1:
-        return model
-    selections = [EventSelection([key], ShareOfHistory(key, provider.budget)) for key in histories]
-    return SelectingTrain(model, nn.Sequential(*selections))
+        return nn.Identity()
+    return nn.Sequential(
+        *(EventSelection([key], ShareOfHistory(key, provider.budget)) for key in sizes.history_keys)
+    )
 
 
 def make_pipeline(

@@ -24,16 +24,11 @@ CASES = {
     )
     for name in [f"u{users}-t{candidates}-l{length}-d{width}"]
 }
-# One of users, candidates, length and width at a time.
-DEFAULT = (
-    "u15-t256-l1024-d128",
-    *("u1-t256-l1024-d128", "u32-t256-l1024-d128"),
-    *("u15-t1-l1024-d128", "u15-t4-l1024-d128", "u15-t16-l1024-d128"),
-    *("u15-t64-l1024-d128", "u15-t1024-l1024-d128", "u15-t2048-l1024-d128"),
-    *("u15-t256-l512-d128", "u15-t256-l4096-d128", "u15-t256-l10000-d128"),
-    "u15-t256-l1024-d64",
-    # One user's long history is all there is to fill a GPU with.
-    *("u1-t64-l10000-d128", "u1-t256-l10000-d128"),
+# One user's long history is all there is to fill a GPU with.
+DEFAULT = tuple(
+    f"u{users}-t{candidates}-l{length}-d128"
+    for users, length in ((15, 1024), (15, 10_000), (1, 4096))
+    for candidates in (1, 4, 16, 64, 256, 1024, 2048)
 )
 
 

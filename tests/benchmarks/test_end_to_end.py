@@ -307,7 +307,7 @@ def test_history_traffic_is_counted():
     sizes = dataclasses.replace(QUICK, candidates=4, candidate_features=1)
     traffic = {}
     with process_group() as device:
-        for name in ("sum", "ours", "ours-once", "ours-by-request"):
+        for name in ("sum", "ours-newer-half", "ours", "ours-once", "ours-by-request"):
             training = Training(name, sizes, device, warmup=0)
             traffic[name] = training.history_traffic()
     rows = training.rows_per_sample * sizes.requests
@@ -315,6 +315,7 @@ def test_history_traffic_is_counted():
     assert traffic["ours-by-request"] == rows * (8 + 2 * sizes.width * element_size)
     assert traffic["ours"] == 4 * traffic["ours-by-request"]
     assert traffic["ours-by-request"] < traffic["ours-once"] < traffic["ours"]
+    assert 0.5 <= traffic["ours-newer-half"] / traffic["ours"] < 0.6
     assert traffic["sum"] == 0
 
 

@@ -135,7 +135,7 @@ def test_bias(name, causal, device):
     ("name", "window", "kind"),
     each_pair(
         [name for name, case in CASES.items() if not case.large],
-        [1, 32, 65, 1000],
+        [1, 32, 64, 65, 1000],
         ["self", "cross", "biased"],
     ),
     ids=str,

@@ -128,8 +128,7 @@ def test_tf32(num_targets, device):
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_scores(num_targets, score, device):
-    inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=num_targets)
-    assert_right(inputs, score=score)
+    assert_right(by_index(LENGTHS, device, num_targets=num_targets), score=score)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 1000], ids="{} rows".format)
@@ -181,7 +180,7 @@ def test_rows_that_are_not_named_get_zeros(device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_dropout(num_targets, dtype, device):
     """Of places: two that name the same row are drawn for apart."""
-    inputs = by_index(LENGTHS, device, dtype, SOME_ALONE, num_targets=num_targets)
+    inputs = by_index(LENGTHS, device, dtype, num_targets=num_targets)
     assert_rows_are_dropped(FUNCTIONS, inputs, 368, device)
     assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368, device)
 

@@ -3,14 +3,18 @@
 import pytest
 import torch
 
+from torchrec_jagged_attn.kernels.common import tile_list
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
 from torchrec_jagged_attn.testing import offsets_of
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("short", [0, 32, 64], ids=str)
-@pytest.mark.parametrize("together", [0, 1024], ids=str)
-def test_tiles_are_listed_the_longest_first(together, short, is_self, kernel_device):
+@pytest.mark.parametrize(("together", "scan"), [(0, 256), (1024, 256), (1024, 2048)], ids=str)
+def test_tiles_are_listed_the_longest_first(
+    together, scan, short, is_self, kernel_device, monkeypatch
+):
+    monkeypatch.setattr(tile_list, "SCAN", scan)
     generator = torch.Generator().manual_seed(0)
     own, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
     own[7], other[300] = 700, 3000
