@@ -4,6 +4,7 @@ Each step gives what the one before it gives. Where TorchRec or FBGEMM itself ca
 our code shows it, and fails on the day it can.
 """
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +214,16 @@ def export(scorer: nn.Module, device: torch.device, strict: bool) -> torch.expor
         )
 
 
+@functools.cache
+def exported(tables: str, device: torch.device) -> torch.export.ExportedProgram:
+    """Each once, for all tests that only read it."""
+    return export(make_scorer(tables, device), device, strict=False)
+
+
 @tables
 def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classes):
     scorer = make_scorer(tables, device)
-    program = export(scorer, device, strict=False)
+    program = exported(tables, device)
     assert_equal(program.module(), scorer, device)
     if tables == "fp32":
         torch.export.save(program, tmp_path / "scorer.pt2")
@@ -252,7 +259,7 @@ def test_compiled_ahead_of_time(tables: str, device: torch.device, tmp_path: Pat
 
 def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):
     """Numbers of rows; their errors are the exporter's."""
-    program = export(make_scorer("fp32", device), device, strict=False).module()
+    program = exported("fp32", device).module()
     dense, ids, lengths = inputs(device)[0]
     two_targets = lengths.clone()
     two_targets[KEYS.index("item"), 0] += 1
