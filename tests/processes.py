@@ -111,10 +111,13 @@ def run_code(
     return done
 
 
-def run_package(*argv: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    """As ``python -m torchrec_jagged_attn``."""
+def run_package(
+    *argv: str, check: bool = True, absent: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess:
+    """As ``python -m torchrec_jagged_attn``, where the packages ``absent`` are not installed."""
     lines = (
-        "import runpy",
+        "import runpy, sys",
+        f"sys.modules.update(dict.fromkeys({absent}))",
         "runpy.run_module('torchrec_jagged_attn', run_name='__main__', alter_sys=True)",
     )
     return run_code(*lines, argv=argv, check=check, **environment)

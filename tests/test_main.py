@@ -11,11 +11,14 @@ from tests.processes import run_code, run_package
 from torchrec_jagged_attn import __main__, devices, ops
 from torchrec_jagged_attn.cpu import extension
 
+TORCHREC = ("torchrec", "fbgemm_gpu")  # which take most of the time that the package takes
 
-@pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted"])
+
+@pytest.fixture(params=["0", "1"], ids=["compiled", "interpreted-without-torchrec"])
 def output(request) -> dict[str, list[str]]:
     """First words of the printed lines, and the words after them."""
-    done = run_package(TRITON_INTERPRET=request.param, CUDA_VISIBLE_DEVICES="")
+    absent = TORCHREC if request.param == "1" else ()
+    done = run_package(absent=absent, TRITON_INTERPRET=request.param, CUDA_VISIBLE_DEVICES="")
     lines = [line.split() for line in done.stdout.splitlines() if line]
     return {line[0]: line[1:] for line in lines} | {"interpret": [request.param]}
 
@@ -25,6 +28,8 @@ def test_prints_versions_and_the_path_of_every_op(output):
     assert output["torch"] == [torch.__version__]
     assert output["triton"] == [triton.__version__]
     interpreted = output["interpret"] == ["1"]
+    if interpreted:
+        assert all(output[package] == ["not", "installed"] for package in TORCHREC)
     assert output["TRITON_INTERPRET"] == ["on" if interpreted else "off"]
     names = [name for name in torchrec_jagged_attn.__all__ if name.startswith("jagged_")]
     registered = [name for name in names if hasattr(ops, name)]  # others are made of these
@@ -155,7 +160,8 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
 
 @pytest.mark.reference
 def test_says_why_a_cpu_has_no_c_plus_plus(tmp_path):
-    done = run_package("--json", CXX="no-such-compiler", TORCH_EXTENSIONS_DIR=str(tmp_path))
+    environment = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = run_package("--json", absent=TORCHREC, **environment)
     why = {(row["op"], row["path"]): row["why"] for row in json.loads(done.stdout)["ops"]}
     for op in ("jagged_flash_attention", "jagged_target_attention"):
         assert "there is no C++ compiler 'no-such-compiler'" in why[op, "python"]

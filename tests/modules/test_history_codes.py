@@ -11,7 +11,12 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.modules.test_target_attention import attend, attend_by_sample, make_inputs
+from tests.modules.test_target_attention import (
+    attend,
+    attend_by_sample,
+    each_pair_by_dtype,
+    make_inputs,
+)
 from torchrec_jagged_attn import (
     CachedHistoryCollection,
     DiscretePCA,
@@ -71,9 +76,16 @@ def assert_right(codes, targets, dtype, device, **options):
     assert_matches_oracle(over_codes, over_rows, over_rows, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
-@pytest.mark.parametrize("basis", ["none", "fixed", "learned"])
+@pytest.mark.parametrize(
+    ("dtype", "basis", "targets"),
+    each_pair_by_dtype(
+        [torch.float32, torch.float16],
+        [torch.bfloat16],
+        ["none", "fixed", "learned"],
+        [None, 5, [0, 3, 1, 0, 9]],
+    ),
+    ids=str,
+)
 def test_is_attention_over_decoded_rows(basis, targets, dtype, device):
     if dtype not in supported_dtypes(device):
         pytest.skip(f"{dtype} is not computed on {device}")

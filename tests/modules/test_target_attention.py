@@ -37,10 +37,18 @@ SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 NOW = 1_700_000_000  # seconds since 1970
 
 
-@pytest.fixture(params=["absorbed", "explicit"])
+ROADS = ["absorbed", "explicit"]
+
+
+@pytest.fixture(params=ROADS)
 def road(request):
     """How keys and values are taken, as an option of the module."""
     return {"keys_and_values": request.param}
+
+
+def each_pair_by_dtype(interpreted, in_bf16, *axes):
+    """Each pair with either, and so each among those that the interpreter has a dtype for."""
+    return each_pair(interpreted, *axes) + each_pair(in_bf16, *axes)
 
 
 def make_inputs(
@@ -249,8 +257,9 @@ def module_of_case(case, **options):
     return projected(embed_dim, case.num_heads, history_dim=case.width, device="meta", **options)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("name", SMALL_CASES)
+@pytest.mark.parametrize(
+    ("name", "bias", "road"), each_pair(SMALL_CASES, [True, False], ROADS), indirect=["road"]
+)
 def test_is_multihead_attention(name, bias, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
@@ -259,9 +268,11 @@ def test_is_multihead_attention(name, bias, road, device):
     assert_right(module, inputs_of_case(module, case, device, targets), attend_by_formula)
 
 
-@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("embed_dim", [32, 128])
+@pytest.mark.parametrize(
+    ("name", "bias", "embed_dim", "road"),
+    each_pair_by_dtype(["targets-48", "fp16-64"], ["bf16-96"], [True, False], [32, 128], ROADS),
+    indirect=["road"],
+)
 def test_history_of_another_width(name, bias, embed_dim, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
@@ -277,13 +288,20 @@ def test_history_of_another_width(name, bias, embed_dim, road, device):
     assert_right(module, inputs_of_case(module, case, device, case.num_targets))
 
 
-@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
 @pytest.mark.parametrize(
-    ("name", "embed_dim", "history_dim"),
-    [("targets-48", 32, 48), ("fp16-64", 48, 48), ("bf16-96", 32, 96)],
+    ("widths", "target_dim", "targets", "road"),
+    each_pair_by_dtype(
+        [("targets-48", 32, 48), ("fp16-64", 48, 48)],
+        [("bf16-96", 32, 96)],
+        [20, 144],
+        [None, 5, [0, 3, 1, 0, 9]],
+        ROADS,
+    ),
+    ids=str,
+    indirect=["road"],
 )
-@pytest.mark.parametrize("target_dim", [20, 144])
-def test_targets_of_another_width(target_dim, name, embed_dim, history_dim, targets, road, device):
+def test_targets_of_another_width(widths, target_dim, targets, road, device):
+    name, embed_dim, history_dim = widths
     case = CASES[name]
     skip_unless_supported(case, device)
     module = projected(
@@ -299,16 +317,16 @@ def test_targets_of_another_width(target_dim, name, embed_dim, history_dim, targ
     assert_right(module, inputs)
 
 
-@pytest.mark.parametrize("num_targets", [1, 2, 15, 16, 17, 33, 64, 70])
-def test_any_number_of_targets(num_targets, road, device):
+@pytest.mark.parametrize(
+    ("num_targets", "jagged", "road"),
+    each_pair([1, 2, 15, 16, 17, 33, 64, 70], [False, True], ROADS),
+    indirect=["road"],
+)
+def test_any_number_of_targets(num_targets, jagged, road, device):
     module = projected(16, 2, age_bias=True, device="meta", **road)
-    lengths = [40, 0, 30, 1, 20]
-    inputs = make_inputs(module, lengths, device, torch.float16, targets=num_targets)
-    timestamps = torch.arange(91, device=device) ** 2
-    assert_right(module, inputs, timestamps=timestamps)
-    counts = [num_targets, 3, 0, 1, 9]
-    inputs = make_inputs(module, lengths, device, torch.float16, targets=counts)
-    assert_right(module, inputs, timestamps=timestamps)
+    targets = [num_targets, 3, 0, 1, 9] if jagged else num_targets
+    inputs = make_inputs(module, [40, 0, 30, 1, 20], device, torch.float16, targets=targets)
+    assert_right(module, inputs, timestamps=torch.arange(91, device=device) ** 2)
 
 
 def test_gradients_of_biases_over_many_targets(road, device):
@@ -338,17 +356,21 @@ def test_bias_by_position(name, road, device):
     assert_right(module, inputs_of_case(module, case, device, targets))
 
 
-@pytest.mark.parametrize("name", ["one-head", "targets-48", "fp16-64"])
 @pytest.mark.parametrize(
-    "times",
-    [
-        "seconds-since-1970",
-        "microseconds-since-1970",
-        "days-in-fp64",
-        "seconds-in-int32",
-        "unordered",
-        "all-equal",
-    ],
+    ("times", "name", "road"),
+    each_pair(
+        [
+            "seconds-since-1970",
+            "microseconds-since-1970",
+            "days-in-fp64",
+            "seconds-in-int32",
+            "unordered",
+            "all-equal",
+        ],
+        ["one-head", "targets-48", "fp16-64"],
+        ROADS,
+    ),
+    indirect=["road"],
 )
 def test_bias_by_age(name, times, road, device):
     case = CASES[name]
@@ -370,8 +392,12 @@ def test_bias_by_age(name, times, road, device):
     assert_right(module, inputs, timestamps=timestamps.to(device))
 
 
-@pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "targets", "road"),
+    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], [None, 2, 0, "jagged"], ROADS),
+    ids=str,
+    indirect=["road"],
+)
 def test_edges(lengths, targets, road, device):
     module = projected(16, 2, age_bias=True, device="meta", **road)
     if targets == "jagged":
@@ -438,10 +464,19 @@ def attend_by_sample_in(dtype):
     return plain
 
 
-@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
-@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
-@pytest.mark.parametrize("target_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("history_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("history_dtype", "target_dtype", "targets", "recency_bias", "road"),
+    each_pair_by_dtype(
+        [torch.float16],
+        [torch.bfloat16],
+        [torch.float32, torch.float16, torch.bfloat16],
+        [None, 3, [0, 3, 1, 0, 2]],
+        [True, False],
+        ROADS,
+    ),
+    ids=str,
+    indirect=["road"],
+)
 def test_half_history_with_fp32_weights(
     history_dtype, target_dtype, targets, recency_bias, road, device
 ):
@@ -556,9 +591,14 @@ def module_of_rows(embed_dim, num_heads, **options):
     )
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize(
-    "name", [name for name in SMALL_CASES if CASES[name].width % CASES[name].num_heads == 0]
+    ("name", "bias", "road"),
+    each_pair(
+        [name for name in SMALL_CASES if CASES[name].width % CASES[name].num_heads == 0],
+        [True, False],
+        ROADS,
+    ),
+    indirect=["road"],
 )
 def test_rows_that_are_not_projected(name, bias, road, device):
     case = CASES[name]
@@ -568,9 +608,18 @@ def test_rows_that_are_not_projected(name, bias, road, device):
     assert_right(module, inputs_of_case(module, case, device, targets))
 
 
-@pytest.mark.parametrize("targets", [None, 5, [0, 3, 1, 0, 9]], ids=["one", "five", "jagged"])
-@pytest.mark.parametrize("target_dim", [20, 96, 144])
-@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+@pytest.mark.parametrize(
+    ("name", "target_dim", "targets", "road"),
+    each_pair_by_dtype(
+        ["targets-48", "fp16-64"],
+        ["bf16-96"],
+        [20, 96, 144],
+        [None, 5, [0, 3, 1, 0, 9]],
+        ROADS,
+    ),
+    ids=str,
+    indirect=["road"],
+)
 def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
@@ -581,8 +630,12 @@ def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, 
     assert_right(module, inputs, timestamps=torch.arange(88, device=device) ** 2)
 
 
-@pytest.mark.parametrize("targets", [None, 2, 0, "jagged"], ids=str)
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "targets", "road"),
+    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0]], [None, 2, 0, "jagged"], ROADS),
+    ids=str,
+    indirect=["road"],
+)
 def test_edges_of_rows_that_are_not_projected(lengths, targets, road, device):
     module = module_of_rows(16, 2, **road)
     if targets == "jagged":
@@ -597,21 +650,20 @@ def test_own_columns_are_all_or_one(width, num_heads, road, device):
     assert_right(module, make_inputs(module, [5, 0, 40], device, targets=3))
 
 
-@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
-@pytest.mark.parametrize("targets", [None, [0, 3, 1, 0, 2]], ids=["one", "jagged"])
 @pytest.mark.parametrize(
-    ("dtype", "history_dtype"),
-    [
-        (torch.float32, torch.float16),
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.float32),
-    ],
+    ("dtypes", "targets", "recency_bias", "road"),
+    each_pair_by_dtype(
+        [(torch.float32, torch.float16), (torch.float16, torch.float32)],
+        [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+        [None, [0, 3, 1, 0, 2]],
+        [True, False],
+        ROADS,
+    ),
     ids=str,
+    indirect=["road"],
 )
-def test_dtypes_that_differ_without_a_value_projection(
-    dtype, history_dtype, targets, recency_bias, road, device
-):
+def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_bias, road, device):
+    dtype, history_dtype = dtypes
     half = min(dtype, history_dtype, key=lambda x: x.itemsize)
     skip_unless_supported(CASES["fp16-64" if half == torch.float16 else "bf16-96"], device)
     module = module_of_rows(32, 2, recency_bias=recency_bias, **road)
@@ -905,9 +957,18 @@ def draw_prior_weights(lengths, device=CPU, dtype=torch.float32):
     return weights.to(device, dtype)
 
 
-@pytest.mark.parametrize("targets", [None, 3, 40, [0, 3, 1, 9, 2]], ids=["1", "3", "40", "jagged"])
-@pytest.mark.parametrize("recency", [{"age_bias": True}, {"recency_bias": False}], ids=str)
-@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-96"])
+@pytest.mark.parametrize(
+    ("name", "targets", "recency", "road"),
+    each_pair_by_dtype(
+        ["targets-48", "fp16-64"],
+        ["bf16-96"],
+        [None, 3, 40, [0, 3, 1, 9, 2]],
+        [{"age_bias": True}, {"recency_bias": False}],
+        ROADS,
+    ),
+    ids=str,
+    indirect=["road"],
+)
 def test_prior_weights(name, recency, targets, road, device):
     case = CASES[name]
     skip_unless_supported(case, device)
@@ -1122,9 +1183,9 @@ def weights_of(module, *, target, history, offsets, **more):
     return module.attention_weights(target, JaggedTensor(history, offsets=offsets), **more).values()
 
 
-@pytest.mark.parametrize("targets", [None, 3, 40])
-@pytest.mark.parametrize("prior", [False, True], ids=["", "prior"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "prior", "targets"), each_pair(OPTIONS, [False, True], [None, 3, 40])
+)
 def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, device):
     dtype = OPTIONS[name].get("dtype", torch.float32)
     skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
@@ -1222,19 +1283,19 @@ def test_attention_weights_at_edges(lengths, device):
         assert torch.isfinite(weights).all()
 
 
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "jagged"),
     [
-        "ages",
-        "another-width",
-        "another-target-width",
-        "no-recency",
-        "explicit",
-        "explicit-another-width",
-        "explicit-all-widths",
-        "rows",
-        "explicit-rows",
+        ("ages", False),
+        ("another-width", True),
+        ("another-target-width", False),
+        ("no-recency", True),
+        ("explicit", True),
+        ("explicit-another-width", False),
+        ("explicit-all-widths", True),
+        ("rows", False),
+        ("rows", True),
+        ("explicit-rows", False),
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
@@ -1459,30 +1520,29 @@ def op_arguments(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"jagged": True},
-        {"history_dim": 20},
-        {"target_dim": 24},
-        {"prior": True},
-        {"prior": True, "jagged": True, "history_dtype": torch.float16},
-        {"history_dtype": torch.float16},
-        {"value_projection": False},
-        {"value_projection": False, "jagged": True, "history_dtype": torch.float16},
-        {"by_index": True},
-        {"by_index": True, "value_projection": False, "jagged": True, "prior": True},
-    ],
+    ("projections", "jagged", "history_dtype", "prior", "by_index", "road"),
+    each_pair(
+        [{}, {"history_dim": 20}, {"target_dim": 24}, {"value_projection": False}],
+        [False, True],
+        [torch.float32, torch.float16],
+        [False, True],
+        [False, True],
+        ROADS,
+    ),
     ids=str,
+    indirect=["road"],
 )
-def test_opcheck(options, road, device):
-    torch.library.opcheck(OP, tuple(op_arguments(device, **options, **road).values()))
+def test_opcheck(projections, jagged, history_dtype, prior, by_index, road, device):
+    options = {"jagged": jagged, "history_dtype": history_dtype, "prior": prior}
+    arguments = op_arguments(device, by_index=by_index, **options, **projections, **road)
+    torch.library.opcheck(OP, tuple(arguments.values()))
 
 
 @pytest.mark.parametrize(
-    ("value_projection", "history_dtype", "jagged"),
-    each_pair([True, False], [torch.float32, torch.float16], [False, True]),
+    ("value_projection", "history_dtype", "jagged", "road"),
+    each_pair([True, False], [torch.float32, torch.float16], [False, True], ROADS),
     ids=str,
+    indirect=["road"],
 )
 def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, road, device):
     options = {"jagged": jagged, "value_projection": value_projection}
@@ -1700,13 +1760,12 @@ def test_length_power_starts_at_zero_which_changes_nothing(device):
     assert torch.equal(module(*arguments), without(*arguments))
 
 
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-def test_length_power_travels(jagged, device):
+def test_length_power_travels(device):
     module, _ = with_length_power(device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)
     for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
-        for lengths in ([5, 0, 40], [2, 90, 31, 7]):
+        for lengths, jagged in (([5, 0, 40], False), ([2, 90, 31, 7], False), ([2, 0, 31], True)):
             arguments = example(module, lengths, device, jagged=jagged)
             torch.testing.assert_close(same(*arguments), module(*arguments))
 

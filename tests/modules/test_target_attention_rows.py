@@ -149,8 +149,17 @@ def test_many_targets_take_explicit_keys_and_values(num_targets, device):
     assert not torch.equal(results["auto"]["out"], results[other]["out"])
 
 
-@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-@pytest.mark.parametrize("name", ["ages", "another-width", "rows", "explicit", "explicit-rows"])
+@pytest.mark.parametrize(
+    ("name", "jagged"),
+    [
+        ("ages", False),
+        ("another-width", True),
+        ("rows", False),
+        ("explicit", True),
+        ("explicit-rows", False),
+        ("explicit-rows", True),
+    ],
+)
 def test_compiles_once_for_all_batches(name, jagged, device):
     """``"auto"`` may go two ways, and is then compiled for each."""
     options = {"keys_and_values": "absorbed"} | OPTIONS[name]
