@@ -79,7 +79,7 @@ GRID = {
 }
 """What is tuned, in this order."""
 UNTUNED = {"lr": 3e-3, "weight_decay": 1e-5, "half_life": 6.0}
-PATIENCE = 4  # epochs without a better AUC; the first may be spent on a slow start
+PATIENCE = 8  # epochs without a better AUC; with 4, trainings end on a plateau
 MOST_JOBS = 32  # PyTorch has as many streams on a GPU
 EAGER_CALLS = 2  # before a graph is captured: kernels are compiled, and states of Adam made
 SETTING_UP = threading.Lock()  # of what all threads share: random generators, compiled kernels
@@ -633,7 +633,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-history", nargs="+", type=int, default=[50], help="newest events")
     parser.add_argument("--poolings", nargs="+", choices=POOLINGS, default=[*POOLINGS])
     parser.add_argument("--seeds", type=int, default=3, help="trainings of the best")
-    parser.add_argument("--epochs", type=int, default=20, help="at most")
+    parser.add_argument("--epochs", type=int, default=40, help="at most")
     parser.add_argument("--width", type=int, default=32, help="of embeddings")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--csv", type=writable_file,

@@ -216,9 +216,11 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
     "attention": lambda width, half_life, max_history: Attention(width),
-    "attention-dropout": lambda width, half_life, max_history: Attention(width, row_dropout=0.2),
-    "attention-restrained": lambda width, half_life, max_history: Attention(
-        width, row_dropout=0.2, output_dropout=0.3, length_power=True
+    "attention-dropout": lambda width, half_life, max_history: Attention(
+        width, output_dropout=0.0, length_power=False
+    ),
+    "attention-unrestrained": lambda width, half_life, max_history: Attention(
+        width, row_dropout=0.0, output_dropout=0.0, length_power=False
     ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True

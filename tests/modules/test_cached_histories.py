@@ -8,10 +8,10 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from tests.plain import plain_config
 from torchrec_jagged_attn import (
     CachedHistoryCollection,
     HistoryCache,
-    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.testing import assert_close
@@ -40,7 +40,7 @@ def make_collection(device: torch.device, **options: Any) -> TargetAttentionEmbe
             "t_user": ["user"],
         }.items()
     ]
-    config = TargetAttentionConfig(
+    config = plain_config(
         target=["item", "cat"],
         history=["item_history", "cat_history"],
         num_heads=2,
@@ -167,7 +167,7 @@ def test_what_a_cache_does_not_hold_is_refused(
     )
     collection = TargetAttentionEmbeddingBagCollection(
         [table],
-        [TargetAttentionConfig(target="item", history=x, timestamps=timestamps) for x in names],
+        [plain_config(target="item", history=x, timestamps=timestamps) for x in names],
         is_weighted=is_weighted,
     )
     with pytest.raises(NotImplementedError, match="collection must have one attention, no times"):

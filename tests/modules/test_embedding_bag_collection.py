@@ -19,6 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from tests.fixtures import sync_debug_mode
+from tests.plain import plain_config
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -71,14 +72,14 @@ class Scenario:
 SCENARIOS = {
     "shared-table": Scenario(
         [table("t_user", "user"), table("t_item", "hist", "item"), table("t_tag", "tags")],
-        [TargetAttentionConfig("item", "hist")],
+        [plain_config("item", "hist")],
     ),
     "own-tables": Scenario(
         [table("t_hist", "hist"), table("t_user", "user", width=12), table("t_item", "item")],
-        [TargetAttentionConfig("item", "hist", num_heads=1)],
+        [plain_config("item", "hist", num_heads=1)],
     ),
     "nothing-else": Scenario(
-        [table("t_item", "item", "hist")], [TargetAttentionConfig("item", "hist", num_heads=8)]
+        [table("t_item", "item", "hist")], [plain_config("item", "hist", num_heads=8)]
     ),
     "pooled-neighbours": Scenario(
         [
@@ -86,7 +87,7 @@ SCENARIOS = {
             table("t_mean", "liked", "brand", pooling="MEAN"),
             table("t_bag", "tags", pooling="MEAN"),
         ],
-        [TargetAttentionConfig(["item", "brand"], ["hist", "liked"])],
+        [plain_config(["item", "brand"], ["hist", "liked"])],
     ),
     "side-information": Scenario(
         [
@@ -94,7 +95,7 @@ SCENARIOS = {
             table("t_cat", "hist_cat", "cat", "tags", pooling="MEAN"),
             table("t_item", "item", "hist", "bought"),
         ],
-        [TargetAttentionConfig(["item", "cat"], ["hist", "hist_cat"], num_heads=2)],
+        [plain_config(["item", "cat"], ["hist", "hist_cat"], num_heads=2)],
     ),
     "several-pairs": Scenario(
         [
@@ -103,9 +104,9 @@ SCENARIOS = {
             table("t_user", "user"),
         ],
         [
-            TargetAttentionConfig("item", "clicks"),
-            TargetAttentionConfig("query", "queries", num_heads=2, recency_bias=False),
-            TargetAttentionConfig("item", "orders", num_heads=1, init="mha"),
+            plain_config("item", "clicks"),
+            plain_config("query", "queries", num_heads=2, recency_bias=False),
+            plain_config("item", "orders", num_heads=1, init="mha"),
         ],
     ),
     "features-in-two-tables": Scenario(
@@ -115,7 +116,7 @@ SCENARIOS = {
             table("t_cat", "cat", "bought", pooling="MEAN"),
             table("t_tag", "cat", pooling="MEAN"),
         ],
-        [TargetAttentionConfig("item", "hist")],
+        [plain_config("item", "hist")],
     ),
     "different-widths": Scenario(
         [
@@ -125,12 +126,12 @@ SCENARIOS = {
             table("t_user", "user", width=12),
         ],
         [
-            TargetAttentionConfig("item", ["hist", "cats"], num_heads=2),
+            plain_config("item", ["hist", "cats"], num_heads=2),
         ],
     ),
     "more-targets-than-histories": Scenario(
         [table("t_item", "item", "hist"), table("t_cat", "cat", width=4)],
-        [TargetAttentionConfig(["item", "cat"], "hist", init="mha")],
+        [plain_config(["item", "cat"], "hist", init="mha")],
     ),
     "attended-and-pooled": Scenario(
         [
@@ -139,17 +140,15 @@ SCENARIOS = {
             table("t_other", "hist", "likes", pooling="MEAN"),
         ],
         [
-            TargetAttentionConfig("item", "hist@t_item"),
-            TargetAttentionConfig("item", "likes", num_heads=2),
+            plain_config("item", "hist@t_item"),
+            plain_config("item", "likes", num_heads=2),
         ],
     ),
     "newest-rows": Scenario(
         [table("t_item", "item", "hist", "clicks", "bought"), table("t_cat", "cat", "cats")],
         [
-            TargetAttentionConfig(
-                ["item", "cat"], ["hist", "cats"], timestamps="time", max_history=3
-            ),
-            TargetAttentionConfig("item", "clicks", max_history=1),
+            plain_config(["item", "cat"], ["hist", "cats"], timestamps="time", max_history=3),
+            plain_config("item", "clicks", max_history=1),
         ],
     ),
     "weighted": Scenario(
@@ -158,26 +157,22 @@ SCENARIOS = {
             table("t_cat", "cat", "cats", "tags", pooling="MEAN"),
             table("t_user", "user"),
         ],
-        [
-            TargetAttentionConfig(
-                ["item", "cat"], ["hist", "cats"], timestamps="time", max_history=5
-            )
-        ],
+        [plain_config(["item", "cat"], ["hist", "cats"], timestamps="time", max_history=5)],
         is_weighted=True,
     ),
     "projected": Scenario(
         [table("t_item", "item", "hist", "clicks", width=12), table("t_tag", "tag", "tags")],
         [
-            TargetAttentionConfig("item", "hist", num_heads=3, value_projection=True),
-            TargetAttentionConfig(["item", "tag"], "clicks", value_projection=True),
-            TargetAttentionConfig("tag", "tags", num_heads=2),
+            plain_config("item", "hist", num_heads=3, value_projection=True),
+            plain_config(["item", "tag"], "clicks", value_projection=True),
+            plain_config("tag", "tags", num_heads=2),
         ],
     ),
     "timestamps": Scenario(
         [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
         [
-            TargetAttentionConfig("item", "hist", timestamps="hist_times"),
-            TargetAttentionConfig("item", "clicks", timestamps="click_times", num_heads=2),
+            plain_config("item", "hist", timestamps="hist_times"),
+            plain_config("item", "clicks", timestamps="click_times", num_heads=2),
         ],
     ),
 }
@@ -496,7 +491,7 @@ def test_takes_the_place_of_an_embedding_bag_collection_in_dlrm(model_type: type
             table("t_item", "bought", "item", "hist"),
             table("t_tag", "tags"),
         ],
-        [TargetAttentionConfig("item", "hist")],
+        [plain_config("item", "hist")],
     )
     arguments = {
         "dense_in_features": 3,
@@ -581,9 +576,7 @@ def test_tables_keep_every_field_they_share():
         need_pos=True,
         total_num_buckets=4,
     )
-    collection = TargetAttentionEmbeddingBagCollection(
-        [full], [TargetAttentionConfig("item", "hist")]
-    )
+    collection = TargetAttentionEmbeddingBagCollection([full], [plain_config("item", "hist")])
     (config,) = collection.embedding_collections["8"].embedding_configs()
     for field in dataclasses.fields(config):
         assert getattr(config, field.name) == getattr(full, field.name), field.name
@@ -593,7 +586,7 @@ def test_tables_keep_every_field_they_share():
 
 
 def test_attentions_keep_what_restrains_them():
-    config = TargetAttentionConfig(
+    config = plain_config(
         "item", "hist", row_dropout=0.1, dropout=0.2, output_dropout=0.3, length_power=True
     )
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
@@ -605,7 +598,7 @@ def test_attentions_keep_what_restrains_them():
 
 def test_table_without_feature_names_serves_its_own_name():
     collection = TargetAttentionEmbeddingBagCollection(
-        [table("item"), table("hist"), table("user")], [TargetAttentionConfig("item", "hist")]
+        [table("item"), table("hist"), table("user")], [plain_config("item", "hist")]
     )
     batch = {"item": [[1], [2]], "hist": [[1, 2], []], "user": [[3], [4]]}
     assert collection(to_features(batch)).keys() == ["item", "hist", "user"]
@@ -663,19 +656,19 @@ def test_fx_traces_around_the_pooling(name: str):
 
 
 ITEM = table("t_item", "item", "hist")
-PAIR = TargetAttentionConfig("item", "hist")
+PAIR = plain_config("item", "hist")
 REFUSED = {
     "no-tables": ([], [PAIR], "tables must hold at least one"),
     "no-attentions": ([ITEM], [], "attentions must hold at least one"),
     "same-table-twice": ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
     "unknown-target": (
         [ITEM],
-        [TargetAttentionConfig("itme", "hist")],
+        [plain_config("itme", "hist")],
         r"target must be a feature of tables, one of \['item', 'hist'\], got 'itme'",
     ),
     "unknown-history": (
         [ITEM],
-        [TargetAttentionConfig("item", ["hits"])],
+        [plain_config("item", ["hits"])],
         "history must be a feature of tables, .* got 'hits'",
     ),
     "history-in-two-tables": (
@@ -690,31 +683,31 @@ REFUSED = {
     ),
     "history-of-another-table": (
         [ITEM, table("t_other", "user")],
-        [TargetAttentionConfig("item", "hist@t_other")],
+        [plain_config("item", "hist@t_other")],
         "history must be a feature of tables, .* got 'hist@t_other'",
     ),
     "history-attended-twice": ([ITEM], [PAIR, PAIR], r"attended once, got \['hist@t_item'\]"),
     "history-twice-in-one": (
         [ITEM],
-        [TargetAttentionConfig(["item", "item"], ["hist", "hist"])],
+        [plain_config(["item", "item"], ["hist", "hist"])],
         "history must be attended once",
     ),
     "target-is-a-history": (
         [ITEM],
-        [PAIR, TargetAttentionConfig("hist", "item")],
+        [PAIR, plain_config("hist", "item")],
         r"target must be no history of any attention, got \['hist', 'item'\]",
     ),
-    "empty-lists": ([ITEM], [TargetAttentionConfig([], [])], "at least one"),
+    "empty-lists": ([ITEM], [plain_config([], [])], "at least one"),
     "no-rows-at-all": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", max_history=0)],
+        [plain_config("item", "hist", max_history=0)],
         "max_history must be at least 1, or None, got 0",
     ),
     "two-lengths-of-one-key": (
         [ITEM, table("t_other", "other")],
         [
-            TargetAttentionConfig("item", "hist", timestamps="time", max_history=2),
-            TargetAttentionConfig("item", "other", timestamps="time", max_history=3),
+            plain_config("item", "hist", timestamps="time", max_history=2),
+            plain_config("item", "other", timestamps="time", max_history=3),
         ],
         "max_history must be one for all attentions that read 'time', got 2 and 3",
     ),
@@ -725,55 +718,51 @@ REFUSED = {
     ),
     "heads-do-not-divide": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", num_heads=3)],
+        [plain_config("item", "hist", num_heads=3)],
         "num_heads must divide the 8 columns of history 'hist', got 3",
     ),
     "less-than-no-encoder": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_layers=-1)],
+        [plain_config("item", "hist", encoder_layers=-1)],
         "encoder_layers must be at least 0, got -1",
     ),
     "causal-without-encoder": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_causal=True)],
+        [plain_config("item", "hist", encoder_causal=True)],
         "encoder_causal must go with encoder_layers, at least 1, got 0",
     ),
     "user-column-without-encoder": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", user_column=True)],
+        [plain_config("item", "hist", user_column=True)],
         "user_column must go with encoder_layers, at least 1, got 0",
     ),
     "window-that-is-not-causal": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_layers=1, encoder_window=3)],
+        [plain_config("item", "hist", encoder_layers=1, encoder_window=3)],
         "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
     ),
     "window-of-nothing": (
         [ITEM],
-        [
-            TargetAttentionConfig(
-                "item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0
-            )
-        ],
+        [plain_config("item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0)],
         "encoder_window must be at least 1, or None, got 0",
     ),
     "user-column-of-a-feature's-name": (
         [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
-        [TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)],
+        [plain_config("item", "hist", encoder_layers=1, user_column=True)],
         "user_column must make a key that no feature has in the output, got 'user@hist'",
     ),
-    "no-heads": ([ITEM], [TargetAttentionConfig("item", "hist", num_heads=0)], "num_heads"),
+    "no-heads": ([ITEM], [plain_config("item", "hist", num_heads=0)], "num_heads"),
     "timestamps-in-a-table": (
         [ITEM, table("t_time", "time")],
-        [TargetAttentionConfig("item", "hist", timestamps="time")],
+        [plain_config("item", "hist", timestamps="time")],
         "timestamps must be a key that no table holds, got 'time' of table 't_time'",
     ),
     "timestamps-without-recency": (
         [ITEM],
-        [TargetAttentionConfig("item", "hist", timestamps="time", recency_bias=False)],
+        [plain_config("item", "hist", timestamps="time", recency_bias=False)],
         "timestamps must go with recency_bias=True",
     ),
-    "unknown-init": ([ITEM], [TargetAttentionConfig("item", "hist", init="zeros")], "init must be"),
+    "unknown-init": ([ITEM], [plain_config("item", "hist", init="zeros")], "init must be"),
     "no-pooling": (
         [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
         [PAIR],
@@ -792,7 +781,7 @@ def test_refused_at_construction(case: str):
 
 PAIRS = Scenario(
     [table("t_item", "item", "hist", "hist2", "cat"), table("t_user", "user")],
-    [TargetAttentionConfig(["item", "cat"], ["hist", "hist2"], timestamps="time")],
+    [plain_config(["item", "cat"], ["hist", "hist2"], timestamps="time")],
 )
 GOOD = {
     "item": [[1], [2], [3]],
@@ -918,7 +907,7 @@ def hidden_pairs(num_rows: int, causal: bool, window: int | None, device: torch.
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
 def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
-    config = TargetAttentionConfig(
+    config = plain_config(
         "item",
         "hist",
         recency_bias=False,
@@ -959,7 +948,7 @@ USERS = Scenario(
         table("t_other", "hist"),
     ],
     [
-        TargetAttentionConfig(
+        plain_config(
             ["item", "cat"],
             ["hist@t_item", "cats"],
             recency_bias=False,
@@ -968,9 +957,7 @@ USERS = Scenario(
             encoder_window=3,
             user_column=True,
         ),
-        TargetAttentionConfig(
-            "item", "clicks", recency_bias=False, encoder_layers=1, user_column=True
-        ),
+        plain_config("item", "clicks", recency_bias=False, encoder_layers=1, user_column=True),
     ],
 )
 
@@ -1048,7 +1035,7 @@ def test_user_columns_come_after_all_others(device):
 
 def test_dlrm_passes_user_columns_by():
     tables = [table("t_item", "item", "hist"), table("t_user", "user", "tags")]
-    config = TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)
+    config = plain_config("item", "hist", encoder_layers=1, user_column=True)
     scenario = Scenario(tables, [config])
     features = to_features(make_batch(scenario, LENGTHS["mixed"]))
     dense = torch.rand(features.stride(), 3)
@@ -1155,7 +1142,7 @@ def test_bags_may_come_in_another_order():
     """As those that are sharded in several ways do."""
     scenario = Scenario(
         [table(f"t_{i}", f"user_{i}", width=4 * i) for i in (1, 2, 3)] + [ITEM],
-        [TargetAttentionConfig("item", "hist")],
+        [plain_config("item", "hist")],
     )
     collection = make_collection(scenario)
     features, sequences, bags = looked_up(collection, to_features(make_batch(scenario, [2, 0, 3])))
@@ -1179,7 +1166,7 @@ def test_half_precision_rows_of_a_single_lookup_are_rounded_after_they_are_poole
     torch.manual_seed(0)
     tables = [table("t_item", "item", "hist"), table("t_user", "tags", "user", pooling=pooling)]
     collection = TargetAttentionEmbeddingBagCollection(
-        tables, TargetAttentionConfig("item", "hist"), single_lookup=True
+        tables, plain_config("item", "hist"), single_lookup=True
     )
     batch = {"item": [[0], [1]], "hist": [[2], []], "tags": [[3, 4, 5], []], "user": [[6], [7, 8]]}
     features = to_features(batch)
@@ -1205,7 +1192,7 @@ def test_a_single_lookup_is_of_all_tables_as_wide_as_an_attended_one():
     ]
     bags = EmbeddingBagCollection(tables)
     collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
-        bags, TargetAttentionConfig("item", "hist"), single_lookup=True
+        bags, plain_config("item", "hist"), single_lookup=True
     )
     assert list(collection.embedding_collections) == ["8"]
     keys = collection.table_keys()
@@ -1239,7 +1226,7 @@ def test_more_features_are_no_more_work_for_the_host(
             tables.setdefault(table_of(name), []).append(name)
         scenario = Scenario(
             [table(name, *features) for name, features in tables.items()],
-            [TargetAttentionConfig("item", "hist")],
+            [plain_config("item", "hist")],
             single_lookup=single_lookup,
         )
         collection = make_collection(scenario)

@@ -15,10 +15,12 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 
 from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.plain import plain_attention
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
 from torchrec_jagged_attn.testing import (
@@ -123,7 +125,7 @@ def bucket(distance, num_buckets):
 
 def projected(embed_dim, num_heads, **options):
     """A module that projects values, also where it does not have to."""
-    return JaggedTargetAttention(embed_dim, num_heads, value_projection=True, **options)
+    return plain_attention(embed_dim, num_heads, value_projection=True, **options)
 
 
 def attend_by_sample(
@@ -586,9 +588,7 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
 
 def module_of_rows(embed_dim, num_heads, **options):
     """Without weights of its own."""
-    return JaggedTargetAttention(
-        embed_dim, num_heads, value_projection=False, device="meta", **options
-    )
+    return plain_attention(embed_dim, num_heads, value_projection=False, device="meta", **options)
 
 
 @pytest.mark.parametrize(
@@ -705,7 +705,7 @@ def test_autocast_without_a_value_projection(device, dtype, targets, road):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_empty_history_gives_zeros_without_a_value_projection(bias, road, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, bias=bias, **road).to(device)
+    module = plain_attention(16, 2, value_projection=False, bias=bias, **road).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
@@ -722,7 +722,7 @@ def test_empty_history_gives_zeros_without_a_value_projection(bias, road, device
 @pytest.mark.parametrize("target_dim", [16, 20])
 def test_parameters_without_a_value_projection(target_dim, bias):
     options = {"target_dim": target_dim, "bias": bias}
-    module = JaggedTargetAttention(16, 2, value_projection=False, **options)
+    module = plain_attention(16, 2, value_projection=False, **options)
     shapes = {"q_proj_weight": (16, target_dim), "k_proj_weight": (16, 16)}
     shapes |= {"in_proj_bias": (16,)} if bias else {}
     shapes["recency_bias.position_weight"] = (RecencyBias.POSITION_BUCKETS, 2)
@@ -738,7 +738,7 @@ def test_parameters_without_a_value_projection(target_dim, bias):
 def test_queries_and_keys_start_as_they_do_with_a_value_projection(target_dim, init):
     torch.manual_seed(0)
     options = {"target_dim": target_dim, "init": init}
-    module = JaggedTargetAttention(64, 4, value_projection=False, **options)
+    module = plain_attention(64, 4, value_projection=False, **options)
     other = projected(64, 4, **options)
     if target_dim == 64:
         expected = other.in_proj_weight[:64], other.in_proj_weight[64:128]
@@ -760,7 +760,7 @@ class OfTensors(nn.Module):
 
 
 def test_exports_without_a_value_projection(road, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, **road)
+    module = plain_attention(16, 2, value_projection=False, **road)
     module = OfTensors(module).to(device)
     shapes = [{0: torch.export.Dim.DYNAMIC}] * 3
 
@@ -779,7 +779,7 @@ def test_values_are_the_rows_of_the_history(monkeypatch):
     seen = []
     attend = flash_attention.forward
     monkeypatch.setattr(flash_attention, "forward", lambda x: seen.append(x) or attend(x))
-    module = JaggedTargetAttention(16, 2, value_projection=False, keys_and_values="explicit")
+    module = plain_attention(16, 2, value_projection=False, keys_and_values="explicit")
     target, lengths = torch.randn(2, 16), torch.tensor([2, 3])
     rows = torch.randn(5, 24)[:, 4:20].requires_grad_()
     out = module(target, JaggedTensor(rows, lengths=lengths))
@@ -1009,7 +1009,7 @@ def test_removed_rows_are_an_empty_history(road, device):
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_prior_weights_travel(value_projection, device):
     """Through FX, TorchScript and a compiler."""
-    module = JaggedTargetAttention(16, 2, value_projection=value_projection).to(device)
+    module = plain_attention(16, 2, value_projection=value_projection).to(device)
     target, history = example(module, [5, 0, 40], device)
     weights = draw_prior_weights([5, 0, 40], device)
     expected = module(target, history, prior_weights=weights)
@@ -1027,7 +1027,7 @@ def test_prior_weights_travel(value_projection, device):
 def test_recency_init_without_scores_is_recency_weighted_pooling(value_projection, device):
     """Each head pools its own slice of the rows, by recency alone."""
     torch.manual_seed(0)
-    module = JaggedTargetAttention(12, 3, value_projection=value_projection).to(device)
+    module = plain_attention(12, 3, value_projection=value_projection).to(device)
     with torch.no_grad():
         (module.in_proj_weight[:12] if value_projection else module.q_proj_weight).zero_()
     lengths = [40, 0, 1, 7]
@@ -1127,10 +1127,10 @@ def reset_as_torchrec_does(module):
 @pytest.mark.parametrize("reset", [reset_whole, reset_as_torchrec_does])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_from_the_meta_device(name, reset):
-    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
     assert all(parameter.is_meta for parameter in module.parameters())
     reset(module)
-    expected = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    expected = plain_attention(16, 2, **OPTIONS[name])
     torch.manual_seed(1)
     expected.reset_parameters()
     torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
@@ -1156,10 +1156,10 @@ def example(module, lengths, device=CPU, num_targets=3, seed=0, jagged=False):
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "half" not in name])
 def test_copies_compute_the_same(name, tmp_path):
-    module = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    module = plain_attention(16, 2, **OPTIONS[name])
     arguments = example(module, [5, 0, 40])
     expected = module(*arguments)
-    loaded = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    loaded = plain_attention(16, 2, **OPTIONS[name])
     torch.save(module.state_dict(), tmp_path / "state.pt")
     loaded.load_state_dict(torch.load(tmp_path / "state.pt"), strict=True)
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
@@ -1174,7 +1174,7 @@ def test_copies_compute_the_same(name, tmp_path):
 
 def with_parameters(name, inputs, **options):
     """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these."""
-    module = JaggedTargetAttention(16, 2, **OPTIONS[name], **options)
+    module = plain_attention(16, 2, **OPTIONS[name], **options)
     module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
     return module.to(inputs["history"].device)
 
@@ -1190,7 +1190,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     dtype = OPTIONS[name].get("dtype", torch.float32)
     skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
     lengths = [70, 0, 30, 1, 20]
-    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, lengths, device, dtype, targets=targets)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
@@ -1213,7 +1213,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
 def test_outputs_are_sums_by_attention_weights(name, score, device):
     """While training, too, which drops rows and weights of outputs alone."""
     dropout = {"row_dropout": 0.5, "dropout": 0.5, "score": score}
-    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, [70], device, targets=3)
     module = with_parameters(name, inputs, **dropout)
     assert module.training
@@ -1233,7 +1233,7 @@ def test_outputs_are_sums_by_attention_weights(name, score, device):
 
 
 def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(device):
-    module = JaggedTargetAttention(16, 2, init="mha").to(device)
+    module = plain_attention(16, 2, init="mha").to(device)
     target, history = example(module, [5, 0, 40], device)
     weights = module.attention_weights(target.requires_grad_(), history)
     assert weights.lengths().tolist() == [5, 0, 40]
@@ -1244,7 +1244,7 @@ def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(devic
 
 
 def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
-    module = JaggedTargetAttention(16, 2, init="mha").to(device)
+    module = plain_attention(16, 2, init="mha").to(device)
     target, history = example(module, [5, 0, 40], device)
     expected = module.attention_weights(target, history).values()
     with torch.autocast(device.type, torch.bfloat16):
@@ -1255,7 +1255,7 @@ def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
 
 
 def test_attention_weights_compile_once_for_all_batches(device):
-    module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
+    module = plain_attention(16, 2, age_bias=True).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         module.attention_weights, backend=counter, fullgraph=True, dynamic=True
@@ -1268,7 +1268,7 @@ def test_attention_weights_compile_once_for_all_batches(device):
 
 
 def test_attention_weights_of_an_activation_unit_are_refused():
-    module = JaggedTargetAttention(16, 1, score="din")
+    module = plain_attention(16, 1, score="din")
     with pytest.raises(NotImplementedError, match="score must be one of softmax, silu, sigmoid f"):
         module.attention_weights(torch.zeros(2, 16), zeros([2, 3], 16))
 
@@ -1276,7 +1276,7 @@ def test_attention_weights_of_an_activation_unit_are_refused():
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)
 def test_attention_weights_at_edges(lengths, device):
     for num_targets in (0, 2):
-        module = JaggedTargetAttention(16, 2, device="meta")
+        module = plain_attention(16, 2, device="meta")
         inputs = make_inputs(module, lengths, device, targets=num_targets)
         weights = weights_of(with_parameters("default", inputs), **inputs)
         assert weights.shape == (sum(lengths), num_targets, 2)
@@ -1299,7 +1299,7 @@ def test_attention_weights_at_edges(lengths, device):
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
-    module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
+    module = plain_attention(64, 2, **OPTIONS[name]).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     # No two sizes of a batch are equal, so that none is taken for another; and targets are so few
@@ -1584,7 +1584,7 @@ def test_gradients_are_those_asked_for(options, road, device):
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_is_one_node_of_autograd(value_projection, road):
     options = {"value_projection": value_projection, **road}
-    module = JaggedTargetAttention(16, 2, age_bias=True, **options)
+    module = plain_attention(16, 2, age_bias=True, **options)
     target, history, timestamps = example(module, [5, 0, 40])
     out = module(target.requires_grad_(), history, timestamps)
     nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
@@ -1672,18 +1672,30 @@ def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
     assert torch.cuda.max_memory_allocated() - before < most
 
 
+def rates_of_dropped_outputs(p, lengths):
+    """Of histories of so many rows."""
+    root = lengths.double().clamp(min=1).sqrt()
+    return p / (p + (1 - p) * root)
+
+
+def rows_of(lengths, width, device):
+    return JaggedTensor(
+        torch.randn(int(lengths.sum()), width, device=device), lengths=lengths.to(device)
+    )
+
+
 @pytest.mark.parametrize(
     ("score", "jagged"), [("softmax", False), ("softmax", True), ("silu", False), ("din", False)]
 )
 def test_output_dropout(score, jagged, device):
     torch.manual_seed(0)
-    module = JaggedTargetAttention(64, 1, score=score, output_dropout=0.25, device=device)
+    module = plain_attention(64, 1, score=score, output_dropout=0.5, device=device)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1)
-    history = zeros([3] * 50, 64).to(device)
-    history.values().normal_()
-    target = torch.randn(50, 64, device=device, requires_grad=True)
-    targets = JaggedTensor(target, offsets=torch.arange(51, device=device)) if jagged else target
+    lengths = torch.tensor([1, 4, 100]).repeat_interleave(100)
+    history = rows_of(lengths, 64, device)
+    target = torch.randn(300, 64, device=device, requires_grad=True)
+    targets = JaggedTensor(target, offsets=torch.arange(301, device=device)) if jagged else target
     expected = module.eval()(targets, history)
     module.train()
 
@@ -1693,8 +1705,11 @@ def test_output_dropout(score, jagged, device):
 
     out = draw(1)
     kept = out != 0
-    assert 0.7 < kept.double().mean() < 0.8
-    torch.testing.assert_close(out, torch.where(kept, expected / 0.75, 0))
+    rates = rates_of_dropped_outputs(0.5, lengths).to(device)
+    # 6,400 draws a length: five standard deviations.
+    assert ((~kept).view(3, -1).double().mean(1) - rates[::100]).abs().max() < 0.032
+    scale = (1 / (1 - rates)).float().unsqueeze(1)
+    torch.testing.assert_close(out, torch.where(kept, expected * scale, 0))
     assert torch.equal(draw(1), out)
     assert not torch.equal(draw(2), out)
     of_kept, of_dropped = (torch.autograd.grad(draw(1)[x].sum(), target)[0] for x in (kept, ~kept))
@@ -1703,13 +1718,59 @@ def test_output_dropout(score, jagged, device):
 
 
 def test_output_dropout_is_scripted(device):
-    scripted = torch.jit.script(JaggedTargetAttention(64, 2, output_dropout=0.25, device=device))
-    history = zeros([3] * 50, 64).to(device)
-    history.values().normal_()
+    scripted = torch.jit.script(plain_attention(64, 2, output_dropout=0.5, device=device))
+    history = rows_of(torch.full((50,), 9), 64, device)
     target = torch.randn(50, 64, device=device)
     dropped = [(scripted.train(x)(target, history) == 0).double().mean() for x in (True, False)]
     assert 0.2 < dropped[0] < 0.3
     assert dropped[1] == 0
+
+
+# What is the default
+
+
+def test_restrained_where_rows_are_not_projected():
+    module = JaggedTargetAttention(16, 2)
+    assert (module.row_dropout, module.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
+    assert module.length_power.shape == (16,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"value_projection": True}, {"init": "mha"}, {"score": "silu"}, {"history_dim": 8}],
+    ids=str,
+)
+def test_not_restrained_elsewhere(options):
+    module = JaggedTargetAttention(16, 2, **options)
+    assert (module.row_dropout, module.output_dropout) == (0, 0)
+    assert module.length_power is None
+
+
+def test_each_restraint_is_left_out_by_its_option():
+    module = JaggedTargetAttention(16, 2, row_dropout=0.0)
+    assert (module.row_dropout, module.output_dropout) == (0, OUTPUT_DROPOUT)
+    module = JaggedTargetAttention(16, 2, output_dropout=0.0, length_power=False)
+    assert (module.row_dropout, module.output_dropout) == (ROW_DROPOUT, 0)
+    assert module.length_power is None
+
+
+def test_restrained_modules_are_compiled_once_and_traced(device):
+    module = JaggedTargetAttention(64, 2, device=device)
+    torch.nn.init.normal_(module.length_power)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    traced = torch.fx.symbolic_trace(module)
+    for same in (compiled, traced, torch.jit.script(traced), torch.jit.script(module)):
+        # As in test_compiles_once_for_all_batches.
+        for lengths, num_targets in (([9, 1, 2, 23], 3), ([30, 1, 6, 5, 8, 70, 4], 6)):
+            out, again = (same(*example(module, lengths, device, num_targets)) for _ in range(2))
+            assert (out == 0).any()
+            assert not torch.equal(again, out)
+    assert counter.frame_count == 1
+    module.eval()
+    traced = torch.fx.symbolic_trace(module)
+    target, history = example(module, [5, 0, 40], device)
+    torch.testing.assert_close(traced(target, history), module(target, history))
 
 
 # Powers of the length
@@ -1718,10 +1779,10 @@ def test_output_dropout_is_scripted(device):
 def with_length_power(device, **options):
     """A module, and one without the power whose other parameters are the same."""
     torch.manual_seed(0)
-    module = JaggedTargetAttention(16, 2, length_power=True, device=device, **options)
+    module = plain_attention(16, 2, length_power=True, device=device, **options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
-    without = JaggedTargetAttention(16, 2, device=device, **options)
+    without = plain_attention(16, 2, device=device, **options)
     state = module.state_dict()
     del state["length_power"]
     without.load_state_dict(state)
@@ -1890,7 +1951,7 @@ def zeros(lengths, width=8, dtype=torch.float32):
         (
             {"length_power": True, "score": "silu", "prior_weights": None},
             ValueError,
-            "length_power must be False unless score is 'softmax', got 'silu'",
+            "length_power must be None or False unless score is 'softmax', got 'silu'",
         ),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
@@ -1917,7 +1978,7 @@ def test_errors_name_the_argument(change, error, message):
     for name, value in change.items():
         (arguments if name in arguments else options)[name] = value
     with pytest.raises(error) as raised:
-        JaggedTargetAttention(**options)(**arguments)
+        plain_attention(**options)(**arguments)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
 
@@ -1942,5 +2003,5 @@ def test_errors_name_the_argument(change, error, message):
 def test_errors_of_attention_weights_name_the_argument(change, error, message):
     arguments = {"target": torch.zeros(2, 8), "history": zeros([2, 3])}
     with pytest.raises(error) as raised:
-        JaggedTargetAttention(8, 2).attention_weights(**arguments | change)
+        plain_attention(8, 2).attention_weights(**arguments | change)
     assert str(raised.value).startswith(message)

@@ -12,11 +12,11 @@ from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.ops.test_row_dropout import LENGTHS, make_history, splitmix64
 from tests.ops.test_target_attention import inputs_of
+from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
-    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
@@ -343,7 +343,7 @@ def attend_by_hand(module, target, history, factors):
 def test_module(keys_and_values, value_projection, device):
     """Output and all gradients; both ways drop the same, and add the bias of values once."""
     attention = randomized(
-        JaggedTargetAttention(
+        plain_attention(
             16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
             keys_and_values=keys_and_values, device=device,
         )
@@ -417,7 +417,7 @@ def test_of_a_collection():
             name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
         )
     ]
-    config = TargetAttentionConfig("item", "history", dropout=P, encoder_layers=1)
+    config = plain_config("item", "history", dropout=P, encoder_layers=1)
     collection = TargetAttentionEmbeddingBagCollection(tables, config)
     kinds = {type(x): x.dropout for x in collection.modules() if hasattr(x, "row_dropout")}
     assert kinds == {JaggedTargetAttention: P, JaggedSelfAttention: P}
@@ -431,7 +431,7 @@ def test_refused(p):
     calls = (
         lambda: jagged_target_attention(q[:4], q[:, 0], offsets, dropout=p),
         lambda: jagged_flash_attention(q, q, q, offsets, dropout=p),
-        lambda: JaggedTargetAttention(16, 2, dropout=p),
+        lambda: plain_attention(16, 2, dropout=p),
         lambda: JaggedSelfAttention(16, 2, dropout=p),
         lambda: HistoryEncoderLayer(16, 2, attention_dropout=p),
     )

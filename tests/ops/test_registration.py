@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn import JaggedTargetAttention
+from tests.plain import plain_attention
 from torchrec_jagged_attn.ops import (
     jagged_dense_add,
     jagged_dense_bmm,
@@ -150,7 +150,7 @@ def attend_flash(leaves):
 
 @functools.cache
 def attention_on(device):
-    return JaggedTargetAttention(16, 2, device=device)
+    return plain_attention(16, 2, device=device)
 
 
 def attend_by_module(leaves):
@@ -275,7 +275,7 @@ def attend_flash_by_age(leaves, times):
 
 @functools.cache
 def attention_by_age_on(device):
-    return JaggedTargetAttention(16, 2, recency_bias=True, age_bias=True, device=device)
+    return plain_attention(16, 2, recency_bias=True, age_bias=True, device=device)
 
 
 def attend_by_module_and_age(leaves, times):

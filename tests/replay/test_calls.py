@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.plain import plain_attention
 from torchrec_jagged_attn import (
     JaggedSelfAttention,
-    JaggedTargetAttention,
     array_jagged_bmm_jagged_out,
     checks,
     jagged2_softmax,
@@ -206,7 +206,7 @@ def of_module(
     by_index=False,
     **options,
 ):
-    module = JaggedTargetAttention(
+    module = plain_attention(
         32, 2, history_dim=history_dim, value_projection=value_projection, device="meta", **options
     )
     num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)

@@ -61,11 +61,12 @@ class TargetAttentionConfig:
             :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
             projects with ``init="mha"`` or ``history_codes`` alone, and never for ``"din"``.
         row_dropout: while training, the probability that a row of the history is left out of an
-            attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
+            attention, of encoder layers, too; as in :class:`JaggedTargetAttention`. ``None`` is 0
+            for encoder layers.
         dropout: while training, the probability that a weight of an attention is set to zero, of
             encoder layers, too; as in :class:`JaggedTargetAttention`.
         output_dropout: while training, the probability that an element of an attention's output is
-            set to zero; as in :class:`JaggedTargetAttention`.
+            set to zero, by the length of its history; as in :class:`JaggedTargetAttention`.
         length_power: whether an attention's output is multiplied by a learned power of the length
             of its history; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
@@ -97,7 +98,7 @@ class TargetAttentionConfig:
     encoder_layers: int = 0
     score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax"
     value_projection: bool | None = None
-    row_dropout: float = 0.0
+    row_dropout: float | None = None
     max_history: int | None = None
     encoder_causal: bool = False
     encoder_window: int | None = None
@@ -106,8 +107,8 @@ class TargetAttentionConfig:
     hidden_dims: tuple[int, int] = (80, 40)
     activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
     history_codes: DiscretePCA | SemanticIds | None = None
-    output_dropout: float = 0.0
-    length_power: bool = False
+    output_dropout: float | None = None
+    length_power: bool | None = None
 
     @property
     def targets(self) -> list[str]:

@@ -119,7 +119,7 @@ class TargetAttentionPooling(nn.Module):
                         causal=config.encoder_causal,
                         window=config.encoder_window,
                         recency_bias=config.recency_bias,
-                        row_dropout=config.row_dropout,
+                        row_dropout=config.row_dropout or 0.0,
                         attention_dropout=config.dropout,
                         device=device,
                     )

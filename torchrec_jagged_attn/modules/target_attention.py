@@ -53,6 +53,10 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
 
 
+ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
+"""What :class:`JaggedTargetAttention` drops unless told: best of ``benchmarks/quality.py``."""
+
+
 class JaggedTargetAttention(nn.Module):
     r"""Multi-head attention with targets as queries and their user's history as keys and values.
 
@@ -113,18 +117,23 @@ class JaggedTargetAttention(nn.Module):
         hidden_dims: sizes of the two hidden layers of ``"din"``, 1 to 128 each.
         activation: of these: ``"sigmoid"``, ``"silu"`` or ``"relu"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
-            targets and heads. See :func:`jagged_target_attention`.
+            targets and heads. See :func:`jagged_target_attention`. ``None``, the default, is 0.2
+            for a softmax whose values are not projected, else 0.
         dropout: while training, the probability that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             See there. But the bias of values is added once, whatever is dropped.
-        output_dropout: while training, the probability that an element of the output is set to
-            zero, whatever the score; the others are divided by ``1 - output_dropout``. As
-            ``torch.nn.Dropout`` after this module, whose generator it draws from.
+        output_dropout: ``p``, while training, the probability that an element of the output is set
+            to zero where the history has one row. The odds of it fall with the root of the length:
+            of ``n`` rows, it is ``p / (p + (1 - p) sqrt(n))``, so that what is known of few events
+            is trusted less. What is kept is divided by the probability to keep it. Draws are those
+            of PyTorch's generator. ``None``, the default, is 0.6 for a softmax whose values are
+            not projected, else 0.
         length_power: whether outputs are multiplied by ``n^p``, of a history of ``n`` rows (an
             empty one has the factor 1), with a learned parameter ``length_power`` ``[E]``, ``p`` of
             each column, that starts at zero. The weights of a softmax sum to one, whatever the
             length: ``p`` gives it back, as far as it helps, from a mean at 0 to a sum at 1. Prior
-            weights and dropout do not change ``n``.
+            weights and dropout do not change ``n``. ``None``, the default, multiplies for a softmax
+            whose values are not projected.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -165,10 +174,10 @@ class JaggedTargetAttention(nn.Module):
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
         score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax",
         value_projection: bool | None = None,
-        row_dropout: float = 0.0,
+        row_dropout: float | None = None,
         dropout: float = 0.0,
-        output_dropout: float = 0.0,
-        length_power: bool = False,
+        output_dropout: float | None = None,
+        length_power: bool | None = None,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -192,7 +201,9 @@ class JaggedTargetAttention(nn.Module):
                 f"'explicit' and score={score!r}"
             )
         if length_power and score != "softmax":
-            raise ValueError(f"length_power must be False unless score is 'softmax', got {score!r}")
+            raise ValueError(
+                f"length_power must be None or False unless score is 'softmax', got {score!r}"
+            )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -214,6 +225,13 @@ class JaggedTargetAttention(nn.Module):
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
                 f"{self.history_dim}"
             )
+        is_restrained = score == "softmax" and not value_projection
+        if row_dropout is None:
+            row_dropout = ROW_DROPOUT if is_restrained else 0.0
+        if output_dropout is None:
+            output_dropout = OUTPUT_DROPOUT if is_restrained else 0.0
+        if length_power is None:
+            length_power = is_restrained
         if score == "din":
             _check_unit(self, value_projection, bias, dropout, hidden_dims, activation)
         if keys_and_values == "explicit":
@@ -392,7 +410,7 @@ class JaggedTargetAttention(nn.Module):
                 self.activation,
                 self._drops if self.training else 0,
             )
-            return self._drop(pooled)
+            return self._drop(pooled, target, history)
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -425,12 +443,13 @@ class JaggedTargetAttention(nn.Module):
             self._weight_drops if self.training else 0,
         )
         if self.length_power is not None:
-            pooled = _scale_by_length(pooled, target, history, self.length_power)
-        return self._drop(pooled)
+            length = _lengths_of(pooled, target, history)
+            pooled = _scale_by_length(pooled, length, self.length_power)
+        return self._drop(pooled, target, history)
 
-    def _drop(self, pooled: Tensor) -> Tensor:
+    def _drop(self, pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor) -> Tensor:
         if self.training and self._drops_outputs:
-            return F.dropout(pooled, self.output_dropout)
+            return _drop_outputs(pooled, _lengths_of(pooled, target, history), self.output_dropout)
         return pooled
 
     @torch.no_grad()
@@ -620,22 +639,32 @@ def _attend(
 
 
 @torch.fx.wrap
-def _scale_by_length(
-    pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor, power: Tensor
-) -> Tensor:
-    """``pooled``, a row for each target, times ``n^power`` of a history of ``n`` rows."""
-    dtype = torch.float64 if power.dtype == torch.float64 else torch.float32
+def _lengths_of(pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor) -> Tensor:
+    """Rows of the history of each of ``pooled``, at least one: fp32 or fp64, ``[..., 1]``."""
+    dtype = torch.float64 if pooled.dtype == torch.float64 else torch.float32
     offsets = history.offsets()
-    log_length = (offsets[1:] - offsets[:-1]).clamp(min=1).to(dtype).log()
+    lengths = (offsets[1:] - offsets[:-1]).clamp(min=1).to(dtype)
     if isinstance(target, JaggedTensor):
         ends = target.offsets()
-        log_length = torch.repeat_interleave(
-            log_length, ends[1:] - ends[:-1], output_size=pooled.shape[0]
+        lengths = torch.repeat_interleave(
+            lengths, ends[1:] - ends[:-1], output_size=pooled.shape[0]
         )
-    log_length = log_length.unsqueeze(1)
-    if pooled.dim() == 3:
-        log_length = log_length.unsqueeze(1)
-    return (pooled * torch.exp(log_length * power)).to(pooled.dtype)
+    lengths = lengths.unsqueeze(1)
+    return lengths.unsqueeze(1) if pooled.dim() == 3 else lengths
+
+
+@torch.fx.wrap
+def _scale_by_length(pooled: Tensor, length: Tensor, power: Tensor) -> Tensor:
+    """``pooled`` times ``n^power`` of a history of ``n`` rows."""
+    return (pooled * torch.exp(length.log() * power)).to(pooled.dtype)
+
+
+@torch.fx.wrap
+def _drop_outputs(pooled: Tensor, length: Tensor, dropout: float) -> Tensor:
+    """``pooled`` without some of its elements, the others larger; see ``output_dropout``."""
+    kept = 1 / (1 + dropout / (1 - dropout) * length.rsqrt())
+    is_kept = torch.rand_like(pooled, dtype=length.dtype) < kept
+    return (pooled * (is_kept / kept)).to(pooled.dtype)
 
 
 def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:

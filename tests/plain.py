@@ -1,0 +1,14 @@
+"""Target attention without dropout and powers of the length, so that training computes as it does
+in evaluation.
+"""
+
+import functools
+
+from torchrec_jagged_attn import JaggedTargetAttention, TargetAttentionConfig
+
+__all__ = ["plain_attention", "plain_config"]
+
+UNRESTRAINED = {"row_dropout": 0.0, "output_dropout": 0.0, "length_power": False}
+
+plain_attention = functools.partial(JaggedTargetAttention, **UNRESTRAINED)
+plain_config = functools.partial(TargetAttentionConfig, **UNRESTRAINED)
