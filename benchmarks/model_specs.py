@@ -384,6 +384,19 @@ MODEL_TABLES = {
         {"as shuffled": "ours", "balanced": "ours-balanced"},
         steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
     ),
+    "end_to_end_selection": Table(
+        ("end_to_end_selection",),
+        "events",
+        {"all": "ours", "the newer half": "ours-newer-half"},
+        steps(
+            "{} ms ({} ms of it the GPU's), {} MiB, {} ×",
+            ("time", "ms"),
+            ("gpu_busy", "ms"),
+            ("peak_memory", "MiB"),
+            ("throughput", "× ours"),
+        ),
+        ours="ours",
+    ),
     "end_to_end_memory": Table(
         ("end_to_end_memory",),
         "pooling",
