@@ -253,7 +253,9 @@ class Ranker(nn.Module):
             feature_names=["item", "history"],
             init_fn=functools.partial(nn.init.normal_, std=width**-0.5),
         )
-        attention = TargetAttentionConfig("item", "history", num_heads=2)
+        attention = TargetAttentionConfig(
+            "item", "history", num_heads=2, row_dropout=0.0, output_dropout=0.0, length_power=False
+        )
         self.selection = selection
         self.collection = TargetAttentionEmbeddingBagCollection(
             [table],

@@ -133,7 +133,7 @@ def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str
         [user["events"], user["seconds_since_last"], row["events"]] for row in request["candidates"]
     ]
     dense = (np.log1p(counts) - features["dense_mean"]) / features["dense_std"]
-    shape = argparse.Namespace(width=16, heads=4, encoder_layers=0)
+    shape = argparse.Namespace(width=16, heads=4, encoder_layers=0, no_dropout=True)
     trained = build_model("attention", features["cardinalities"], shape).model
     trained.load_state_dict(scorer.dlrm.state_dict())
     dense = torch.tensor(dense, dtype=torch.float32)
@@ -264,7 +264,7 @@ def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: 
 
 
 def test_an_explained_output_is_the_sum_of_its_events(run: Path):
-    """Of each head its own columns of the rows, by the weights of all events."""
+    """Of each head its own columns of the rows, by the weights of all events, and by the length."""
     scorer, requests, _ = loaded(run, CPU)
     dense, ids, lengths = requests.tensors([requests.check(REQUEST)])
     attended = []
@@ -276,6 +276,7 @@ def test_an_explained_output_is_the_sum_of_its_events(run: Path):
     ((history, out),) = attended
     columns = history.values().unflatten(1, (attention.num_heads, -1))
     sums = torch.einsum("lch,lhd->chd", weights, columns).flatten(1)
+    sums *= len(history.values()) ** attention.length_power.detach()
     torch.testing.assert_close(sums, out[:-1])  # the last one is nobody's
 
 
