@@ -276,7 +276,7 @@ def test_sums_by_position():
 
 def test_the_most_similar_rows_are_attended(monkeypatch):
     monkeypatch.setattr(quality_models, "SIMILAR", 2)
-    pooling = quality.POOLINGS["sim"](8, 1.0, 5).double()
+    pooling = quality.POOLINGS["sim"](8, 1.0, 5).double().eval()
     torch.nn.init.normal_(pooling.attention.q_proj_weight)
     rows = JaggedTensor(torch.randn(8, 8).double(), lengths=torch.tensor([1, 2, 5]))
     targets = torch.randn(3, 4, 8).double()
