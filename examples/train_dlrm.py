@@ -323,7 +323,7 @@ class Training:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
         not_of_model = ("pooling", "epochs", "workers", "out", "resume", "overwrite", "download")
-        not_of_model += ("cuda_graph", "select", "budget", "runs")
+        not_of_model += ("cuda_graph", "select", "budget", "runs", "no_dropout")
         options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
         options["conversions"] = str(events.conversions)
         folder = args.out / run.folder

@@ -27,6 +27,7 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.modules import pooling
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
+from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
 from torchrec_jagged_attn.testing import assert_close
 
 Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
@@ -594,6 +595,15 @@ def test_attentions_keep_what_restrains_them():
     for name in ("row_dropout", "dropout", "output_dropout"):
         assert getattr(attention, name) == getattr(config, name), name
     assert attention.length_power.shape == (attention.embed_dim,)
+
+
+def test_encoder_layers_drop_no_rows_unless_told():
+    config = TargetAttentionConfig("item", "hist", encoder_layers=1)
+    collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
+    (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
+    assert (attention.row_dropout, attention.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
+    assert attention.length_power is not None
+    assert layer.self_attn.row_dropout == 0
 
 
 def test_table_without_feature_names_serves_its_own_name():

@@ -1953,6 +1953,7 @@ def zeros(lengths, width=8, dtype=torch.float32):
             ValueError,
             "length_power must be None or False unless score is 'softmax', got 'silu'",
         ),
+        ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
             for name in ("row_dropout", "dropout", "output_dropout")

@@ -54,7 +54,7 @@ __all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
 
 
 ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
-"""What :class:`JaggedTargetAttention` drops unless told: best of ``benchmarks/quality.py``."""
+"""What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -64,7 +64,8 @@ class JaggedTargetAttention(nn.Module):
     kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
     switch: scores have a learned bias by position in the history (``recency_bias``, see
     :class:`RecencyBias`), and pooled rows stay in the embedding's own space
-    (``value_projection``). Without the first and with the second, it is the same function, with the
+    (``value_projection``), where ``row_dropout``, ``output_dropout`` and ``length_power`` keep them
+    from overfitting. Without the first and with the second, it is the same function, with the
     same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
     no key and no value is made: the projections are absorbed on the targets' side,
 
@@ -138,7 +139,8 @@ class JaggedTargetAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int.
+        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, or ``length_power``
+            neither a bool nor None.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
             ``recency_bias``, a ``row_dropout``, ``dropout`` or ``output_dropout`` that is no
@@ -200,6 +202,8 @@ class JaggedTargetAttention(nn.Module):
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
                 f"'explicit' and score={score!r}"
             )
+        if length_power is not None and not isinstance(length_power, bool):
+            raise TypeError(f"length_power must be a bool or None, got {length_power!r}")
         if length_power and score != "softmax":
             raise ValueError(
                 f"length_power must be None or False unless score is 'softmax', got {score!r}"
@@ -360,7 +364,8 @@ class JaggedTargetAttention(nn.Module):
                 fp32 holds today's Unix time to the nearest 128 seconds.
             prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
                 target, see :func:`jagged_target_attention`. Zero removes the row, and a history
-                whose rows are all removed is an empty one; but positions and ages count it.
+                whose rows are all removed is an empty one; but positions, ages and lengths count
+                it.
             indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``
                 then, stands at each place of the samples. They are read where they lie, forward and
                 backward; only explicit keys and values are made of a copy ``[N, D]``. Lengths,
