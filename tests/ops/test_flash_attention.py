@@ -618,27 +618,38 @@ def causal_row_by_row(
     q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
     relative_bias=None, window=None,
 ):  # fmt: skip
-    """Each query with the keys that it sees, and no others; those of as many keys side by side."""
+    """Each query with the keys that it sees, and no others; side by side those of about as many.
+
+    Where others see more, its newest key is repeated, and weighs nothing.
+    """
     bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
     seen = []  # by each query
     bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
     for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
         for last in range(kv_end - (end - begin), kv_end):
             first = kv_begin if window is None else max(kv_begin, last - window + 1)
-            seen.append(range(first, last + 1))
+            seen.append((first, last))
+    oldest, newest = torch.tensor(seen, dtype=torch.int64).view(-1, 2).unbind(1)
+    size = (newest - oldest + 1 + 15).clamp(min=0) // 16 * 16
     out = q.new_zeros(*q.shape[:2], v.shape[2])
-    for num_seen in {len(keys) for keys in seen} - {0}:
-        rows = [row for row, keys in enumerate(seen) if len(keys) == num_seen]
-        keys = torch.tensor([list(seen[row]) for row in rows], device=q.device)
+    for num_keys in set(size.tolist()) - {0}:
+        rows = (size == num_keys).nonzero().squeeze(1)
+        keys = oldest[rows, None] + torch.arange(num_keys)
+        distance = newest[rows, None] - keys
+        keys, is_repeated = torch.minimum(keys, newest[rows, None]).to(q.device), distance < 0
+        rows = rows.to(q.device)
         k_BHSD, v_BHSD = (
             x[keys].repeat_interleave(q.shape[1] // k.shape[1], 2).transpose(1, 2) for x in (k, v)
         )
-        biases = [] if bias is None else [bias.to(q.dtype)[keys].mT]
+        mask = torch.zeros_like(k_BHSD[..., 0])
+        if bias is not None:
+            mask = mask + bias.to(q.dtype)[keys].mT
         if relative_bias is not None:
-            quarters = [((1 + d) ** 4).bit_length() - 1 for d in range(num_seen - 1, -1, -1)]
-            bucket = torch.tensor(quarters, device=q.device).clamp(max=len(relative_bias) - 1)
-            biases.append(relative_bias.to(q.dtype)[bucket].T)
-        mask = sum(biases).expand(k_BHSD.shape[:3]).unsqueeze(2) if biases else None
+            quarters = [((1 + d) ** 4).bit_length() - 1 for d in range(num_keys)]
+            bucket = torch.tensor(quarters).clamp(max=len(relative_bias) - 1)
+            bucket = bucket[distance.clamp(min=0)].to(q.device)
+            mask = mask + relative_bias.to(q.dtype)[bucket].mT
+        mask = mask.masked_fill(is_repeated.to(q.device).unsqueeze(1), -torch.inf).unsqueeze(2)
         of_rows = F.scaled_dot_product_attention(q[rows].unsqueeze(2), k_BHSD, v_BHSD, mask)
         out[rows] = of_rows.squeeze(2)
     return out
