@@ -1,5 +1,6 @@
 """Processes that need not import PyTorch, or TorchRec, too: the one that forks them did, once."""
 
+import contextlib
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,19 +27,32 @@ def start_method() -> str:
     return "spawn" if torch.cuda.is_available() else "forkserver"
 
 
-def run_script(
+@contextlib.contextmanager
+def started_script(
     script: Path, *options: str, env: dict[str, str], cwd: Path | None = None
-) -> subprocess.CompletedProcess:
-    """As ``subprocess.run`` with this Python."""
+) -> Iterator[tuple[mp.Process, Path, Path]]:
+    """A process that runs ``script`` in a session of its own, and the files where it prints."""
     with tempfile.TemporaryDirectory() as folder:
         printed = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in printed:
+            path.touch()
         process = mp.get_context(start_method()).Process(
             target=_run_script, args=(script, options, env, cwd or Path.cwd(), printed)
         )
         process.start()
+        try:
+            yield process, *printed
+        finally:
+            process.kill()
+            process.join()
+
+
+def run_script(
+    script: Path, *options: str, env: dict[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """As ``subprocess.run`` with this Python."""
+    with started_script(script, *options, env=env, cwd=cwd) as (process, *printed):
         process.join(timeout=120)
-        process.kill()
-        process.join()
         texts = [path.read_text() for path in printed]
     return subprocess.CompletedProcess([script, *options], process.exitcode, *texts)
 
@@ -45,8 +60,10 @@ def run_script(
 def _run_script(
     script: Path, options: list[str], env: dict[str, str], cwd: Path, printed: list[Path]
 ) -> None:
+    os.setsid()
+    mp.set_start_method(None, force=True)  # not ours: the system's
     for descriptor, path in enumerate(printed, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY), descriptor)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
