@@ -85,8 +85,8 @@ def variables_of_ranks(ranks: int) -> list[dict[str, str]]:
 # Reads a program, its arguments and variables, and where it prints, in a line; forks a process that
 # goes on below, and writes how that one ends.
 FORKS_ON_REQUEST = """
-import json, os, sys
-import torch
+import importlib, json, os, sys
+importlib.import_module(sys.argv.pop())
 for line in sys.stdin:
     code, argv, env, printed = json.loads(line)
     if (child := os.fork()) == 0:
@@ -104,8 +104,8 @@ exec(code)
 
 
 @functools.cache
-def _forking() -> subprocess.Popen:
-    command = [sys.executable, "-c", FORKS_ON_REQUEST]
+def _forking(imported: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", FORKS_ON_REQUEST, imported]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
@@ -113,10 +113,14 @@ def _forking() -> subprocess.Popen:
 
 
 def run_code(
-    *lines: str, argv: tuple[str, ...] = (), check: bool = True, **environment: str
+    *lines: str,
+    argv: tuple[str, ...] = (),
+    check: bool = True,
+    imported: str = "torch",
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """As ``python -c`` in a process of its own, which has imported PyTorch, and nothing of ours."""
-    forking = _forking()
+    """As ``python -c`` in a process of its own, which has imported PyTorch or ``imported``."""
+    forking = _forking(imported)
     with tempfile.TemporaryDirectory() as folder:
         printed = [str(Path(folder, name)) for name in ("stdout", "stderr")]
         request = "\n".join(lines), argv, {**os.environ, **environment}, printed
@@ -129,7 +133,11 @@ def run_code(
 
 
 def run_package(
-    *argv: str, check: bool = True, absent: tuple[str, ...] = (), **environment: str
+    *argv: str,
+    check: bool = True,
+    absent: tuple[str, ...] = (),
+    imported: str = "torch",
+    **environment: str,
 ) -> subprocess.CompletedProcess:
     """As ``python -m torchrec_jagged_attn``, where the packages ``absent`` are not installed."""
     lines = (
@@ -137,4 +145,4 @@ def run_package(
         f"sys.modules.update(dict.fromkeys({absent}))",
         "runpy.run_module('torchrec_jagged_attn', run_name='__main__', alter_sys=True)",
     )
-    return run_code(*lines, argv=argv, check=check, **environment)
+    return run_code(*lines, argv=argv, check=check, imported=imported, **environment)
