@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -60,6 +61,7 @@ def run_script(
 def _run_script(
     script: Path, options: list[str], env: dict[str, str], cwd: Path, printed: list[Path]
 ) -> None:
+    gc.freeze()  # what is imported
     os.setsid()
     mp.set_start_method(None, force=True)  # not ours: the system's
     for descriptor, path in enumerate(printed, start=1):
@@ -85,8 +87,9 @@ def variables_of_ranks(ranks: int) -> list[dict[str, str]]:
 # Reads a program, its arguments and variables, and where it prints, in a line; forks a process that
 # goes on below, and writes how that one ends.
 FORKS_ON_REQUEST = """
-import importlib, json, os, sys
+import gc, importlib, json, os, sys
 importlib.import_module(sys.argv.pop())
+gc.freeze()
 for line in sys.stdin:
     code, argv, env, printed = json.loads(line)
     if (child := os.fork()) == 0:
@@ -100,6 +103,9 @@ os.environ.clear()
 os.environ.update(env)
 sys.argv[1:] = argv
 exec(code)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # to clear up all that is imported takes a second
 """
 
 
