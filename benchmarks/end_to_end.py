@@ -256,13 +256,11 @@ class Measurement:
                 self.refuse(name, wrong[name])
             else:
                 self.attempt(name, self.build)
-        gc.freeze()  # the models of the others are no garbage, and take long to look through
         for _ in range(rounds):
             for name in [*self.trainings]:
                 self.attempt(name, lambda name: self.trainings[name].time_round())
         for name in [*self.trainings]:
             self.attempt(name, self.finish)
-        gc.unfreeze()
         self.trainings.clear()
         clear_memory()
 
@@ -280,9 +278,7 @@ class Measurement:
             else:
                 self.refuse(name, in_a_line(error))
         if name not in self.trainings:
-            gc.unfreeze()
             clear_memory()
-            gc.freeze()
 
     def build(self, name: str) -> None:
         self.trainings[name] = Training(
@@ -307,13 +303,15 @@ class Measurement:
 
 
 def clear_memory() -> None:
-    """Frees what nothing needs; sharded models lie in reference cycles.
+    """Frees what nothing needs of a GPU's memory; sharded models lie in reference cycles.
 
     Raises:
         RuntimeError: if this process has lost its GPU, as after a wrong address.
     """
-    gc.collect()
     if torch.cuda.is_available():
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # what is left is no garbage, and takes long to look through
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 

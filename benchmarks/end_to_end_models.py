@@ -156,6 +156,8 @@ def process_group() -> Iterator[torch.device]:
     try:
         yield device
     finally:
+        if on_gpu:
+            gc.unfreeze()
         gc.collect()  # sharded models lie in reference cycles
         dist.destroy_process_group()
 

@@ -53,7 +53,7 @@ from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 import torchrec_jagged_attn
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
-QUICK_REPEATS = 5
+QUICK_REPEATS = 2
 MAX_REPEATS = 500  # whose median is steady, also of calls that take microseconds
 METRICS = {
     "time": "ms",
@@ -80,7 +80,6 @@ def time_ms(call: Callable[[], object], device: str, quick: bool) -> list[float]
     if device == "cuda":
         return np.quantile(_event_times_ms(call, 20 if quick else 100), QUANTILES).tolist()
     if quick:
-        call()
         seconds = timeit.repeat(call, repeat=QUICK_REPEATS, number=1)
     else:
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
@@ -157,7 +156,7 @@ def host_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
 def copy_bandwidth(device: str, quick: bool) -> float:
     """Bytes per second of a large copy on ``device``, reads and writes counted."""
     source = torch.rand((2**30 if device == "cuda" else 2**26) // 4, device=device)
-    target = torch.empty_like(source)
+    target = source.clone()
     median, *_ = time_ms(lambda: target.copy_(source), device, quick)
     return 2 * source.nbytes / (median / 1e3)
 

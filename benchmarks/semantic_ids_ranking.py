@@ -224,11 +224,11 @@ def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]
 
 def compare(args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
     """A line for each seed and way; those that ``args.csv`` has are not trained again."""
+    done = quality.finished(args.csv, [*KEY, "auc", "ne"])
+    done = {tuple(line[name] for name in KEY): line for line in done}
     examples = quality.examples_of(args.data, args.max_history, device)
     rows = learn(args.data, args.width, args.epochs, device, all_items=True)
     found = ways(args.data, examples, rows, args.bytes)
-    done = quality.finished(args.csv, [*KEY, "auc", "ne"])
-    done = {tuple(line[name] for name in KEY): line for line in done}
     for seed in range(args.seeds):
         run = quality.Run(
             args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,

@@ -1,6 +1,8 @@
 """Processes that need not import PyTorch, or TorchRec, too: the one that forks them did, once."""
 
+import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -8,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,19 +28,32 @@ def start_method() -> str:
     return "spawn" if torch.cuda.is_available() else "forkserver"
 
 
-def run_script(
+@contextlib.contextmanager
+def started_script(
     script: Path, *options: str, env: dict[str, str], cwd: Path | None = None
-) -> subprocess.CompletedProcess:
-    """As ``subprocess.run`` with this Python."""
+) -> Iterator[tuple[mp.Process, Path, Path]]:
+    """A process that runs ``script`` in a session of its own, and the files where it prints."""
     with tempfile.TemporaryDirectory() as folder:
         printed = [Path(folder, name) for name in ("stdout", "stderr")]
+        for path in printed:
+            path.touch()
         process = mp.get_context(start_method()).Process(
             target=_run_script, args=(script, options, env, cwd or Path.cwd(), printed)
         )
         process.start()
+        try:
+            yield process, *printed
+        finally:
+            process.kill()
+            process.join()
+
+
+def run_script(
+    script: Path, *options: str, env: dict[str, str], cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """As ``subprocess.run`` with this Python."""
+    with started_script(script, *options, env=env, cwd=cwd) as (process, *printed):
         process.join(timeout=120)
-        process.kill()
-        process.join()
         texts = [path.read_text() for path in printed]
     return subprocess.CompletedProcess([script, *options], process.exitcode, *texts)
 
@@ -45,8 +61,11 @@ def run_script(
 def _run_script(
     script: Path, options: list[str], env: dict[str, str], cwd: Path, printed: list[Path]
 ) -> None:
+    gc.freeze()  # what is imported
+    os.setsid()
+    mp.set_start_method(None, force=True)  # not ours: the system's
     for descriptor, path in enumerate(printed, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY), descriptor)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -68,8 +87,9 @@ def variables_of_ranks(ranks: int) -> list[dict[str, str]]:
 # Reads a program, its arguments and variables, and where it prints, in a line; forks a process that
 # goes on below, and writes how that one ends.
 FORKS_ON_REQUEST = """
-import json, os, sys
-import torch
+import gc, importlib, json, os, sys
+importlib.import_module(sys.argv.pop())
+gc.freeze()
 for line in sys.stdin:
     code, argv, env, printed = json.loads(line)
     if (child := os.fork()) == 0:
@@ -83,12 +103,15 @@ os.environ.clear()
 os.environ.update(env)
 sys.argv[1:] = argv
 exec(code)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # to clear up all that is imported takes a second
 """
 
 
 @functools.cache
-def _forking() -> subprocess.Popen:
-    command = [sys.executable, "-c", FORKS_ON_REQUEST]
+def _forking(imported: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", FORKS_ON_REQUEST, imported]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
@@ -96,10 +119,14 @@ def _forking() -> subprocess.Popen:
 
 
 def run_code(
-    *lines: str, argv: tuple[str, ...] = (), check: bool = True, **environment: str
+    *lines: str,
+    argv: tuple[str, ...] = (),
+    check: bool = True,
+    imported: str = "torch",
+    **environment: str,
 ) -> subprocess.CompletedProcess:
-    """As ``python -c`` in a process of its own, which has imported PyTorch, and nothing of ours."""
-    forking = _forking()
+    """As ``python -c`` in a process of its own, which has imported PyTorch or ``imported``."""
+    forking = _forking(imported)
     with tempfile.TemporaryDirectory() as folder:
         printed = [str(Path(folder, name)) for name in ("stdout", "stderr")]
         request = "\n".join(lines), argv, {**os.environ, **environment}, printed
@@ -112,7 +139,11 @@ def run_code(
 
 
 def run_package(
-    *argv: str, check: bool = True, absent: tuple[str, ...] = (), **environment: str
+    *argv: str,
+    check: bool = True,
+    absent: tuple[str, ...] = (),
+    imported: str = "torch",
+    **environment: str,
 ) -> subprocess.CompletedProcess:
     """As ``python -m torchrec_jagged_attn``, where the packages ``absent`` are not installed."""
     lines = (
@@ -120,4 +151,4 @@ def run_package(
         f"sys.modules.update(dict.fromkeys({absent}))",
         "runpy.run_module('torchrec_jagged_attn', run_name='__main__', alter_sys=True)",
     )
-    return run_code(*lines, argv=argv, check=check, **environment)
+    return run_code(*lines, argv=argv, check=check, imported=imported, **environment)

@@ -92,7 +92,11 @@ def test_build_prints_what_the_compiler_says(tmp_path):
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
     done = run_package(
-        "--build", check=False, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path)
+        "--build",
+        check=False,
+        imported="torchrec_jagged_attn",
+        CXX=str(compiler),
+        TORCH_EXTENSIONS_DIR=str(tmp_path),
     )
     assert done.returncode == 1
     assert not done.stdout
@@ -116,7 +120,7 @@ def test_says_what_to_install_where_fbgemm_does_not_load(raised, expected, tmp_p
         "ours.jagged_softmax",
         "ours.JaggedTargetAttention",
     )
-    done = run_code("import sys", *lines, check=False)
+    done = run_code("import sys", *lines, check=False, imported="torchrec_jagged_attn")
     assert done.returncode == 1
     message = done.stderr.splitlines()[-1]
     assert "JaggedTargetAttention needs TorchRec" in message
@@ -161,7 +165,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
 @pytest.mark.reference
 def test_says_why_a_cpu_has_no_c_plus_plus(tmp_path):
     environment = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = run_package("--json", absent=TORCHREC, **environment)
+    done = run_package("--json", absent=TORCHREC, imported="torchrec_jagged_attn", **environment)
     why = {(row["op"], row["path"]): row["why"] for row in json.loads(done.stdout)["ops"]}
     for op in ("jagged_flash_attention", "jagged_target_attention"):
         assert "there is no C++ compiler 'no-such-compiler'" in why[op, "python"]

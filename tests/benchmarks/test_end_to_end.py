@@ -51,7 +51,6 @@ REPLAYED |= {"ours-balanced", "ours-newer-half"}
 def imports_stay_frozen():
     """The benchmark looks through all that this process holds, as it has nothing but models."""
     yield
-    gc.collect()
     gc.freeze()
 
 

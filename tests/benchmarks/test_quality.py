@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 pytest.importorskip("rich")
 
@@ -15,6 +16,8 @@ import quality
 import quality_models
 from events import DataError
 from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests.processes import start_method
 
 CPU = torch.device("cpu")
 RUN = quality.Run(quality.MADE_UP, 50, "mean", 3e-3, 1e-5, 6.0, 0, 2, 8)
@@ -230,7 +233,7 @@ def test_a_history_helps():
 
 @pytest.mark.parametrize("pooling", quality.POOLINGS)
 def test_each_pooling_learns_and_repeats(pooling, few):
-    run = dataclasses.replace(RUN, data=few, pooling=pooling)
+    run = dataclasses.replace(RUN, data=few, pooling=pooling, epochs=1)
     first, second = (quality.train(run, "cpu") for _ in range(2))
     for name in quality.Scores._fields:
         assert first[name] == second[name]
@@ -373,7 +376,9 @@ def test_a_file_from_before_samples_per_s_goes_on(few, tmp_path, capsys):
     assert mean.split()[-1] == "–"
 
 
-def test_results_do_not_depend_on_how_many_run_at_a_time(few, tmp_path):
+def test_results_do_not_depend_on_how_many_run_at_a_time(few, tmp_path, monkeypatch):
+    forking = mp.get_context(start_method())  # which imports less than "spawn"
+    monkeypatch.setattr(quality.multiprocessing, "get_context", lambda method: forking)
     options = ["--data", few, "--quick", "--epochs", "3", "--width", "8", "--seeds", "1"]
     poolings = ["mean", "din", "attention-dropout"]
     frames = []

@@ -1,15 +1,17 @@
 """What is built on a machine, and what is done where nothing can be."""
 
+import functools
 import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run_code
+from tests import processes
 from torchrec_jagged_attn.cpu import extension
 
 pytestmark = pytest.mark.reference
+run_code = functools.partial(processes.run_code, imported="torchrec_jagged_attn")
 
 ATTEND_TWICE = (
     "import torch, torchrec_jagged_attn as ours",
@@ -154,4 +156,5 @@ def test_is_imported_under_a_fake_mode():
         "from torch._subclasses import FakeTensorMode",
         "with FakeTensorMode(): import torchrec_jagged_attn",
     )
-    run_code("import warnings", "warnings.simplefilter('error', UserWarning)", *lines)
+    warnings_are_errors = ("import warnings", "warnings.simplefilter('error', UserWarning)")
+    processes.run_code(*warnings_are_errors, *lines)

@@ -33,6 +33,7 @@ from serve_dlrm import (
 )
 from torch import Tensor
 from torchrec.inference.modules import quantize_inference_model
+from torchrec.pt2.utils import deregister_fake_classes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from train_dlrm import build_model
 
@@ -400,13 +401,24 @@ for batch in json.load(open(requests)):
 
 
 @packages_load
-def test_triton_loads_the_compiled_model(run: Path, tmp_path: Path):
+def test_triton_loads_the_compiled_model(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     """As far as a stub of its Python backend goes: scores, a cache, and one bad request."""
     options = [f"--run={run}", f"--package={tmp_path}/scorer.pt2", f"--triton={tmp_path}"]
     options += ["--times=1", "--cache=bf16", "--cache-mib=2"]
-    done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    assert f"for Triton: {tmp_path / 'serve_dlrm'}" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["serve_dlrm.py", *options])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    compile_quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # as in ENVIRONMENT
+    try:
+        with torch._inductor.config.patch(compile_quickly):
+            serve_dlrm.main(serve_dlrm.parse_args())
+    finally:
+        deregister_fake_classes()
+    assert f"for Triton: {tmp_path / 'serve_dlrm'}" in capsys.readouterr().out
 
     batches = [*visits(), [REQUEST, {**REQUEST, "user": {"id": "x"}}]]
     (tmp_path / "requests.json").write_text(json.dumps(batches))

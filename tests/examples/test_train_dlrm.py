@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +42,7 @@ from planted import planted_log
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.processes import run_script, variables_of_ranks
+from tests.processes import run_script, started_script, variables_of_ranks
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -414,13 +415,6 @@ OPTIONS = ["--users=60", "--batch-size=256", "--max-history=50", "--no-dropout"]
 POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
-def command(out: Path, *options: str, ranks: int = 1) -> list[str]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, str(SCRIPT), f"--out={out}", *OPTIONS, *options]
-
-
 def environment(device: str = "cpu") -> dict[str, str]:
     """With the same sums in every run."""
     unset = {"TRITON_INTERPRET", "WORLD_SIZE", "RANK"}
@@ -452,13 +446,6 @@ def run_ranks(out: Path, *options: str, ranks: int) -> list[subprocess.Completed
             for variables in variables_of_ranks(ranks)
         ]
     return [process.result() for process in started]
-
-
-def run_command(*args, **kwargs) -> subprocess.CompletedProcess:
-    """The same in a process that imports what it needs."""
-    return subprocess.run(
-        command(*args, **kwargs), env=environment(), capture_output=True, text=True, timeout=120
-    )
 
 
 def results(out: Path) -> dict[str, dict]:
@@ -495,21 +482,24 @@ def test_all_poolings_train_and_are_compared(finished):
 
 
 def test_histories_may_attend_to_themselves_first(tmp_path):
-    process = run(tmp_path, "--epochs=1", "--pooling=attention", "--encoder-layers=1")
+    options = ["--pooling=attention", "--encoder-layers=1", "--users=20", "--batch-size=128"]
+    process = run(tmp_path, "--epochs=1", *options)
     assert process.returncode == 0, process.stderr
     assert 0.5 < results(tmp_path)["attention"]["auc"] < 1
 
 
 def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_path):
-    process = run_command(tmp_path, "--epochs=1", "--workers=1", ranks=2)
-    assert process.returncode == 0, process.stderr
+    poolings = ["--pooling", "recency", "attention"]
+    for process in run_ranks(tmp_path, "--epochs=1", "--workers=1", *poolings, ranks=2):
+        assert process.returncode == 0, process.stderr
     one, two = results(finished[0]), results(tmp_path)
-    for pooling in POOLINGS:
+    assert list(two) == poolings[1:]
+    for pooling, result in two.items():
         np.testing.assert_allclose(
-            two[pooling]["losses"], one[pooling]["losses"][: len(two[pooling]["losses"])], rtol=1e-4
+            result["losses"], one[pooling]["losses"][: len(result["losses"])], rtol=1e-4
         )
 
-    process = run(tmp_path, "--epochs=2", "--resume")
+    process = run(tmp_path, "--epochs=2", "--resume", *poolings)
     assert process.returncode == 0, process.stderr
     for pooling, result in results(tmp_path).items():
         np.testing.assert_allclose(result["losses"], one[pooling]["losses"], rtol=1e-4)
@@ -588,19 +578,14 @@ def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
 )
 def test_a_stopped_training_resumes_where_it_was(tmp_path, request, number, whole, options):
     whole, options = request.getfixturevalue(whole)[0], ["--pooling=attention", *options]
-    with subprocess.Popen(
-        command(tmp_path, "--epochs=50", "--workers=1", *options),
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        seen = ""
-        while "loss=" not in seen and process.poll() is None:
-            seen += process.stderr.read(1)
+    command = [SCRIPT, f"--out={tmp_path}", *OPTIONS, "--epochs=50", "--workers=1", *options]
+    with started_script(*command, env=environment()) as (process, _, stderr):
+        while "loss=" not in stderr.read_text() and process.is_alive():
+            time.sleep(0.02)
         os.killpg(process.pid, number)  # As a terminal does: to the workers, too.
-        message = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + number
+        process.join(timeout=60)
+        message = stderr.read_text()
+    assert process.exitcode == 128 + number, message
     assert "go on from it with --resume" in message
     (checkpoint,) = (tmp_path / "attention").iterdir()
     assert (checkpoint / "run.json").exists()

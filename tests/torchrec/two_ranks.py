@@ -133,6 +133,7 @@ def _run_rank(
     ranks_of_host: int,
     args: tuple,
 ) -> None:
+    gc.freeze()  # what is imported
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_host)
     device = CPU
