@@ -507,8 +507,16 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
 
 def test_two_ranks_with_even_shares_train_as_one_does(finished, balanced, tmp_path):
     assert balanced[1].returncode == 0, balanced[1].stderr
-    for process in run_ranks(tmp_path, "--epochs=1", "--pooling=attention", "--balance", ranks=2):
-        assert process.returncode == 0, process.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    options = [f"--out={tmp_path}", *OPTIONS, "--epochs=1", "--pooling=attention", "--balance"]
+    process = subprocess.run(
+        [*torchrun, SCRIPT, *options],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert process.returncode == 0, process.stderr
     one, two = (results(out)["attention"]["losses"] for out in (balanced[0], tmp_path))
     np.testing.assert_allclose(two, one[: len(two)], rtol=1e-4)
     assert len(one) == len(results(finished[0])["attention"]["losses"])
