@@ -12,6 +12,7 @@ from tests.plain import plain_config
 from torchrec_jagged_attn import (
     CachedHistoryCollection,
     HistoryCache,
+    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.testing import assert_close
@@ -40,14 +41,17 @@ def make_collection(device: torch.device, **options: Any) -> TargetAttentionEmbe
             "t_user": ["user"],
         }.items()
     ]
-    config = plain_config(
+    config = TargetAttentionConfig(
         target=["item", "cat"],
         history=["item_history", "cat_history"],
         num_heads=2,
         init="mha",
+        length_power=options.get("score", "softmax") == "softmax",
         **options,
     )
     collection = TargetAttentionEmbeddingBagCollection(tables, config, candidates="jagged")
+    if (length_power := collection.pooling.attentions[0].length_power) is not None:
+        torch.nn.init.normal_(length_power)
     return collection.to(device).eval()
 
 
