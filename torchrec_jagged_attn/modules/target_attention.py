@@ -415,7 +415,7 @@ class JaggedTargetAttention(nn.Module):
                 self.activation,
                 self._drops if self.training else 0,
             )
-            return self._drop(pooled, target, history)
+            return self._by_length(pooled, target, history)
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -447,14 +447,20 @@ class JaggedTargetAttention(nn.Module):
             self._drops if self.training else 0,
             self._weight_drops if self.training else 0,
         )
-        if self.length_power is not None:
-            length = _lengths_of(pooled, target, history)
-            pooled = _scale_by_length(pooled, length, self.length_power)
-        return self._drop(pooled, target, history)
+        return self._by_length(pooled, target, history)
 
-    def _drop(self, pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor) -> Tensor:
-        if self.training and self._drops_outputs:
-            return _drop_outputs(pooled, _lengths_of(pooled, target, history), self.output_dropout)
+    def _by_length(
+        self, pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor
+    ) -> Tensor:
+        """``pooled`` times a power of the length, and what ``output_dropout`` leaves of it."""
+        drops = self.training and self._drops_outputs
+        if self.length_power is None and not drops:
+            return pooled
+        length = _lengths_of(pooled, target, history)
+        if self.length_power is not None:
+            pooled = _scale_by_length(pooled, length, self.length_power)
+        if drops:
+            pooled = _drop_outputs(pooled, length, self.output_dropout)
         return pooled
 
     @torch.no_grad()
