@@ -40,7 +40,7 @@ from torchrec_jagged_attn.ops.activation_unit import (
     check_one_target,
 )
 from torchrec_jagged_attn.ops.digits import unpack_digits
-from torchrec_jagged_attn.ops.dropout import check_dropout, draw_dropout, drops_of
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     is_explicit,
@@ -248,12 +248,11 @@ class JaggedTargetAttention(nn.Module):
         self.activation = activation
         self.row_dropout = row_dropout
         self.dropout = dropout
-        check_dropout(output_dropout, "output_dropout")
         self.output_dropout = output_dropout
-        self._drops_outputs = output_dropout > 0  # a float in a condition is compiled twice
-        # Integers: compilers take a float for one that varies.
+        # Integers: compilers take a float for one that varies, and compile it twice.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
+        self._output_drops = drops_of(output_dropout, "output_dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -453,14 +452,14 @@ class JaggedTargetAttention(nn.Module):
         self, pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor
     ) -> Tensor:
         """``pooled`` times a power of the length, and what ``output_dropout`` leaves of it."""
-        drops = self.training and self._drops_outputs
-        if self.length_power is None and not drops:
+        drops = self._output_drops if self.training else 0
+        if self.length_power is None and drops == 0:
             return pooled
         length = _lengths_of(pooled, target, history)
         if self.length_power is not None:
             pooled = _scale_by_length(pooled, length, self.length_power)
-        if drops:
-            pooled = _drop_outputs(pooled, length, self.output_dropout)
+        if drops > 0:
+            pooled = _drop_outputs(pooled, length, drops)
         return pooled
 
     @torch.no_grad()
@@ -671,9 +670,12 @@ def _scale_by_length(pooled: Tensor, length: Tensor, power: Tensor) -> Tensor:
 
 
 @torch.fx.wrap
-def _drop_outputs(pooled: Tensor, length: Tensor, dropout: float) -> Tensor:
-    """``pooled`` without some of its elements, the others larger; see ``output_dropout``."""
-    kept = 1 / (1 + dropout / (1 - dropout) * length.rsqrt())
+def _drop_outputs(pooled: Tensor, length: Tensor, drops: int) -> Tensor:
+    """``pooled`` without some of its elements, the others larger; see ``output_dropout``.
+
+    Of one row, ``drops`` of 2^32 draws drop.
+    """
+    kept = 1 / (1 + length.rsqrt() * (drops / (2**32 - drops)))
     is_kept = torch.rand_like(pooled, dtype=length.dtype) < kept
     return (pooled * (is_kept / kept)).to(pooled.dtype)
 

@@ -4,18 +4,13 @@
 import torch
 from torch import Tensor
 
-__all__ = ["check_dropout", "draw_dropout", "drops_of"]
-
-
-def check_dropout(p: float, name: str) -> None:
-    """The argument ``name`` must be a probability below one."""
-    if not 0 <= p < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, got {p!r}")
+__all__ = ["draw_dropout", "drops_of"]
 
 
 def drops_of(p: float, name: str) -> int:
     """How many of 2^32 draws drop, with a probability ``p`` below one, the argument ``name``."""
-    check_dropout(p, name)
+    if not 0 <= p < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {p!r}")
     return int(p * 2**32)
 
 
