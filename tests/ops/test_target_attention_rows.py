@@ -22,7 +22,7 @@ from torchrec_jagged_attn.testing import (
 )
 
 CPU = torch.device("cpu")
-LENGTHS = [300, 0, 3, 64, 1]
+LENGTHS = [150, 0, 3, 64, 1]
 SOME_ALONE = 1000  # rows, of which one place of LENGTHS names more than half of those that any does
 
 
@@ -82,13 +82,13 @@ def lay_out(inputs, layout, biases):
         inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
         inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
     if biases == "bias and tables":
-        inputs["bias"] = torch.randn(368, 2, generator=generator).to(device, dtype)
+        inputs["bias"] = torch.randn(218, 2, generator=generator).to(device, dtype)
         inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
     if biases == "prior weights and ages":
         inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
     if biases != "none":
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device).long()
+        timestamps = torch.exp(14 * torch.rand(218, generator=generator)).to(device).long()
     return inputs, timestamps
 
 
@@ -113,7 +113,7 @@ def test_right(layout, biases, dtype, index_dtype, device):
 
 
 @pytest.mark.parametrize("width", [8, 20, 64, 128, 256, 512])
-@pytest.mark.parametrize(("num_targets", "num_heads"), [(1, 1), (1, 4), (5, 3), (2, 40)])
+@pytest.mark.parametrize(("num_targets", "num_heads"), [(1, 1), (1, 4), (5, 3), (2, 20)])
 def test_widths(num_targets, num_heads, width, device):
     shape = {"num_targets": num_targets, "num_heads": num_heads, "width": width}
     assert_right(by_index([33, 0, 70], device, num_rows=300, **shape))
@@ -135,7 +135,7 @@ def test_scores(num_targets, score, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_as_many_places_as_there_are(num_rows, dtype, device):
     """Of all, of a few, or of one alone: the places of a row may be cut into chunks, too."""
-    assert_right(by_index([300, 0, 3, 64, 1], device, dtype, num_rows))
+    assert_right(by_index([200, 0, 3, 64, 1], device, dtype, num_rows))
 
 
 @pytest.mark.gpu
@@ -181,14 +181,14 @@ def test_rows_that_are_not_named_get_zeros(device):
 def test_dropout(num_targets, dtype, device):
     """Of places: two that name the same row are drawn for apart."""
     inputs = by_index(LENGTHS, device, dtype, num_targets=num_targets)
-    assert_rows_are_dropped(FUNCTIONS, inputs, 368, device)
-    assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368, device)
+    assert_rows_are_dropped(FUNCTIONS, inputs, 218, device)
+    assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 218, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_one_target_has_the_bits_of_a_copy(dtype, device):
     """All but the gradient of rows, which takes other sums."""
-    inputs = by_index([700, 0, 3, 64, 1], device, dtype)
+    inputs = by_index([400, 0, 3, 64, 1], device, dtype)
     inputs["position_bias"] = torch.ones(20, 2, device=device, dtype=dtype)
     grad_out = torch.randn_like(inputs["query"])
     expected = outputs_and_gradients(of_copies(jagged_target_attention), inputs, grad_out)
@@ -231,7 +231,9 @@ def test_without_the_gradient_of_rows(num_targets, dtype, device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_other_samples_never_matter(num_targets, dtype, device):
     """Nor how many rows there are, where each sample has its own, some of them many times."""
-    lengths = [3, 0, 130, 17, 600 if device.type == "cuda" else 300]  # of several chunks
+    lengths = [3, 0, 130, 17, 600]  # of several chunks
+    if device.type == "cpu":
+        lengths = [3, 0, 40, 17, 300 if num_targets == 9 else 140]
     inputs = by_index(lengths, device, dtype, num_targets=num_targets)
     offsets = inputs["offsets"]
     sample = torch.repeat_interleave(torch.tensor(lengths, device=device))
