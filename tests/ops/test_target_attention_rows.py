@@ -180,7 +180,7 @@ def test_rows_that_are_not_named_get_zeros(device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_dropout(num_targets, dtype, device):
     """Of places: two that name the same row are drawn for apart."""
-    inputs = by_index(LENGTHS, device, dtype, num_targets=num_targets)
+    inputs = by_index(LENGTHS, device, dtype, 200, num_targets=num_targets)
     assert_rows_are_dropped(FUNCTIONS, inputs, 218, device)
     assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 218, device)
 
@@ -233,7 +233,7 @@ def test_other_samples_never_matter(num_targets, dtype, device):
     """Nor how many rows there are, where each sample has its own, some of them many times."""
     lengths = [3, 0, 130, 17, 600]  # of several chunks
     if device.type == "cpu":
-        lengths = [3, 0, 40, 17, 300 if num_targets == 9 else 140]
+        lengths = [3, 0, 20, 17, {1: 140, 9: 300, 40: 70}[num_targets]]
     inputs = by_index(lengths, device, dtype, num_targets=num_targets)
     offsets = inputs["offsets"]
     sample = torch.repeat_interleave(torch.tensor(lengths, device=device))
@@ -242,8 +242,6 @@ def test_other_samples_never_matter(num_targets, dtype, device):
     grad_out = torch.randn_like(inputs["query"])
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
     poisoned = inputs | {name: inputs[name].clone() for name in ("query", "history")}
     poisoned["query"][2] = poisoned["history"][8:11] = torch.nan
