@@ -153,6 +153,13 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
+    """``torch.library.opcheck``; interpreted, but for what is traced, alike with any kernels."""
+    of_kernels = "test_schema", "test_autograd_registration", "test_faketensor"
+    traced = () if knobs.runtime.interpret else ("test_aot_dispatch_dynamic",)
+    torch.library.opcheck(op, arguments, test_utils=[*of_kernels, *traced])
+
+
 def skip_unless_supported(case: Case, device: torch.device) -> None:
     """Skip a case that the device's implementation has no dtype for."""
     if case.dtype not in supported_dtypes(device):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
 from torchrec_jagged_attn.kernels.flash import attention as kernels
@@ -842,11 +842,11 @@ def test_opcheck(device):
     row_dropout = torch.tensor([7, 2**31], device=device)
     dropout = torch.tensor([9, 2**30], device=device)
     others = (timestamps, row_dropout, dropout, relative_bias, True, 2, 0.25, True)
-    torch.library.opcheck(op, (*arguments, *biases, *others))
+    opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
-    torch.library.opcheck(op, (*arguments, *biases, *others))
-    torch.library.opcheck(op, (*arguments, *[None] * 7, False, 0, 0.25, False))
-    torch.library.opcheck(op, (*arguments, *[None] * 7, True, 3, 0.25, False))
+    opcheck(op, (*arguments, *biases, *others))
+    opcheck(op, (*arguments, *[None] * 7, False, 0, 0.25, False))
+    opcheck(op, (*arguments, *[None] * 7, True, 3, 0.25, False))
 
 
 @pytest.mark.reference  # kernels compute no fp64

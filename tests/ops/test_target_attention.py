@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.ops import implementation
@@ -578,7 +578,7 @@ def test_opcheck_without_a_gradient(dtype, device):
     tensors = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 4, inputs["bias"]
     arguments = (*tensors, *[None] * 5, "plain", 0.25, "softmax", 0, False)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    torch.library.opcheck(op, arguments)
+    opcheck(op, arguments)
     inputs["query"].requires_grad_()
     with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
         op(*arguments)[0].sum().backward()
@@ -624,7 +624,7 @@ def test_opcheck(device, jagged, prior):
     bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
     inputs["history"].requires_grad_()
     arguments = arguments_of_op(inputs, jagged=jagged, bias=bias.requires_grad_())
-    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+    opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
 @pytest.mark.reference  # kernels compute no fp64
