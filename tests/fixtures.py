@@ -154,10 +154,20 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 
 
 def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
-    """``torch.library.opcheck``; interpreted, but for what is traced, alike with any kernels."""
-    of_kernels = "test_schema", "test_autograd_registration", "test_faketensor"
-    traced = () if knobs.runtime.interpret else ("test_aot_dispatch_dynamic",)
-    torch.library.opcheck(op, arguments, test_utils=[*of_kernels, *traced])
+    """``torch.library.opcheck``; interpreted, gradients are only taken, not traced: that is alike
+    with any kernels.
+    """
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if not knobs.runtime.interpret:
+        torch.library.opcheck(op, arguments, test_utils=[*checks, "test_aot_dispatch_dynamic"])
+        return
+    torch.library.opcheck(op, arguments, test_utils=checks)
+    outs = op(*arguments)
+    out = outs[0] if isinstance(outs, (tuple, list)) else outs
+    leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    if leaves:
+        grads = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.isfinite(grad).all() for grad in grads)
 
 
 def skip_unless_supported(case: Case, device: torch.device) -> None:
