@@ -18,7 +18,8 @@ from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.kernels.common import tile_list
-from torchrec_jagged_attn.kernels.flash import hidden_forward
+from torchrec_jagged_attn.kernels.flash import hidden_backward, hidden_forward
+from torchrec_jagged_attn.kernels.target import attention, projections
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case
 
@@ -26,6 +27,9 @@ if knobs.runtime.interpret:
     quick_interpreter.install()
     # It takes as long for what a block has beyond the last sample; and few samples fill these.
     tile_list.SCAN, hidden_forward.LOOKED_AT = 256, 512
+    # Fewer programs: those of a class of lengths go through all samples, and others just add up.
+    tile_list.CLASSES, attention.SUMMED_COLUMNS, projections.SUMMED_ELEMENTS = 4, 64, 1024
+    hidden_forward.BLOCK = hidden_backward.BLOCK = 32
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")
@@ -147,6 +151,23 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
+    """``torch.library.opcheck``; interpreted, gradients are only taken, not traced: that is alike
+    with any kernels.
+    """
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if not knobs.runtime.interpret:
+        torch.library.opcheck(op, arguments, test_utils=[*checks, "test_aot_dispatch_dynamic"])
+        return
+    torch.library.opcheck(op, arguments, test_utils=checks)
+    outs = op(*arguments)
+    out = outs[0] if isinstance(outs, (tuple, list)) else outs
+    leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
+    if leaves:
+        grads = torch.autograd.grad(out.sum(), leaves)
+        assert all(torch.isfinite(grad).all() for grad in grads)
 
 
 def skip_unless_supported(case: Case, device: torch.device) -> None:

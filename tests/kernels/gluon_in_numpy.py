@@ -61,7 +61,7 @@ class Block:
     type = Layout()
 
     def __init__(self, values: object) -> None:
-        self.values = values if type(values) is np.ndarray else np.asarray(values)
+        self.values = values if isinstance(values, (np.ndarray, np.generic)) else np.asarray(values)
 
     @property
     def shape(self) -> list[int]:
@@ -73,7 +73,7 @@ class Block:
 
     def to(self, dtype: type, bitcast: bool = False) -> Block:
         if dtype is BFLOAT16:  # in the numbers that it has, as fp32
-            return Block(torch.from_numpy(self.values).bfloat16().float().numpy())
+            return Block(torch.from_numpy(np.asarray(self.values)).bfloat16().float().numpy())
         return Block(self.values.view(dtype) if bitcast else self.values.astype(dtype))
 
     def __getitem__(self, index: tuple) -> Block:
@@ -305,18 +305,20 @@ class Descriptor:
         num_bytes = int(np.prod(self.box)) * self.elements.itemsize
         self.block_type = types.SimpleNamespace(shape=list(self.box), nbytes=num_bytes)
 
-    def locate(self, coordinates: list) -> tuple[np.ndarray, np.ndarray]:
-        """Which elements of the box there are, ``[*box]``, and where those lie."""
+    def locate(self, coordinates: list) -> tuple[tuple[slice, ...], np.ndarray]:
+        """Which part of the box there is, and where its elements lie."""
         item = self.elements.itemsize
-        inside, address = np.ones(self.box, bool), np.zeros(self.box, np.uint64)
-        for axis, first in enumerate(coordinates):
-            at = int(first) + np.arange(self.box[axis])
-            at = at.reshape([-1 if i == axis else 1 for i in range(len(self.box))])
-            inside &= (at >= 0) & (at < self.bounds[axis])
-            address += at.astype(np.uint64) * np.uint64(self.strides[axis] * item)
-        index = (address[inside] // np.uint64(item)).astype(np.int64)
+        inside, address = [], np.zeros((), np.uint64)
+        for first, size, bound, stride in zip(
+            map(int, coordinates), self.box, self.bounds, self.strides, strict=True
+        ):
+            begin = min(max(-first, 0), size)
+            at = np.arange(first + begin, max(first + begin, min(first + size, bound)))
+            inside.append(slice(begin, begin + len(at)))
+            address = address[..., None] + at.astype(np.uint64) * np.uint64(stride * item)
+        index = (address // np.uint64(item)).astype(np.int64)
         assert ((index >= 0) & (index < self.elements.size)).all(), "out of bounds"
-        return inside, index
+        return tuple(inside), index
 
 
 class TensorMemoryAccelerator:

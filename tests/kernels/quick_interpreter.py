@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,9 @@ def install() -> None:
     core.block_type.__init__ = lambda self, element_ty, shape: None
     core.dtype.__eq__ = _equal_or(core.dtype.__eq__)
     core.tensor.__init__ = _init_tensor
+    core.tensor.dtype = property(lambda self: self.type.scalar)
+    core.tensor.shape = property(lambda self: _shape_and_numel(self)[0])
+    core.tensor.numel = property(lambda self: _shape_and_numel(self)[1])
     core._unwrap_if_constexpr = _unwrap_or(core._unwrap_if_constexpr)
     TensorHandle.__init__ = _init_handle
     InterpreterBuilder.create_splat = _splat
@@ -73,6 +77,7 @@ def _patch_once(patch: Any, patched: set[int], function: Any) -> Any:
 NOTHING_TO_RESTORE = interpreter._LangPatchScope()
 BUILDER = interpreter.interpreter_builder
 SEMANTIC = interpreter.interpreter_semantic
+TENSOR = core.tensor
 
 
 def _patch_attribute(obj: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
@@ -115,10 +120,13 @@ SHAPE_AND_NUMEL_OF_SCALAR = core.tuple([]), core.constexpr(1)
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = (
-        type.shape_and_numel_of_tensor if type.is_block() else SHAPE_AND_NUMEL_OF_SCALAR
-    )
+    self.handle, self.type = handle, type
+
+
+def _shape_and_numel(tensor: Any) -> tuple[Any, Any]:
+    if tensor.type.is_block():
+        return tensor.type.shape_and_numel_of_tensor
+    return SHAPE_AND_NUMEL_OF_SCALAR
 
 
 def _init_handle(self: Any, data: np.ndarray, dtype: Any) -> None:
@@ -187,7 +195,7 @@ def _likeness(x: Any, operands: list[Any], of_operator: bool = False) -> Hashabl
     number of bits, they are alike.
     """
     kind = type(x)
-    if kind is core.tensor:
+    if kind is TENSOR:
         operands.append(x.handle)
         return x.type.name
     if kind is int and of_operator:
@@ -199,6 +207,8 @@ def _likeness(x: Any, operands: list[Any], of_operator: bool = False) -> Hashabl
         return kind, _likeness(x.value, operands)
     if kind is list or kind is tuple:
         return kind, *[_likeness(y, operands) for y in x]
+    if kind is slice and x.start is x.stop is x.step is None:
+        return kind
     if kind is slice:
         return kind, *[_likeness(y, operands) for y in (x.start, x.stop, x.step)]
     if isinstance(x, core.dtype):
@@ -214,11 +224,17 @@ def _decide_once(name: str, function: Callable) -> Callable:
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         if SEMANTIC.builder is not BUILDER:  # a call within one that is recorded
             return function(*args, _semantic=SEMANTIC, **kwargs)
+        if len(args) == 2 and not kwargs:  # as most are
+            a, b = args
+            if type(a) is type(b) is TENSOR:
+                repeat = known.get((a.type.name, b.type.name))
+                if repeat is not None:
+                    return repeat(a.handle, b.handle)
         key: list[Hashable] = []
         operands: list[Any] = []
         try:
             for x in args:
-                if type(x) is core.tensor:  # as most are
+                if type(x) is TENSOR:
                     key.append(x.type.name)
                     operands.append(x.handle)
                 else:
@@ -337,21 +353,16 @@ class Recording:
         return self._compiled(outs, types, is_several)
 
     def _compiled(self, outs: list[int], types: list[Any], is_several: bool) -> Callable:
-        read = {*outs}.union(*(at for *_, at, _ in self.steps))
-        constants = read - {*range(self.num_operands)} - {out for *_, out in self.steps}
-        names = {f"r{i}": self.registers[i] for i in constants} | {"tensor": core.tensor}
-        lines = [f"def repeat({', '.join(f'r{i}' for i in range(self.num_operands))}):"]
-        for number, (_, method, at, out) in enumerate(self.steps):
-            names[f"step{number}"] = method
-            lines.append(f"    r{out} = step{number}({', '.join(f'r{i}' for i in at)})")
-        results = [f"r{i}" for i in outs]
-        for number, type_ in enumerate(types):
+        body = Body(self.registers, self.num_operands, self.steps)
+        for step in self.steps:
+            body.add(*step)
+        results = []
+        for i, type_ in zip(outs, types, strict=True):
+            results.append(body.handle(i))
             if type_ is not None:
-                names[f"type{number}"] = type_
-                results[number] = f"tensor({results[number]}, type{number})"
-        lines.append(f"    return {', '.join(results)}{',' * is_several}")
-        exec("\n".join(lines), names)
-        return names["repeat"]
+                results[-1] = f"tensor({results[-1]}, {body.constant(type_)})"
+        body.lines.append(f"return {', '.join(results)}{',' * is_several}")
+        return body.function()
 
     def _leave_broadcasts_to_numpy(self, outs: list[int]) -> None:
         sources = {
@@ -367,10 +378,127 @@ class Recording:
         self.steps = [step for step in self.steps if step[0] not in BROADCASTS or step[3] in read]
 
 
+class Body:
+    """The code of a function that repeats recorded steps.
+
+    What NumPy does in one call is called as such: of these steps, only what other steps or the
+    caller need has a handle. The handle of register 3 is ``r3``, its numbers are ``d3``.
+    """
+
+    def __init__(self, registers: list[Any], num_operands: int, steps: list[tuple]) -> None:
+        self.registers, self.num_operands = registers, num_operands
+        self.computed = {*range(num_operands)} | {out for *_, out in steps}
+        self.may_inline = all(name != "create_ashr" for name, *_ in steps)  # writes into operands
+        self.lines: list[str] = []
+        self.known = {f"r{i}" for i in range(num_operands)}
+        self.names = {"tensor": core.tensor, "new": object.__new__, "Handle": TensorHandle}
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def handle(self, i: int) -> str:
+        name = f"r{i}"
+        if name not in self.known:
+            if i in self.computed:  # by NumPy
+                dtype = self.constant(self.registers[i].dtype)
+                self.lines.append(f"{name} = new(Handle)")
+                self.lines.append(f"{name}.data, {name}.dtype, {name}.attr = d{i}, {dtype}, {{}}")
+            else:
+                self.names[name] = self.registers[i]
+            self.known.add(name)
+        return name
+
+    def data(self, i: int) -> str:
+        name = f"d{i}"
+        if name not in self.known:
+            if i in self.computed:
+                self.lines.append(f"{name} = r{i}.data")
+            else:
+                self.names[name] = self.registers[i].data
+            self.known.add(name)
+        return name
+
+    def add(self, name: str, method: Callable, at: list[int], out: int) -> None:
+        expression = self._by_numpy(name, at, out) if self.may_inline else None
+        if expression is None:
+            arguments = ", ".join(map(self.handle, at))
+            self.lines.append(f"r{out} = {self.constant(method)}({arguments})")
+            self.known.add(f"r{out}")
+        else:
+            self.lines.append(f"d{out} = {expression}")
+            self.known.add(f"d{out}")
+
+    def _by_numpy(self, name: str, at: list[int], out: int) -> str | None:
+        given, result = [self.registers[i] for i in at], self.registers[out]
+        if name in NUMPY_FUNCTIONS:
+            function, count = NUMPY_FUNCTIONS[name]
+            with np.errstate(all="ignore"):
+                dtype = function(*(x.data for x in given[:count])).dtype
+            call = f"{self.constant(function)}({', '.join(map(self.data, at[:count]))})"
+            same = dtype == result.data.dtype
+            return call if same else f"{call}.astype({self.constant(result.data.dtype)})"
+        if name in INTEGERS and type(given[0]) is Operand:
+            make, dtype = self.constant(np.array), self.constant(result.data.dtype)
+            return f"{make}((r{at[0]},), {dtype})"
+        if name in CASTS and core.bfloat16 not in (given[0].dtype.scalar, result.dtype):
+            return f"{self.data(at[0])}.astype({self.constant(result.data.dtype)})"
+        if name == "create_addptr":
+            width = max(1, given[0].get_element_ty().primitive_bitwidth // 8)
+            offset = f"{self.data(at[1])}.astype({self.constant(np.dtype(np.uint64))})"
+            return f"{self.data(at[0])} + {width} * {offset}"
+        if name == "create_expand_dims":
+            return f"{self.data(at[0])}[{':, ' * given[1]}None]"
+        if name == "create_reshape":
+            return f"{self.data(at[0])}.reshape({self.constant(result.data.shape)})"
+        if name in BROADCASTS:
+            source = at[BROADCASTS[name]]
+            shape, dtype = map(self.constant, (result.data.shape, result.data.dtype))
+            self.lines.append(f"d{out} = {self.constant(np.empty)}({shape}, {dtype})")
+            self.lines.append(f"d{out}[...] = {self.data(source)}")
+            return f"d{out}"
+        if name == "create_masked_load" and given[2] is not None:
+            load, dtype = map(self.constant, (interpreter._interpreter.load, result.data.dtype))
+            return f"{load}({', '.join(map(self.data, at[:3]))}, {dtype})"
+        return None
+
+    def function(self) -> Callable:
+        operands = ", ".join(f"r{i}" for i in range(self.num_operands))
+        exec("\n    ".join([f"def repeat({operands}):", *self.lines]), self.names)
+        return self.names["repeat"]
+
+
+def _names_of(method: Any) -> tuple[str, ...]:
+    """Of the attributes that it uses."""
+    return getattr(getattr(method, "__code__", None), "co_names", ())
+
+
 BROADCASTS = {"create_broadcast": 0, "create_splat": 1}  # which argument is broadcast
 ELEMENTWISE = {
     name
     for name, method in vars(InterpreterBuilder).items()
-    if name == "create_addptr"
-    or {"binary_op", "ternary_op"} & {*getattr(getattr(method, "__code__", None), "co_names", ())}
+    if name == "create_addptr" or {"binary_op", "ternary_op"} & {*_names_of(method)}
 } - {"create_ashr"}  # which writes into its operands
+
+
+def _numpy_function(method: Callable) -> tuple[Callable, int]:
+    """The function that an operation leaves its numbers to, and of how many operands."""
+    probe = SimpleNamespace(
+        unary_op=lambda *operands: (operands[-1], 1),
+        binary_op=lambda *operands: (operands[-1], 2),
+        ternary_op=lambda *operands: (operands[-1], 3),
+    )
+    return method(probe, *[None] * (method.__code__.co_argcount - 1))
+
+
+NUMPY_FUNCTIONS = {
+    name: _numpy_function(method)
+    for name, method in vars(InterpreterBuilder).items()
+    if {"unary_op", "binary_op", "ternary_op"} & {*_names_of(method)}
+    and method.__name__ == "<lambda>"
+}
+CASTS = {
+    name for name, method in vars(InterpreterBuilder).items() if "cast_impl" in _names_of(method)
+}
+INTEGERS = {f"get_{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}

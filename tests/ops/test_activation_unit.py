@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.fixtures import skip_unless_supported
+from tests.fixtures import opcheck, skip_unless_supported
 from torchrec_jagged_attn import jagged_activation_unit
 from torchrec_jagged_attn.testing import (
     Case,
@@ -185,7 +185,7 @@ def test_opcheck(device):
         inputs[n].requires_grad_() if inputs[n].is_floating_point() else inputs[n] for n in names
     ]
     rest = (inputs["position_bias"].requires_grad_(), inputs["age_bias"], inputs["timestamps"])
-    torch.library.opcheck(
+    opcheck(
         torch.ops.torchrec_jagged_attn.activation_unit.default,
         (*leaves, *rest, None, inputs["prior_weights"], "silu"),
     )

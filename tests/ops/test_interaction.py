@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 import torchrec_jagged_attn
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_registration import Recorder
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import (
@@ -473,7 +473,7 @@ def test_opcheck(device):
         (ops.jagged_sum, (draw(5, 4), draw(5, 4), x_offsets)),
         (ops.jagged_sum, (draw(5, 4), None, x_offsets)),
     ):
-        torch.library.opcheck(op.default, arguments)
+        opcheck(op.default, arguments)
 
 
 @pytest.mark.reference  # kernels compute no fp64

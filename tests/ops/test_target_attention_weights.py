@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported, sync_debug_mode
+from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import draw_prior_weights, inputs_of
 from torchrec_jagged_attn import jagged_target_attention, jagged_target_attention_weights
 from torchrec_jagged_attn.testing import (
@@ -184,7 +184,7 @@ def test_opcheck(shared, score, device):
         score,
     )
     op = torch.ops.torchrec_jagged_attn.target_attention_weights.default
-    torch.library.opcheck(op, arguments)
+    opcheck(op, arguments)
 
 
 @pytest.mark.reference  # traced alike with any kernels

@@ -15,6 +15,7 @@ def test_tiles_are_listed_the_longest_first(
     together, scan, short, is_self, kernel_device, monkeypatch
 ):
     monkeypatch.setattr(tile_list, "SCAN", scan)
+    monkeypatch.setattr(tile_list, "CLASSES", 16)
     generator = torch.Generator().manual_seed(0)
     own, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
     own[7], other[300] = 700, 3000

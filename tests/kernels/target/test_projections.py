@@ -8,10 +8,8 @@ from tests.fixtures import skip_unless_supported
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.cpu import head_products
 from torchrec_jagged_attn.devices import has_kernels
-from torchrec_jagged_attn.kernels.target.projections import (
-    ROWS,
-    parameter_gradients,
-)
+from torchrec_jagged_attn.kernels.target import projections
+from torchrec_jagged_attn.kernels.target.projections import ROWS, parameter_gradients
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
 # Those of a tile and of a split, and one more or less; and some that many splits are needed for.
@@ -118,7 +116,7 @@ def test_targets_of_another_width(dtype, absorbed, target_dim, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_any_width(heads, widths, dtype, device):
     skip_unless_supported(Case("widths", 1, 1, heads, 32, dtype=dtype), device)
-    assert_right(inputs_of(300, device, dtype, heads, widths))
+    assert_right(inputs_of(100, device, dtype, heads, widths))
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -128,23 +126,28 @@ def test_explicit_keys_and_values(biased, device):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "absorbed", "num_rows"),
+    ("dtype", "absorbed", "biased", "target_dim", "num_rows"),
     each_pair(
-        [torch.float32, torch.float16, torch.bfloat16], [True, False], [0, 33, 2 * ROWS + 1, 4096]
+        [torch.float32, torch.float16, torch.bfloat16],
+        [True, False],
+        [True, False],
+        [None, 5, 200],
+        [0, 33, 2 * ROWS + 1, 4096],
     ),
     ids=str,
 )
-def test_of_queries_and_keys_alone(dtype, absorbed, num_rows, device):
+def test_of_queries_and_keys_alone(dtype, absorbed, biased, target_dim, num_rows, device):
     """Where values are not projected."""
     skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
-    options = {"absorbed": absorbed, "of_values": False}
-    for biased, target_dim in ((True, None), (False, None), (True, 5), (True, 200)):
-        inputs = inputs_of(num_rows, device, dtype, 2, (16, 32), target_dim)
-        assert_right(inputs, biased=biased, **options)
+    inputs = inputs_of(num_rows, device, dtype, 2, (16, 32), target_dim)
+    assert_right(inputs, absorbed=absorbed, biased=biased, of_values=False)
 
 
-def test_no_bias(device):
+def test_no_bias(device, monkeypatch):
+    monkeypatch.setattr(projections, "SUMMED_ELEMENTS", 128)
+    projections._plan.cache_clear()
     assert_right(inputs_of(300, device), biased=False)
+    projections._plan.cache_clear()
 
 
 @pytest.mark.usefixtures("tf32")

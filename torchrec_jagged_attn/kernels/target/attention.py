@@ -95,6 +95,8 @@ from torchrec_jagged_attn.kernels.target.warpgroup_forward import (
 
 __all__ = ["backward", "forward", "listing_of", "weights"]
 
+SUMMED_COLUMNS = 8  # elements of a table that a program sums up
+
 _forward = Launcher(forward_kernel)
 _combine_outputs = Launcher(combine_outputs_kernel)
 _grad_query = Launcher(grad_query_kernel)
@@ -476,10 +478,15 @@ def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
-    constants = {"H": num_heads, "BLOCK": 128, "COLUMNS": 8, **overlap_options(overlap)}
+    constants = {
+        "H": num_heads,
+        "BLOCK": 128,
+        "COLUMNS": SUMMED_COLUMNS,
+        **overlap_options(overlap),
+    }
     num_groups = max(1, min(num_tables, 32))
     groups = tables.new_empty(num_groups, buckets, num_heads)
-    programs = -(-size // 8)
+    programs = -(-size // SUMMED_COLUMNS)
     _sum_tables((programs, num_groups), (tables, groups, num_tables, targets, size), constants)
     out = tables.new_empty(buckets, num_heads)
     _sum_tables((programs, 1), (groups, out, num_groups, 1, size), constants)

@@ -41,6 +41,7 @@ from torchrec_jagged_attn.kernels.common.matmul import (
 __all__ = ["parameter_gradients"]
 
 ROWS = 128  # the fewest that are worth a program
+SUMMED_ELEMENTS = 128  # that a program adds up, over all splits
 
 
 @triton.jit
@@ -340,17 +341,16 @@ def _plan(
         "OVERLAP": overlap,
         "num_warps": warps,
     }
-    block = 128
     of_sums = {
         "E": e,
         "Y": y,
         "C": c,
         "SIZE": size,
-        "BLOCK": block,
+        "BLOCK": SUMMED_ELEMENTS,
         "BLOCK_SPLITS": 16,
         **overlap_options(overlap),
     }
     num_tiles = tiles_e * (tiles_c + (weights - 1) * tiles_e + biases)
     num_tiles += weights * heads * tiles_of_head
-    num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // block)
+    num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // SUMMED_ELEMENTS)
     return _Plan(num_programs, num_tiles, size, num_blocks, of_splits, of_sums)
