@@ -418,7 +418,7 @@ def assert_log_equal(log, other):
 
 
 SCRIPT = ROOT / "examples" / "train_dlrm.py"
-OPTIONS = ["--users=60", "--batch-size=256", "--max-history=50", "--no-dropout"]
+OPTIONS = ["--users=40", "--batch-size=256", "--max-history=50", "--no-dropout"]
 POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
