@@ -97,9 +97,6 @@ def assert_near(actual: nn.Module, expected: nn.Module, device: torch.device) ->
 
 
 tables = pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
-packages_load = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
-)
 quantized_tables = pytest.mark.parametrize("tables", list(QUANTIZED))
 
 
@@ -244,21 +241,6 @@ def test_encoder_layers(options: dict[str, Any], strict: bool, device: torch.dev
     assert_equal(traced, scorer, device)
     assert_equal(torch.jit.script(traced), scorer, device)
     assert_equal(export(scorer, device, strict).module(), scorer, device)
-
-
-@packages_load
-@pytest.mark.parametrize(
-    "tables",
-    ["fp32", pytest.param("int8", marks=pytest.mark.gpu)],  # on a CPU, serve_dlrm.py's are int8
-)
-def test_compiled_ahead_of_time(tables: str, device: torch.device, tmp_path: Path, fake_classes):
-    scorer = make_scorer(tables, device, tags=PoolingType.SUM)
-    package = torch._inductor.aoti_compile_and_package(
-        export(scorer, device, strict=False),
-        package_path=str(tmp_path / "scorer.pt2"),
-        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # in half the time
-    )
-    assert_near(torch._inductor.aoti_load_package(package), scorer, device)
 
 
 def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):
