@@ -35,11 +35,13 @@ from serve_dlrm import (
 )
 from torch import Tensor
 from torchrec.inference.modules import quantize_inference_model
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.pt2.utils import deregister_fake_classes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from train_dlrm import build_model
 
 from tests.processes import run_script
+from tests.torchrec.two_ranks import make_batch, make_model
 from torchrec_jagged_attn import HistoryCache
 from torchrec_jagged_attn.testing import assert_close
 
@@ -294,6 +296,7 @@ def test_the_exported_model_takes_any_candidates_and_history(
         np.testing.assert_array_equal(scores, expected)
 
 
+COMPILE_QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # in half the time
 packages_load = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
 )
@@ -305,8 +308,7 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
     folder, printed = tmp_path_factory.mktemp("served"), io.StringIO()
     options = [f"--run={run}", f"--package={folder}/scorer.pt2", f"--triton={folder}", "--times=3"]
     options += ["--cache=bf16", "--cache-mib=2", "--top=4", "--explain=2"]
-    compile_quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # in half the time
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(compile_quickly):
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(COMPILE_QUICKLY):
         patch.setattr(sys, "argv", ["serve_dlrm.py", *options])
         patch.setattr(torch.cuda, "is_available", lambda: False)
         with contextlib.redirect_stdout(printed):
@@ -356,7 +358,7 @@ def test_what_the_best_candidates_look_at_is_printed(run: Path, served: tuple[Pa
 
 @packages_load
 def test_the_compiled_model_takes_any_candidates_and_history(run: Path, served: tuple[Path, str]):
-    """From a cache; without one, it is a test of requests that compiles models, too."""
+    """From a cache."""
     folder, _ = served
     scorer, requests, features = loaded(run, CPU, "bf16")
     quantize_inference_model(scorer)
@@ -369,6 +371,50 @@ def test_the_compiled_model_takes_any_candidates_and_history(run: Path, served: 
         (plain, _), (scores, milliseconds) = (score(server, request) for server in servers)
         assert_scores([scores], [plain], exact, [request])
         assert milliseconds > 0
+
+
+class Both(torch.nn.Module):
+    """A scorer, and a collection of samples: one library of both takes half as long as two."""
+
+    def __init__(self, scorer: Scorer, collection: torch.nn.Module) -> None:
+        super().__init__()
+        self.scorer, self.collection = scorer, collection
+        self.keys = make_batch(0, 0).sparse_features.keys()
+
+    def forward(self, requests: tuple[Tensor, ...], ids: Tensor, lengths: Tensor) -> list[Tensor]:
+        samples = KeyedJaggedTensor(self.keys, ids, lengths=lengths.flatten())
+        return [self.scorer(*requests), self.collection(samples).values()]
+
+
+@packages_load
+@torch.no_grad()
+def test_compiled_without_a_cache(
+    run: Path, device: torch.device, tmp_path: Path, fake_classes: None
+):
+    """Jagged candidates from int8 tables; and one candidate a sample, from those of a training."""
+    scorer, requests, _ = loaded(run, device)
+    quantize_inference_model(scorer)
+    model = make_model(tags=PoolingType.SUM).to(device)
+    both = Both(scorer, model.model.sparse_arch.embedding_bag_collection)
+    made = [request_of(*shape) for shape in SHAPES.values()]
+    batches = []
+    for step, request in enumerate(made):
+        samples = make_batch(step, 0).sparse_features.to(device)
+        lengths = samples.lengths().view(len(both.keys), -1)
+        batches.append((requests.tensors([requests.check(request)]), samples.values(), lengths))
+    expected = [both(*batch) for batch in batches]
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = (({0: dynamic}, {0: dynamic}, {1: dynamic}), {0: dynamic}, {1: dynamic})
+    program = torch.export.export(both, batches[0], dynamic_shapes=shapes, strict=False)
+    path = tmp_path / "both.pt2"
+    with torch._inductor.config.patch(COMPILE_QUICKLY):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    compiled, exact = torch._inductor.aoti_load_package(str(path)), in_fp64(run, scorer)
+    for request, batch, (plain, of_samples) in zip(made, batches, expected, strict=True):
+        scores, actual = compiled(*batch)
+        of_requests = ([x[: len(request["candidates"])].cpu().numpy()] for x in (scores, plain))
+        assert_scores(*of_requests, exact, [request])
+        torch.testing.assert_close(actual, of_samples)
 
 
 TRITON_STUB = """

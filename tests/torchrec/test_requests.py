@@ -15,8 +15,7 @@ from torchrec.inference.modules import quantize_inference_model
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.torchrec.test_inference import KEYS, QUANTIZED, Scorer, make_scorer, trace
-from tests.torchrec.test_inference import inputs as inputs_of_samples
+from tests.torchrec.test_inference import KEYS, QUANTIZED, Scorer, trace
 from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.two_ranks import (
     LEARNING_RATE,
@@ -47,6 +46,7 @@ COUNTS = [
     ([4, 2], [0, 1, 0, 7, 3]),
     ([0, 0, 0, 0], [0, 0, 0, 0]),
 ]
+ENCODED = {"encoder_layers": 1, "encoder_causal": True, "encoder_window": 3, "user_column": True}
 # How tables are sharded and learn, and what the model does.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
     "by table": (ShardingType.TABLE_WISE, "SGD", {}),
@@ -58,11 +58,7 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
         {"max_history": 2, "is_weighted": True, "tags": PoolingType.SUM},
     ),
     "single lookup": (ShardingType.TABLE_WISE, "SGD", {"single_lookup": True}),
-    "encoder layers": (
-        ShardingType.TABLE_WISE,
-        "SGD",
-        {"encoder_layers": 1, "encoder_causal": True, "user_column": True},
-    ),
+    "encoder layers": (ShardingType.TABLE_WISE, "SGD", ENCODED),
 }
 
 
@@ -255,17 +251,16 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
     return made
 
 
-def scorer_of_requests(tables: str, device: torch.device, **options: Any) -> Scorer:
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("tables", "options"), [("fp32", ENCODED), ("int8", {})], ids=["fp32, encoded", "int8"]
+)
+def test_traced_scripted_and_exported(
+    tables: str, options: dict[str, Any], device: torch.device, fake_classes
+):
     scorer = Scorer(OfRequests(make_model(**REQUESTS, **options).model).to(device)).eval()
     if tables == "int8":
         quantize_inference_model(scorer, quantization_dtype=QUANTIZED[tables][0])
-    return scorer
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tables", ["fp32", "int8"])
-def test_traced_scripted_and_exported(tables: str, device: torch.device, fake_classes):
-    scorer = scorer_of_requests(tables, device)
     expected = [scorer(*batch) for batch in inputs(device)]
     traced = trace(scorer)
     dynamic = torch.export.Dim.DYNAMIC
@@ -283,45 +278,3 @@ def test_traced_scripted_and_exported(tables: str, device: torch.device, fake_cl
             len(logits) > 0 or tables == "fp32"
         ):  # exported lookups of int8 take no batch without ids
             assert torch.equal(program(*batch), logits)
-
-
-class Both(nn.Module):
-    """A scorer of samples and one of requests: a library of two takes little longer than of one."""
-
-    def __init__(self, of_samples: Scorer, of_requests: Scorer) -> None:
-        super().__init__()
-        self.of_samples, self.of_requests = of_samples, of_requests
-
-    def forward(self, samples: tuple[Tensor, ...], requests: tuple[Tensor, ...]) -> list[Tensor]:
-        return [self.of_samples(*samples), self.of_requests(*requests)]
-
-
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
-)
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("of_samples", "of_requests"),
-    [("fp32", "int8"), pytest.param("int8", "fp32", marks=pytest.mark.gpu)],
-)
-def test_compiled_ahead_of_time(
-    of_samples: str, of_requests: str, device: torch.device, tmp_path: Path, fake_classes
-):
-    both = Both(
-        make_scorer(of_samples, device, tags=PoolingType.SUM),
-        scorer_of_requests(of_requests, device, tags=PoolingType.SUM),
-    )
-    batches = [*zip(inputs_of_samples(device)[::2], inputs(device), strict=True)]
-    expected = [both(*batch) for batch in batches]
-    dynamic = torch.export.Dim.DYNAMIC
-    shapes = ({0: dynamic}, {0: dynamic}, {1: dynamic})
-    program = torch.export.export(both, batches[0], dynamic_shapes=(shapes, shapes), strict=False)
-    package = torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(tmp_path / "scorers.pt2"),
-        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # in half the time
-    )
-    compiled = torch._inductor.aoti_load_package(package)
-    for batch, logits in zip(batches, expected, strict=True):
-        if len(logits[1]) > 0 or of_requests == "fp32":  # as exported ones
-            torch.testing.assert_close(compiled(*batch), logits)
