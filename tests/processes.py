@@ -38,7 +38,8 @@ def fork_server() -> None:
         for descriptor in {*os.listdir("/dev/fd")}.difference(before, map(str, passed)):
             with contextlib.suppress(OSError):  # of the listing itself
                 os.close(int(descriptor))
-        sys.stdout, sys.stderr = (open(x, "w", buffering=1, closefd=False) for x in (1, 2))
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         forkserver._forkserver.__init__()  # its lock is held
         try:
             exec(arguments[-1])
