@@ -15,6 +15,7 @@ from triton import knobs
 
 from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
+from tests.processes import fork_server, start_method
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.kernels.common import tile_list
@@ -58,6 +59,14 @@ def pytest_collection_finish() -> None:
     """What is imported and collected stays, and takes a third of a second to look through."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop() -> Iterator[None]:
+    """Nothing has run yet: what is forked is as a process that has imported the same."""
+    if start_method() == "forkserver":
+        fork_server()
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

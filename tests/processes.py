@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.multiprocessing as mp
-
-mp.set_forkserver_preload(["matplotlib.pyplot", "tests.torchrec.two_ranks", "torchmetrics"])
 
 
 def start_method() -> str:
@@ -26,6 +26,30 @@ def start_method() -> str:
     it gets its own CUDA_VISIBLE_DEVICES.
     """
     return "spawn" if torch.cuda.is_available() else "forkserver"
+
+
+def fork_server() -> None:
+    """Fork this process, which has imported all that tests do, as the server of "forkserver"."""
+    before = os.listdir("/dev/fd")
+
+    def fork(path: str, arguments: list[str], passed: list[int]) -> int:
+        if (pid := os.fork()) != 0:
+            return pid
+        for descriptor in {*os.listdir("/dev/fd")}.difference(before, map(str, passed)):
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(int(descriptor))
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        forkserver._forkserver.__init__()  # its lock is held
+        try:
+            exec(arguments[-1])
+        finally:
+            os._exit(0)  # at the end there is SystemExit
+
+    resource_tracker.ensure_running()
+    mp.set_forkserver_preload([])
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 @contextlib.contextmanager
@@ -59,13 +83,20 @@ def run_script(
 
 
 def _run_script(
-    script: Path, options: list[str], env: dict[str, str], cwd: Path, printed: list[Path]
+    script: Path, options: Sequence[str], env: dict[str, str], cwd: Path, printed: list[Path]
 ) -> None:
-    gc.freeze()  # what is imported
     os.setsid()
-    mp.set_start_method(None, force=True)  # not ours: the system's
     for descriptor, path in enumerate(printed, start=1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
+    run_in_this_process(script, options, env, cwd)
+
+
+def run_in_this_process(
+    script: Path, options: Sequence[str], env: dict[str, str], cwd: Path
+) -> None:
+    """Run ``script`` as if this process, which is for nothing else, had been started for it."""
+    gc.freeze()  # what is imported
+    mp.set_start_method(None, force=True)  # not ours: the system's
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

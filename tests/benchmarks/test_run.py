@@ -90,12 +90,12 @@ def test_list_of_a_suite_prints_all_its_names(suite, capsys):
 
 
 def with_one_case_of_each_kind(suite):
-    """Of default cases that are the same once they are made tiny, and but for numbers in names."""
+    """Of default cases that differ in nothing but numbers of their names, above one."""
     kinds = {}
     for case in (suite.cases[name] for name in suite.default or suite.cases):
-        numbers = r"(?!)" if "-x" in case.name else r"\d+"  # how often a row is shared counts
-        kind = replace(run.shrink(case), name=re.sub(numbers, "", case.name), large=False)
-        kinds.setdefault(kind, case)
+        words = re.sub(r"[\d.]+k?", "", case.name)
+        one = case.num_targets == 1, case.name.endswith("-x1"), case.lengths == 1
+        kinds.setdefault((words, case.dtype, *one), case)
     return replace(suite, cases={case.name: case for case in kinds.values()}, default=())
 
 

@@ -1,6 +1,8 @@
 """``examples/serve_dlrm.py``: from a training's checkpoint to scores of a compiled model."""
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import os
@@ -33,11 +35,13 @@ from serve_dlrm import (
 )
 from torch import Tensor
 from torchrec.inference.modules import quantize_inference_model
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.pt2.utils import deregister_fake_classes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from train_dlrm import build_model
 
-from tests.processes import run_code, run_script
+from tests.processes import run_script
+from tests.torchrec.two_ranks import make_batch, make_model
 from torchrec_jagged_attn import HistoryCache
 from torchrec_jagged_attn.testing import assert_close
 
@@ -55,11 +59,7 @@ SHAPES = {  # candidates and history rows
 }
 
 
-ENVIRONMENT = os.environ | {
-    "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0",  # in half the time
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-}
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -217,10 +217,11 @@ def test_a_batch_that_the_cache_does_not_hold_is_scored_in_parts(run: Path):
     assert_scores(scores, plain, in_fp64(run, scorer), batch)
 
 
-@pytest.mark.parametrize("cache", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("cache", ["fp32", "int8"])
 def test_the_exported_model_takes_histories_from_a_cache(
     run: Path, cache: str, device: torch.device, fake_classes: None
 ):
+    """One in bf16 is compiled below."""
     scorer, requests, features = loaded(run, device, cache)
     smaller = make_cache(features, device)
     quantize_inference_model(scorer)
@@ -295,6 +296,7 @@ def test_the_exported_model_takes_any_candidates_and_history(
         np.testing.assert_array_equal(scores, expected)
 
 
+COMPILE_QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # in half the time
 packages_load = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
 )
@@ -302,13 +304,26 @@ packages_load = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The compiled model, and what the script prints."""
-    package = tmp_path_factory.mktemp("package") / "scorer.pt2"
-    options = [f"--run={run}", f"--package={package}", "--times=3", "--top=4", "--explain=2"]
+    """Where the script leaves the compiled model, with a cache, and what it prints."""
+    folder, printed = tmp_path_factory.mktemp("served"), io.StringIO()
+    options = [f"--run={run}", f"--package={folder}/scorer.pt2", f"--triton={folder}", "--times=3"]
+    options += ["--cache=bf16", "--cache-mib=2", "--top=4", "--explain=2"]
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(COMPILE_QUICKLY):
+        patch.setattr(sys, "argv", ["serve_dlrm.py", *options])
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        with contextlib.redirect_stdout(printed):
+            serve_dlrm.main(serve_dlrm.parse_args())
+    deregister_fake_classes()
+    return folder, printed.getvalue()
+
+
+def test_the_script_says_nothing_but_its_results(run: Path):
+    """In a process of its own, with the exported model as it is, and no cache."""
+    options = [f"--run={run}", "--no-compile", "--times=1"]
     done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return package, done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "exported, int8" in done.stdout
+    assert "One request, 1 times, on cpu" in done.stdout
 
 
 @packages_load
@@ -342,19 +357,64 @@ def test_what_the_best_candidates_look_at_is_printed(run: Path, served: tuple[Pa
 
 
 @packages_load
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_compiled_model_takes_any_candidates_and_history(
-    run: Path, served: tuple[Path, str], shape: str
-):
-    package, _ = served
-    scorer, requests, _ = loaded(run, CPU)
+def test_the_compiled_model_takes_any_candidates_and_history(run: Path, served: tuple[Path, str]):
+    """From a cache."""
+    folder, _ = served
+    scorer, requests, features = loaded(run, CPU, "bf16")
     quantize_inference_model(scorer)
-    request = request_of(*SHAPES[shape])
-    plain = scores_of(scorer, requests, request)
-    compiled = Server(torch._inductor.aoti_load_package(str(package)), requests)
-    scores, milliseconds = score(compiled, request)
-    assert_scores([scores], [plain], in_fp64(run, scorer), [request])
-    assert milliseconds > 0
+    compiled = torch._inductor.aoti_load_package(str(folder / "scorer.pt2"))
+    servers = [Server(x, requests, make_cache(features, CPU)) for x in (scorer, compiled)]
+    exact = in_fp64(run, scorer)
+    for user, (candidates, history) in enumerate(SHAPES.values()):
+        request = request_of(candidates, history)
+        request["user"] = {**REQUEST["user"], "id": user, "events": history}
+        (plain, _), (scores, milliseconds) = (score(server, request) for server in servers)
+        assert_scores([scores], [plain], exact, [request])
+        assert milliseconds > 0
+
+
+class Both(torch.nn.Module):
+    """A scorer, and a collection of samples: one library of both takes half as long as two."""
+
+    def __init__(self, scorer: Scorer, collection: torch.nn.Module) -> None:
+        super().__init__()
+        self.scorer, self.collection = scorer, collection
+        self.keys = make_batch(0, 0).sparse_features.keys()
+
+    def forward(self, requests: tuple[Tensor, ...], ids: Tensor, lengths: Tensor) -> list[Tensor]:
+        samples = KeyedJaggedTensor(self.keys, ids, lengths=lengths.flatten())
+        return [self.scorer(*requests), self.collection(samples).values()]
+
+
+@packages_load
+@torch.no_grad()
+def test_compiled_without_a_cache(
+    run: Path, device: torch.device, tmp_path: Path, fake_classes: None
+):
+    """Jagged candidates from int8 tables; and one candidate a sample, from those of a training."""
+    scorer, requests, _ = loaded(run, device)
+    quantize_inference_model(scorer)
+    model = make_model(tags=PoolingType.SUM).to(device)
+    both = Both(scorer, model.model.sparse_arch.embedding_bag_collection)
+    made = [request_of(*shape) for shape in SHAPES.values()]
+    batches = []
+    for step, request in enumerate(made):
+        samples = make_batch(step, 0).sparse_features.to(device)
+        lengths = samples.lengths().view(len(both.keys), -1)
+        batches.append((requests.tensors([requests.check(request)]), samples.values(), lengths))
+    expected = [both(*batch) for batch in batches]
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = (({0: dynamic}, {0: dynamic}, {1: dynamic}), {0: dynamic}, {1: dynamic})
+    program = torch.export.export(both, batches[0], dynamic_shapes=shapes, strict=False)
+    path = tmp_path / "both.pt2"
+    with torch._inductor.config.patch(COMPILE_QUICKLY):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    compiled, exact = torch._inductor.aoti_load_package(str(path)), in_fp64(run, scorer)
+    for request, batch, (plain, of_samples) in zip(made, batches, expected, strict=True):
+        scores, actual = compiled(*batch)
+        of_requests = ([x[: len(request["candidates"])].cpu().numpy()] for x in (scores, plain))
+        assert_scores(*of_requests, exact, [request])
+        torch.testing.assert_close(actual, of_samples)
 
 
 TRITON_STUB = """
@@ -401,30 +461,19 @@ for batch in json.load(open(requests)):
 
 
 @packages_load
-def test_triton_loads_the_compiled_model(
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_triton_loads_the_compiled_model(run: Path, served: tuple[Path, str], tmp_path: Path):
     """As far as a stub of its Python backend goes: scores, a cache, and one bad request."""
-    options = [f"--run={run}", f"--package={tmp_path}/scorer.pt2", f"--triton={tmp_path}"]
-    options += ["--times=1", "--cache=bf16", "--cache-mib=2"]
-    monkeypatch.setattr(sys, "argv", ["serve_dlrm.py", *options])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    compile_quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # as in ENVIRONMENT
-    try:
-        with torch._inductor.config.patch(compile_quickly):
-            serve_dlrm.main(serve_dlrm.parse_args())
-    finally:
-        deregister_fake_classes()
-    assert f"for Triton: {tmp_path / 'serve_dlrm'}" in capsys.readouterr().out
+    folder, printed = served
+    assert f"for Triton: {folder / 'serve_dlrm'}" in printed
 
     batches = [*visits(), [REQUEST, {**REQUEST, "user": {"id": "x"}}]]
     (tmp_path / "requests.json").write_text(json.dumps(batches))
     (tmp_path / "triton_python_backend_utils.py").write_text(TRITON_STUB)
-    paths = [str(tmp_path / name) for name in ("serve_dlrm", "", "requests.json")]
-    done = run_code(CALL_AS_TRITON, argv=tuple(paths), OMP_NUM_THREADS="1")
+    script = tmp_path / "call_as_triton.py"
+    script.write_text(CALL_AS_TRITON)
+    paths = [str(x) for x in (folder / "serve_dlrm", tmp_path, tmp_path / "requests.json")]
+    done = run_script(script, *paths, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
     *responses, (last, error) = [json.loads(line) for line in done.stdout.splitlines()]
 
     scorer, requests, features = loaded(run, CPU, "bf16")

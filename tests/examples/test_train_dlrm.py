@@ -39,10 +39,17 @@ from events import (
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from planted import planted_log
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.processes import run_script, started_script, variables_of_ranks
+from tests.processes import (
+    run_in_this_process,
+    run_script,
+    start_method,
+    started_script,
+    variables_of_ranks,
+)
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -411,7 +418,7 @@ def assert_log_equal(log, other):
 
 
 SCRIPT = ROOT / "examples" / "train_dlrm.py"
-OPTIONS = ["--users=60", "--batch-size=256", "--max-history=50", "--no-dropout"]
+OPTIONS = ["--users=40", "--batch-size=256", "--max-history=50", "--no-dropout"]
 POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
@@ -505,18 +512,23 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(finished, tmp_pa
         np.testing.assert_allclose(result["losses"], one[pooling]["losses"], rtol=1e-4)
 
 
-def test_two_ranks_with_even_shares_train_as_one_does(finished, balanced, tmp_path):
+def run_as_rank(options: tuple[str, ...]) -> None:
+    """The script in a process that torchrun's agent has started."""
+    of_agent = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK")}
+    run_in_this_process(SCRIPT, options, environment() | of_agent, Path.cwd())
+
+
+def test_two_ranks_of_torchrun_with_even_shares_train_as_one_does(
+    finished, balanced, tmp_path, monkeypatch
+):
+    """Its agent starts them as processes that have imported all."""
     assert balanced[1].returncode == 0, balanced[1].stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    options = [f"--out={tmp_path}", *OPTIONS, "--epochs=1", "--pooling=attention", "--balance"]
-    process = subprocess.run(
-        [*torchrun, SCRIPT, *options],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert process.returncode == 0, process.stderr
+    options = (f"--out={tmp_path}", *OPTIONS, "--epochs=1", "--pooling=attention", "--balance")
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    config.run_id, config.max_restarts, config.start_method = "balanced", 0, start_method()
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # or the agent sets it
+    with ThreadPoolExecutor(1) as thread:  # where it sets no handlers of signals
+        thread.submit(elastic_launch(config, run_as_rank), options).result(timeout=180)
     one, two = (results(out)["attention"]["losses"] for out in (balanced[0], tmp_path))
     np.testing.assert_allclose(two, one[: len(two)], rtol=1e-4)
     assert len(one) == len(results(finished[0])["attention"]["losses"])

@@ -12,6 +12,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.combinations import each_and_one_more
 from tests.modules.test_embedding_bag_collection import (
     NUM_IDS,
     SCENARIOS,
@@ -104,8 +105,7 @@ def to_samples(scenario: Scenario, batch: Batch) -> Batch:
     }
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(("name", "lengths"), each_and_one_more(REQUESTS, LENGTHS))
 def test_values_and_gradients(name: str, lengths: str, device: torch.device):
     scenario = REQUESTS[name]
     batch = make_requests(scenario, *LENGTHS[lengths])

@@ -96,14 +96,7 @@ def assert_near(actual: nn.Module, expected: nn.Module, device: torch.device) ->
         torch.testing.assert_close(actual(*batch), expected(*batch))
 
 
-tables = pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
-packages_load = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 crashed when it loaded a package, of any module"
-)
-quantized_tables = pytest.mark.parametrize("tables", list(QUANTIZED))
-
-
-@quantized_tables
+@pytest.mark.parametrize("tables", QUANTIZED)
 def test_quantized_tables(tables: str, device: torch.device):
     """As tables of the rows that the quantized ones give."""
     quantized = make_scorer(tables, device)
@@ -141,13 +134,13 @@ def trace(model: nn.Module) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(model, graph)
 
 
-@tables
+@pytest.mark.parametrize("tables", ["fp32", "int8 to fp16"])  # others are scripted below, sharded
 def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
     scorer = make_scorer(tables, device)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     scripted = torch.jit.script(traced)
-    if tables == "fp32":  # others are scripted without a file below, where they are sharded
+    if tables == "fp32":
         assert_equal(scripted, scorer, device)
     torch.jit.save(scripted, tmp_path / "scorer.pt")
     assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
@@ -183,7 +176,7 @@ def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device)
         assert torch.equal(scripted(target, history), expected)
 
 
-@quantized_tables
+@pytest.mark.parametrize("tables", ["int8", "int4"])
 def test_sharded_for_inference(tables: str, device: torch.device):
     scorer = make_scorer(tables, device)
     set_propogate_device(True)  # or it asks CUDA for a device
@@ -222,7 +215,7 @@ def exported(tables: str, device: torch.device) -> torch.export.ExportedProgram:
     return export(make_scorer(tables, device), device, strict=False)
 
 
-@tables
+@pytest.mark.parametrize("tables", ["fp32", "int8 to fp16", "int4"])  # int8 is that of requests
 def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classes):
     scorer = make_scorer(tables, device)
     program = exported(tables, device)
@@ -234,31 +227,17 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
 
 
 @pytest.mark.parametrize(
-    ("options", "strict"),
-    [({}, False), ({"encoder_causal": True, "encoder_window": 3, "user_column": True}, True)],
+    "options",
+    [{}, {"encoder_causal": True, "encoder_window": 3, "user_column": True}],
     ids=["all", "window"],
 )
-def test_encoder_layers(options: dict[str, Any], strict: bool, device: torch.device):
+def test_encoder_layers(options: dict[str, Any], device: torch.device):
+    """Those of a window are exported strictly in a test of requests."""
     scorer = make_scorer("fp32", device, encoder_layers=2, **options)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     assert_equal(torch.jit.script(traced), scorer, device)
-    assert_equal(export(scorer, device, strict).module(), scorer, device)
-
-
-@packages_load
-@pytest.mark.parametrize(
-    "tables",
-    ["fp32", pytest.param("int8", marks=pytest.mark.gpu)],  # on a CPU, serve_dlrm.py's are int8
-)
-def test_compiled_ahead_of_time(tables: str, device: torch.device, tmp_path: Path, fake_classes):
-    scorer = make_scorer(tables, device, tags=PoolingType.SUM)
-    package = torch._inductor.aoti_compile_and_package(
-        export(scorer, device, strict=False),
-        package_path=str(tmp_path / "scorer.pt2"),
-        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # in half the time
-    )
-    assert_near(torch._inductor.aoti_load_package(package), scorer, device)
+    assert_equal(export(scorer, device, strict=False).module(), scorer, device)
 
 
 def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):

@@ -46,6 +46,7 @@ COUNTS = [
     ([4, 2], [0, 1, 0, 7, 3]),
     ([0, 0, 0, 0], [0, 0, 0, 0]),
 ]
+ENCODED = {"encoder_layers": 1, "encoder_causal": True, "encoder_window": 3, "user_column": True}
 # How tables are sharded and learn, and what the model does.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
     "by table": (ShardingType.TABLE_WISE, "SGD", {}),
@@ -57,11 +58,7 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
         {"max_history": 2, "is_weighted": True, "tags": PoolingType.SUM},
     ),
     "single lookup": (ShardingType.TABLE_WISE, "SGD", {"single_lookup": True}),
-    "encoder layers": (
-        ShardingType.TABLE_WISE,
-        "SGD",
-        {"encoder_layers": 1, "encoder_causal": True, "user_column": True},
-    ),
+    "encoder layers": (ShardingType.TABLE_WISE, "SGD", ENCODED),
 }
 
 
@@ -255,9 +252,13 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tables", ["fp32", "int8"])
-def test_traced_scripted_and_exported(tables: str, device: torch.device, fake_classes):
-    scorer = Scorer(OfRequests(make_model(**REQUESTS).model).to(device)).eval()
+@pytest.mark.parametrize(
+    ("tables", "options"), [("fp32", ENCODED), ("int8", {})], ids=["fp32, encoded", "int8"]
+)
+def test_traced_scripted_and_exported(
+    tables: str, options: dict[str, Any], device: torch.device, fake_classes
+):
+    scorer = Scorer(OfRequests(make_model(**REQUESTS, **options).model).to(device)).eval()
     if tables == "int8":
         quantize_inference_model(scorer, quantization_dtype=QUANTIZED[tables][0])
     expected = [scorer(*batch) for batch in inputs(device)]
