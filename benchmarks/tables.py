@@ -328,7 +328,7 @@ def are_there(results: Sequence[str], folder: Path = RESULTS) -> bool:
 def _filled(template: str, values: list[str]) -> str:
     """A cell, without those of its parts, between commas, that name their unit and have no figure.
 
-    A dash if no figure of the cell is known.
+    A dash if no figure of the cell is known. A mean of one seed has no error, and stands alone.
     """
     if {*values} == {"–"}:
         return "–"
@@ -336,7 +336,7 @@ def _filled(template: str, values: list[str]) -> str:
     for part in template.split(", "):
         own = [*itertools.islice(rest, part.count("{}"))]
         if {*own} != {"–"} or re.fullmatch(r"[{}() ]+", part):
-            parts.append(part.format(*own))
+            parts.append(part.format(*own).removesuffix(" ± –"))
     return ", ".join(parts)
 
 

@@ -80,11 +80,15 @@ def write_curves(folder: Path) -> None:
 
 
 def write_trainings(folder: Path) -> None:
-    """A file of ``quality.py``: the second learning rate is better, and trained with two seeds."""
+    """A file of ``quality.py``: the second learning rate is better, and trained with two seeds, but
+    for one case.
+    """
     rows = []
     for i, pooling in enumerate(POOLINGS):
         for max_history in (50, 200):
             for lr, seed in ((1e-3, 0), (3e-3, 0), (3e-3, 1)):
+                if (pooling, max_history, seed) == ("none", 200, 1):
+                    continue
                 auc = 0.7 + i / 100 + seed / 1000
                 rows.append({
                     "data": "data/ml-1m", "max_history": max_history, "pooling": pooling, "lr": lr,

@@ -344,7 +344,7 @@ def test_curves_end_in_a_table(results):
 def test_the_best_of_each_pooling_with_its_standard_error(results):
     rows = cells_of(tables.figures_table(TABLES["quality"], results))
     assert rows["pooling"] == [f"MovieLens-1M, up to {n} events" for n in (50, 200)]
-    assert rows["no history"] == ["0.7005 ± 0.0005"] * 2
+    assert rows["no history"] == ["0.7005 ± 0.0005", "0.7"]  # the other of one seed
     assert len(rows) == 1 + len(POOLINGS)
 
 
