@@ -21,15 +21,3 @@ def each_pair(*axes: Iterable) -> list[tuple]:
         chosen.append(max(left, key=lambda combination: len(left[combination] & missing)))
         missing -= left[chosen[-1]]
     return [tuple(axis[i] for axis, i in zip(axes, c, strict=True)) for c in chosen]
-
-
-def each_and_one_more(first: Iterable, others: Iterable) -> list[tuple]:
-    """Each of ``first`` with the first of the others, and with one more, which take turns.
-
-    Example:
-        >>> each_and_one_more("ab", "xyz")
-        [('a', 'x'), ('a', 'y'), ('b', 'x'), ('b', 'z')]
-    """
-    always, *others = others
-    turns = itertools.cycle(others)
-    return [(one, other) for one in first for other in (always, next(turns))]

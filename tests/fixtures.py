@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop() -> Iterator[None]:
     """Nothing has run yet: what is forked is as a process that has imported the same."""
-    if start_method() == "forkserver":
+    if start_method() == "forkserver" and sys.platform == "linux":  # elsewhere, threads forbid it
         fork_server()
     return (yield)
 
@@ -163,8 +163,8 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 
 
 def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
-    """``torch.library.opcheck``; interpreted, gradients are only taken, not traced: that is alike
-    with any kernels.
+    """``torch.library.opcheck``; interpreted, gradients are not traced, which is alike with any
+    kernels, but taken, and finite.
     """
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if not knobs.runtime.interpret:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
@@ -42,9 +43,12 @@ def fork_server() -> None:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         forkserver._forkserver.__init__()  # its lock is held
         try:
-            exec(arguments[-1])
+            with contextlib.suppress(SystemExit):  # at its end
+                exec(arguments[-1])
+        except BaseException:
+            traceback.print_exc()
         finally:
-            os._exit(0)  # at the end there is SystemExit
+            os._exit(0)
 
     resource_tracker.ensure_running()
     mp.set_forkserver_preload([])

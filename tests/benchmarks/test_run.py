@@ -90,7 +90,9 @@ def test_list_of_a_suite_prints_all_its_names(suite, capsys):
 
 
 def with_one_case_of_each_kind(suite):
-    """Of default cases that differ in nothing but numbers of their names, above one."""
+    """One default case for each name without its numbers, each dtype, and whether targets, places
+    of a row and lengths are one.
+    """
     kinds = {}
     for case in (suite.cases[name] for name in suite.default or suite.cases):
         words = re.sub(r"[\d.]+k?", "", case.name)

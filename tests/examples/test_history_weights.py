@@ -16,6 +16,7 @@ def test_from_ids_to_a_picture_of_weights(monkeypatch):
     (training,) = (source for source in cells if steps in source)
     # Weights need not be well trained.
     cells[cells.index(training)] = training.replace("200", "20")
+    plt.close("all")  # what other tests have drawn
     shown = []
     monkeypatch.setattr(plt, "show", lambda: shown.extend(map(plt.figure, plt.get_fignums())))
     monkeypatch.chdir(EXAMPLES)
@@ -24,9 +25,10 @@ def test_from_ids_to_a_picture_of_weights(monkeypatch):
         for source in cells:  # one holds sums by its weights against the output
             assert not shown
             exec(source, names)
+        (picture,) = shown
+        assert picture.axes
+        picture.canvas.draw()
     finally:
         logging.disable(logging.NOTSET)
         plt.close("all")
-    (picture,) = shown
     assert "plot_weights(" in cells[-1]
-    assert picture.axes

@@ -308,12 +308,17 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
     folder, printed = tmp_path_factory.mktemp("served"), io.StringIO()
     options = [f"--run={run}", f"--package={folder}/scorer.pt2", f"--triton={folder}", "--times=3"]
     options += ["--cache=bf16", "--cache-mib=2", "--top=4", "--explain=2"]
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(COMPILE_QUICKLY):
+    complaints = io.StringIO()
+    with contextlib.ExitStack() as left:
+        left.callback(deregister_fake_classes)
+        patch = left.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "argv", ["serve_dlrm.py", *options])
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        with contextlib.redirect_stdout(printed):
-            serve_dlrm.main(serve_dlrm.parse_args())
-    deregister_fake_classes()
+        left.enter_context(torch._inductor.config.patch(COMPILE_QUICKLY))
+        left.enter_context(contextlib.redirect_stdout(printed))
+        left.enter_context(contextlib.redirect_stderr(complaints))
+        serve_dlrm.main(serve_dlrm.parse_args())
+    assert complaints.getvalue() == ""
     return folder, printed.getvalue()
 
 

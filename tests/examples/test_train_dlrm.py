@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -526,9 +527,14 @@ def test_two_ranks_of_torchrun_with_even_shares_train_as_one_does(
     options = (f"--out={tmp_path}", *OPTIONS, "--epochs=1", "--pooling=attention", "--balance")
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
     config.run_id, config.max_restarts, config.start_method = "balanced", 0, start_method()
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # or the agent sets it
-    with ThreadPoolExecutor(1) as thread:  # where it sets no handlers of signals
-        thread.submit(elastic_launch(config, run_as_rank), options).result(timeout=180)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # undone, for the agent sets it
+    ended = []
+    agent = threading.Thread(  # in which it sets no handlers of signals
+        target=lambda: ended.append(elastic_launch(config, run_as_rank)(options)), daemon=True
+    )
+    agent.start()
+    agent.join(timeout=180)
+    assert ended, "the agent failed, or has not ended"
     one, two = (results(out)["attention"]["losses"] for out in (balanced[0], tmp_path))
     np.testing.assert_allclose(two, one[: len(two)], rtol=1e-4)
     assert len(one) == len(results(finished[0])["attention"]["losses"])

@@ -1287,10 +1287,14 @@ def test_attention_weights_at_edges(lengths, device):
 @pytest.mark.parametrize(
     ("name", "jagged"),
     [
+        ("ages", False),
         ("another-width", True),
-        ("no-recency", False),
-        ("explicit", True),  # with ages
-        ("explicit-all-widths", False),
+        ("another-target-width", False),
+        ("no-recency", True),
+        ("explicit", True),
+        ("explicit-another-width", False),
+        ("explicit-all-widths", True),
+        ("rows", False),
         ("rows", True),
         ("explicit-rows", False),
     ],

@@ -150,9 +150,11 @@ def test_many_targets_take_explicit_keys_and_values(num_targets, device):
 @pytest.mark.parametrize(
     ("name", "jagged"),
     [
+        ("ages", False),
         ("another-width", True),
         ("rows", False),
-        ("explicit", False),  # with ages
+        ("explicit", True),
+        ("explicit-rows", False),
         ("explicit-rows", True),
     ],
 )

@@ -551,6 +551,8 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
     grad_out = torch.randn_like(inputs["query"])
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
+    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
     poisoned = {name: value.clone() for name, value in inputs.items()}
     bounds = inputs["offsets"].tolist()

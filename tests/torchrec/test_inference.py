@@ -134,13 +134,13 @@ def trace(model: nn.Module) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(model, graph)
 
 
-@pytest.mark.parametrize("tables", ["fp32", "int8 to fp16"])  # others are scripted below, sharded
+@pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
 def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
     scorer = make_scorer(tables, device)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     scripted = torch.jit.script(traced)
-    if tables == "fp32":
+    if tables == "fp32":  # others are scripted without a file below, where they are sharded
         assert_equal(scripted, scorer, device)
     torch.jit.save(scripted, tmp_path / "scorer.pt")
     assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
@@ -176,7 +176,7 @@ def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device)
         assert torch.equal(scripted(target, history), expected)
 
 
-@pytest.mark.parametrize("tables", ["int8", "int4"])
+@pytest.mark.parametrize("tables", QUANTIZED)
 def test_sharded_for_inference(tables: str, device: torch.device):
     scorer = make_scorer(tables, device)
     set_propogate_device(True)  # or it asks CUDA for a device
@@ -215,7 +215,7 @@ def exported(tables: str, device: torch.device) -> torch.export.ExportedProgram:
     return export(make_scorer(tables, device), device, strict=False)
 
 
-@pytest.mark.parametrize("tables", ["fp32", "int8 to fp16", "int4"])  # int8 is that of requests
+@pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
 def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classes):
     scorer = make_scorer(tables, device)
     program = exported(tables, device)
@@ -227,17 +227,16 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"encoder_causal": True, "encoder_window": 3, "user_column": True}],
+    ("options", "strict"),
+    [({}, False), ({"encoder_causal": True, "encoder_window": 3, "user_column": True}, True)],
     ids=["all", "window"],
 )
-def test_encoder_layers(options: dict[str, Any], device: torch.device):
-    """Those of a window are exported strictly in a test of requests."""
+def test_encoder_layers(options: dict[str, Any], strict: bool, device: torch.device):
     scorer = make_scorer("fp32", device, encoder_layers=2, **options)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     assert_equal(torch.jit.script(traced), scorer, device)
-    assert_equal(export(scorer, device, strict=False).module(), scorer, device)
+    assert_equal(export(scorer, device, strict).module(), scorer, device)
 
 
 def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):

@@ -46,7 +46,7 @@ COUNTS = [
     ([4, 2], [0, 1, 0, 7, 3]),
     ([0, 0, 0, 0], [0, 0, 0, 0]),
 ]
-ENCODED = {"encoder_layers": 1, "encoder_causal": True, "encoder_window": 3, "user_column": True}
+ENCODED = {"encoder_layers": 1, "encoder_causal": True, "user_column": True}
 # How tables are sharded and learn, and what the model does.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
     "by table": (ShardingType.TABLE_WISE, "SGD", {}),
@@ -253,7 +253,9 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("tables", "options"), [("fp32", ENCODED), ("int8", {})], ids=["fp32, encoded", "int8"]
+    ("tables", "options"),
+    [("fp32", {}), ("fp32", ENCODED | {"encoder_window": 3}), ("int8", {})],
+    ids=["fp32", "fp32, encoded", "int8"],
 )
 def test_traced_scripted_and_exported(
     tables: str, options: dict[str, Any], device: torch.device, fake_classes

@@ -422,7 +422,7 @@ def test_rows_by_index(shape, num_rows, dtype, launched):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_dropout_of_rows_by_index(num_targets, launched):
-    inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=3000, num_targets=num_targets)
+    inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300, num_targets=num_targets)
     num_places = sum(LENGTHS)
     assert_rows_are_dropped(OVER_ROWS, inputs, num_places, torch.device("cpu"))
     num_query_rows = len(LENGTHS) * num_targets
