@@ -587,14 +587,14 @@ def test_tables_keep_every_field_they_share():
 
 
 def test_attentions_keep_what_restrains_them():
-    config = plain_config(
-        "item", "hist", row_dropout=0.1, dropout=0.2, output_dropout=0.3, length_power=True
-    )
+    dropouts = {"row_dropout": 0.1, "dropout": 0.2, "output_dropout": 0.3}
+    config = plain_config("item", "hist", **dropouts, length_power=True, feed_forward=True)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,) = collection.pooling.attentions
-    for name in ("row_dropout", "dropout", "output_dropout"):
-        assert getattr(attention, name) == getattr(config, name), name
+    for name, p in dropouts.items():
+        assert getattr(attention, name) == p, name
     assert attention.length_power.shape == (attention.embed_dim,)
+    assert attention.linear1 is not None
 
 
 def test_encoder_layers_drop_no_rows_unless_told():
@@ -603,7 +603,12 @@ def test_encoder_layers_drop_no_rows_unless_told():
     (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
     assert (attention.row_dropout, attention.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
     assert attention.length_power is not None
-    assert layer.self_attn.row_dropout == 0
+    assert (layer.self_attn.row_dropout, layer.dropout.p) == (0, 0)
+    config = dataclasses.replace(config, encoder_dropout=0.1, row_dropout=0.3, dropout=0.2)
+    collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
+    ((layer,),) = collection.pooling.encoders
+    dropouts = layer.self_attn.row_dropout, layer.self_attn.dropout, layer.dropout.p
+    assert dropouts == (0.3, 0.2, 0.1)
 
 
 def test_table_without_feature_names_serves_its_own_name():
@@ -740,6 +745,16 @@ REFUSED = {
         [ITEM],
         [plain_config("item", "hist", encoder_causal=True)],
         "encoder_causal must go with encoder_layers, at least 1, got 0",
+    ),
+    "dropout-without-encoder": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_dropout=0.1)],
+        "encoder_dropout must go with encoder_layers, at least 1, got 0",
+    ),
+    "encoder-dropout": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_layers=1, encoder_dropout=1.0)],
+        "encoder_dropout must be at least 0 and below 1, got 1.0",
     ),
     "user-column-without-encoder": (
         [ITEM],

@@ -760,8 +760,9 @@ class OfTensors(nn.Module):
 
 
 def test_exports_without_a_value_projection(road, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, **road)
-    nn.init.normal_(module.length_power)
+    module = JaggedTargetAttention(16, 2, value_projection=False, feed_forward=True, **road)
+    for parameter in (module.length_power, module.linear2.weight):
+        nn.init.normal_(parameter)
     module = OfTensors(module).to(device).eval()
     shapes = [{0: torch.export.Dim.DYNAMIC}] * 3
 
@@ -1756,8 +1757,9 @@ def test_each_restraint_is_left_out_by_its_option():
 
 
 def test_restrained_modules_are_compiled_once_and_traced(device):
-    module = JaggedTargetAttention(64, 2, device=device)
-    torch.nn.init.normal_(module.length_power)
+    module = JaggedTargetAttention(64, 2, feed_forward=True, device=device)
+    for parameter in (module.length_power, module.linear2.weight):
+        nn.init.normal_(parameter)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)
@@ -1774,29 +1776,44 @@ def test_restrained_modules_are_compiled_once_and_traced(device):
     torch.testing.assert_close(traced(target, history), module(target, history))
 
 
-# Powers of the length
+# Powers of the length, and a feed-forward network
 
 
-def with_length_power(device, **options):
-    """A module, and one without the power whose other parameters are the same."""
+AFTER_THE_SUM = ["length_power", "feed_forward"]
+
+
+def with_one_option(name, device, **options):
+    """A module, one without the option whose other parameters are the same, and of the option."""
     torch.manual_seed(0)
-    module = plain_attention(16, 2, length_power=True, device=device, **options)
+    module = plain_attention(16, 2, **{name: True}, device=device, **options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     without = plain_attention(16, 2, device=device, **options)
     state = module.state_dict()
-    del state["length_power"]
-    without.load_state_dict(state)
-    return module, without
+    own = [dict(module.named_parameters())[key] for key in state.keys() - without.state_dict()]
+    without.load_state_dict({key: state[key] for key in without.state_dict()})
+    return module, without, own
 
 
+def by_hand(name, module, plain, length):
+    """What the option makes of ``plain``; an empty history counts as one row."""
+    length = length.clamp(min=1).to(plain)
+    if name == "length_power":
+        return plain * length ** module.length_power.to(plain)
+    first, second = (x.weight.T.to(plain) for x in (module.linear1, module.linear2))
+    bias = module.linear1.bias.to(plain)
+    hidden = F.gelu(plain @ first + bias) - F.gelu(bias)
+    return plain + length / (length + 100) * (hidden @ second)
+
+
+@pytest.mark.parametrize("name", AFTER_THE_SUM)
 @pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])
 @pytest.mark.parametrize("targets", ["one", "three", "jagged"])
-def test_length_power(targets, value_projection, device):
-    module, without = with_length_power(device, value_projection=value_projection)
+def test_values_and_gradients_after_the_sum(name, targets, value_projection, device):
+    module, without, own = with_one_option(name, device, value_projection=value_projection)
     lengths = [5, 0, 40, 1]
     target, history = example(module, lengths, device, jagged=targets == "jagged")
-    length = torch.tensor(lengths, device=device).clamp(min=1)
+    length = torch.tensor(lengths, device=device)
     if targets == "jagged":
         length = length.repeat_interleave(target.lengths())[:, None]
     elif targets == "three":
@@ -1804,26 +1821,39 @@ def test_length_power(targets, value_projection, device):
     else:
         length, target = length[:, None], target[:, 0]
     rows = history.values().requires_grad_()
-    out = module(target, history)
-    expected = without(target, history) * length**module.length_power
+    out, expected = (
+        module(target, history),
+        by_hand(name, module, without(target, history), length),
+    )
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
-    gradients = [
-        torch.autograd.grad(x, [rows, module.length_power], weights) for x in (out, expected)
-    ]
+    gradients = [torch.autograd.grad(x, [rows, *own], weights) for x in (out, expected)]
     torch.testing.assert_close(*gradients)
 
 
-def test_length_power_starts_at_zero_which_changes_nothing(device):
-    module, without = with_length_power(device)
+@pytest.mark.parametrize("name", AFTER_THE_SUM)
+def test_what_is_after_the_sum_changes_nothing_at_first(name, device):
+    module, without, _ = with_one_option(name, device)
     module.reset_parameters()
     without.load_state_dict(module.state_dict(), strict=False)
     arguments = example(module, [5, 0, 40], device)
     assert torch.equal(module(*arguments), without(*arguments))
 
 
-def test_length_power_travels(device):
-    module, _ = with_length_power(device)
+@pytest.mark.parametrize("name", AFTER_THE_SUM)
+def test_empty_histories_stay_zeros(name, device):
+    """Also one whose rows are all removed."""
+    module, _, _ = with_one_option(name, device)
+    target, history = example(module, [3, 0, 4], device)
+    weights = torch.tensor([1.0] * 3 + [0.0] * 4, device=device)
+    out = module(target, history, prior_weights=weights)
+    assert out[0].all()
+    assert not out[1:].any()
+
+
+@pytest.mark.parametrize("name", AFTER_THE_SUM)
+def test_what_is_after_the_sum_travels(name, device):
+    module, _, _ = with_one_option(name, device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)
     for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
@@ -1832,15 +1862,19 @@ def test_length_power_travels(device):
             torch.testing.assert_close(same(*arguments), module(*arguments))
 
 
-def test_length_power_keeps_the_dtype(device):
+@pytest.mark.parametrize("name", AFTER_THE_SUM)
+def test_what_is_after_the_sum_keeps_the_dtype(name, device):
     for dtype in supported_dtypes(device):
-        module, without = with_length_power(device, dtype=dtype)
+        module, without, _ = with_one_option(name, device, dtype=dtype)
         target, history = example(module, [5, 0, 300], device)
         history = JaggedTensor(history.values().to(dtype), lengths=history.lengths())
         out, plain = module(target, history), without(target, history)
-        length = torch.tensor([5, 1, 300], device=device).view(3, 1, 1)
-        expected = (plain * length ** module.length_power.double()).to(dtype)
-        torch.testing.assert_close(out, expected)
+        length = torch.tensor([5, 0, 300], device=device).view(3, 1, 1)
+        assert_close(
+            out,
+            by_hand(name, module, plain.double(), length),
+            by_hand(name, module, plain, length).to(dtype),
+        )
 
 
 # Errors
@@ -1949,12 +1983,16 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ),
         ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
         ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
-        (
-            {"length_power": True, "score": "silu", "prior_weights": None},
-            ValueError,
-            "length_power must be None or False unless score is 'softmax', got 'silu'",
+        *(
+            (
+                {name: True, "score": "silu", "prior_weights": None},
+                ValueError,
+                f"{name} must be left out unless score is 'softmax', got 'silu'",
+            )
+            for name in AFTER_THE_SUM
         ),
         ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
+        ({"feed_forward": None}, TypeError, "feed_forward must be a bool, got None"),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
             for name in ("row_dropout", "dropout", "output_dropout")

@@ -9,6 +9,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.checks import check_window
 from torchrec_jagged_attn.modules.target_attention import check_codes, ids_of_codes
+from torchrec_jagged_attn.ops.dropout import drops_of
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
@@ -50,6 +51,8 @@ class TargetAttentionConfig:
         encoder_causal: whether in these layers a row sees itself and older rows only.
         encoder_window: how many rows a row of ``encoder_causal`` layers sees at most, itself and
             the newest older ones. ``None`` for all.
+        encoder_dropout: while training, the probability that an element of what these layers add
+            to a row is set to zero; the ``dropout`` of :class:`HistoryEncoderLayer`.
         user_column: whether the newest row of the encoded history is put out, too, which depends on
             no target: under one more key of the output, ``user@`` and the output's key of the
             (first) history. It is as wide as the histories together, and zeros where a history is
@@ -69,6 +72,8 @@ class TargetAttentionConfig:
             set to zero, by the length of its history; as in :class:`JaggedTargetAttention`.
         length_power: whether an attention's output is multiplied by a learned power of the length
             of its history; as in :class:`JaggedTargetAttention`.
+        feed_forward: whether a feed-forward network of an attention's output is added to it, by
+            the length of its history; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -109,6 +114,8 @@ class TargetAttentionConfig:
     history_codes: DiscretePCA | SemanticIds | None = None
     output_dropout: float | None = None
     length_power: bool | None = None
+    feed_forward: bool = False
+    encoder_dropout: float = 0.0
 
     @property
     def targets(self) -> list[str]:
@@ -209,9 +216,10 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         )
     if config.encoder_layers < 0:
         raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
-    if config.encoder_layers == 0 and (config.encoder_causal or config.user_column):
-        name = "encoder_causal" if config.encoder_causal else "user_column"
-        raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
+    drops_of(config.encoder_dropout, "encoder_dropout")
+    for name in ("encoder_causal", "encoder_dropout", "user_column"):
+        if getattr(config, name) and config.encoder_layers == 0:
+            raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
     check_window(config.encoder_window, config.encoder_causal, "encoder_window", "encoder_causal")
     if config.max_history is not None and not isinstance(config.max_history, int):
         raise TypeError(f"max_history must be an int or None, got {config.max_history!r}")

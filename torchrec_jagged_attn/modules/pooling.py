@@ -116,6 +116,7 @@ class TargetAttentionPooling(nn.Module):
                     HistoryEncoderLayer(
                         attention.width,
                         config.num_heads,
+                        dropout=config.encoder_dropout,
                         causal=config.encoder_causal,
                         window=config.encoder_window,
                         recency_bias=config.recency_bias,
@@ -142,6 +143,7 @@ class TargetAttentionPooling(nn.Module):
                 dropout=config.dropout,
                 output_dropout=config.output_dropout,
                 length_power=config.length_power,
+                feed_forward=config.feed_forward,
                 history_codes=config.history_codes,
                 hidden_dims=config.hidden_dims,
                 activation=config.activation,
