@@ -89,6 +89,7 @@ POOLINGS = {
     "din": "DIN's activation unit, padded",
     "attention-din": 'the same fused, with recency (`score="din"`)',
     "attention": "attention, as it comes",
+    "attention-feed-forward": "attention, `feed_forward=True`",
     "attention-dropout": "attention, `output_dropout=0.0, length_power=False`",
     "attention-unrestrained": "attention, that and `row_dropout=0.0`",
     "attention-values": "attention, `value_projection=True`",
@@ -99,6 +100,7 @@ POOLINGS = {
     "attention-sigmoid": 'attention, `score="sigmoid"`',
     "encoder+attention": "a self-attention layer, then attention",
     "causal-encoder": "two causal self-attention layers, the last row",
+    "causal-encoder-dropout": "the same, `dropout=0.1`",
     "sim": "attention over the 16 most similar rows",
 }
 """Those of ``quality.py``, in words."""

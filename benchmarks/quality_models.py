@@ -165,10 +165,10 @@ class PaddedAttention(nn.Module):
 class CausalEncoder(nn.Module):
     """Layers of causal self-attention; the newest row is the user."""
 
-    def __init__(self, width: int, layers: int = 2) -> None:
+    def __init__(self, width: int, layers: int = 2, **options) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            *(HistoryEncoderLayer(width, HEADS, causal=True) for _ in range(layers))
+            *(HistoryEncoderLayer(width, HEADS, causal=True, **options) for _ in range(layers))
         )
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
@@ -216,6 +216,9 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
     "attention": lambda width, half_life, max_history: Attention(width),
+    "attention-feed-forward": lambda width, half_life, max_history: Attention(
+        width, feed_forward=True
+    ),
     "attention-dropout": lambda width, half_life, max_history: Attention(
         width, output_dropout=0.0, length_power=False
     ),
@@ -235,6 +238,9 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-sigmoid": lambda width, half_life, max_history: Attention(width, score="sigmoid"),
     "encoder+attention": lambda width, half_life, max_history: Attention(width, layers=1),
     "causal-encoder": lambda width, half_life, max_history: CausalEncoder(width),
+    "causal-encoder-dropout": lambda width, half_life, max_history: CausalEncoder(
+        width, dropout=0.1
+    ),
     "sim": lambda width, half_life, max_history: Similar(width, max_history),
 }
 """By name: from width, half-life of recency and events of a history at most, to what pools."""
