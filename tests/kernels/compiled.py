@@ -1,4 +1,4 @@
-"""Every kernel compiles for the GPUs that it is for, on a machine that has none.
+"""What compiles every kernel for the GPUs that it is for, on a machine that has none.
 
 The ops take CPU tensors as an A100 or an H100 would, and what they launch is compiled instead. So
 CI sees faults of layouts, registers and shared memory that no interpreter does. Triton's cache
@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -48,8 +47,6 @@ from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
 from torchrec_jagged_attn.ops import selection as ops_of_selection
 from torchrec_jagged_attn.replay.recording import Recorder
-
-pytestmark = pytest.mark.reference  # nothing is compiled where kernels are interpreted
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
 NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # how their modules' names begin
@@ -366,7 +363,6 @@ CASES = {
     "selection of the newest": Case((90,), "selection", lambda: selection(None)),
     "unit, fp32": Case((80, 90), "activation_unit", lambda: unit(FP32)),
 }
-RUNS = [(name, arch) for name, case in CASES.items() for arch in case.archs]
 TYPES = {  # of parameters in PTX
     "pointer": {"u64"},
     "expression": {"u32", "u64"},
@@ -391,6 +387,11 @@ FITS = {
     "selection of the newest",
 }  # registers hold all
 SPILLS = {"unit": 160, "unit, wide": 160}  # at most so many bytes of them are in memory
+
+
+def cases_of(arch: int) -> list[str]:
+    """Names of those that are compiled for it."""
+    return [name for name, case in CASES.items() if arch in case.archs]
 
 
 def launches_of(name: str, launches: list[Launch]) -> list[Launch]:
@@ -437,8 +438,8 @@ def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[str]:
     return [kind for kind, *_ in packed]
 
 
-@pytest.mark.parametrize(("name", "arch"), RUNS)
-def test_compiles(name: str, arch: int) -> None:
+def assert_compiles(name: str, arch: int) -> None:
+    """All that a call launches compiles for ``arch``, and fits in what a program may take."""
     with ops_on(arch) as launches:
         found = launches_of(name, launches)
         assert found
@@ -456,23 +457,8 @@ def test_compiles(name: str, arch: int) -> None:
                 assert stack_bytes(compiled) <= SPILLS[name], label(kernel)
 
 
-def test_launches_of_a_layer() -> None:
-    """No more of them without a projection of values: other kernels are in the same places."""
-    names = {}
-    for value_projection in (True, False):
-        with ops_on(90) as launches:
-            layer(value_projection)
-            names[value_projection] = [x.kernel.fn.__name__ for x in launches]
-    in_place_of = {
-        "_own_columns_kernel": "_from_heads_kernel",
-        "_spread_columns_kernel": "_to_heads_kernel",
-    }
-    assert {*in_place_of} <= {*names[False]}
-    assert [in_place_of.get(name, name) for name in names[False]] == names[True]
-
-
-@pytest.mark.parametrize("arch", SHARED_MEMORY)
-def test_every_kernel_is_compiled(arch: int) -> None:
+def assert_every_kernel_is_compiled(arch: int) -> None:
+    """None that is for ``arch`` is launched by no case."""
     names = [x.name for x in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     missing = {
         label(x.kernel)
@@ -481,10 +467,9 @@ def test_every_kernel_is_compiled(arch: int) -> None:
         if type(x) is Launcher and isinstance(x.kernel, JITFunction)
     }
     assert missing
-    for name, of_arch in RUNS:
-        if of_arch == arch:
-            with ops_on(arch) as launches:
-                missing -= {label(x.kernel) for x in launches_of(name, launches)}
+    for name in cases_of(arch):
+        with ops_on(arch) as launches:
+            missing -= {label(x.kernel) for x in launches_of(name, launches)}
     if arch < 90:
         missing = {x for x in missing if not x.split(".")[1].startswith(NEED_AN_H100)}
     assert not missing
