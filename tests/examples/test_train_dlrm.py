@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 import train_dlrm
 from checkpoint import (
     CheckpointError,
@@ -528,13 +529,20 @@ def test_two_ranks_of_torchrun_with_even_shares_train_as_one_does(
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
     config.run_id, config.max_restarts, config.start_method = "balanced", 0, start_method()
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # undone, for the agent sets it
-    ended = []
-    agent = threading.Thread(  # in which it sets no handlers of signals
-        target=lambda: ended.append(elastic_launch(config, run_as_rank)(options)), daemon=True
-    )
+    results_of_ranks = []
+
+    def launch() -> None:
+        try:
+            results_of_ranks.append(elastic_launch(config, run_as_rank)(options))
+        except Exception as error:
+            results_of_ranks.append(error)
+
+    agent = threading.Thread(target=launch, daemon=True)  # where it sets no handlers of signals
     agent.start()
     agent.join(timeout=180)
-    assert ended, "the agent failed, or has not ended"
+    for rank in mp.active_children():  # if it has not ended
+        rank.kill()
+    assert results_of_ranks == [{0: None, 1: None}]
     one, two = (results(out)["attention"]["losses"] for out in (balanced[0], tmp_path))
     np.testing.assert_allclose(two, one[: len(two)], rtol=1e-4)
     assert len(one) == len(results(finished[0])["attention"]["losses"])

@@ -1456,8 +1456,9 @@ def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
 
 
 def test_stays_whole_under_dynamic_quantization():
-    """Of linear layers, which would take the weight that the op reads out of ``out_proj``."""
-    module = projected(16, 2)
+    """Of linear layers, which would take the weights that are read out of them."""
+    module = projected(16, 2, feed_forward=True)
+    nn.init.normal_(module.linear2.weight)
     arguments = example(module, [5, 0, 40])
     quantized_module = torch.ao.quantization.quantize_dynamic(module)
     assert torch.equal(quantized_module(*arguments), module(*arguments))
@@ -1842,13 +1843,17 @@ def test_what_is_after_the_sum_changes_nothing_at_first(name, device):
 
 @pytest.mark.parametrize("name", AFTER_THE_SUM)
 def test_empty_histories_stay_zeros(name, device):
-    """Also one whose rows are all removed."""
+    """Also one whose rows are all removed, compiled, and in half precision."""
     module, _, _ = with_one_option(name, device)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     target, history = example(module, [3, 0, 4], device)
     weights = torch.tensor([1.0] * 3 + [0.0] * 4, device=device)
-    out = module(target, history, prior_weights=weights)
-    assert out[0].all()
-    assert not out[1:].any()
+    for same in (module, compiled):
+        for dtype in (None, torch.bfloat16):
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                out = same(target, history, prior_weights=weights)
+            assert out[0].any()
+            assert not out[1:].any()
 
 
 @pytest.mark.parametrize("name", AFTER_THE_SUM)
@@ -1987,7 +1992,7 @@ def zeros(lengths, width=8, dtype=torch.float32):
             (
                 {name: True, "score": "silu", "prior_weights": None},
                 ValueError,
-                f"{name} must be left out unless score is 'softmax', got 'silu'",
+                f"{name} must not be True unless score is 'softmax', got score='silu'",
             )
             for name in AFTER_THE_SUM
         ),
@@ -1998,6 +2003,7 @@ def zeros(lengths, width=8, dtype=torch.float32):
             for name in ("row_dropout", "dropout", "output_dropout")
             for p in (-0.1, 1.0)
         ),
+        ({"dropout": "0.1"}, TypeError, "dropout must be a number, got '0.1'"),
         (
             {"value_projection": False, "history_dim": 12},
             ValueError,

@@ -52,7 +52,8 @@ class TargetAttentionConfig:
         encoder_window: how many rows a row of ``encoder_causal`` layers sees at most, itself and
             the newest older ones. ``None`` for all.
         encoder_dropout: while training, the probability that an element of what these layers add
-            to a row is set to zero; the ``dropout`` of :class:`HistoryEncoderLayer`.
+            to a row, or of their hidden rows, is set to zero: the ``dropout`` of
+            :class:`HistoryEncoderLayer`.
         user_column: whether the newest row of the encoded history is put out, too, which depends on
             no target: under one more key of the output, ``user@`` and the output's key of the
             (first) history. It is as wide as the histories together, and zeros where a history is

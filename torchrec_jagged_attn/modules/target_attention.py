@@ -56,7 +56,7 @@ __all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
 ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
 """What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
 HALF_TRUSTED = 100.0
-"""Rows of a history of which its ``feed_forward`` counts half; likewise."""
+"""Rows of a history of which its ``feed_forward`` counts half."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -77,7 +77,7 @@ class JaggedTargetAttention(nn.Module):
     and softmax drops the constant. With ``H`` heads that is ``H`` times the arithmetic for each
     pair of a target and a row, so that many targets are better served by explicit keys and values,
     made once for each row. The attention of a sample with an empty history is zero: with a
-    value projection, its output is the bias of ``out_proj``.
+    value projection, its output is the bias of ``out_proj``, and what ``feed_forward`` makes of it.
 
     Args:
         embed_dim: ``E``, width of outputs.
@@ -139,10 +139,11 @@ class JaggedTargetAttention(nn.Module):
             whose values are not projected.
         feed_forward: whether a feed-forward network ``f`` of the output ``y`` is added to it, ``n /
             (n + 100) · (f(y) - f(0))`` of a history of ``n`` rows (an empty one counts as one),
-            before outputs are dropped. So the sum of few rows is taken as it is, and that of many
-            is read anew: the weight is Bühlmann's credibility. Of ``f(y) = W_2 gelu(W_1 y + b_1)``,
-            parameters are ``linear1.weight`` ``[2E, E]``, ``linear1.bias`` ``[2E]`` and
-            ``linear2.weight`` ``[E, 2E]``, which starts at zero.
+            after ``length_power`` and before outputs are dropped. So the sum of few rows is taken
+            as it is, and that of many is read anew: the weight is Bühlmann's credibility. Prior
+            weights and dropout do not change ``n``. Of ``f(y) = W_2 gelu(W_1 y + b_1)``, parameters
+            are ``linear1.weight`` ``[2E, E]``, ``linear1.bias`` ``[2E]`` and ``linear2.weight``
+            ``[E, 2E]``, which starts at zero.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -219,7 +220,7 @@ class JaggedTargetAttention(nn.Module):
         for name, value in (("length_power", length_power), ("feed_forward", feed_forward)):
             if value and score != "softmax":
                 raise ValueError(
-                    f"{name} must be left out unless score is 'softmax', got {score!r}"
+                    f"{name} must not be True unless score is 'softmax', got score={score!r}"
                 )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -707,7 +708,9 @@ def _feed_forward(
     half: float = HALF_TRUSTED,
 ) -> Tensor:
     """``pooled`` and what a network makes of it, the more of this the longer a history is."""
-    made = F.linear(F.gelu(F.linear(pooled, first, bias)) - F.gelu(bias), second)
+    # Not a product with a bias, which rounds it: what it makes of zeros must be zeros.
+    hidden = F.gelu(F.linear(pooled, first) + bias) - F.gelu(bias)
+    made = F.linear(hidden.to(pooled.dtype), second)
     return (pooled + made * (length / (length + half))).to(pooled.dtype)
 
 

@@ -1,6 +1,8 @@
 """``draw_dropout``: which rows and which weights attention leaves out while it trains."""
 
 # torch.jit.script reads annotations, so they are no strings here.
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ __all__ = ["draw_dropout", "drops_of"]
 
 def drops_of(p: float, name: str) -> int:
     """How many of 2^32 draws drop, with a probability ``p`` below one, the argument ``name``."""
+    if not isinstance(p, Real):
+        raise TypeError(f"{name} must be a number, got {p!r}")
     if not 0 <= p < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {p!r}")
     return int(p * 2**32)
