@@ -70,7 +70,7 @@ from end_to_end_models import (
     share_tables,
 )
 from end_to_end_peers import LADDER, PROVIDERS, check_attentions, in_a_line, replays_of
-from end_to_end_results import SIZES, add, ladder_table, matching, stamp, step_table
+from end_to_end_results import SIZES, add, ladder_table, matching, measured_with, step_table
 from end_to_end_trace import Trace, attentions_of, marked_attentions
 from options import HelpFormatter, number, writable_file
 
@@ -241,7 +241,7 @@ class Measurement:
     ) -> None:
         self.sizes, self.device, self.csv, self.traces = sizes, device, csv, traces
         self.cuda_graph = cuda_graph
-        self.label = {**labels_of(sizes, cuda_graph), **stamp()}
+        self.label = {**labels_of(sizes, cuda_graph), **measured_with()}
         self.trainings: dict[str, Training] = {}
         self.tables: dict[tuple, Tensor] = {}
         self.left: list[str] = []

@@ -26,7 +26,7 @@ import torch
 from end_to_end import Training, add_sizes, clear_memory, labels_of, sizes_of
 from end_to_end_models import CLIP, Sizes, process_group
 from end_to_end_peers import PROVIDERS, in_a_line
-from end_to_end_results import add, by_provider, matching, stamp
+from end_to_end_results import add, by_provider, matching, measured_with
 from options import HelpFormatter, writable_file
 
 SEARCHED = ("padded", "padded-din", "fbgemm-sll", "linear-varlen", "ours")
@@ -97,7 +97,7 @@ def search(csv: Path, name: str, first: Sizes, field: str, device: torch.device)
         beyond = min(size for size, reason in reasons.items() if reason)
         row = {"metric": metric, "median": found * factor, "unit": unit,
                "note": f"{beyond * factor}: {reasons[beyond]}{more}"}  # fmt: skip
-        add(csv, [{**labels(first), **stamp(), "provider": name, **row}])
+        add(csv, [{**labels(first), **measured_with(), "provider": name, **row}])
 
     try:
         largest(fits, getattr(first, field))

@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from end_to_end_models import make_pipeline, process_group
 from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection, replays_of
-from end_to_end_results import add, matching, stamp
+from end_to_end_results import add, matching, measured_with
 from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, training_batches
 from movielens import read_movielens
 from options import HelpFormatter, number, writable_file
@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
             rows = []
             try:
                 for point in curve(PROVIDERS[name], events, args.epochs, device, table_lr):
-                    label = {**suite, **stamp(), "case": f"{data}-{point.epoch:.1f}",
+                    label = {**suite, **measured_with(), "case": f"{data}-{point.epoch:.1f}",
                              "provider": name, "batch": BATCH // gpus, "width": WIDTH}  # fmt: skip
                     for (mode, metric), value in point.figures.items():
                         unit = "nats" if metric == "loss" else metric.upper()

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import math
-import platform
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-import triton
 from end_to_end_peers import LADDER, PROVIDERS
 from end_to_end_trace import PARTS
+from stamps import stamp
 
-import torchrec_jagged_attn
-
-__all__ = ["SIZES", "add", "by_provider", "ladder_table", "matching", "stamp", "step_table"]
+__all__ = ["SIZES", "add", "by_provider", "ladder_table", "matching", "measured_with", "step_table"]
 
 SIZES = ("batch", "histories", "width", "heads", "table_rows", "skew")
 COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit", "note",
@@ -26,16 +21,9 @@ COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80"
            "gpu", "torch", "triton", "torchrec", "torchrec_jagged_attn", "date")  # fmt: skip
 
 
-def stamp() -> dict[str, str]:
-    """What figures are measured with."""
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "torchrec": importlib.metadata.version("torchrec"),
-        "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
+def measured_with() -> dict[str, str]:
+    """See :func:`stamp`."""
+    return stamp("cuda" if torch.cuda.is_available() else "cpu", "triton", "torchrec")
 
 
 def add(csv: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -52,7 +40,7 @@ def matching(csv: Path, labels: dict[str, Any]) -> pd.DataFrame:
     frame = pd.DataFrame(columns=[*COLUMNS])
     if csv.exists():
         frame = pd.read_csv(csv, dtype={"note": str}).fillna({"note": ""})
-    for name, value in {**labels, "gpu": stamp()["gpu"]}.items():
+    for name, value in {**labels, "gpu": measured_with()["gpu"]}.items():
         frame = frame[frame[name] == value]
     return frame
 

@@ -31,13 +31,10 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import gzip
-import importlib.metadata
 import itertools
 import multiprocessing
-import platform
 import re
 import sys
 import threading
@@ -64,8 +61,8 @@ from options import writable_file
 from quality_logs import first_users, is_kuairand, is_taobao, read_kuairand, read_taobao
 from quality_models import POOLINGS, Ranker
 from quality_results import SCORES, comparison
+from stamps import stamp
 
-import torchrec_jagged_attn
 from torchrec_jagged_attn import JaggedLayout
 
 MADE_UP = "made-up"
@@ -535,15 +532,10 @@ def workers(jobs: int, device: str) -> concurrent.futures.Executor:
     return concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
 
 
-def stamp(device: str) -> dict[str, str]:
+def taken_with(device: str) -> dict[str, str]:
     """What figures were taken with."""
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "torchrec": importlib.metadata.version("torchrec"),
-        "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
+    measured = stamp(device, "torchrec")
+    return {"device": measured.pop("gpu"), **measured}
 
 
 def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
@@ -562,7 +554,7 @@ def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
 
 def append(csv: Path | None, figures: dict[str, Any], device: str) -> dict[str, Any]:
     """``figures`` and what they were taken with, which go to the end of a file, if one is named."""
-    line = figures | stamp(device)
+    line = figures | taken_with(device)
     if csv is not None:
         row, begins = pd.DataFrame([line]), not csv.exists()
         csv.parent.mkdir(parents=True, exist_ok=True)
@@ -575,7 +567,7 @@ def append(csv: Path | None, figures: dict[str, Any], device: str) -> dict[str, 
 def write(csv: Path, lines: Iterable[dict[str, Any]] | pd.DataFrame, device: str) -> None:
     """Write ``lines``, and what they were taken with, in a folder that is made if it must be."""
     csv.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(lines).assign(**stamp(device)).to_csv(csv, index=False)
+    pd.DataFrame(lines).assign(**taken_with(device)).to_csv(csv, index=False)
 
 
 def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:

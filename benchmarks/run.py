@@ -18,14 +18,12 @@ host alone: of many calls without a wait for the GPU, in both threads, and in on
 
 import argparse
 import contextlib
-import datetime
 import fnmatch
 import functools
 import gc
 import importlib
 import itertools
 import pkgutil
-import platform
 import sys
 import tempfile
 import timeit
@@ -36,7 +34,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-import triton
 from rich.columns import Columns
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -48,9 +45,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 
 import suites
 from figures import make_table, plot, plot_roofline
+from stamps import stamp
 from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
-import torchrec_jagged_attn
 from torchrec_jagged_attn.testing import Case, assert_close, plain_products
 
 QUICK_REPEATS = 2
@@ -499,14 +496,10 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
         return 0
 
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    stamp = {
-        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
+    measured = {
         "fp32_products": "tf32" if args.tf32 else "fp32",
         "backward_in": "the caller's thread" if args.one_thread else "autograd's thread",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **stamp(args.device, "triton"),
     }
     gc.collect()
     gc.freeze()  # what is imported is no garbage, and takes half a second to look through
@@ -518,7 +511,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
         """Add the figures to the CSV that it lacks."""
         nonlocal written
         if args.csv and rows[written:]:
-            frame = pd.DataFrame(rows[written:]).assign(**stamp)
+            frame = pd.DataFrame(rows[written:]).assign(**measured)
             frame.to_csv(args.csv, mode="a" if written else "w", header=not written, index=False)
             written = len(rows)
 
@@ -534,7 +527,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
         progress = show_progress(sum(map(len, cases.values())), console)
         with one_thread, torch.cuda.stream(stream), threads, progress as begin:
             bandwidth = copy_bandwidth(args.device, args.quick)
-            console.print(", ".join(f"{key} {value}" for key, value in stamp.items()))
+            console.print(", ".join(f"{key} {value}" for key, value in measured.items()))
             console.print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
             if args.quick:
                 console.print(
@@ -565,7 +558,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     finally:  # what was measured is kept, also after Ctrl-C
         write()
         if args.plot and rows:
-            frame = pd.DataFrame(rows).assign(**stamp)
+            frame = pd.DataFrame(rows).assign(**measured)
             sweeps = {suite.name: suite.sweep for suite in known.values()}
             plot(frame, args.plot, sweeps)
             peak_flops = PEAK_FLOPS if args.device == "cuda" else np.inf

@@ -19,12 +19,9 @@ histories of log-normal length, to which each visit adds a few events. Requests 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,8 +50,7 @@ from rich.console import Console
 from rich.table import Table
 from scoring import RequestError, Requests, Server
 from serve_dlrm import load_scorer, prepare
-
-import torchrec_jagged_attn
+from stamps import stamp
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -188,12 +184,11 @@ def measure(
     }
 
 
-def stamp(args: argparse.Namespace) -> dict[str, object]:
-    """On what, with what and when figures were measured."""
-    hardware = f"{platform.machine()}, {os.cpu_count()} cores"
-    if torch.cuda.is_available():
-        hardware = torch.cuda.get_device_name()
-    packages = ("triton", "torchrec")
+def describe(args: argparse.Namespace) -> dict[str, object]:
+    """What is measured, on what, with what and when."""
+    measured = stamp("cuda" if torch.cuda.is_available() else "cpu", "triton", "torchrec")
+    if not torch.cuda.is_available():
+        measured["gpu"] += f", {os.cpu_count()} cores"
     return {
         **{
             name: getattr(args, name)
@@ -203,11 +198,7 @@ def stamp(args: argparse.Namespace) -> dict[str, object]:
             )
         },
         "threads": torch.get_num_threads(),
-        "gpu": hardware,
-        "torch": torch.__version__,
-        **{name: importlib.metadata.version(name) for name in packages},
-        "torchrec_jagged_attn": torchrec_jagged_attn.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **measured,
         "note": f"load average {os.getloadavg()[0]:.1f} before",
     }
 
@@ -227,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    described = stamp(args)
+    described = describe(args)
     printed = Table("form", title="p50, p99 and CPU time in milliseconds")
     for column in ("rate/s", "counted", "p50", "p99", "served/s", "batch", "CPU"):
         printed.add_column(column, justify="right")

@@ -116,9 +116,9 @@ def test_what_stands_is_not_measured_again(tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(second.iloc[: len(first)], first, check_dtype=False)
     run(csv, "--providers", "sum", "padded")
     assert len(asked) == 2
-    other = {**end_to_end_results.stamp(), "gpu": "another"}
+    other = {**end_to_end_results.measured_with(), "gpu": "another"}
     for module in (end_to_end, end_to_end_results):
-        monkeypatch.setattr(module, "stamp", lambda: other)
+        monkeypatch.setattr(module, "measured_with", lambda: other)
     run(csv, "--providers", "sum")
     assert asked[2:] == [["sum"]]
     with process_group():

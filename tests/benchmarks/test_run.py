@@ -48,7 +48,7 @@ KERNEL = target_attention_kernel.SUITE
 COLUMNS = [
     *("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit"),
     *("B", "T", "H", "D", "L", "N", "fill", "dtype", "bytes", "flops"),
-    *("gpu", "torch", "triton", "torchrec_jagged_attn", "fp32_products", "backward_in", "date"),
+    *("fp32_products", "backward_in", "gpu", "torch", "triton", "torchrec_jagged_attn", "date"),
 ]
 
 
