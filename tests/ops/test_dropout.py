@@ -1,4 +1,4 @@
-"""Weights that attention drops: which, and what comes of the others."""
+"""Weights that attention drops: which, and what comes of the others; and what drops rows, too."""
 
 import functools
 
@@ -10,7 +10,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
-from tests.ops.test_row_dropout import LENGTHS, make_history, splitmix64
+from tests.ops.test_row_dropout import (
+    LENGTHS,
+    flash_inputs,
+    make_history,
+    seeded,
+    splitmix64,
+    target_inputs,
+)
 from tests.ops.test_target_attention import inputs_of
 from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
@@ -29,7 +36,6 @@ from torchrec_jagged_attn.testing import (
     error_bound,
     flash_attention_oracle,
     flash_attention_plain,
-    offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
     target_attention_plain,
@@ -96,16 +102,6 @@ def test_both_dropouts_are_independent():
     assert abs(both - rows.mean() * 0.5) < 5 * 0.5 / (100 * 250) ** 0.5
 
 
-def seeded(function, **options):
-    """``function``, which draws the same weights each time."""
-
-    def call(*args, **kwargs):
-        torch.manual_seed(5)
-        return function(*args, **kwargs, **options)
-
-    return call
-
-
 def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
     """``[rows, H, N]``: what ``seeded`` calls multiply weights with."""
     torch.manual_seed(5)
@@ -144,35 +140,13 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
     ids=str,
 )
 def test_target_attention(layout, num_targets, dtype, tables, score, device):
-    skip_unless_supported(Case("dropout", 5, 300, 2, 16, dtype=dtype), device)
-    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    num_query_rows = num_targets * len(LENGTHS)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        num_query_rows = 32
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    if tables:
-        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-    else:
-        del inputs["bias"]
+    inputs = target_inputs(layout, num_targets, dtype, tables, device)
+    num_query_rows = 32 if layout == "jagged" else num_targets * len(LENGTHS)
     functions = [
         functools.partial(function, score=score)
         for function in (jagged_target_attention, target_attention_oracle, target_attention_plain)
     ]
     assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(LENGTHS), device)
-
-
-def flash_inputs(lengths, width, dtype, device):
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        name: torch.randn(sum(lengths), heads, width, generator=generator).to(device, dtype)
-        for name, heads in (("q", 4), ("k", 2), ("v", 2))
-    }
-    inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
-    return inputs
 
 
 FLASH = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
@@ -381,8 +355,9 @@ def test_module_of_self_attention(device):
 
 @pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
-def test_scripted(make):
-    module = make(16, 2, row_dropout=0.2, dropout=P)
+@pytest.mark.parametrize(("row_dropout", "dropout"), [(P, 0.0), (0.2, P)])
+def test_scripted(make, row_dropout, dropout):
+    module = make(16, 2, row_dropout=row_dropout, dropout=dropout)
     inputs = [make_history("cpu")]
     if make is JaggedTargetAttention:
         inputs.insert(0, torch.randn(4, 16))
@@ -395,8 +370,9 @@ def test_scripted(make):
 
 @pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
-def test_compiles_once(make):
-    module = make(16, 2, dropout=P)
+@pytest.mark.parametrize("name", ["row_dropout", "dropout"])
+def test_compiles_once(make, name):
+    module = make(16, 2, **{name: P})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for num_rows in (93, 70):
@@ -426,29 +402,30 @@ def test_of_a_collection():
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
-def test_refused(p):
+@pytest.mark.parametrize("name", ["row_dropout", "dropout"])
+def test_refused(name, p):
     q, offsets = torch.randn(93, 1, 16), torch.tensor([0, 70, 70, 73, 93])
+    of_layer = "attention_dropout" if name == "dropout" else name
     calls = (
-        lambda: jagged_target_attention(q[:4], q[:, 0], offsets, dropout=p),
-        lambda: jagged_flash_attention(q, q, q, offsets, dropout=p),
-        lambda: plain_attention(16, 2, dropout=p),
-        lambda: JaggedSelfAttention(16, 2, dropout=p),
-        lambda: HistoryEncoderLayer(16, 2, attention_dropout=p),
+        (name, lambda: jagged_target_attention(q[:4], q[:, 0], offsets, **{name: p})),
+        (name, lambda: jagged_flash_attention(q, q, q, offsets, **{name: p})),
+        (name, lambda: plain_attention(16, 2, **{name: p})),
+        (name, lambda: JaggedSelfAttention(16, 2, **{name: p})),
+        (of_layer, lambda: HistoryEncoderLayer(16, 2, **{of_layer: p})),
     )
-    for call in calls:
-        with pytest.raises(
-            ValueError, match=r"^(attention_)?dropout must be at least 0 and below 1, got"
-        ):
+    for argument, call in calls:
+        with pytest.raises(ValueError, match=f"^{argument} must be at least 0 and below 1, got"):
             call()
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_draws_anew_each_time():
+@pytest.mark.parametrize("name", ["row_dropout", "dropout"])
+def test_a_cuda_graph_draws_anew_each_time(name):
     history = make_history("cuda")
     query, offsets = torch.randn(4, 2, 16, device="cuda"), history.offsets()
 
     def attend():
-        return jagged_target_attention(query, history.values(), offsets, dropout=P)
+        return jagged_target_attention(query, history.values(), offsets, **{name: P})
 
     attend()
     graph = torch.cuda.CUDAGraph()

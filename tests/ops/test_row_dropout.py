@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -62,7 +61,7 @@ def test_as_many_rows_are_dropped_as_asked_for(device):
 
 
 def seeded(function, **options):
-    """``function``, which draws the same rows each time."""
+    """``function``, which draws the same each time."""
 
     def call(*args, **kwargs):
         torch.manual_seed(5)
@@ -90,6 +89,34 @@ def assert_rows_are_dropped(functions, inputs, num_rows, device, p=0.4):
     )
 
 
+def target_inputs(layout, num_targets, dtype, tables, device):
+    """Of target attention over LENGTHS: a ``layout`` of query rows, and tables or a bias."""
+    skip_unless_supported(Case("dropout", 5, 300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    if tables:
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    else:
+        del inputs["bias"]
+    return inputs
+
+
+def flash_inputs(lengths, width, dtype, device):
+    """Of self-attention, with two query heads to each key head."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.randn(sum(lengths), heads, width, generator=generator).to(device, dtype)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
+    return inputs
+
+
 @pytest.mark.parametrize(
     ("layout", "num_targets", "dtype", "tables"),
     [
@@ -104,18 +131,7 @@ def assert_rows_are_dropped(functions, inputs, num_rows, device, p=0.4):
     ids=str,
 )
 def test_target_attention(layout, num_targets, dtype, tables, device):
-    skip_unless_supported(Case("dropout", 5, 300, 2, 16, dtype=dtype), device)
-    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    if tables:
-        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-    else:
-        del inputs["bias"]
+    inputs = target_inputs(layout, num_targets, dtype, tables, device)
     functions = jagged_target_attention, target_attention_oracle, target_attention_plain
     assert_rows_are_dropped(functions, inputs, sum(LENGTHS), device)
 
@@ -127,13 +143,7 @@ def test_target_attention(layout, num_targets, dtype, tables, device):
 )
 def test_flash_attention(mask, width, dtype, device):
     causal, window = mask
-    lengths = [70, 0, 3, 20]
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        name: torch.randn(93, heads, width, generator=generator).to(device, dtype)
-        for name, heads in (("q", 4), ("k", 2), ("v", 2))
-    }
-    inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
+    inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
     functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
     options = {"causal": causal, "window": window}
     functions = [functools.partial(function, **options) for function in functions]
@@ -191,38 +201,6 @@ def test_module_of_self_attention(make, device):
     assert torch.equal(module(history).values(), module(history).values())
 
 
-@pytest.mark.reference  # traced alike with any kernels
-@pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
-def test_scripted(make):
-    module = make(16, 2, row_dropout=0.4)
-    inputs = [make_history("cpu")]
-    if make is JaggedTargetAttention:
-        inputs.insert(0, torch.randn(4, 16))
-    scripted = torch.jit.script(torch.fx.symbolic_trace(module))
-    values = [seeded(function)(*inputs) for function in (module, scripted)]
-    if make is JaggedSelfAttention:
-        values = [value.values() for value in values]
-    torch.testing.assert_close(*values)
-
-
-@pytest.mark.reference  # traced alike with any kernels
-@pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
-def test_compiles_once(make):
-    module = make(16, 2, row_dropout=0.4)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
-    for num_rows in (93, 70):
-        offsets = torch.tensor([0, 20, 20, 30, num_rows])
-        inputs = [JaggedTensor(torch.randn(num_rows, 16), offsets=offsets)]
-        if make is JaggedTargetAttention:
-            inputs.insert(0, torch.randn(4, 16))
-        values = [seeded(function)(*inputs) for function in (module, compiled)]
-        if make is JaggedSelfAttention:
-            values = [value.values() for value in values]
-        torch.testing.assert_close(*values)
-    assert counter.frame_count == 1
-
-
 def test_of_a_collection():
     tables = [
         EmbeddingBagConfig(
@@ -248,39 +226,3 @@ def test_of_a_collection():
         TargetAttentionEmbeddingBagCollection(
             tables, plain_config("item", "history", row_dropout=1.0)
         )
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
-def test_refused(p):
-    history = make_history("cpu")
-    q, offsets = history.values().view(93, 1, 16), history.offsets()
-    calls = (
-        lambda: jagged_target_attention(q[:4], history.values(), offsets, row_dropout=p),
-        lambda: jagged_flash_attention(q, q, q, offsets, row_dropout=p),
-        lambda: plain_attention(16, 2, row_dropout=p),
-        lambda: JaggedSelfAttention(16, 2, row_dropout=p),
-        lambda: HistoryEncoderLayer(16, 2, row_dropout=p),
-    )
-    for call in calls:
-        with pytest.raises(ValueError, match="row_dropout must be at least 0 and below 1, got"):
-            call()
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_draws_anew_each_time():
-    history = make_history("cuda")
-    query, offsets = torch.randn(4, 2, 16, device="cuda"), history.offsets()
-
-    def attend():
-        return jagged_target_attention(query, history.values(), offsets, row_dropout=0.4)
-
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
-    draws = []
-    for _ in range(3):
-        graph.replay()
-        draws.append(out.clone())
-    assert not torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[1], draws[2])
