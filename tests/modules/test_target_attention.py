@@ -503,7 +503,7 @@ def test_fp32_history_with_half_weights(dtype, road, device):
     assert_right(module, inputs, attend_by_sample_in(dtype))
 
 
-@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
+@pytest.mark.parametrize("kind", ["recency", "no-recency", "rows"])
 @pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
 @pytest.mark.parametrize(
     ("device", "dtype"),
@@ -513,8 +513,11 @@ def test_fp32_history_with_half_weights(dtype, road, device):
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_autocast(device, dtype, targets, recency_bias, road):
-    module = module_of_case(CASES["wide-20"], recency_bias=recency_bias, **road)
+def test_autocast(device, dtype, targets, kind, road):
+    if kind == "rows":
+        module = module_of_rows(32, 2, **road)
+    else:
+        module = module_of_case(CASES["wide-20"], recency_bias=kind == "recency", **road)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
 
     def autocast(function):
@@ -671,36 +674,6 @@ def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_
     inputs = {"q_proj_weight": inputs.pop("q_proj_weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
     assert_right(module, inputs, attend_by_sample_in(half))
-
-
-@pytest.mark.parametrize("targets", [None, 3, [0, 3, 1, 0, 2]], ids=["one", "three", "jagged"])
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        ("cpu", torch.bfloat16),
-        pytest.param("cuda", torch.float16, marks=pytest.mark.gpu),
-        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
-    ],
-)
-def test_autocast_without_a_value_projection(device, dtype, targets, road):
-    module = module_of_rows(32, 2, **road)
-    inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
-
-    def autocast(function):
-        def run(**inputs):
-            with torch.autocast(device, dtype):
-                return function(module, **inputs).float()
-
-        return run
-
-    with torch.autocast(device, dtype):
-        assert attend(module, **inputs).dtype == dtype
-    assert_matches_oracle(
-        autocast(attend),
-        lambda **inputs: attend_by_sample(module, **inputs),
-        autocast(attend_by_sample),
-        inputs,
-    )
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
