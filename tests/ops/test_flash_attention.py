@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from tests.combinations import each_pair
+from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
@@ -64,7 +64,7 @@ def inputs_of(
 
 @pytest.mark.parametrize(
     ("name", "kind", "causal"),
-    each_pair(
+    each_pair_if_interpreted(
         [name for name, case in CASES.items() if not case.large],
         ["self", "cross", "biased", "cross and biased"],
         [False, True],

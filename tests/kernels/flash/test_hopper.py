@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.combinations import each_pair
+from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.ops.test_flash_attention import (
     assert_hidden_rows_do_not_matter,
     assert_right,
@@ -56,7 +56,9 @@ def test_windows_on_hopper(window, width, more_keys, hopper):
 
 
 @pytest.mark.parametrize(
-    ("window", "kv_heads", "is_self"), each_pair([1, 7, 33], [1, 2], [False, True]), ids=str
+    ("window", "kv_heads", "is_self"),
+    each_pair_if_interpreted([1, 7, 33], [1, 2], [False, True]),
+    ids=str,
 )
 def test_windows_of_short_samples_on_hopper(window, kv_heads, is_self, hopper):
     device, _ = hopper
@@ -121,7 +123,9 @@ SHORT = [0, 5, 64, 16, 1, 0, 33, 17, 63, 15, 0, 32, 31, 65, 2]
 
 @pytest.mark.parametrize(
     ("causal", "kv_heads", "width", "kv_lengths"),
-    each_pair([False, True], [1, 2], [48, 64], [SHORT, SHORT[::-1], [17] * 15, [0, 40, 3] * 5]),
+    each_pair_if_interpreted(
+        [False, True], [1, 2], [48, 64], [SHORT, SHORT[::-1], [17] * 15, [0, 40, 3] * 5]
+    ),
     ids=str,
 )
 def test_short_samples_on_hopper(causal, kv_heads, width, kv_lengths, hopper):
@@ -236,7 +240,7 @@ def test_heads_packed_with_keys_and_values(hopper):
 
 @pytest.mark.parametrize(
     ("width", "causal", "kv_heads", "is_self"),
-    each_pair([64, 128], [False, True], [1, 2], [True, False]),
+    each_pair_if_interpreted([64, 128], [False, True], [1, 2], [True, False]),
     ids=str,
 )
 def test_relative_bias_on_hopper(width, causal, kv_heads, is_self, hopper):
