@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 from end_to_end_peers import LADDER, PROVIDERS
 from end_to_end_trace import PARTS
 from stamps import stamp
@@ -23,7 +22,7 @@ COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80"
 
 def measured_with() -> dict[str, str]:
     """See :func:`stamp`."""
-    return stamp("cuda" if torch.cuda.is_available() else "cpu", "triton", "torchrec")
+    return stamp("triton", "torchrec")
 
 
 def add(csv: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -534,7 +534,7 @@ def workers(jobs: int, device: str) -> concurrent.futures.Executor:
 
 def taken_with(device: str) -> dict[str, str]:
     """What figures were taken with."""
-    measured = stamp(device, "torchrec")
+    measured = stamp("torchrec", device=device)
     return {"device": measured.pop("gpu"), **measured}
 
 

@@ -499,7 +499,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     measured = {
         "fp32_products": "tf32" if args.tf32 else "fp32",
         "backward_in": "the caller's thread" if args.one_thread else "autograd's thread",
-        **stamp(args.device, "triton"),
+        **stamp("triton", device=args.device),
     }
     gc.collect()
     gc.freeze()  # what is imported is no garbage, and takes half a second to look through

@@ -186,7 +186,7 @@ def measure(
 
 def describe(args: argparse.Namespace) -> dict[str, object]:
     """What is measured, on what, with what and when."""
-    measured = stamp("cuda" if torch.cuda.is_available() else "cpu", "triton", "torchrec")
+    measured = stamp("triton", "torchrec")
     if not torch.cuda.is_available():
         measured["gpu"] += f", {os.cpu_count()} cores"
     return {

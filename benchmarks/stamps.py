@@ -13,13 +13,15 @@ import torchrec_jagged_attn
 __all__ = ["stamp"]
 
 
-def stamp(device: str, *packages: str) -> dict[str, str]:
+def stamp(*packages: str, device: str | None = None) -> dict[str, str]:
     """Columns of a CSV: the GPU, or the kind of processor, versions, and now.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``.
         packages: those whose versions matter beside PyTorch's and ours.
+        device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "torch": torch.__version__,
