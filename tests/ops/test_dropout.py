@@ -10,15 +10,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
-from tests.ops.test_row_dropout import (
-    LENGTHS,
-    flash_inputs,
-    make_history,
-    seeded,
-    splitmix64,
-    target_inputs,
-)
-from tests.ops.test_target_attention import inputs_of
+from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
+from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
@@ -125,22 +118,22 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
 
 @pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
-    ("layout", "num_targets", "dtype", "tables", "score"),
+    ("layout", "num_targets", "dtype", "others", "score"),
     [
-        ("own", 1, torch.float32, True, "softmax"),
-        ("own", 1, torch.bfloat16, False, "softmax"),
-        ("own", 9, torch.float16, True, "softmax"),
-        ("own", 9, torch.float32, False, "silu"),
-        ("own", 40, torch.float16, False, "softmax"),
-        ("own", 40, torch.float32, True, "softmax"),
-        ("shared", 9, torch.bfloat16, True, "softmax"),
-        ("jagged", 9, torch.float32, True, "softmax"),
-        ("jagged", 9, torch.bfloat16, True, "sigmoid"),
+        ("own", 1, torch.float32, "bias, positions", "softmax"),
+        ("own", 1, torch.bfloat16, "", "softmax"),
+        ("own", 9, torch.float16, "bias, positions", "softmax"),
+        ("own", 9, torch.float32, "", "silu"),
+        ("own", 40, torch.float16, "", "softmax"),
+        ("own", 40, torch.float32, "bias, positions", "softmax"),
+        ("shared", 9, torch.bfloat16, "bias, positions", "softmax"),
+        ("jagged", 9, torch.float32, "bias, positions", "softmax"),
+        ("jagged", 9, torch.bfloat16, "bias, positions", "sigmoid"),
     ],
     ids=str,
 )
-def test_target_attention(layout, num_targets, dtype, tables, score, device):
-    inputs = target_inputs(layout, num_targets, dtype, tables, device)
+def test_target_attention(layout, num_targets, dtype, others, score, device):
+    inputs, _ = inputs_of_layout(layout, num_targets, dtype, others, device)
     num_query_rows = 32 if layout == "jagged" else num_targets * len(LENGTHS)
     functions = [
         functools.partial(function, score=score)

@@ -8,8 +8,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported
-from tests.ops.test_target_attention import inputs_of
+from tests.ops.test_target_attention import LENGTHS, inputs_of_layout
 from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
@@ -22,7 +21,6 @@ from torchrec_jagged_attn import (
 from torchrec_jagged_attn.cpu.dropout import dropped_rows
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
-    Case,
     assert_matches_oracle,
     flash_attention_oracle,
     flash_attention_plain,
@@ -31,8 +29,6 @@ from torchrec_jagged_attn.testing import (
     target_attention_oracle,
     target_attention_plain,
 )
-
-LENGTHS = [300, 0, 3, 64, 1]
 
 
 def splitmix64(seed: int, counter: int) -> int:
@@ -89,23 +85,6 @@ def assert_rows_are_dropped(functions, inputs, num_rows, device, p=0.4):
     )
 
 
-def target_inputs(layout, num_targets, dtype, tables, device):
-    """Of target attention over LENGTHS: a ``layout`` of query rows, and tables or a bias."""
-    skip_unless_supported(Case("dropout", 5, 300, 2, 16, dtype=dtype), device)
-    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    if tables:
-        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-    else:
-        del inputs["bias"]
-    return inputs
-
-
 def flash_inputs(lengths, width, dtype, device):
     """Of self-attention, with two query heads to each key head."""
     generator = torch.Generator().manual_seed(0)
@@ -118,20 +97,20 @@ def flash_inputs(lengths, width, dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_targets", "dtype", "tables"),
+    ("layout", "num_targets", "dtype", "others"),
     [
-        ("own", 1, torch.float32, True),
-        ("own", 1, torch.bfloat16, False),
-        ("own", 9, torch.float16, True),
-        ("own", 9, torch.float32, False),
-        ("own", 40, torch.float16, False),
-        ("shared", 9, torch.bfloat16, True),
-        ("jagged", 9, torch.float32, True),
+        ("own", 1, torch.float32, "bias, positions"),
+        ("own", 1, torch.bfloat16, ""),
+        ("own", 9, torch.float16, "bias, positions"),
+        ("own", 9, torch.float32, ""),
+        ("own", 40, torch.float16, ""),
+        ("shared", 9, torch.bfloat16, "bias, positions"),
+        ("jagged", 9, torch.float32, "bias, positions"),
     ],
     ids=str,
 )
-def test_target_attention(layout, num_targets, dtype, tables, device):
-    inputs = target_inputs(layout, num_targets, dtype, tables, device)
+def test_target_attention(layout, num_targets, dtype, others, device):
+    inputs, _ = inputs_of_layout(layout, num_targets, dtype, others, device)
     functions = jagged_target_attention, target_attention_oracle, target_attention_plain
     assert_rows_are_dropped(functions, inputs, sum(LENGTHS), device)
 

@@ -7,18 +7,15 @@ import torch
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.fixtures import skip_unless_supported
-from tests.ops.test_target_attention import inputs_of
+from tests.ops.test_target_attention import inputs_of, inputs_of_layout
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.testing import (
-    Case,
     assert_matches_oracle,
     outputs_and_gradients,
     target_attention_oracle,
     target_attention_plain,
 )
 
-LENGTHS = [300, 0, 3, 64, 1]
 FUNCTIONS = jagged_target_attention, target_attention_oracle, target_attention_plain
 
 
@@ -44,21 +41,7 @@ SCORE_CASES = [
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), SCORE_CASES, ids=str)
 def test_scores(layout, num_targets, dtype, others, score, device):
-    skip_unless_supported(Case("scores", 5, 300, 2, 16, dtype=dtype), device)
-    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    if "bias" not in others:
-        del inputs["bias"]
-    timestamps = None
-    if "tables" in others:
-        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.arange(368, device=device) ** 2
+    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
     assert_right(inputs, score, timestamps=timestamps)
 
 

@@ -122,6 +122,33 @@ def draw_prior_weights(lengths, device, dtype=torch.float32):
     return weights.to(device, dtype)
 
 
+LENGTHS = [300, 0, 3, 64, 1]
+
+
+def inputs_of_layout(layout, num_targets, dtype, others, device):
+    """Of attention over LENGTHS, and timestamps.
+
+    Query rows are of each sample's own, ``"shared"`` by all, or ``"jagged"``. ``others`` has words
+    for what is added to scores: ``bias``, a table of ``positions``, or all ``tables``.
+    """
+    skip_unless_supported(Case("layout", 5, 300, 2, 16, dtype=dtype), device)
+    inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
+    generator = torch.Generator().manual_seed(1)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
+        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    if "bias" not in others:
+        del inputs["bias"]
+    if "positions" in others or "tables" in others:
+        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
+    if "tables" not in others:
+        return inputs, None
+    inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
+    return inputs, torch.arange(sum(LENGTHS), device=device) ** 2
+
+
 # Each layout with each dtype, and with tables and without.
 PRIOR_CASES = [
     ("own", 1, torch.float32, "bias and tables"),
@@ -142,25 +169,12 @@ PRIOR_CASES = [
 
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
-    skip_unless_supported(Case("prior", 5, 300, 2, 16, dtype=dtype), device)
-    lengths = [300, 0, 3, 64, 1]
-    inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device).int()
-    if "bias" not in others:
-        del inputs["bias"]
-    timestamps = None
-    if "tables" in others:
-        inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.arange(368, device=device) ** 2
+    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
+    if layout == "jagged":
+        inputs["query_offsets"] = inputs["query_offsets"].int()
     functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
     inputs["prior_weights"] = draw_prior_weights(
-        lengths, device, dtype if num_targets == 9 else torch.float32
+        LENGTHS, device, dtype if num_targets == 9 else torch.float32
     )
     assert_matches_oracle(
         *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
