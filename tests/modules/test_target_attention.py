@@ -1848,11 +1848,11 @@ def test_what_is_after_the_sum_keeps_the_dtype(name, device):
         history = JaggedTensor(history.values().to(dtype), lengths=history.lengths())
         out, plain = module(target, history), without(target, history)
         length = torch.tensor([5, 0, 300], device=device).view(3, 1, 1)
-        assert_close(
-            out,
-            by_hand(name, module, plain.double(), length),
-            by_hand(name, module, plain, length).to(dtype),
-        )
+        exact = by_hand(name, module, plain.double(), length)
+        if name == "length_power":
+            torch.testing.assert_close(out, exact.to(dtype))
+        else:  # its hidden rows are rounded, too
+            assert_close(out, exact, by_hand(name, module, plain, length).to(dtype))
 
 
 # Errors
@@ -1965,9 +1965,9 @@ def zeros(lengths, width=8, dtype=torch.float32):
             (
                 {name: True, "score": "silu", "prior_weights": None},
                 ValueError,
-                f"{name} must not be True unless score is 'softmax', got score='silu'",
+                f"{name} must be {off} unless score is 'softmax', got 'silu'",
             )
-            for name in AFTER_THE_SUM
+            for name, off in (("length_power", "None or False"), ("feed_forward", "False"))
         ),
         ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
         ({"feed_forward": None}, TypeError, "feed_forward must be a bool, got None"),

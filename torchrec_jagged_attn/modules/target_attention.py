@@ -217,11 +217,12 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError(f"length_power must be a bool or None, got {length_power!r}")
         if not isinstance(feed_forward, bool):
             raise TypeError(f"feed_forward must be a bool, got {feed_forward!r}")
-        for name, value in (("length_power", length_power), ("feed_forward", feed_forward)):
-            if value and score != "softmax":
-                raise ValueError(
-                    f"{name} must not be True unless score is 'softmax', got score={score!r}"
-                )
+        if length_power and score != "softmax":
+            raise ValueError(
+                f"length_power must be None or False unless score is 'softmax', got {score!r}"
+            )
+        if feed_forward and score != "softmax":
+            raise ValueError(f"feed_forward must be False unless score is 'softmax', got {score!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
