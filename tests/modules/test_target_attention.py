@@ -732,10 +732,8 @@ class OfTensors(nn.Module):
         return self.module(target, JaggedTensor(rows, offsets=offsets))
 
 
-def test_exports_without_a_value_projection(road, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, feed_forward=True, **road)
-    for parameter in (module.length_power, module.linear2.weight):
-        nn.init.normal_(parameter)
+def assert_exports(module, device):
+    """With any number of samples."""
     module = OfTensors(module).to(device).eval()
     shapes = [{0: torch.export.Dim.DYNAMIC}] * 3
 
@@ -747,6 +745,16 @@ def test_exports_without_a_value_projection(road, device):
     for lengths in ([5, 0, 40], [7, 1, 0, 30, 2]):
         inputs = tensors(lengths)
         assert torch.equal(exported(*inputs), module(*inputs))
+
+
+def test_exports_without_a_value_projection(road, device):
+    module = JaggedTargetAttention(16, 2, value_projection=False, **road)
+    nn.init.normal_(module.length_power)
+    assert_exports(module, device)
+
+
+def test_exports_an_activation_unit(device):
+    assert_exports(JaggedTargetAttention(16, 1, score="din"), device)
 
 
 def test_values_are_the_rows_of_the_history(monkeypatch):

@@ -813,7 +813,7 @@ def _pool_by_unit(
     )
     if not is_scripting():
         return call_activation_unit(*inputs).to(dtype)
-    return _activation_unit(*inputs)[0].to(dtype)
+    return _activation_unit(*inputs).to(dtype)
 
 
 def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:

@@ -66,7 +66,8 @@ def register_op(
         name: of the op.
         arguments: the record of the op's arguments, whose fields are the schema. Tensors come
             before all others.
-        outputs: the record of what the op returns, tensors alone. Only the first has a gradient.
+        outputs: the record of what the op returns, tensors alone. Only the first has a gradient. A
+            single one is returned as it is: what traces shapes takes a tuple of one for constant.
         forward: from arguments to outputs.
         fake: ``forward`` on tensors without data.
         backward: ``(grad_out, arguments, outputs, needs)`` to a record of gradients by the names of
@@ -80,13 +81,15 @@ def register_op(
         The op, a function of the arguments one by one; and what calls it at little cost to the
         host, for its first output alone.
     """
-    num_arguments = len(arguments._fields)
+    num_arguments, is_single = len(arguments._fields), len(outputs._fields) == 1
 
     def run_forward(*fields: Any) -> Any:
-        return forward(arguments(*fields))
+        made = forward(arguments(*fields))
+        return made[0] if is_single else made
 
     def fake_forward(*fields: Any) -> Any:
-        return fake(arguments(*fields))
+        made = fake(arguments(*fields))
+        return made[0] if is_single else made
 
     def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
         grads = backward(
@@ -104,7 +107,7 @@ def register_op(
         return [x.new_empty(x.shape) for x, need in asked if need]
 
     of_arguments, of_outputs = get_type_hints(arguments), get_type_hints(outputs)
-    returns = tuple[tuple(of_outputs.values())]  # pyright: ignore[reportInvalidTypeArguments]
+    returns: Any = Tensor if is_single else tuple[tuple(of_outputs.values())]
     op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
     of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_arguments, **of_outputs}
     backward_op, run_backward, backward_library = _define(
@@ -112,14 +115,15 @@ def register_op(
     )
     num_tensors = len(_tensors(op))
 
-    def node_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        outputs = _call_below_autograd(op, inputs)
+    def node_forward(ctx: Any, *inputs: Any) -> Any:
+        made = _call_below_autograd(op, inputs)
+        outputs = (made,) if is_single else made
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(*inputs[:num_tensors], *outputs)
         ctx.constants = inputs[num_tensors:]
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
-        return outputs
+        return made
 
     def call_backward(*arguments: Any) -> list[Tensor]:
         with _below_autograd():
@@ -170,7 +174,7 @@ def register_op(
         differentiable=floats,
         axes=[0, *all_axes],
         saved=[True] * len(all_axes),
-        run=run,
+        run=(lambda *inputs: [run(*inputs)]) if is_single else run,
         run_backward=run_backward,
         call_backward=call_backward,
     )
