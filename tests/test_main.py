@@ -10,6 +10,7 @@ import torchrec_jagged_attn
 from tests.processes import run_code, run_package
 from torchrec_jagged_attn import __main__, devices, ops
 from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.replay.calls import replay_extension
 
 TORCHREC = ("torchrec", "fbgemm_gpu")  # which take most of the time that the package takes
 
@@ -76,9 +77,13 @@ def test_says_that_it_builds(option, monkeypatch, capsys):
         assert ("Building" in capsys.readouterr().err) == (not is_built)
 
 
-def test_build_prints_where_it_lies(capsys):
+@pytest.mark.parametrize("replayed", [set(), {"cuda"}], ids=["cpu", "cuda"])
+def test_build_prints_where_it_lies(replayed, monkeypatch, capsys):
+    monkeypatch.setattr(__main__, "ENABLED", True)
+    monkeypatch.setattr(__main__, "DEVICES", replayed)
+    built = [extension, replay_extension] if replayed else [extension]
     assert __main__.main(["--build"]) == 0
-    assert capsys.readouterr().out.strip() == str(extension.build())
+    assert capsys.readouterr().out.splitlines() == [str(one.build()) for one in built]
 
 
 def test_build_prints_what_the_compiler_says(tmp_path):
