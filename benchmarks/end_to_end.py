@@ -79,7 +79,7 @@ from torchrec_jagged_attn.replay import calls
 LACKS_MEMORY = ("out of memory", "alloc_failed")  # of CUDA, and of its libraries
 BATCHES = {50: 16384, 200: 8192, 1000: 4096, 4000: 2048}
 """Samples of a step, unless --batch says so: of this mean, or of the next smaller one."""
-QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=16, heads=2,
+QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=32, heads=2,
               dense=(16,), over=(16, 1))  # fmt: skip
 NUM_BATCHES = 8  # which steps go through again and again
 WARMUP = 3  # steps before all else
