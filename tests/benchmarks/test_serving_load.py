@@ -111,7 +111,8 @@ def test_a_run_is_in_the_csv(
     for case, rate in (("100/s", 100), ("400/s", 400)):
         assert 0 < figures[case, "counted"] < rate  # in half a second
         assert 0 < figures[case, "p50"] <= figures[case, "p99"]
-        assert 0.5 * rate < figures[case, "served"] < 1.5 * rate
+        # At most what is sent in 0.6 seconds, in 0.5 or however many a busy machine takes.
+        assert 0 < figures[case, "served"] < 1.5 * rate
         assert 1 <= figures[case, "batch"] <= 16
         assert 0 < figures[case, "cpu"] < figures[case, "p99"]
         assert f"│ as trained │{rate:>7,} │" in printed
