@@ -89,7 +89,6 @@ POOLINGS = {
     "din": "DIN's activation unit, padded",
     "attention-din": 'the same fused, with recency (`score="din"`)',
     "attention": "attention, as it comes",
-    "attention-feed-forward": "attention, `feed_forward=True`",
     "attention-dropout": "attention, `output_dropout=0.0, length_power=False`",
     "attention-unrestrained": "attention, that and `row_dropout=0.0`",
     "attention-values": "attention, `value_projection=True`",

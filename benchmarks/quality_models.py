@@ -216,9 +216,6 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
     "attention": lambda width, half_life, max_history: Attention(width),
-    "attention-feed-forward": lambda width, half_life, max_history: Attention(
-        width, feed_forward=True
-    ),
     "attention-dropout": lambda width, half_life, max_history: Attention(
         width, output_dropout=0.0, length_power=False
     ),

@@ -23,6 +23,9 @@ __all__ = [
     "FlashArguments",
     "FlashGradients",
     "FlashOutputs",
+    "LengthArguments",
+    "LengthGradients",
+    "LengthOutputs",
     "MultiHeadArguments",
     "MultiHeadGradients",
     "MultiHeadOutputs",
@@ -443,6 +446,38 @@ class ActivationUnitGradients(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     prior_weights: Tensor | None
+
+
+class LengthArguments(NamedTuple):
+    """Arguments of ``scale_by_length``.
+
+    Attributes:
+        x: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``: rows of ``B`` samples.
+        offsets: ``[B + 1]`` of the histories.
+        query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
+        power: ``[E]``, or ``None`` for zeros.
+        output_dropout: ``[2]`` int64, see ``ops/dropout.py``: how many draws drop in a row of a
+            history of length one.
+    """
+
+    x: Tensor
+    offsets: Tensor
+    query_offsets: Tensor | None
+    power: Tensor | None
+    output_dropout: Tensor | None
+
+
+class LengthOutputs(NamedTuple):
+    """What ``scale_by_length`` returns: ``out``, in the shape and dtype of ``x``."""
+
+    out: Tensor
+
+
+class LengthGradients(NamedTuple):
+    """Gradients of ``scale_by_length``."""
+
+    x: Tensor
+    power: Tensor | None
 
 
 class ProjectionRows(NamedTuple):

@@ -46,6 +46,7 @@ from torchrec_jagged_attn import (
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
 from torchrec_jagged_attn.ops import selection as ops_of_selection
+from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 from torchrec_jagged_attn.replay.recording import Recorder
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
@@ -208,10 +209,16 @@ def pairs(dtype: torch.dtype) -> None:
     interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
 
 
-def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
+def layer(value_projection: bool = True, dtype: torch.dtype = BF16, **options: Any) -> None:
     history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype)
+    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype, **options)
     module(zeros(4, 32), history).sum().backward()
+
+
+def by_length(*shape: int, query_offsets: Tensor | None = None) -> None:
+    dropout = torch.tensor([0, 2**31])
+    x, power = zeros(*shape), zeros(shape[-1], dtype=FP32)
+    call_scale_by_length(x, OFFSETS, query_offsets, power, dropout).sum().backward()
 
 
 def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: Any = "sigmoid"):
@@ -348,6 +355,10 @@ CASES = {
     ),
     "layer of rows, fp32": Case(
         (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
+    ),
+    "by length": Case((80, 90), "scale_by_length", lambda: by_length(4, 3, 64)),
+    "by length, jagged": Case(
+        (80, 90), "scale_by_length", lambda: by_length(N, 64, query_offsets=OFFSETS)
     ),
     "unit": Case((80, 90), "activation_unit", lambda: unit(BF16)),
     "unit, wide": Case((90,), "activation_unit", lambda: unit(BF16, 128)),

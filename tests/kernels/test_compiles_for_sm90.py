@@ -29,7 +29,7 @@ def test_launches_of_a_layer() -> None:
     names = {}
     for value_projection in (True, False):
         with ops_on(90) as launches:
-            layer(value_projection)
+            layer(value_projection, output_dropout=0.0, length_power=False)
             names[value_projection] = [x.kernel.fn.__name__ for x in launches]
     in_place_of = {
         "_own_columns_kernel": "_from_heads_kernel",

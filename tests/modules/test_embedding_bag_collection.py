@@ -588,13 +588,12 @@ def test_tables_keep_every_field_they_share():
 
 def test_attentions_keep_what_restrains_them():
     dropouts = {"row_dropout": 0.1, "dropout": 0.2, "output_dropout": 0.3}
-    config = plain_config("item", "hist", **dropouts, length_power=True, feed_forward=True)
+    config = plain_config("item", "hist", **dropouts, length_power=True)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,) = collection.pooling.attentions
     for name, p in dropouts.items():
         assert getattr(attention, name) == p, name
     assert attention.length_power.shape == (attention.embed_dim,)
-    assert attention.linear1 is not None
 
 
 def test_encoder_layers_drop_no_rows_unless_told():

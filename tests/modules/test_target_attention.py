@@ -1438,8 +1438,7 @@ def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
 
 def test_stays_whole_under_dynamic_quantization():
     """Of linear layers, which would take the weights that are read out of them."""
-    module = projected(16, 2, feed_forward=True)
-    nn.init.normal_(module.linear2.weight)
+    module = projected(16, 2)
     arguments = example(module, [5, 0, 40])
     quantized_module = torch.ao.quantization.quantize_dynamic(module)
     assert torch.equal(quantized_module(*arguments), module(*arguments))
@@ -1739,9 +1738,8 @@ def test_each_restraint_is_left_out_by_its_option():
 
 
 def test_restrained_modules_are_compiled_once_and_traced(device):
-    module = JaggedTargetAttention(64, 2, feed_forward=True, device=device)
-    for parameter in (module.length_power, module.linear2.weight):
-        nn.init.normal_(parameter)
+    module = JaggedTargetAttention(64, 2, device=device)
+    nn.init.normal_(module.length_power)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)
@@ -1758,44 +1756,29 @@ def test_restrained_modules_are_compiled_once_and_traced(device):
     torch.testing.assert_close(traced(target, history), module(target, history))
 
 
-# Powers of the length, and a feed-forward network
+# Powers of the length
 
 
-AFTER_THE_SUM = ["length_power", "feed_forward"]
-
-
-def with_one_option(name, device, **options):
-    """A module, one without the option whose other parameters are the same, and of the option."""
+def with_and_without_powers(device, **options):
+    """A module with ``length_power``, and one without, whose other parameters are the same."""
     torch.manual_seed(0)
-    module = plain_attention(16, 2, **{name: True}, device=device, **options)
+    module = plain_attention(16, 2, length_power=True, device=device, **options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     without = plain_attention(16, 2, device=device, **options)
     state = module.state_dict()
-    own = [dict(module.named_parameters())[key] for key in state.keys() - without.state_dict()]
-    without.load_state_dict({key: state[key] for key in without.state_dict()})
-    return module, without, own
+    del state["length_power"]
+    without.load_state_dict(state)
+    return module, without
 
 
-def by_hand(name, module, plain, length):
-    """What the option makes of ``plain``; an empty history counts as one row."""
-    length = length.clamp(min=1).to(plain)
-    if name == "length_power":
-        return plain * length ** module.length_power.to(plain)
-    first, second = (x.weight.T.to(plain) for x in (module.linear1, module.linear2))
-    bias = module.linear1.bias.to(plain)
-    hidden = F.gelu(plain @ first + bias) - F.gelu(bias)
-    return plain + length / (length + 100) * (hidden @ second)
-
-
-@pytest.mark.parametrize("name", AFTER_THE_SUM)
 @pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])
 @pytest.mark.parametrize("targets", ["one", "three", "jagged"])
-def test_values_and_gradients_after_the_sum(name, targets, value_projection, device):
-    module, without, own = with_one_option(name, device, value_projection=value_projection)
+def test_length_power(targets, value_projection, device):
+    module, without = with_and_without_powers(device, value_projection=value_projection)
     lengths = [5, 0, 40, 1]
     target, history = example(module, lengths, device, jagged=targets == "jagged")
-    length = torch.tensor(lengths, device=device)
+    length = torch.tensor(lengths, device=device).clamp(min=1)  # an empty one counts as one row
     if targets == "jagged":
         length = length.repeat_interleave(target.lengths())[:, None]
     elif targets == "three":
@@ -1803,29 +1786,27 @@ def test_values_and_gradients_after_the_sum(name, targets, value_projection, dev
     else:
         length, target = length[:, None], target[:, 0]
     rows = history.values().requires_grad_()
-    out, expected = (
-        module(target, history),
-        by_hand(name, module, without(target, history), length),
-    )
+    out = module(target, history)
+    expected = without(target, history) * length**module.length_power
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
-    gradients = [torch.autograd.grad(x, [rows, *own], weights) for x in (out, expected)]
+    gradients = [
+        torch.autograd.grad(x, [rows, module.length_power], weights) for x in (out, expected)
+    ]
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("name", AFTER_THE_SUM)
-def test_what_is_after_the_sum_changes_nothing_at_first(name, device):
-    module, without, _ = with_one_option(name, device)
+def test_length_power_changes_nothing_at_first(device):
+    module, without = with_and_without_powers(device)
     module.reset_parameters()
     without.load_state_dict(module.state_dict(), strict=False)
     arguments = example(module, [5, 0, 40], device)
     assert torch.equal(module(*arguments), without(*arguments))
 
 
-@pytest.mark.parametrize("name", AFTER_THE_SUM)
-def test_empty_histories_stay_zeros(name, device):
+def test_empty_histories_stay_zeros(device):
     """Also one whose rows are all removed, compiled, and in half precision."""
-    module, _, _ = with_one_option(name, device)
+    module, _ = with_and_without_powers(device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     target, history = example(module, [3, 0, 4], device)
     weights = torch.tensor([1.0] * 3 + [0.0] * 4, device=device)
@@ -1837,9 +1818,8 @@ def test_empty_histories_stay_zeros(name, device):
             assert not out[1:].any()
 
 
-@pytest.mark.parametrize("name", AFTER_THE_SUM)
-def test_what_is_after_the_sum_travels(name, device):
-    module, _, _ = with_one_option(name, device)
+def test_length_power_travels(device):
+    module, _ = with_and_without_powers(device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)
     for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
@@ -1848,19 +1828,14 @@ def test_what_is_after_the_sum_travels(name, device):
             torch.testing.assert_close(same(*arguments), module(*arguments))
 
 
-@pytest.mark.parametrize("name", AFTER_THE_SUM)
-def test_what_is_after_the_sum_keeps_the_dtype(name, device):
+def test_length_power_keeps_the_dtype(device):
     for dtype in supported_dtypes(device):
-        module, without, _ = with_one_option(name, device, dtype=dtype)
+        module, without = with_and_without_powers(device, dtype=dtype)
         target, history = example(module, [5, 0, 300], device)
         history = JaggedTensor(history.values().to(dtype), lengths=history.lengths())
-        out, plain = module(target, history), without(target, history)
-        length = torch.tensor([5, 0, 300], device=device).view(3, 1, 1)
-        exact = by_hand(name, module, plain.double(), length)
-        if name == "length_power":
-            torch.testing.assert_close(out, exact.to(dtype))
-        else:  # its hidden rows are rounded, too
-            assert_close(out, exact, by_hand(name, module, plain, length).to(dtype))
+        length = torch.tensor([5, 1, 300], device=device).view(3, 1, 1)
+        exact = without(target, history).double() * length ** module.length_power.double()
+        torch.testing.assert_close(module(target, history), exact.to(dtype))
 
 
 # Errors
@@ -1969,16 +1944,12 @@ def zeros(lengths, width=8, dtype=torch.float32):
         ),
         ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
         ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
-        *(
-            (
-                {name: True, "score": "silu", "prior_weights": None},
-                ValueError,
-                f"{name} must be {off} unless score is 'softmax', got 'silu'",
-            )
-            for name, off in (("length_power", "None or False"), ("feed_forward", "False"))
+        (
+            {"length_power": True, "score": "silu", "prior_weights": None},
+            ValueError,
+            "length_power must be None or False unless score is 'softmax', got 'silu'",
         ),
         ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
-        ({"feed_forward": None}, TypeError, "feed_forward must be a bool, got None"),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
             for name in ("row_dropout", "dropout", "output_dropout")

@@ -21,6 +21,7 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
 )
+from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 
 
 class Recorder(TorchDispatchMode):
@@ -158,6 +159,11 @@ def attend_by_module(leaves):
     return attention_on(leaves[1].device)(leaves[0].squeeze(1), history)
 
 
+def scale(leaves):
+    offsets = torch.tensor([0, 2, 5], device=leaves[1].device)
+    return call_scale_by_length(leaves[0], offsets, None, leaves[1].mean(0), None)
+
+
 def multiply(leaves):
     offsets = torch.tensor([0, 2, 5], device=leaves[1].device)
     return jagged_dense_bmm(leaves[1], leaves[0].mT, offsets)
@@ -169,7 +175,7 @@ def add(leaves):
 
 
 @pytest.mark.parametrize(
-    "function", [attend, attend_flash, attend_by_module, softmax, multiply, add]
+    "function", [attend, attend_flash, attend_by_module, scale, softmax, multiply, add]
 )
 def test_forward_mode_is_refused(function, leaves):
     query, history = (leaf.detach() for leaf in leaves)
@@ -186,14 +192,14 @@ def test_forward_mode_is_refused(function, leaves):
             torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
 
 
-@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module])
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module, scale])
 def test_second_derivatives_are_refused(function, leaves):
     out = function(leaves).sum()
     with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
         torch.autograd.grad(out, leaves[1], create_graph=True)
 
 
-DIFFERENTIABLE = [attend, attend_flash, attend_by_module, softmax, multiply, add]
+DIFFERENTIABLE = [attend, attend_flash, attend_by_module, scale, softmax, multiply, add]
 
 
 def loss_of(function):
@@ -224,7 +230,7 @@ def test_transforms_take_second_derivatives_where_there_are(function, leaves):
     torch.testing.assert_close(second(leaves[1].detach()), *expected)
 
 
-@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module, softmax])
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module, scale, softmax])
 def test_transforms_are_refused_second_derivatives(function, leaves):
     def first_by_transform(x):
         return torch.func.grad(lambda x: loss_of(function)(leaves[0].detach(), x))(x).sum()
@@ -243,7 +249,7 @@ def test_transforms_are_refused_second_derivatives(function, leaves):
         torch.func.hessian(lambda x: loss_of(function)(leaves[0].detach(), x))(leaves[1].detach())
 
 
-@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module])
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module, scale])
 def test_gradients_of_mapped_functions_are_refused(function, leaves):
     def loss(x):
         return loss_of(function)(leaves[0].detach(), x)

@@ -34,6 +34,7 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.ops import interaction_gradients, target_attention
+from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 from torchrec_jagged_attn.replay import calls
 
 LENGTHS = [3, 0, 5], [1, 9, 2, 30], [0, 0], [4]
@@ -374,6 +375,32 @@ def of_unit(lengths, device):
     return jagged_activation_unit, leaves, {"offsets": offsets_of(lengths, device)}
 
 
+def of_scaled(lengths, device):
+    """Of a known seed, and a third of the elements of one row dropped."""
+    leaves = {
+        "x": draw(len(lengths), 3, 8, device=device),
+        "power": draw(8, device=device, seed=1),
+    }
+    dropout = torch.tensor([7, 2**32 // 3], device=device)
+
+    def scale(x, power, offsets):
+        return call_scale_by_length(x, offsets, None, power, dropout)
+
+    return scale, leaves, {"offsets": offsets_of(lengths, device)}
+
+
+def of_scaled_jagged(lengths, device):
+    leaves = {
+        "x": draw(sum(lengths), 8, device=device),
+        "power": draw(8, device=device, seed=1),
+    }
+
+    def scale(x, power, offsets):
+        return call_scale_by_length(x, 2 * offsets, offsets, power, None)
+
+    return scale, leaves, {"offsets": offsets_of(lengths, device)}
+
+
 def of_dense(lengths, device):
     """Products of rows by their sample's matrix, and of rows by rows, and softmax of columns."""
     leaves = {
@@ -452,7 +479,7 @@ KINDS = {
         of_weighted_target, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,
         of_dropped_weights_module, of_dropped_weights_explicit_module,
-        of_silu_target, of_sigmoid_module, of_unit,
+        of_silu_target, of_sigmoid_module, of_unit, of_scaled, of_scaled_jagged,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows, of_module_by_index,
         of_jagged_module_of_rows_by_index, of_explicit_module_by_index, of_taken_rows,

@@ -1,11 +1,11 @@
-"""Which rows and weights are dropped: ``kernels/common/dropout.py`` in PyTorch."""
+"""What is dropped: ``kernels/common/dropout.py`` in PyTorch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["dropped_rows", "weight_factors"]
+__all__ = ["dropped_rows", "element_draws", "weight_factors"]
 
 
 def dropped_rows(row_dropout: Tensor, num_rows: int) -> Tensor:
@@ -23,11 +23,16 @@ def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:
     Query rows are rows times heads, in this order, and ``dropout`` is as ``row_dropout``.
     """
     seed, drops = dropout.unbind()
+    bits = element_draws(seed, r, n)
+    return torch.where(bits < drops, 0.0, 2**32 / (2**32 - drops).double())
+
+
+def element_draws(seed: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    """``[R, N]``: 32 bits, in int64, of the elements ``n`` of the rows ``r``."""
     x = _draws(seed, r).unsqueeze(1) ^ ((n * 0x9E3779B1) & 0xFFFFFFFF)
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    x = x ^ (x >> 16)
-    return torch.where(x < drops, 0.0, 2**32 / (2**32 - drops).double())
+    return x ^ (x >> 16)
 
 
 def _draws(seed: Tensor, numbers: Tensor) -> Tensor:

@@ -73,8 +73,6 @@ class TargetAttentionConfig:
             set to zero, by the length of its history; as in :class:`JaggedTargetAttention`.
         length_power: whether an attention's output is multiplied by a learned power of the length
             of its history; as in :class:`JaggedTargetAttention`.
-        feed_forward: whether a feed-forward network of an attention's output is added to it, by
-            the length of its history; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -115,7 +113,6 @@ class TargetAttentionConfig:
     history_codes: DiscretePCA | SemanticIds | None = None
     output_dropout: float | None = None
     length_power: bool | None = None
-    feed_forward: bool = False
     encoder_dropout: float = 0.0
 
     @property

@@ -143,7 +143,6 @@ class TargetAttentionPooling(nn.Module):
                 dropout=config.dropout,
                 output_dropout=config.output_dropout,
                 length_power=config.length_power,
-                feed_forward=config.feed_forward,
                 history_codes=config.history_codes,
                 hidden_dims=config.hidden_dims,
                 activation=config.activation,

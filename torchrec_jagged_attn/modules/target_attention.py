@@ -46,6 +46,7 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     is_explicit,
     multi_head_target_attention,
 )
+from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length, scale_by_length
 from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
@@ -55,8 +56,6 @@ __all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
 
 ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
 """What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
-HALF_TRUSTED = 100.0
-"""Rows of a history of which its ``feed_forward`` counts half."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -77,7 +76,7 @@ class JaggedTargetAttention(nn.Module):
     and softmax drops the constant. With ``H`` heads that is ``H`` times the arithmetic for each
     pair of a target and a row, so that many targets are better served by explicit keys and values,
     made once for each row. The attention of a sample with an empty history is zero: with a
-    value projection, its output is the bias of ``out_proj``, and what ``feed_forward`` makes of it.
+    value projection, its output is the bias of ``out_proj``.
 
     Args:
         embed_dim: ``E``, width of outputs.
@@ -137,28 +136,20 @@ class JaggedTargetAttention(nn.Module):
             length: ``p`` gives it back, as far as it helps, from a mean at 0 to a sum at 1. Prior
             weights and dropout do not change ``n``. ``None``, the default, multiplies for a softmax
             whose values are not projected.
-        feed_forward: whether a feed-forward network ``f`` of the output ``y`` is added to it, ``n /
-            (n + 100) · (f(y) - f(0))`` of a history of ``n`` rows (an empty one counts as one),
-            after ``length_power`` and before outputs are dropped. So the sum of few rows is taken
-            as it is, and that of many is read anew: the weight is Bühlmann's credibility. Prior
-            weights and dropout do not change ``n``. Of ``f(y) = W_2 gelu(W_1 y + b_1)``, parameters
-            are ``linear1.weight`` ``[2E, E]``, ``linear1.bias`` ``[2E]`` and ``linear2.weight``
-            ``[E, 2E]``, which starts at zero.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, or ``length_power``
-            neither a bool nor None, or ``feed_forward`` no bool.
+            neither a bool nor None.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
             ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
             ``recency_bias``, a ``row_dropout``, ``dropout`` or ``output_dropout`` that is no
             probability below one, an unknown ``init``, ``keys_and_values`` or ``score``, or
-            explicit keys and values, a ``length_power`` or a ``feed_forward``, of another score
-            than the softmax; or, for ``"din"``, several heads, widths that differ, projected
-            values, no ``bias``, a ``dropout``, or an unknown ``activation``; or, with
-            ``history_codes``, another ``history_dim``, explicit keys and values, values that are
-            not projected, or ``"din"``.
+            explicit keys and values, or a ``length_power``, of another score than the softmax; or,
+            for ``"din"``, several heads, widths that differ, projected values, no ``bias``, a
+            ``dropout``, or an unknown ``activation``; or, with ``history_codes``, another
+            ``history_dim``, explicit keys and values, values that are not projected, or ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -190,7 +181,6 @@ class JaggedTargetAttention(nn.Module):
         dropout: float = 0.0,
         output_dropout: float | None = None,
         length_power: bool | None = None,
-        feed_forward: bool = False,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -215,14 +205,10 @@ class JaggedTargetAttention(nn.Module):
             )
         if length_power is not None and not isinstance(length_power, bool):
             raise TypeError(f"length_power must be a bool or None, got {length_power!r}")
-        if not isinstance(feed_forward, bool):
-            raise TypeError(f"feed_forward must be a bool, got {feed_forward!r}")
         if length_power and score != "softmax":
             raise ValueError(
                 f"length_power must be None or False unless score is 'softmax', got {score!r}"
             )
-        if feed_forward and score != "softmax":
-            raise ValueError(f"feed_forward must be False unless score is 'softmax', got {score!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -315,13 +301,6 @@ class JaggedTargetAttention(nn.Module):
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
         self.length_power = parameter(embed_dim) if length_power else None
-        self.linear1 = self.linear2 = None
-        if feed_forward:  # not replaced by quantized ones, either
-            widths = embed_dim, 2 * embed_dim, embed_dim
-            self.linear1, self.linear2 = (
-                NonDynamicallyQuantizableLinear(*pair, bias=first, device=device, dtype=dtype)
-                for pair, first in zip(itertools.pairwise(widths), (True, False), strict=True)
-            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -333,9 +312,6 @@ class JaggedTargetAttention(nn.Module):
             self.recency_bias.reset_parameters()
         if self.length_power is not None:
             nn.init.zeros_(self.length_power)
-        if self.linear1 is not None and self.linear2 is not None:
-            self.linear1.reset_parameters()
-            nn.init.zeros_(self.linear2.weight)
         if self.unit is not None:
             layers = _layers_of(self.unit)
             for layer in layers:
@@ -478,17 +454,9 @@ class JaggedTargetAttention(nn.Module):
     ) -> Tensor:
         """What the options make of ``pooled`` that depend on how long the history is."""
         drops = self._output_drops if self.training else 0
-        if self.length_power is None and self.linear1 is None and drops == 0:
+        if self.length_power is None and drops == 0:
             return pooled
-        length = _lengths_of(pooled, target, history)
-        if self.length_power is not None:
-            pooled = _scale_by_length(pooled, length, self.length_power)
-        if self.linear1 is not None and self.linear2 is not None:
-            first, bias, second = self.linear1.weight, self.linear1.bias, self.linear2.weight
-            pooled = _feed_forward(pooled, length, first, bias, second)
-        if drops > 0:
-            pooled = _drop_outputs(pooled, length, drops)
-        return pooled
+        return _scale_by_length(pooled, target, history, self.length_power, drops)
 
     @torch.no_grad()
     def attention_weights(
@@ -501,8 +469,7 @@ class JaggedTargetAttention(nn.Module):
         """What each head of each target gives each row of its history, to be looked at.
 
         The weights that :meth:`forward` sums up the rows by, with nothing dropped, before
-        ``length_power`` and ``feed_forward``, but for rounding. No key is made, and they have no
-        gradient.
+        ``length_power``, but for rounding. No key is made, and they have no gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
@@ -577,8 +544,7 @@ class JaggedTargetAttention(nn.Module):
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
             f"dropout={self.dropout}, output_dropout={self.output_dropout}, "
-            f"length_power={self.length_power is not None}, "
-            f"feed_forward={self.linear1 is not None}"
+            f"length_power={self.length_power is not None}"
             + (
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -679,51 +645,27 @@ def _attend(
 
 
 @torch.fx.wrap
-def _lengths_of(pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor) -> Tensor:
-    """Rows of the history of each of ``pooled``, at least one: fp32 or fp64, ``[..., 1]``."""
-    dtype = torch.float64 if pooled.dtype == torch.float64 else torch.float32
-    offsets = history.offsets()
-    lengths = (offsets[1:] - offsets[:-1]).clamp(min=1).to(dtype)
-    if isinstance(target, JaggedTensor):
-        ends = target.offsets()
-        lengths = torch.repeat_interleave(
-            lengths, ends[1:] - ends[:-1], output_size=pooled.shape[0]
-        )
-    lengths = lengths.unsqueeze(1)
-    return lengths.unsqueeze(1) if pooled.dim() == 3 else lengths
-
-
-@torch.fx.wrap
-def _scale_by_length(pooled: Tensor, length: Tensor, power: Tensor) -> Tensor:
-    """``pooled`` times ``n^power`` of a history of ``n`` rows."""
-    return (pooled * torch.exp(length.log() * power)).to(pooled.dtype)
-
-
-@torch.fx.wrap
-def _feed_forward(
+def _scale_by_length(
     pooled: Tensor,
-    length: Tensor,
-    first: Tensor,
-    bias: Tensor,
-    second: Tensor,
-    half: float = HALF_TRUSTED,
+    target: Tensor | JaggedTensor,
+    history: JaggedTensor,
+    power: Tensor | None,
+    drops: int,
 ) -> Tensor:
-    """``pooled`` and what a network makes of it, the more of this the longer a history is."""
-    # Not a product with a bias, which rounds it: what it makes of zeros must be zeros.
-    hidden = F.gelu(F.linear(pooled, first) + bias) - F.gelu(bias)
-    made = F.linear(hidden.to(pooled.dtype), second)
-    return (pooled + made * (length / (length + half))).to(pooled.dtype)
-
-
-@torch.fx.wrap
-def _drop_outputs(pooled: Tensor, length: Tensor, drops: int) -> Tensor:
-    """``pooled`` without some of its elements, the others larger; see ``output_dropout``.
-
-    Of one row, ``drops`` of 2^32 draws drop.
-    """
-    kept = 1 / (1 + length.rsqrt() * (drops / (2**32 - drops)))
-    is_kept = torch.rand_like(pooled, dtype=length.dtype) < kept
-    return (pooled * (is_kept / kept)).to(pooled.dtype)
+    """``pooled``, as ``length_power`` and ``output_dropout`` say. See the op."""
+    query_offsets: Tensor | None = None
+    if isinstance(target, JaggedTensor):
+        query_offsets = target.offsets()
+    inputs = (
+        pooled,
+        history.offsets(),
+        query_offsets,
+        power,
+        draw_dropout(drops, pooled.device) if drops > 0 else None,
+    )
+    if not is_scripting():
+        return call_scale_by_length(*inputs)
+    return _scale_by_length_op(*inputs)
 
 
 def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
@@ -854,6 +796,7 @@ def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
 _activation_unit = activation_unit.overloadpacket
+_scale_by_length_op = scale_by_length.overloadpacket
 
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:

@@ -1,9 +1,10 @@
-"""Which rows and weights are dropped, by counter-based generators: nothing of it is stored.
+"""What is dropped, by counter-based generators: nothing of it is stored.
 
 A row's number is the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14), so that forward,
 backward and every device draw the same for it. Of weights, the counter is the number of the query
 row, of all samples and heads; its draw and the number of the history row, spread out, go through
-the finalizer of MurmurHash3 (Appleby). ``cpu/dropout.py`` does it in PyTorch.
+the finalizer of MurmurHash3 (Appleby). So it is of outputs, by their rows and columns.
+``cpu/dropout.py`` does it in PyTorch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["drop_weights", "is_dropped", "query_draws"]
+__all__ = ["drop_weights", "element_draws", "is_dropped", "query_draws"]
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def is_dropped(row_dropout_ptr, n):
 
 @triton.jit
 def query_draws(dropout_ptr, r):
-    """What :func:`drop_weights` needs of the query rows ``r``: rows × heads of all samples.
+    """What :func:`element_draws` needs of the rows ``r``: of weights, rows × heads of all samples.
 
     ``dropout`` is as ``row_dropout``, or None: then there is nothing to draw.
     """
@@ -46,6 +47,15 @@ def query_draws(dropout_ptr, r):
 
 
 @triton.jit
+def element_draws(draws, n):
+    """32 bits of each element: of its row's ``draws`` and its number ``n`` (int64) in the row."""
+    bits = draws ^ (n.to(tl.uint32) * 0x9E3779B1)
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
 def drop_weights(x, dropout_ptr, draws, n):
     """``x``, weights or gradients of them: zero of those that are dropped, and the others divided
     by the probability to be kept.
@@ -53,10 +63,7 @@ def drop_weights(x, dropout_ptr, draws, n):
     ``draws`` of query rows and the history rows ``n`` (int64) are shaped to go with ``x``.
     """
     if dropout_ptr is not None:
-        bits = draws ^ (n.to(tl.uint32) * 0x9E3779B1)
-        bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-        bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-        bits = bits ^ (bits >> 16)
+        bits = element_draws(draws, n)
         drops = tl.load(dropout_ptr + 1)
         factor = tl.div_rn(4294967296.0, (4294967296 - drops).to(tl.float32))
         x *= tl.where(bits < drops.to(tl.uint32), 0.0, factor)

@@ -1,0 +1,150 @@
+"""What the length of a history does to its pooled row: powers of it, and what is dropped."""
+
+import pytest
+import torch
+
+from tests.fixtures import opcheck
+from torchrec_jagged_attn.arguments import LengthArguments
+from torchrec_jagged_attn.cpu import scale_by_length as cpu
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
+from torchrec_jagged_attn.testing import assert_close, offsets_of, outputs_and_gradients
+
+LENGTHS = torch.tensor([5, 0, 1, 700, 40, 3])
+TARGETS = torch.tensor([2, 1, 0, 80, 0, 9])
+
+
+def inputs_of(layout, width, device="cpu", dtype=torch.float32):
+    shape = {"one": (6, width), "three": (6, 3, width), "jagged": (92, width)}[layout]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(shape, generator=generator).to(device, dtype),
+        "offsets": offsets_of(LENGTHS, torch.int64, device),
+        "query_offsets": offsets_of(TARGETS, torch.int64, device) if layout == "jagged" else None,
+        "power": torch.randn(width, generator=generator).mul(0.2).to(device),
+        "output_dropout": None,
+    }
+
+
+def seeded(device, p=0.6):
+    torch.manual_seed(3)
+    return draw_dropout(drops_of(p, "output_dropout"), torch.device(device))
+
+
+def scale(x, offsets, query_offsets, power, output_dropout):
+    return call_scale_by_length(x, offsets, query_offsets, power, output_dropout)
+
+
+def lengths_of(x, query_offsets):
+    """Of the history of each row, an empty one counted as one row."""
+    lengths = LENGTHS.clamp(min=1)
+    lengths = lengths if query_offsets is None else lengths.repeat_interleave(TARGETS)
+    return lengths.view(-1, *[1] * (x.dim() - 1)).to(x.device)
+
+
+def factors_of(x, query_offsets, output_dropout):
+    """What drops, taken as given, and the formula of what it makes larger."""
+    arguments = LengthArguments(
+        torch.ones_like(x, dtype=torch.float64, device="cpu"),
+        offsets_of(LENGTHS, torch.int64, "cpu"),
+        None if query_offsets is None else query_offsets.cpu(),
+        None,
+        output_dropout.cpu(),
+    )
+    is_kept = cpu.forward(arguments).to(x.device) != 0
+    p = output_dropout[1].double() / 2**32
+    return is_kept * (1 + p / (1 - p) / lengths_of(x, query_offsets).double().sqrt())
+
+
+def oracle(x, offsets, query_offsets, power, output_dropout):
+    out = x * torch.exp(power * lengths_of(x, query_offsets).to(power.dtype).log())
+    if output_dropout is not None:
+        out = out * factors_of(x, query_offsets, output_dropout)
+    return out.to(x.dtype)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "width"), [("one", 16), ("one", 600), ("three", 33), ("jagged", 200)]
+)
+def test_matches_the_formula(layout, width, drops, device):
+    for dtype in supported_dtypes(device):
+        inputs = inputs_of(layout, width, device, dtype)
+        if drops:
+            inputs["output_dropout"] = seeded(device)
+        grad_out = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(1))
+        grad_out = grad_out.to(device, dtype)
+        actual = outputs_and_gradients(scale, inputs, grad_out)
+        doubled = {name: inputs[name].double() for name in ("x", "power")}
+        expected = outputs_and_gradients(oracle, inputs | doubled, grad_out.double())
+        plain = outputs_and_gradients(oracle, inputs, grad_out)
+        for name, x in actual.items():
+            assert x.dtype == (torch.float32 if name == "power" else dtype)
+            assert_close(x, expected[name], plain[name], gradient=name != "out", name=name)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.6, 0.99])
+def test_drops_as_often_as_asked_for(p, device):
+    """The odds fall with the root of the length; no row and no column is like another."""
+    num_rows, width = 300, 200
+    for length in (1, 9, 400):
+        offsets = torch.arange(num_rows + 1, device=device) * length
+        x = torch.ones(num_rows, width, device=device)
+        out = call_scale_by_length(x, offsets, None, None, seeded(device, p))
+        dropped = (out == 0).double()
+        rate = p / (p + (1 - p) * length**0.5)
+        deviation = (rate * (1 - rate)) ** 0.5
+        assert abs(dropped.mean() - rate) < 5 * deviation / (num_rows * width) ** 0.5
+        for axis, number in ((0, num_rows), (1, width)):
+            means = dropped.mean(axis)
+            assert abs(means.std() / deviation * number**0.5 - 1) < 0.25
+        assert torch.allclose(out[out != 0], torch.tensor(1 / (1 - rate), device=device))
+
+
+def test_each_device_drops_the_same(device):
+    """Whatever implementation it takes."""
+    inputs = inputs_of("jagged", 200, device) | {"output_dropout": seeded(device)}
+    out = scale(**inputs)
+    on_cpu = {name: None if x is None else x.cpu() for name, x in inputs.items()}
+    assert torch.equal(out.cpu() == 0, cpu.forward(LengthArguments(**on_cpu)) == 0)
+
+
+def test_repeats_are_equal_to_the_bit(device, nan_filled_memory):
+    inputs = inputs_of("three", 33, device) | {"output_dropout": seeded(device)}
+    grad_out = torch.ones(1, device=device).expand_as(inputs["x"])
+    first, again = (outputs_and_gradients(scale, inputs, grad_out) for _ in range(2))
+    for name, x in first.items():
+        assert torch.equal(x, again[name])
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (2, 0, 16)])
+def test_no_rows(shape, device):
+    x = torch.zeros(shape, device=device, requires_grad=True)
+    power = torch.zeros(16, device=device, requires_grad=True)
+    offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
+    out = call_scale_by_length(x, offsets, None, power, seeded(device))
+    assert out.shape == shape
+    out.sum().backward()
+    assert x.grad.shape == shape
+    assert torch.equal(power.grad, torch.zeros_like(power))
+
+
+@pytest.mark.reference
+def test_gradcheck():
+    inputs = inputs_of("jagged", 3, dtype=torch.float64) | {"output_dropout": seeded("cpu")}
+    leaves = [inputs[name].double().requires_grad_() for name in ("x", "power")]
+
+    def call(x, power):
+        return scale(**inputs | {"x": x, "power": power})
+
+    assert torch.autograd.gradcheck(call, leaves)
+
+
+def test_opcheck(device):
+    for layout in ("three", "jagged"):
+        inputs = inputs_of(layout, 16, device) | {"output_dropout": seeded(device)}
+        for name in ("x", "power"):
+            inputs[name].requires_grad_()
+        opcheck(torch.ops.torchrec_jagged_attn.scale_by_length.default, tuple(inputs.values()))

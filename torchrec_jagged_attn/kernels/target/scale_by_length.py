@@ -1,0 +1,169 @@
+"""What the length of a history does to its pooled row: ``ops/scale_by_length.py`` has the formula.
+
+Forward reads and writes each element once; backward reads two and writes one, and each program
+writes a row of fp32 sums for the gradient of the power. With few rows, as here, both are
+launch-bound. Sums have one order, whatever the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
+from torchrec_jagged_attn.kernels.common.dropout import element_draws, query_draws
+from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.kernels.common.matmul import padded_width
+
+__all__ = ["backward", "forward"]
+
+BLOCK_ELEMENTS = 2048  # of a program
+
+
+@triton.jit
+def _samples(r, query_offsets_ptr, num_samples, num_targets):
+    """The sample of each of the rows ``r``."""
+    sample = r // num_targets
+    if query_offsets_ptr is not None:
+        sample = r * 0
+        left = num_samples
+        while left > 1:  # the last sample that begins at the row, or before it
+            half = left // 2
+            begins = tl.load(query_offsets_ptr + sample + half)
+            sample = tl.where(begins <= r, sample + half, sample)
+            left -= half
+    return sample
+
+
+@triton.jit
+def _factors(args, r, e, num_rows, num_samples, num_targets, E: tl.constexpr):
+    """Of the rows ``r`` and columns ``e``: what ``x`` is multiplied with, and the logarithms of the
+    lengths.
+    """
+    r = tl.minimum(r, num_rows - 1)
+    sample = _samples(r, args.query_offsets, num_samples, num_targets)
+    begin, end = tl.load(args.offsets + sample), tl.load(args.offsets + sample + 1)
+    length = tl.maximum(end - begin, 1).to(tl.float32)
+    # log2 n = whole + part, so that no power of a large n is off by the rounding of its logarithm.
+    bits = length.to(tl.int32, bitcast=True)
+    whole = ((bits >> 23) - 127).to(tl.float32)
+    part = tl.log2(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
+    if args.power is not None:
+        power = tl.load(args.power + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+        of_whole = whole[:, None] * power
+        rest = tl.fma(whole[:, None], power, -of_whole) + part[:, None] * power
+        factor = tl.exp2(of_whole) * tl.exp2(rest)
+    if args.output_dropout is not None:
+        # In single steps, each rounded to the nearest, so that each device drops the same.
+        drops = tl.load(args.output_dropout + 1)
+        odds = tl.div_rn(drops.to(tl.float32), (4294967296 - drops).to(tl.float32))
+        root = tl.sqrt_rn(length)
+        limit = (tl.div_rn(odds, root + odds) * 4294967296.0).to(tl.int64)
+        draws = query_draws(args.output_dropout, r)
+        draws = element_draws(draws[:, None], e.to(tl.int64)[None, :])
+        is_dropped = draws.to(tl.int64) < limit[:, None]
+        factor = tl.where(is_dropped, 0.0, factor * (1.0 + tl.div_rn(odds, root))[:, None])
+    return factor, (whole + part) * 0.6931471805599453
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_targets"])
+def _forward_kernel(
+    args,  # LengthArguments
+    out_ptr,  # [R, E]
+    num_rows,
+    num_samples,
+    num_targets,
+    E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """BLOCK_R rows, BLOCK_E columns."""
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    factor, _ = _factors(args, r, e, num_rows, num_samples, num_targets, E)
+    at = r.to(tl.int64)[:, None] * E + e[None, :]
+    mask = (r < num_rows)[:, None] & (e < E)[None, :]
+    x = tl.load(args.x + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x * factor, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_targets"])
+def _backward_kernel(
+    args,  # LengthArguments
+    grad_out_ptr,  # [R, E]
+    grad_x_ptr,  # [R, E]
+    parts_ptr,  # [row blocks, E] fp32, or None
+    num_rows,
+    num_samples,
+    num_targets,
+    E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """BLOCK_R rows, BLOCK_E columns, and their part of the gradient of the power."""
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    factor, log = _factors(args, r, e, num_rows, num_samples, num_targets, E)
+    at = r.to(tl.int64)[:, None] * E + e[None, :]
+    mask = (r < num_rows)[:, None] & (e < E)[None, :]
+    grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32) * factor
+    tl.store(grad_x_ptr + at, grad, mask=mask)
+    if parts_ptr is not None:
+        x = tl.load(args.x + at, mask=mask, other=0.0).to(tl.float32)
+        part = tl.sum(grad * x * log[:, None], 0)
+        tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * E + e, part, mask=e < E)
+
+
+_forward = Launcher(_forward_kernel)
+_backward = Launcher(_backward_kernel)
+
+
+def forward(args: LengthArguments) -> Tensor:
+    """``out``, in the shape and dtype of ``x``."""
+    out = args.x.new_empty(args.x.shape)
+    grid, sizes, constants = _launch(args)
+    if sizes[0]:
+        _forward(grid, (_read(args), out, *sizes), constants)
+    return out
+
+
+def backward(grad_out: Tensor, args: LengthArguments, needs_power: bool) -> LengthGradients:
+    """Gradients; that of the power only where it is asked for."""
+    grad_x, parts = args.x.new_empty(args.x.shape), None
+    grid, sizes, constants = _launch(args)
+    if args.power is not None and needs_power:
+        parts = args.x.new_empty(grid[0], args.x.shape[-1], dtype=torch.float32)
+    if sizes[0]:
+        taken = (_read(args), grad_out.contiguous(), grad_x, parts, *sizes)
+        _backward(grid, taken, constants)
+    if parts is None or args.power is None:
+        return LengthGradients(grad_x, None)
+    return LengthGradients(grad_x, parts.sum(0).to(args.power.dtype))
+
+
+def _read(args: LengthArguments) -> LengthArguments:
+    return LengthArguments(*(None if x is None else x.contiguous() for x in args))
+
+
+def _launch(
+    args: LengthArguments,
+) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
+    """Programs; how many rows, samples and targets of a sample there are; and constants."""
+    *shape, width = args.x.shape
+    num_targets = shape[1] if len(shape) == 2 else 1
+    num_rows = shape[0] * num_targets
+    constants = _constants(width)
+    programs = -(-num_rows // constants["BLOCK_R"]), -(-width // constants["BLOCK_E"])
+    return programs, (num_rows, args.offsets.shape[0] - 1, num_targets), constants
+
+
+@functools.cache
+def _constants(width: int) -> dict[str, int]:
+    """Compile-time arguments of both kernels."""
+    block_e = min(128, padded_width(width))
+    return {"E": width, "BLOCK_R": BLOCK_ELEMENTS // block_e, "BLOCK_E": block_e}

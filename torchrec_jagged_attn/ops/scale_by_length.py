@@ -1,0 +1,51 @@
+"""What the length of a history does to the row that is pooled of it: one op with one gradient.
+
+Of ``n`` rows, an empty history counted as one, with a power ``p`` of each column ``e`` and
+``output_dropout`` ``d``:
+
+    out_re = x_re · n^p_e · keep_re · (1 + o / √n)          o = d / (1 - d)
+
+An element is kept, ``keep_re = 1``, with a probability of ``1 / (1 + o / √n)``, else it is zero:
+the odds of being dropped fall with the root of the length. The draws of an element follow from a
+seed, its row and its column; they are made again in backward.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients, LengthOutputs
+from torchrec_jagged_attn.cpu import scale_by_length as cpu
+from torchrec_jagged_attn.devices import has_kernels
+from torchrec_jagged_attn.kernels.target import scale_by_length as kernels
+from torchrec_jagged_attn.ops.registration import register_op
+
+__all__ = ["call_scale_by_length", "scale_by_length"]
+
+
+def _forward(args: LengthArguments) -> LengthOutputs:
+    on_kernels = has_kernels(args.x.device, args.x.dtype)
+    return LengthOutputs((kernels if on_kernels else cpu).forward(args))
+
+
+def _fake(args: LengthArguments) -> LengthOutputs:
+    return LengthOutputs(args.x.new_empty(args.x.shape))
+
+
+def _backward(
+    grad_out: Tensor, args: LengthArguments, outputs: LengthOutputs, needs: LengthArguments
+) -> LengthGradients:
+    on_kernels = has_kernels(args.x.device, args.x.dtype)
+    return (kernels if on_kernels else cpu).backward(grad_out, args, bool(needs.power))
+
+
+scale_by_length, call_scale_by_length = register_op(
+    "scale_by_length",
+    arguments=LengthArguments,
+    outputs=LengthOutputs,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    non_differentiable=("output_dropout",),
+    axes=dict.fromkeys(("x", "offsets", "query_offsets", "out"), 0),
+)
