@@ -456,8 +456,8 @@ class LengthArguments(NamedTuple):
         offsets: ``[B + 1]`` of the histories.
         query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
         power: ``[E]``, or ``None`` for zeros.
-        output_dropout: ``[2]`` int64, see ``ops/dropout.py``: how many draws drop in a row of a
-            history of length one.
+        output_dropout: ``[2]`` int64, see ``ops/dropout.py``: a seed, and how many of 2^32 draws
+            drop where a history has one row.
     """
 
     x: Tensor

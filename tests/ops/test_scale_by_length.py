@@ -6,6 +6,7 @@ import torch
 from tests.fixtures import opcheck
 from torchrec_jagged_attn.arguments import LengthArguments
 from torchrec_jagged_attn.cpu import scale_by_length as cpu
+from torchrec_jagged_attn.cpu.dropout import dropped_rows
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
@@ -18,11 +19,12 @@ TARGETS = torch.tensor([2, 1, 0, 80, 0, 9])
 def inputs_of(layout, width, device="cpu", dtype=torch.float32):
     shape = {"one": (6, width), "three": (6, 3, width), "jagged": (92, width)}[layout]
     generator = torch.Generator().manual_seed(0)
+    power_dtype = torch.promote_types(dtype, torch.float32)
     return {
         "x": torch.randn(shape, generator=generator).to(device, dtype),
         "offsets": offsets_of(LENGTHS, torch.int64, device),
         "query_offsets": offsets_of(TARGETS, torch.int64, device) if layout == "jagged" else None,
-        "power": torch.randn(width, generator=generator).mul(0.2).to(device),
+        "power": torch.randn(width, generator=generator).mul(0.2).to(device, power_dtype),
         "output_dropout": None,
     }
 
@@ -72,7 +74,7 @@ def test_matches_the_formula(layout, width, drops, device):
     for dtype in supported_dtypes(device):
         inputs = inputs_of(layout, width, device, dtype)
         if drops:
-            inputs["output_dropout"] = seeded(device)
+            inputs["output_dropout"] = seeded(device, 0.3)
         grad_out = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(1))
         grad_out = grad_out.to(device, dtype)
         actual = outputs_and_gradients(scale, inputs, grad_out)
@@ -80,18 +82,19 @@ def test_matches_the_formula(layout, width, drops, device):
         expected = outputs_and_gradients(oracle, inputs | doubled, grad_out.double())
         plain = outputs_and_gradients(oracle, inputs, grad_out)
         for name, x in actual.items():
-            assert x.dtype == (torch.float32 if name == "power" else dtype)
+            assert x.dtype == (inputs["power"].dtype if name == "power" else dtype)
             assert_close(x, expected[name], plain[name], gradient=name != "out", name=name)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.6, 0.99])
 def test_drops_as_often_as_asked_for(p, device):
     """The odds fall with the root of the length; no row and no column is like another."""
-    num_rows, width = 300, 200
+    num_samples, num_targets, width = 100, 3, 200
+    num_rows = num_samples * num_targets
     for length in (1, 9, 400):
-        offsets = torch.arange(num_rows + 1, device=device) * length
-        x = torch.ones(num_rows, width, device=device)
-        out = call_scale_by_length(x, offsets, None, None, seeded(device, p))
+        offsets = torch.arange(num_samples + 1, device=device, dtype=torch.int32) * length
+        x = torch.ones(num_samples, num_targets, width, device=device)
+        out = call_scale_by_length(x, offsets, None, None, seeded(device, p)).flatten(0, 1)
         dropped = (out == 0).double()
         rate = p / (p + (1 - p) * length**0.5)
         deviation = (rate * (1 - rate)) ** 0.5
@@ -100,6 +103,16 @@ def test_drops_as_often_as_asked_for(p, device):
             means = dropped.mean(axis)
             assert abs(means.std() / deviation * number**0.5 - 1) < 0.25
         assert torch.allclose(out[out != 0], torch.tensor(1 / (1 - rate), device=device))
+
+
+def test_drops_independently_of_rows_and_weights():
+    """With seeds of their own, and with one seed."""
+    for seeds in ((1, 2), (1, 1)):
+        others, own = (torch.tensor([seed, 2**31]) for seed in seeds)
+        arguments = LengthArguments(torch.ones(400, 300), torch.arange(401), None, None, own)
+        outputs = (cpu.forward(arguments) == 0).double()
+        rows = dropped_rows(others, 400).double()
+        assert abs((rows.unsqueeze(1) * outputs).mean() - rows.mean() * 0.5) < 0.01
 
 
 def test_each_device_drops_the_same(device):
@@ -119,6 +132,45 @@ def test_repeats_are_equal_to_the_bit(device, nan_filled_memory):
         assert x.isfinite().all()
 
 
+@pytest.mark.parametrize("needs", [["x"], ["power"], ["x", "power"]], ids=str)
+def test_any_strides(needs, device):
+    """Of all, also of gradients, of which those that are asked for are made."""
+    inputs = inputs_of("three", 24, device) | {"output_dropout": seeded(device)}
+    grad_out = torch.randn(6, 3, 24, device=device)
+    expected = outputs_and_gradients(scale, inputs, grad_out)
+    inputs["x"] = inputs["x"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    inputs["power"] = torch.stack([inputs["power"]] * 2, 1)[:, 0]
+    inputs["offsets"] = torch.stack([inputs["offsets"]] * 2, 1)[:, 0]
+    for name in needs:
+        inputs[name].requires_grad_()
+    out = scale(**inputs)
+    assert torch.equal(out, expected["out"])
+    transposed = grad_out.mT.contiguous().mT
+    found = torch.autograd.grad(out, [inputs[name] for name in needs], transposed)
+    assert out.is_contiguous()
+    for name, grad in zip(needs, found, strict=True):
+        assert torch.equal(grad, expected[name])
+        assert grad.is_contiguous()
+
+
+def test_its_output_may_be_changed(device):
+    inputs = inputs_of("one", 16, device)
+    inputs["x"].requires_grad_()
+    out = scale(**inputs)
+    (expected,) = torch.autograd.grad(2 * out.sum(), inputs["x"], retain_graph=True)
+    out.mul_(2).sum().backward()
+    assert torch.equal(inputs["x"].grad, expected)
+
+
+def test_nan_of_another_row(device):
+    inputs = inputs_of("one", 16, device)
+    clean = scale(**inputs)
+    inputs["x"][3] = torch.nan
+    out = scale(**inputs)
+    assert out[3].isnan().all()
+    assert torch.equal(out[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+
+
 @pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (2, 0, 16)])
 def test_no_rows(shape, device):
     x = torch.zeros(shape, device=device, requires_grad=True)
@@ -134,7 +186,7 @@ def test_no_rows(shape, device):
 @pytest.mark.reference
 def test_gradcheck():
     inputs = inputs_of("jagged", 3, dtype=torch.float64) | {"output_dropout": seeded("cpu")}
-    leaves = [inputs[name].double().requires_grad_() for name in ("x", "power")]
+    leaves = [inputs[name].requires_grad_() for name in ("x", "power")]
 
     def call(x, power):
         return scale(**inputs | {"x": x, "power": power})
@@ -145,6 +197,7 @@ def test_gradcheck():
 def test_opcheck(device):
     for layout in ("three", "jagged"):
         inputs = inputs_of(layout, 16, device) | {"output_dropout": seeded(device)}
+        inputs["x"] = inputs["x"].mT.contiguous().mT
         for name in ("x", "power"):
             inputs[name].requires_grad_()
         opcheck(torch.ops.torchrec_jagged_attn.scale_by_length.default, tuple(inputs.values()))

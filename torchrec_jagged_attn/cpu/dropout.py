@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dropped_rows", "element_draws", "weight_factors"]
+__all__ = ["are_among", "dropped_rows", "element_draws", "weight_factors"]
 
 
 def dropped_rows(row_dropout: Tensor, num_rows: int) -> Tensor:
@@ -23,16 +23,26 @@ def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:
     Query rows are rows times heads, in this order, and ``dropout`` is as ``row_dropout``.
     """
     seed, drops = dropout.unbind()
-    bits = element_draws(seed, r, n)
-    return torch.where(bits < drops, 0.0, 2**32 / (2**32 - drops).double())
+    factor = 2**32 / (2**32 - drops).double()
+    return torch.where(are_among(element_draws(seed, r, n), drops), 0.0, factor)
 
 
 def element_draws(seed: Tensor, r: Tensor, n: Tensor) -> Tensor:
-    """``[R, N]``: 32 bits, in int64, of the elements ``n`` of the rows ``r``."""
-    x = _draws(seed, r).unsqueeze(1) ^ ((n * 0x9E3779B1) & 0xFFFFFFFF)
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    """``[R, N]`` of the elements ``n`` of the rows ``r``: 32 bits of each, for :func:`are_among`.
+
+    They are int32, whose products and sums leave out what is over 32 bits, and half the size.
+    """
+    x = _draws(seed, r).to(torch.int32).unsqueeze(1) ^ (n * 0x9E3779B1).to(torch.int32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x ^= (x >> shift) & (2 ** (32 - shift) - 1)  # a shift of unsigned numbers
+        x *= factor - 2**32
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def are_among(draws: Tensor, drops: Tensor) -> Tensor:
+    """Whether the 32 bits of ``draws``, as unsigned numbers, are below ``drops`` (int64)."""
+    return (draws ^ -(2**31)) < drops - 2**31
 
 
 def _draws(seed: Tensor, numbers: Tensor) -> Tensor:

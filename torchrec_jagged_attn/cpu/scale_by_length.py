@@ -7,21 +7,20 @@ from torch import Tensor
 
 from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
 from torchrec_jagged_attn.cpu.attention import compute_dtype
-from torchrec_jagged_attn.cpu.dropout import element_draws
+from torchrec_jagged_attn.cpu.dropout import are_among, element_draws
 
 __all__ = ["backward", "forward"]
 
 
 def forward(args: LengthArguments) -> Tensor:
     """``out``, in the shape and dtype of ``x``."""
-    length = _lengths(args)
-    return (args.x * (_scale(args, length) * _dropout(args, length))).to(args.x.dtype)
+    return (args.x.contiguous() * _factors(args, _lengths(args))).to(args.x.dtype)
 
 
 def backward(grad_out: Tensor, args: LengthArguments, needs_power: bool) -> LengthGradients:
     """Gradients; that of the power only where it is asked for."""
     length = _lengths(args)
-    grad = grad_out * (_scale(args, length) * _dropout(args, length))
+    grad = grad_out.contiguous() * _factors(args, length)
     grad_power = None
     if args.power is not None and needs_power:
         of_rows = grad * args.x * length.log()
@@ -37,21 +36,19 @@ def _lengths(args: LengthArguments) -> Tensor:
     return lengths.view(-1, *[1] * (args.x.dim() - 1))
 
 
-def _scale(args: LengthArguments, length: Tensor) -> Tensor:
-    """``n^p``, to go with ``x``."""
-    return torch.ones_like(length) if args.power is None else length ** args.power.to(length.dtype)
-
-
-def _dropout(args: LengthArguments, length: Tensor) -> Tensor:
-    """Zero of what is dropped, else one by the probability to be kept, to go with ``x``."""
+def _factors(args: LengthArguments, length: Tensor) -> Tensor:
+    """What ``x`` is multiplied with."""
+    factors = torch.ones_like(length)
+    if args.power is not None:
+        factors = torch.exp(length.log() * args.power.to(length.dtype))
     if args.output_dropout is None:
-        return torch.ones_like(length)
+        return factors
     seed, drops = args.output_dropout.unbind()
     # In fp32, step by step, so that each device drops the same.
-    odds = drops.float() / (2**32 - drops).float()
-    root = length.float().sqrt()
+    odds, root = drops.float() / (2**32 - drops).float(), length.float().sqrt()
     limit = (odds / (root + odds) * 2**32).long()
     rows = torch.arange(args.x.shape[:-1].numel(), device=seed.device)
     columns = torch.arange(args.x.shape[-1], device=seed.device)
-    is_dropped = element_draws(seed, rows, columns).view(args.x.shape) < limit
-    return torch.where(is_dropped, 0.0, 1 + odds / length.sqrt())
+    draws = element_draws(seed, rows, columns).view(args.x.shape)
+    odds = drops.to(length.dtype) / (2**32 - drops)
+    return torch.where(are_among(draws, limit), 0, factors * (1 + odds / length.sqrt()))

@@ -127,9 +127,8 @@ class JaggedTargetAttention(nn.Module):
         output_dropout: ``p``, while training, the probability that an element of the output is set
             to zero where the history has one row. The odds of it fall with the root of the length:
             of ``n`` rows, it is ``p / (p + (1 - p) sqrt(n))``, so that what is known of few events
-            is trusted less. What is kept is divided by the probability to keep it. Draws are those
-            of PyTorch's generator. ``None``, the default, is 0.6 for a softmax whose values are
-            not projected, else 0.
+            is trusted less. What is kept is divided by the probability to keep it. ``None``, the
+            default, is 0.6 for a softmax whose values are not projected, else 0.
         length_power: whether outputs are multiplied by ``n^p``, of a history of ``n`` rows (an
             empty one has the factor 1), with a learned parameter ``length_power`` ``[E]``, ``p`` of
             each column, that starts at zero. The weights of a softmax sum to one, whatever the

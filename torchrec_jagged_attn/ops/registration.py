@@ -55,6 +55,7 @@ def register_op(
     backward: Callable[[Tensor, Arguments, Outputs, Arguments], NamedTuple],
     non_differentiable: tuple[str, ...] = (),
     axes: dict[str, int],
+    saves_outputs: bool = True,
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
@@ -76,6 +77,7 @@ def register_op(
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
         axes: of arguments and outputs, along which axis their length differs from call to call.
+        saves_outputs: whether ``backward`` reads the outputs; if not, they are ``None`` there.
 
     Returns:
         The op, a function of the arguments one by one; and what calls it at little cost to the
@@ -109,7 +111,8 @@ def register_op(
     of_arguments, of_outputs = get_type_hints(arguments), get_type_hints(outputs)
     returns: Any = Tensor if is_single else tuple[tuple(of_outputs.values())]
     op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
-    of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_arguments, **of_outputs}
+    of_saved = of_outputs if saves_outputs else dict.fromkeys(of_outputs, Tensor | None)
+    of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_arguments, **of_saved}
     backward_op, run_backward, backward_library = _define(
         f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
     )
@@ -120,7 +123,8 @@ def register_op(
         outputs = (made,) if is_single else made
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(*inputs[:num_tensors], *outputs)
+        saved = outputs if saves_outputs else (None,) * len(outputs)
+        ctx.save_for_backward(*inputs[:num_tensors], *saved)
         ctx.constants = inputs[num_tensors:]
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
         return made
@@ -173,7 +177,7 @@ def register_op(
         op,
         differentiable=floats,
         axes=[0, *all_axes],
-        saved=[True] * len(all_axes),
+        saved=[True] * len(tensors) + [saves_outputs] * len(outputs._fields),
         run=(lambda *inputs: [run(*inputs)]) if is_single else run,
         run_backward=run_backward,
         call_backward=call_backward,

@@ -48,4 +48,5 @@ scale_by_length, call_scale_by_length = register_op(
     backward=_backward,
     non_differentiable=("output_dropout",),
     axes=dict.fromkeys(("x", "offsets", "query_offsets", "out"), 0),
+    saves_outputs=False,
 )
