@@ -3,7 +3,7 @@
 # FX and torch.jit.script read annotations, so they are no strings here.
 import itertools
 from numbers import Integral
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,52 @@ __all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
 
 ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
 """What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
+
+
+# Records of what functions below read of a module, which FX and torch.jit.script take.
+
+
+class _Learned(NamedTuple):
+    """Weights and tables of an attention, and maps of packed histories."""
+
+    q_weight: Tensor  # or that of queries, keys and values
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    history_mean: Tensor | None
+    history_basis: Tensor | None
+
+
+class _Unit(NamedTuple):
+    """Layers and tables of an activation unit."""
+
+    weight_1: Tensor
+    bias_1: Tensor
+    weight_2: Tensor
+    bias_2: Tensor
+    weight_3: Tensor
+    bias_3: Tensor
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+
+
+class _Options(NamedTuple):
+    """What a module was made with, and what it drops now."""
+
+    target_dim: int
+    history_dim: int
+    num_digits: int
+    num_levels: int
+    num_heads: int
+    keys_and_values: str
+    score: str
+    activation: str
+    row_drops: int
+    weight_drops: int
 
 
 class JaggedTargetAttention(nn.Module):
@@ -396,12 +442,7 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         if self.unit is not None:
             first, second, third = _layers_of(self.unit)
-            pooled = _pool_by_unit(
-                target,
-                history,
-                timestamps,
-                prior_weights,
-                indices,
+            unit = _Unit(
                 first.weight,
                 first.bias,
                 second.weight,
@@ -410,9 +451,9 @@ class JaggedTargetAttention(nn.Module):
                 third.bias,
                 position_bias,
                 age_bias,
-                self.history_dim,
-                self.activation,
-                self._drops if self.training else 0,
+            )
+            pooled = _pool_by_unit(
+                target, history, timestamps, prior_weights, indices, unit, self._options()
             )
             return self._by_length(pooled, target, history)
         if self.in_proj_weight is not None:
@@ -422,12 +463,7 @@ class JaggedTargetAttention(nn.Module):
         out_weight = out_bias = None
         if self.out_proj is not None:
             out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
-        pooled = _attend(
-            target,
-            history,
-            timestamps,
-            prior_weights,
-            indices,
+        learned = _Learned(
             *weights,
             self.in_proj_bias,
             out_weight,
@@ -436,17 +472,25 @@ class JaggedTargetAttention(nn.Module):
             age_bias,
             self.history_mean,
             self.history_basis,
-            self.target_dim,
-            self.history_dim,
-            self._num_digits,
-            self._num_levels,
-            self.num_heads,
-            self.keys_and_values,
-            self.score,
-            self._drops if self.training else 0,
-            self._weight_drops if self.training else 0,
+        )
+        pooled = _attend(
+            target, history, timestamps, prior_weights, indices, learned, self._options()
         )
         return self._by_length(pooled, target, history)
+
+    def _options(self) -> _Options:
+        return _Options(
+            target_dim=self.target_dim,
+            history_dim=self.history_dim,
+            num_digits=self._num_digits,
+            num_levels=self._num_levels,
+            num_heads=self.num_heads,
+            keys_and_values=self.keys_and_values,
+            score=self.score,
+            activation=self.activation,
+            row_drops=self._drops if self.training else 0,
+            weight_drops=self._weight_drops if self.training else 0,
+        )
 
     def _by_length(
         self, pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor
@@ -507,9 +551,8 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
         _check(
-            target, None, rows, offsets, None, age_bias, timestamps, prior_weights,
-            self.target_dim, self.history_dim, self.score, self._num_digits, self._num_levels,
-        )  # fmt: skip
+            target, None, rows, offsets, None, age_bias, timestamps, prior_weights, self._options()
+        )
         if self.in_proj_weight is not None:
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
         else:
@@ -565,25 +608,8 @@ def _attend(
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
     indices: Tensor | None,
-    q_weight: Tensor,
-    k_weight: Tensor | None,
-    v_weight: Tensor | None,
-    in_bias: Tensor | None,
-    out_weight: Tensor | None,
-    out_bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    history_mean: Tensor | None,
-    history_basis: Tensor | None,
-    target_dim: int,
-    history_dim: int,
-    num_digits: int,
-    num_levels: int,
-    num_heads: int,
-    keys_and_values: str,
-    score: str,
-    drops: int,
-    weight_drops: int,
+    learned: _Learned,
+    options: _Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
     query_offsets: Tensor | None = None
@@ -594,11 +620,14 @@ def _attend(
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
+    q_weight, k_weight, v_weight = learned.q_weight, learned.k_weight, learned.v_weight
+    out_weight = learned.out_weight  # torch.jit.script tells a variable from None, no field
     dtype = q_weight.dtype if out_weight is None else out_weight.dtype
+    num_levels = options.num_levels
     if not is_scripting():
         _check(
-            query, query_offsets, rows, offsets, indices, age_bias, timestamps, prior_weights,
-            target_dim, history_dim, score, num_digits, num_levels,
+            query, query_offsets, rows, offsets, indices, learned.age_bias, timestamps,
+            prior_weights, options,
         )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
         if num_levels > 0 and dtype not in supported_dtypes(rows.device):
@@ -609,8 +638,9 @@ def _attend(
     if num_levels > 0:
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
-        k_weight = _over_digits(k_weight, history_basis, history_mean, score != "softmax")
-        v_weight = _over_digits(v_weight, history_basis, history_mean, True)
+        basis, mean = learned.history_basis, learned.history_mean
+        k_weight = _over_digits(k_weight, basis, mean, options.score != "softmax")
+        v_weight = _over_digits(v_weight, basis, mean, True)
     inputs = (
         query,
         rows,
@@ -620,19 +650,19 @@ def _attend(
         q_weight,
         k_weight,
         v_weight,
-        in_bias,
+        learned.in_bias,
         out_weight,
-        out_bias,
-        position_bias,
-        age_bias,
+        learned.out_bias,
+        learned.position_bias,
+        learned.age_bias,
         timestamps,
-        draw_dropout(drops, rows.device) if drops > 0 else None,
-        draw_dropout(weight_drops, rows.device) if weight_drops > 0 else None,
+        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
+        draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None,
         prior_weights,
-        num_heads,
+        options.num_heads,
         dtype,
-        keys_and_values,
-        score,
+        options.keys_and_values,
+        options.score,
         num_levels,
         torch.is_grad_enabled(),
     )
@@ -703,17 +733,8 @@ def _pool_by_unit(
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
     indices: Tensor | None,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    bias_2: Tensor,
-    weight_3: Tensor,
-    bias_3: Tensor,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    width: int,
-    activation: str,
-    drops: int,
+    unit: _Unit,
+    options: _Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` of ``score="din"``, with all it reads as arguments."""
     if isinstance(target, JaggedTensor):
@@ -726,31 +747,28 @@ def _pool_by_unit(
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
-    dtype = weight_3.dtype
+    dtype = unit.weight_3.dtype
     if not is_scripting():
         check_tensor(target, "target", "a tensor")
         check_one_target(target, "target")
-        _check(
-            target, None, rows, offsets, None, age_bias, timestamps, prior_weights, width, width,
-            "softmax",  # prior weights are served
-        )  # fmt: skip
+        _check(target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options)
         dtype = _dtype_of_products(dtype, rows)
     inputs = (
         target.to(rows.dtype),
         rows,
         offsets,
-        weight_1,
-        bias_1,
-        weight_2,
-        bias_2,
-        weight_3,
-        bias_3,
-        position_bias,
-        age_bias,
+        unit.weight_1,
+        unit.bias_1,
+        unit.weight_2,
+        unit.bias_2,
+        unit.weight_3,
+        unit.bias_3,
+        unit.position_bias,
+        unit.age_bias,
         timestamps,
-        draw_dropout(drops, rows.device) if drops > 0 else None,
+        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
         prior_weights,
-        activation,
+        options.activation,
     )
     if not is_scripting():
         return call_activation_unit(*inputs).to(dtype)
@@ -837,15 +855,16 @@ def _check(
     age_bias: Tensor | None,
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
-    target_dim: int,
-    history_dim: int,
-    score: str,
-    num_digits: int = 0,
-    num_levels: int = 0,
+    options: _Options,
 ) -> None:
+    target_dim, history_dim, num_levels = (
+        options.target_dim,
+        options.history_dim,
+        options.num_levels,
+    )
     check_tensor(target, "target", "a tensor or a JaggedTensor")
     if num_levels:
-        check_packed(rows, "history.values()", num_digits, num_levels)
+        check_packed(rows, "history.values()", options.num_digits, num_levels)
     for name, tensor in (("target", target), ("history", rows)):
         if num_levels and name == "history":
             continue
@@ -890,7 +909,7 @@ def _check(
         prior_weights=prior_weights,
     )
     if prior_weights is not None:
-        check_score(score, prior_weights)
+        check_score("softmax" if options.score == "din" else options.score, prior_weights)
         check_prior_weights(prior_weights, num_places)
     check_offsets_values(offsets, num_places, "history.offsets()")
     if indices is not None:
