@@ -82,6 +82,7 @@ from torchrec_jagged_attn.kernels.target.row_gradients import (
     PLACES_OF_PROGRAM,
     ZEROS_OF_PROGRAM,
     Places,
+    QueryRows,
     combine_rows_kernel,
     find_places_kernel,
     rows_kernel,
@@ -321,10 +322,8 @@ def _add_up_rows(
     samples = Samples(None, launch.offsets, launch.query_offsets, indices)
     of_places, of_zeros = -(-num_places // PLACES_OF_PROGRAM), -(-num_rows // ZEROS_OF_PROGRAM)
     if num_rows:
-        tensors = (
-            grad_out, launch.query, history, launch.biases, outputs, delta, grad_history, sums,
-            found, samples,
-        )  # fmt: skip
+        queries = QueryRows(grad_out, launch.query, outputs.stats, delta)
+        tensors = (queries, history, launch.biases, grad_history, sums, found, samples)
         sizes = num_rows, num_places, *launch.sizes[1:], num_slots
         _rows(
             (num_slots + of_places + of_zeros,),

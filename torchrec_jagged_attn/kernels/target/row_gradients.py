@@ -31,6 +31,7 @@ __all__ = [
     "PLACES_OF_PROGRAM",
     "ZEROS_OF_PROGRAM",
     "Places",
+    "QueryRows",
     "combine_rows_kernel",
     "find_places_kernel",
     "rows_kernel",
@@ -58,6 +59,22 @@ class Places(NamedTuple):
     places: Any
     starts: Any
     bounds: Any
+
+
+class QueryRows(NamedTuple):
+    """What is read of each query row.
+
+    Attributes:
+        grad_out: ``[rows, D]``.
+        query: ``[rows, D]``.
+        stats: ``[2, rows]`` fp32, see ``arguments.TargetOutputs``.
+        delta: ``[rows]`` fp32, the mean of the gradients of weights.
+    """
+
+    grad_out: Any
+    query: Any
+    stats: Any
+    delta: Any
 
 
 @triton.jit
@@ -136,8 +153,8 @@ def _row_at(found, indices_ptr, at):
 
 @triton.jit
 def _add_pairs(
-    acc, grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, samples, n, sample, visible, first,
-    r, count, num_query_rows, scale, C: tl.constexpr,
+    acc, queries, x, biases, samples, n, sample, visible, first, r, count, num_query_rows, scale,
+    C: tl.constexpr,
 ):  # fmt: skip
     """``acc`` ``[pairs, BLOCK_D]`` plus what a query row ``r`` and a place ``n`` give to the row
     ``x``, of each pair that is visible.
@@ -147,9 +164,9 @@ def _add_pairs(
     mask = visible[:, None] & (d < C.D)[None, :]
     own_row = first + r
     query_row = r.to(tl.int64) if C.LAYOUT == SHARED else own_row
-    ptrs = grad_out_ptr + own_row[:, None] * C.D + d[None, :]
+    ptrs = queries.grad_out + own_row[:, None] * C.D + d[None, :]
     grad_out = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    ptrs = query_ptr + query_row[:, None] * C.D + d[None, :]
+    ptrs = queries.query + query_row[:, None] * C.D + d[None, :]
     q = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     bias = load_bias(
         biases, samples.offsets, sample, n, visible, r, count, C.H, C.P, C.A, C.PRIOR
@@ -158,13 +175,13 @@ def _add_pairs(
     scores = tl.sum(q * x[None, :], 1) * scale + bias
     dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, n)
     if C.SCORE == "softmax":
-        maximum, inverse = load_stats(outputs.stats, num_query_rows, own_row, visible)
-        delta = tl.load(delta_ptr + own_row, mask=visible, other=0.0)
+        maximum, inverse = load_stats(queries.stats, num_query_rows, own_row, visible)
+        delta = tl.load(queries.delta + own_row, mask=visible, other=0.0)
         length = tl.load(samples.offsets + sample + 1) - tl.load(samples.offsets + sample)
         p = tl.exp2((scores - maximum) * LOG2E) * inverse
         ds = tl.where(length == 1, 0.0, p * (dp - delta))
     else:
-        exact: tl.constexpr = query_ptr.dtype.element_ty == tl.float32
+        exact: tl.constexpr = queries.query.dtype.element_ty == tl.float32
         p, slope = weights_and_slopes(scores, C.SCORE, exact)
         ds = slope * dp
     p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, n)
@@ -174,8 +191,8 @@ def _add_pairs(
 
 @triton.jit
 def _gradient_of_chunk(
-    grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples, begin, end, num_places,
-    num_targets, num_query_rows, scale, C: tl.constexpr, ONE_BLOCK: tl.constexpr,
+    queries, x, biases, found, samples, begin, end, num_places, num_targets, num_query_rows, scale,
+    C: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_D]``: what the sorted places from ``begin`` to ``end`` give to the row ``x``.
 
@@ -194,15 +211,15 @@ def _gradient_of_chunk(
         first, count = query_rows(samples, sample, num_targets, C)
         if ONE_BLOCK:
             acc = _add_pairs(
-                acc, grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, samples, n, sample,
-                at < end, first, local, count, num_query_rows, scale, C,
+                acc, queries, x, biases, samples, n, sample, at < end, first, local, count,
+                num_query_rows, scale, C,
             )  # fmt: skip
         else:
             of_places = zeros
             for r_start in range(0, tl.max(count + pair * 0, 0), C.BLOCK_R):
                 of_places = _add_pairs(
-                    of_places, grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, samples, n,
-                    sample, at < end, first, r_start + local, count, num_query_rows, scale, C,
+                    of_places, queries, x, biases, samples, n, sample, at < end, first,
+                    r_start + local, count, num_query_rows, scale, C,
                 )  # fmt: skip
             acc += of_places
     return tl.sum(acc, 0)
@@ -224,12 +241,9 @@ def _store_zeros(grad_ptr, found, first, num_rows, C: tl.constexpr, ROWS: tl.con
     do_not_specialize=["num_rows", "num_places", "num_targets", "num_query_rows", "num_slots"]
 )
 def rows_kernel(
-    grad_out_ptr,  # [rows, D]
-    query_ptr,  # [rows, D]
+    queries,  # QueryRows
     history_ptr,  # [U, D], rows history_stride apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs
-    delta_ptr,  # [rows] fp32
     grad_ptr,  # [U, D]
     sums_ptr,  # [slots, D] fp32
     found,  # Places
@@ -277,9 +291,9 @@ def rows_kernel(
                 x_ptrs = history_ptr + row * history_stride + d
                 x = tl.load(x_ptrs, mask=d < C.D, other=0.0).to(tl.float32)
                 grad = _gradient_of_chunk(
-                    grad_out_ptr, query_ptr, x, biases, outputs, delta_ptr, found, samples,
-                    begin + of_chunk * chunk, begin + tl.minimum(of_chunk * (chunk + 1), length),
-                    num_places, num_targets, num_query_rows, scale, C, ONE_BLOCK,
+                    queries, x, biases, found, samples, begin + of_chunk * chunk,
+                    begin + tl.minimum(of_chunk * (chunk + 1), length), num_places, num_targets,
+                    num_query_rows, scale, C, ONE_BLOCK,
                 )  # fmt: skip
                 if chunks > 1:
                     slot = (first_slot + chunk).to(tl.int64)
