@@ -10,11 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E, LOG2E_LOW
+
 __all__ = ["weights_and_slopes"]
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
-LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-200.0)  # a score whose σ is zero in fp32
 
 

@@ -51,7 +51,8 @@ from torchrec_jagged_attn.kernels.common.jagged import (
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import multiply, padded_width, product_precision
-from torchrec_jagged_attn.kernels.common.scores import LOG2E, weights_and_slopes
+from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E
 
 __all__ = ["backward", "forward"]
 

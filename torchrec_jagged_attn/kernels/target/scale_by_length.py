@@ -18,6 +18,7 @@ from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
 from torchrec_jagged_attn.kernels.common.dropout import element_draws, query_draws
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
+from torchrec_jagged_attn.kernels.common.softmax import LN2
 
 __all__ = ["backward", "forward"]
 
@@ -68,7 +69,7 @@ def _factors(args, r, e, num_rows, num_samples, num_targets, E: tl.constexpr):
         draws = element_draws(draws[:, None], e.to(tl.int64)[None, :])
         is_dropped = draws.to(tl.int64) < limit[:, None]
         factor = tl.where(is_dropped, 0.0, factor * (1.0 + tl.div_rn(odds, root))[:, None])
-    return factor, (whole + part) * 0.6931471805599453
+    return factor, (whole + part) * LN2
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_targets"])

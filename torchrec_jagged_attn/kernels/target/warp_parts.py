@@ -29,7 +29,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     wait_for_last_kernel,
 )
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes as weights_in_triton
-from torchrec_jagged_attn.kernels.common.softmax import LOG2E
+from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E, LOG2E_LOW
 from torchrec_jagged_attn.kernels.target import schedule
 from torchrec_jagged_attn.kernels.target.digit_parts import bytes_of_tile, store_digits
 
@@ -78,9 +78,6 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
 PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
-
-LOG2E_LOW = gl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
-LN2 = gl.constexpr(0.6931471805599453)
 
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
