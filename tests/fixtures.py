@@ -143,6 +143,15 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
+ROADS = ["absorbed", "explicit"]
+
+
+@pytest.fixture(params=ROADS)
+def road(request: pytest.FixtureRequest) -> dict[str, str]:
+    """How target attention takes keys and values, as an option of the module."""
+    return {"keys_and_values": request.param}
+
+
 @pytest.fixture(params=["compiled", pytest.param("python", marks=pytest.mark.reference)])
 def without_a_compiler(request, device, monkeypatch):
     """On a CPU, also what runs where nothing can be compiled."""

@@ -11,7 +11,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.modules.test_target_attention import (
+from tests.modules.target_attention_inputs import (
     attend,
     attend_by_sample,
     each_pair_by_dtype,

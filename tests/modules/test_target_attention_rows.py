@@ -11,7 +11,7 @@ from torchrec.fx import symbolic_trace
 
 from tests.combinations import each_pair
 from tests.fixtures import sync_debug_mode
-from tests.modules.test_target_attention import (
+from tests.modules.target_attention_inputs import (
     OPTIONS,
     attend,
     attend_by_sample,

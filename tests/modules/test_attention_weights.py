@@ -1,0 +1,167 @@
+"""Weights of ``JaggedTargetAttention``, to be looked at."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchrec import JaggedTensor
+
+from tests.combinations import each_pair
+from tests.fixtures import skip_unless_supported
+from tests.modules.target_attention_inputs import (
+    OPTIONS,
+    attend_by_sample,
+    draw_prior_weights,
+    example,
+    make_inputs,
+    zeros,
+)
+from tests.plain import plain_attention
+from torchrec_jagged_attn.testing import Case, assert_close
+
+
+def with_parameters(name, inputs, **options):
+    """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these."""
+    module = plain_attention(16, 2, **OPTIONS[name], **options)
+    module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
+    return module.to(inputs["history"].device)
+
+
+def weights_of(module, *, target, history, offsets, **more):
+    return module.attention_weights(target, JaggedTensor(history, offsets=offsets), **more).values()
+
+
+@pytest.mark.parametrize(
+    ("name", "prior", "targets"), each_pair(OPTIONS, [False, True], [None, 3, 40])
+)
+def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, device):
+    dtype = OPTIONS[name].get("dtype", torch.float32)
+    skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
+    lengths = [70, 0, 30, 1, 20]
+    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
+    inputs = make_inputs(module, lengths, device, dtype, targets=targets)
+    if prior:
+        inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
+    times = {}
+    if OPTIONS[name].get("age_bias"):
+        times["timestamps"] = torch.arange(121, device=device) ** 2
+    exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    expected, plain = [], []
+    for some, weights in ((exact, expected), (inputs, plain)):
+        attend_by_sample(module, **some, **times, weights=weights)
+    expected, plain = (torch.cat(weights) for weights in (expected, plain))
+    if targets is None:
+        expected, plain = expected.squeeze(1), plain.squeeze(1)
+    actual = weights_of(with_parameters(name, inputs), **inputs, **times)
+    assert_close(actual, expected, plain)
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu", "sigmoid"])
+@pytest.mark.parametrize("name", ["default", "values", "another-width", "no-recency"])
+def test_outputs_are_sums_by_attention_weights(name, score, device):
+    """While training, too, which drops rows and weights of outputs alone."""
+    dropout = {"row_dropout": 0.5, "dropout": 0.5, "score": score}
+    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
+    inputs = make_inputs(module, [70], device, targets=3)
+    module = with_parameters(name, inputs, **dropout)
+    assert module.training
+    pooled = torch.einsum("nth,nd->thd", weights_of(module, **inputs), inputs["history"])
+    if module.value_projection:
+        if module.in_proj_weight is not None:
+            w_v = module.in_proj_weight[32:]
+        else:
+            w_v = module.v_proj_weight
+        values = torch.einsum("thd,hed->the", pooled, w_v.view(2, 8, -1)).flatten(1)
+        expected = module.out_proj(values + module.in_proj_bias[32:])
+    else:
+        expected = torch.cat([pooled[:, 0, :8], pooled[:, 1, 8:]], dim=1)
+    history = JaggedTensor(inputs["history"], offsets=inputs["offsets"])
+    actual = module.eval()(inputs["target"], history)[0]
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(device):
+    module = plain_attention(16, 2, init="mha").to(device)
+    target, history = example(module, [5, 0, 40], device)
+    weights = module.attention_weights(target.requires_grad_(), history)
+    assert weights.lengths().tolist() == [5, 0, 40]
+    assert weights.values().shape == (45, 3, 2)
+    assert not weights.values().requires_grad
+    of_one = module.attention_weights(target[:, 1], history).values()
+    torch.testing.assert_close(of_one, weights.values()[:, 1])
+
+
+def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
+    module = plain_attention(16, 2, init="mha").to(device)
+    target, history = example(module, [5, 0, 40], device)
+    expected = module.attention_weights(target, history).values()
+    with torch.autocast(device.type, torch.bfloat16):
+        weights = module.attention_weights(target, history).values()
+    assert weights.dtype == torch.float32
+    assert not torch.equal(weights, expected)
+    torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.02)
+
+
+def test_attention_weights_compile_once_for_all_batches(device):
+    module = plain_attention(16, 2, age_bias=True).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        module.attention_weights, backend=counter, fullgraph=True, dynamic=True
+    )
+    for lengths, num_targets in (([9, 0, 2, 23], 3), ([30, 1, 0, 5, 8, 70, 4], 6)):
+        arguments = example(module, lengths, device, num_targets)
+        expected = module.attention_weights(*arguments).values()
+        torch.testing.assert_close(compiled(*arguments).values(), expected)
+    assert counter.frame_count == 1
+
+
+def test_attention_weights_of_an_activation_unit_are_refused():
+    module = plain_attention(16, 1, score="din")
+    with pytest.raises(NotImplementedError, match="score must be one of softmax, silu, sigmoid f"):
+        module.attention_weights(torch.zeros(2, 16), zeros([2, 3], 16))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)
+def test_attention_weights_at_edges(lengths, device):
+    for num_targets in (0, 2):
+        module = plain_attention(16, 2, device="meta")
+        inputs = make_inputs(module, lengths, device, targets=num_targets)
+        weights = weights_of(with_parameters("default", inputs), **inputs)
+        assert weights.shape == (sum(lengths), num_targets, 2)
+        assert torch.isfinite(weights).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "jagged"),
+    [
+        ("ages", False),
+        ("another-width", True),
+        ("another-target-width", False),
+        ("no-recency", True),
+        ("explicit", True),
+        ("explicit-another-width", False),
+        ("explicit-all-widths", True),
+        ("rows", False),
+        ("rows", True),
+        ("explicit-rows", False),
+    ],
+)
+def test_compiles_once_for_all_batches(name, jagged, device):
+    module = plain_attention(64, 2, **OPTIONS[name]).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    # No two sizes of a batch are equal, so that none is taken for another; and targets are so few
+    # that "auto" absorbs them all.
+    for lengths, num_targets in (
+        ([9, 0, 2, 23], 3),
+        ([30, 1, 0, 5, 8, 70, 4], 6),
+        ([2, 90, 31], 5),
+    ):
+        arguments = example(module, lengths, device, num_targets, jagged=jagged)
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            out = run(*arguments)
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1

@@ -1,0 +1,218 @@
+"""The op of ``JaggedTargetAttention``: its schema, its gradients, and how it runs on a GPU."""
+
+import pytest
+import torch
+from torchrec import JaggedTensor
+
+from tests.combinations import each_pair
+from tests.fixtures import ROADS, sync_debug_mode
+from tests.modules.target_attention_inputs import CPU, example, projected
+from tests.plain import plain_attention
+from torchrec_jagged_attn.testing import offsets_of
+
+OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
+
+
+def op_arguments(
+    device=CPU,
+    *,
+    jagged=False,
+    history_dtype=torch.float32,
+    history_dim=16,
+    target_dim=16,
+    prior=False,
+    value_projection=True,
+    keys_and_values="auto",
+    by_index=False,
+):
+    """All arguments of the op, by name; the floating-point ones need a gradient."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    target_offsets = torch.tensor([0, 1, 1, 6], device=device) if jagged else None
+    prior_weights = torch.tensor([0.5, 0, 2, 0, 0, 1, 3, 0.25], device=device)
+    others = {"in_bias": draw(48), "out_weight": draw(16, 16), "out_bias": draw(16)}
+    if not value_projection:
+        weights = {"q_weight": draw(16, target_dim), "k_weight": draw(16, 16), "v_weight": None}
+        others = {"in_bias": draw(16), "out_weight": None, "out_bias": None}
+    elif history_dim == target_dim == 16:
+        weights = {"q_weight": draw(48, 16), "k_weight": None, "v_weight": None}
+    else:
+        weights = {"q_weight": draw(16, target_dim)}
+        weights |= {name: draw(16, history_dim) for name in ("k_weight", "v_weight")}
+    return {
+        "target": draw(6, target_dim) if jagged else draw(3, 2, target_dim),
+        "history": draw(5 if by_index else 8, history_dim, dtype=history_dtype),
+        "offsets": torch.tensor([0, 3, 3, 8], device=device),
+        "query_offsets": target_offsets,
+        "indices": torch.arange(8, device=device) ** 2 % 5 if by_index else None,
+        **weights,
+        **others,
+        "position_bias": draw(3, 2),
+        "age_bias": draw(5, 2),
+        "timestamps": torch.arange(8, device=device),
+        "row_dropout": None,
+        "dropout": None,
+        "prior_weights": prior_weights.requires_grad_() if prior else None,
+        "num_heads": 2,
+        "dtype": torch.float32,
+        "keys_and_values": keys_and_values,
+        "score": "softmax",
+        "num_levels": 0,
+        "for_backward": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("projections", "jagged", "history_dtype", "prior", "by_index", "road"),
+    each_pair(
+        [{}, {"history_dim": 20}, {"target_dim": 24}, {"value_projection": False}],
+        [False, True],
+        [torch.float32, torch.float16],
+        [False, True],
+        [False, True],
+        ROADS,
+    ),
+    ids=str,
+    indirect=["road"],
+)
+def test_opcheck(projections, jagged, history_dtype, prior, by_index, road, device):
+    options = {"jagged": jagged, "history_dtype": history_dtype, "prior": prior}
+    arguments = op_arguments(device, by_index=by_index, **options, **projections, **road)
+    torch.library.opcheck(OP, tuple(arguments.values()))
+
+
+@pytest.mark.parametrize(
+    ("value_projection", "history_dtype", "jagged", "road"),
+    each_pair([True, False], [torch.float32, torch.float16], [False, True], ROADS),
+    ids=str,
+    indirect=["road"],
+)
+def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, road, device):
+    options = {"jagged": jagged, "value_projection": value_projection}
+    arguments = op_arguments(device, history_dtype=history_dtype, **options, **road)
+    expected = OP(*arguments.values())[0]
+    arguments["for_backward"] = False
+    values = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
+    torch.library.opcheck(OP, tuple(values))
+    out, _, *absorbed, _, _, _ = OP(*values)
+    assert torch.equal(out, expected)
+    assert not any(x.numel() for x in absorbed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"history_dim": 20},
+        {"target_dim": 24},
+        {"prior": True},
+        {"value_projection": False, "prior": True},
+        {"by_index": True},
+    ],
+    ids=str,
+)
+def test_gradients_are_those_asked_for(options, road, device):
+    arguments = op_arguments(device, **options, **road)
+    leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
+    out = OP(*arguments.values())[0]
+    grad_out = torch.randn_like(out)
+    out.backward(grad_out)
+    for name in leaves:
+        alone = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        alone[name].requires_grad_()
+        OP(*alone.values())[0].backward(grad_out)
+        assert torch.equal(alone[name].grad, arguments[name].grad), name
+
+
+@pytest.mark.parametrize("value_projection", [True, False])
+def test_is_one_node_of_autograd(value_projection, road):
+    options = {"value_projection": value_projection, **road}
+    module = plain_attention(16, 2, age_bias=True, **options)
+    target, history, timestamps = example(module, [5, 0, 40])
+    out = module(target.requires_grad_(), history, timestamps)
+    nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
+    assert {node.name() for node in nodes} == {"torch::autograd::AccumulateGrad"}
+    assert len(nodes) == 1 + len(list(module.parameters()))
+    with pytest.raises(NotImplementedError, match="no second derivative, got create_graph=True"):
+        torch.autograd.grad(out.sum(), target, create_graph=True)
+
+
+# CUDA
+
+
+@pytest.fixture(params=[False, True], ids=["dense", "jagged"])
+def run_on_cuda(request, road):
+    """Computes an output and all gradients; long enough for the sums of large embedding tables."""
+    module = projected(16, 2, age_bias=True, **road).to("cuda")
+    target, history, times = example(module, [2000, 0, 3, 5000], "cuda", jagged=request.param)
+
+    def run():
+        module.zero_grad()
+        rows = history.values().detach().requires_grad_()
+        out = module(target, JaggedTensor(rows, lengths=history.lengths()), times)
+        out.backward(torch.ones_like(out))
+        return [out, rows.grad, *(parameter.grad for parameter in module.parameters())]
+
+    run()  # compiles
+    return run
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_device(run_on_cuda):
+    with sync_debug_mode("error"):
+        run_on_cuda()
+
+
+@pytest.mark.gpu
+def test_repeats_are_equal_to_the_bit(run_on_cuda):
+    first = run_on_cuda()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(run_on_cuda(), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
+def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, road):
+    options = {"jagged": jagged, "value_projection": value_projection}
+    arguments = op_arguments("cuda", **options, **road)
+    leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
+    grad_out = torch.randn_like(arguments["target"])
+
+    def run():
+        out = OP(*arguments.values())[0]
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    arguments["offsets"].copy_(torch.tensor([0, 0, 7, 8]))
+    graph.replay()
+    for result, expected in zip(results, run(), strict=True):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("num_targets", [8, 256])
+def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
+    """Also where so many jagged targets take explicit keys and values."""
+    width, num_heads, num_rows = 64, 4, 32768
+    module = projected(width, num_heads, recency_bias=False, bias=False)
+    module = module.to("cuda", torch.bfloat16)
+    counts = torch.full([num_rows // num_targets], num_targets)
+    offsets = [offsets_of(x, torch.int64, "cuda") for x in (counts, torch.full_like(counts, 2))]
+    rows = [torch.randn(int(x[-1]), width, device="cuda").bfloat16() for x in offsets]
+    arguments = [JaggedTensor(x, offsets=o) for x, o in zip(rows, offsets, strict=True)]
+    with no_gradient():
+        module(*arguments)  # compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = module(*arguments)
+    # Queries, values, the output and statistics; if absorbed, u and what is pooled by it, too.
+    most = (5 + (2 * num_heads if num_targets == 8 else 0)) * out.nbytes
+    assert torch.cuda.max_memory_allocated() - before < most

@@ -1,0 +1,196 @@
+"""What keeps ``JaggedTargetAttention`` from overfitting: dropped outputs, powers of the length."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torchrec import JaggedTensor
+
+from tests.modules.target_attention_inputs import example
+from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
+
+
+def rates_of_dropped_outputs(p, lengths):
+    """Of histories of so many rows."""
+    root = lengths.double().clamp(min=1).sqrt()
+    return p / (p + (1 - p) * root)
+
+
+def rows_of(lengths, width, device):
+    return JaggedTensor(
+        torch.randn(int(lengths.sum()), width, device=device), lengths=lengths.to(device)
+    )
+
+
+@pytest.mark.parametrize(
+    ("score", "jagged"), [("softmax", False), ("softmax", True), ("silu", False), ("din", False)]
+)
+def test_output_dropout(score, jagged, device):
+    torch.manual_seed(0)
+    module = plain_attention(64, 1, score=score, output_dropout=0.5, device=device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    lengths = torch.tensor([1, 4, 100]).repeat_interleave(100)
+    history = rows_of(lengths, 64, device)
+    target = torch.randn(300, 64, device=device, requires_grad=True)
+    targets = JaggedTensor(target, offsets=torch.arange(301, device=device)) if jagged else target
+    expected = module.eval()(targets, history)
+    module.train()
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        return module(targets, history)
+
+    out = draw(1)
+    kept = out != 0
+    rates = rates_of_dropped_outputs(0.5, lengths).to(device)
+    # 6,400 draws a length: five standard deviations.
+    assert ((~kept).view(3, -1).double().mean(1) - rates[::100]).abs().max() < 0.032
+    scale = (1 / (1 - rates)).float().unsqueeze(1)
+    torch.testing.assert_close(out, torch.where(kept, expected * scale, 0))
+    assert torch.equal(draw(1), out)
+    assert not torch.equal(draw(2), out)
+    of_kept, of_dropped = (torch.autograd.grad(draw(1)[x].sum(), target)[0] for x in (kept, ~kept))
+    assert of_kept.any()
+    assert not of_dropped.any()
+
+
+def test_output_dropout_is_scripted(device):
+    scripted = torch.jit.script(plain_attention(64, 2, output_dropout=0.5, device=device))
+    history = rows_of(torch.full((50,), 9), 64, device)
+    target = torch.randn(50, 64, device=device)
+    dropped = [(scripted.train(x)(target, history) == 0).double().mean() for x in (True, False)]
+    assert 0.2 < dropped[0] < 0.3
+    assert dropped[1] == 0
+
+
+# What is the default
+
+
+def test_restrained_where_rows_are_not_projected():
+    module = JaggedTargetAttention(16, 2)
+    assert (module.row_dropout, module.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
+    assert module.length_power.shape == (16,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"value_projection": True}, {"init": "mha"}, {"score": "silu"}, {"history_dim": 8}],
+    ids=str,
+)
+def test_not_restrained_elsewhere(options):
+    module = JaggedTargetAttention(16, 2, **options)
+    assert (module.row_dropout, module.output_dropout) == (0, 0)
+    assert module.length_power is None
+
+
+def test_each_restraint_is_left_out_by_its_option():
+    module = JaggedTargetAttention(16, 2, row_dropout=0.0)
+    assert (module.row_dropout, module.output_dropout) == (0, OUTPUT_DROPOUT)
+    module = JaggedTargetAttention(16, 2, output_dropout=0.0, length_power=False)
+    assert (module.row_dropout, module.output_dropout) == (ROW_DROPOUT, 0)
+    assert module.length_power is None
+
+
+def test_restrained_modules_are_compiled_once_and_traced(device):
+    module = JaggedTargetAttention(64, 2, device=device)
+    nn.init.normal_(module.length_power)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    traced = torch.fx.symbolic_trace(module)
+    for same in (compiled, traced, torch.jit.script(traced), torch.jit.script(module)):
+        # As in test_compiles_once_for_all_batches.
+        for lengths, num_targets in (([9, 1, 2, 23], 3), ([30, 1, 6, 5, 8, 70, 4], 6)):
+            out, again = (same(*example(module, lengths, device, num_targets)) for _ in range(2))
+            assert (out == 0).any()
+            assert not torch.equal(again, out)
+    assert counter.frame_count == 1
+    module.eval()
+    traced = torch.fx.symbolic_trace(module)
+    target, history = example(module, [5, 0, 40], device)
+    torch.testing.assert_close(traced(target, history), module(target, history))
+
+
+# Powers of the length
+
+
+def with_and_without_powers(device, **options):
+    """A module with ``length_power``, and one without, whose other parameters are the same."""
+    torch.manual_seed(0)
+    module = plain_attention(16, 2, length_power=True, device=device, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    without = plain_attention(16, 2, device=device, **options)
+    state = module.state_dict()
+    del state["length_power"]
+    without.load_state_dict(state)
+    return module, without
+
+
+@pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])
+@pytest.mark.parametrize("targets", ["one", "three", "jagged"])
+def test_length_power(targets, value_projection, device):
+    module, without = with_and_without_powers(device, value_projection=value_projection)
+    lengths = [5, 0, 40, 1]
+    target, history = example(module, lengths, device, jagged=targets == "jagged")
+    length = torch.tensor(lengths, device=device).clamp(min=1)  # an empty one counts as one row
+    if targets == "jagged":
+        length = length.repeat_interleave(target.lengths())[:, None]
+    elif targets == "three":
+        length = length[:, None, None]
+    else:
+        length, target = length[:, None], target[:, 0]
+    rows = history.values().requires_grad_()
+    out = module(target, history)
+    expected = without(target, history) * length**module.length_power
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    gradients = [
+        torch.autograd.grad(x, [rows, module.length_power], weights) for x in (out, expected)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+def test_length_power_changes_nothing_at_first(device):
+    module, without = with_and_without_powers(device)
+    module.reset_parameters()
+    without.load_state_dict(module.state_dict(), strict=False)
+    arguments = example(module, [5, 0, 40], device)
+    assert torch.equal(module(*arguments), without(*arguments))
+
+
+def test_empty_histories_stay_zeros(device):
+    """Also one whose rows are all removed, compiled, and in half precision."""
+    module, _ = with_and_without_powers(device)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    target, history = example(module, [3, 0, 4], device)
+    weights = torch.tensor([1.0] * 3 + [0.0] * 4, device=device)
+    for same in (module, compiled):
+        for dtype in (None, torch.bfloat16):
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                out = same(target, history, prior_weights=weights)
+            assert out[0].any()
+            assert not out[1:].any()
+
+
+def test_length_power_travels(device):
+    module, _ = with_and_without_powers(device)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    traced = torch.fx.symbolic_trace(module)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
+        for lengths, jagged in (([5, 0, 40], False), ([2, 90, 31, 7], False), ([2, 0, 31], True)):
+            arguments = example(module, lengths, device, jagged=jagged)
+            torch.testing.assert_close(same(*arguments), module(*arguments))
+
+
+def test_length_power_keeps_the_dtype(device):
+    for dtype in supported_dtypes(device):
+        module, without = with_and_without_powers(device, dtype=dtype)
+        target, history = example(module, [5, 0, 300], device)
+        history = JaggedTensor(history.values().to(dtype), lengths=history.lengths())
+        length = torch.tensor([5, 1, 300], device=device).view(3, 1, 1)
+        exact = without(target, history).double() * length ** module.length_power.double()
+        torch.testing.assert_close(module(target, history), exact.to(dtype))

@@ -1,0 +1,322 @@
+"""How ``JaggedTargetAttention`` starts, is copied, exported, compiled and quantized."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torchrec import JaggedTensor
+
+from tests.modules.target_attention_inputs import OPTIONS, bucket, example, projected
+from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.arguments import MultiHeadArguments
+from torchrec_jagged_attn.ops import flash_attention
+from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
+from torchrec_jagged_attn.testing import assert_close
+
+
+class OfTensors(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, target, rows, offsets):
+        return self.module(target, JaggedTensor(rows, offsets=offsets))
+
+
+def assert_exports(module, device):
+    """With any number of samples."""
+    module = OfTensors(module).to(device).eval()
+    shapes = [{0: torch.export.Dim.DYNAMIC}] * 3
+
+    def tensors(lengths):
+        target, history = example(module.module, lengths, device, num_targets=1)
+        return target.squeeze(1), history.values(), history.offsets()
+
+    exported = torch.export.export(module, tensors([5, 0, 40]), dynamic_shapes=shapes).module()
+    for lengths in ([5, 0, 40], [7, 1, 0, 30, 2]):
+        inputs = tensors(lengths)
+        assert torch.equal(exported(*inputs), module(*inputs))
+
+
+def test_exports_without_a_value_projection(road, device):
+    module = JaggedTargetAttention(16, 2, value_projection=False, **road)
+    nn.init.normal_(module.length_power)
+    assert_exports(module, device)
+
+
+def test_exports_an_activation_unit(device):
+    assert_exports(JaggedTargetAttention(16, 1, score="din"), device)
+
+
+def test_values_are_the_rows_of_the_history(monkeypatch):
+    """No copy of them, whatever their strides are."""
+    seen = []
+    attend = flash_attention.forward
+    monkeypatch.setattr(flash_attention, "forward", lambda x: seen.append(x) or attend(x))
+    module = plain_attention(16, 2, value_projection=False, keys_and_values="explicit")
+    target, lengths = torch.randn(2, 16), torch.tensor([2, 3])
+    rows = torch.randn(5, 24)[:, 4:20].requires_grad_()
+    out = module(target, JaggedTensor(rows, lengths=lengths))
+    out.sum().backward()
+    assert seen[0].v.data_ptr() == rows.data_ptr()
+    assert seen[0].v.stride() == (24, 8, 1)
+    same = rows.detach().clone().requires_grad_()
+    assert torch.equal(module(target, JaggedTensor(same, lengths=lengths)), out)
+    module(target, JaggedTensor(same, lengths=lengths)).sum().backward()
+    assert torch.equal(same.grad, rows.grad)
+
+
+@pytest.mark.parametrize("value_projection", [True, False])
+def test_recency_init_without_scores_is_recency_weighted_pooling(value_projection, device):
+    """Each head pools its own slice of the rows, by recency alone."""
+    torch.manual_seed(0)
+    module = plain_attention(12, 3, value_projection=value_projection).to(device)
+    with torch.no_grad():
+        (module.in_proj_weight[:12] if value_projection else module.q_proj_weight).zero_()
+    lengths = [40, 0, 1, 7]
+    rows = torch.randn(48, 12, device=device)
+    history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
+    out = module(torch.randn(4, 12, device=device), history)
+
+    def pooled(dtype):
+        table = module.recency_bias.position_weight.detach().to(dtype)
+        outs = []
+        for x_LD in rows.to(dtype).split(lengths):
+            recency = table[[bucket(n, 64) for n in range(len(x_LD) - 1, -1, -1)]]
+            weights = torch.exp(recency).repeat_interleave(4, 1)
+            mean = (weights * x_LD).sum(0) / weights.sum(0)
+            outs.append(mean if len(x_LD) else torch.zeros_like(mean))
+        return torch.stack(outs)
+
+    assert_close(out.detach(), pooled(torch.float64), pooled(torch.float32))
+    flat = out[:, 8:].detach()  # the last head: the mean
+    torch.testing.assert_close(flat[0], rows[:40, 8:].mean(0))
+    newest_first = pooled(torch.float64)[0, :4] - rows[:40, :4].mean(0)
+    assert newest_first.abs().max() > 0.01, "the other heads are no mean"
+
+
+@pytest.mark.parametrize(
+    ("init", "history_dim"), [("mha", 64), ("mha", 48), ("recency", 48)], ids=str
+)
+def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
+    torch.manual_seed(0)
+    module = projected(64, 4, history_dim=history_dim, recency_bias=False, init=init)
+    mha = nn.MultiheadAttention(64, 4, kdim=history_dim, vdim=history_dim)
+    for name, theirs in mha.state_dict().items():
+        ours = module.state_dict()[name]
+        if init == "recency" and name == "q_proj_weight":
+            assert torch.all(ours == 0)
+            continue
+        assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02), name
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05), name
+        if name.endswith("bias"):
+            assert torch.all(ours == 0), name
+
+
+def test_recency_init_is_the_same_whatever_the_targets_width():
+    module = projected(64, 4, target_dim=20)
+    assert torch.equal(module.v_proj_weight, torch.eye(64))
+    assert torch.equal(module.out_proj.weight, torch.eye(64))
+    assert module.q_proj_weight.shape == (64, 20)
+    other = projected(64, 4, history_dim=20, target_dim=20)
+    assert not torch.equal(other.out_proj.weight, torch.eye(64))
+
+
+def test_recency_init_starts_keys_as_multihead_attention_does_and_queries_at_zero():
+    torch.manual_seed(0)
+    queries, ours, _ = projected(64, 4).in_proj_weight.chunk(3)
+    assert torch.all(queries == 0)
+    theirs = nn.MultiheadAttention(64, 4).in_proj_weight[64 : 2 * 64]
+    assert ours.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
+    assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+
+
+def reset_whole(module):
+    module.to_empty(device="cpu")
+    torch.manual_seed(1)
+    module.reset_parameters()
+
+
+def reset_as_torchrec_does(module):
+    """What DistributedModelParallel does to modules on the meta device: children first."""
+
+    def reset(child):
+        if child._parameters:
+            child.to_empty(device="cpu", recurse=False)
+            torch.manual_seed(1)
+            child.reset_parameters()
+
+    module.apply(reset)
+
+
+@pytest.mark.parametrize("reset", [reset_whole, reset_as_torchrec_does])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_from_the_meta_device(name, reset):
+    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
+    assert all(parameter.is_meta for parameter in module.parameters())
+    reset(module)
+    expected = plain_attention(16, 2, **OPTIONS[name])
+    torch.manual_seed(1)
+    expected.reset_parameters()
+    torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if "half" not in name])
+def test_copies_compute_the_same(name, tmp_path):
+    module = plain_attention(16, 2, **OPTIONS[name])
+    arguments = example(module, [5, 0, 40])
+    expected = module(*arguments)
+    loaded = plain_attention(16, 2, **OPTIONS[name])
+    torch.save(module.state_dict(), tmp_path / "state.pt")
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"), strict=True)
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
+    copies.append(copy.deepcopy(module).eval())
+    for other in copies:
+        assert repr(other).splitlines()[0] == repr(module).splitlines()[0]
+        assert torch.equal(other(*arguments), expected)
+
+
+def test_compiles_under_autocast():
+    module = projected(16, 2)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for run in (module, compiled):
+        module.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = run(*example(module, [5, 0, 40]))
+        out.float().square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in module.parameters())])
+    assert results[0][0].dtype == torch.bfloat16
+    torch.testing.assert_close(*results)
+
+
+MANY = 40  # targets per sample of a module of 8 heads: explicit keys and values are the cheaper
+
+
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
+@pytest.mark.parametrize("history_dim", [64, 48])
+def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device):
+    """To the bit what that option gives, and few targets what the other gives."""
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randn(40, history_dim, generator=generator).to(device)
+    history = JaggedTensor(history, lengths=torch.tensor([30, 0, 10], device=device))
+    results = {}
+    for option in ("auto", "absorbed", "explicit"):
+        torch.manual_seed(0)
+        module = projected(
+            64, 8, history_dim=history_dim, keys_and_values=option
+        ).to(device)  # fmt: skip
+        for num_targets in (2, MANY):
+            target = torch.randn(3 * num_targets, 64, generator=generator.manual_seed(1)).to(device)
+            if jagged:
+                lengths = torch.tensor([1, 3, 3 * num_targets - 4], device=device)
+                target = JaggedTensor(target, lengths=lengths)
+            else:
+                target = target.view(3, num_targets, 64)
+            module.zero_grad()
+            out = module(target, history)
+            out.square().sum().backward()
+            gradients = [parameter.grad for parameter in module.parameters()]
+            results[option, num_targets] = [out, *gradients]
+    for num_targets, option, other in (
+        (2, "absorbed", "explicit"),
+        (MANY, "explicit", "absorbed"),
+    ):
+        chosen = results["auto", num_targets]
+        assert all(map(torch.equal, chosen, results[option, num_targets]))
+        assert not all(map(torch.equal, chosen, results[other, num_targets]))
+
+
+def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
+    """It would save no arithmetic."""
+    history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
+    target = torch.randn(1, 5000, 16)
+    module = projected(16, 1)
+    expected = module(target, history)
+    module.keys_and_values = "absorbed"
+    assert torch.equal(module(target, history), expected)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit", "projected"),
+    [
+        ("cuda", torch.bfloat16, 1000, 18, 19, True),
+        ("cuda", torch.bfloat16, 1000, 12, 13, False),
+        ("cuda", torch.float32, 1000, 8, 9, True),
+        ("cuda", torch.float32, 1000, 4, 5, False),
+        ("cuda", torch.bfloat16, 1, 163, 164, True),  # too few to fill a GPU by themselves
+        ("cpu", torch.float32, 1000, 46, 47, True),
+        ("cpu", torch.float32, 1000, 26, 27, False),
+        ("cpu", torch.float32, 1, 46, 47, True),
+    ],
+)
+def test_auto_counts_what_either_way_takes(
+    device_type, dtype, num_samples, most_absorbed, least_explicit, projected
+):
+    """As ``docs/target_attention.md`` has it, of 4 heads and width 128."""
+
+    def makes_keys(num_targets, jagged):
+        with FakeTensorMode():
+            target = torch.empty(num_samples, num_targets, 128, device=device_type, dtype=dtype)
+            history = torch.empty(9, 128, device=device_type, dtype=dtype)
+            offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
+            arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
+                target=target, history=history, offsets=offsets, num_heads=4,
+                q_weight=torch.empty(128, 128), keys_and_values="auto", score="softmax",
+                out_weight=torch.empty(128, 128) if projected else None,
+            )  # fmt: skip
+            if jagged:
+                arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
+            return is_explicit(arguments)
+
+    assert not makes_keys(most_absorbed, jagged=True)
+    assert makes_keys(least_explicit, jagged=True)
+    if num_samples > 1:  # the batch size of others plays no part
+        assert not makes_keys(most_absorbed, jagged=False)
+        assert makes_keys(least_explicit, jagged=False)
+
+
+def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
+    module = projected(64, 8).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, counts in (([9, 0, 2], [5, 7, 8]), ([7, 5, 1, 0], [2 * MANY, MANY, 0, MANY + 1])):
+        _, history = example(module, lengths, device)
+        target = torch.randn(sum(counts), 64, device=device)
+        target = JaggedTensor(target, lengths=torch.tensor(counts, device=device))
+        results = []
+        for run in (module, compiled):
+            module.zero_grad()
+            out = run(target, history)
+            out.square().sum().backward()
+            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
+    module = projected(64, 2).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, num_targets in (
+        ([9, 0, 2, 23], 3),
+        ([30, 1, 4], 700),
+        ([5, 7, 1], 4),
+        ([3, 8], 650),
+    ):
+        arguments = example(module, lengths, device, num_targets)
+        torch.testing.assert_close(compiled(*arguments), module(*arguments))
+    assert counter.frame_count == 2
+
+
+def test_stays_whole_under_dynamic_quantization():
+    """Of linear layers, which would take the weights that are read out of them."""
+    module = projected(16, 2)
+    arguments = example(module, [5, 0, 40])
+    quantized_module = torch.ao.quantization.quantize_dynamic(module)
+    assert torch.equal(quantized_module(*arguments), module(*arguments))
