@@ -521,6 +521,20 @@ OP_TABLES = {
             ),
         ),
     ),
+    "restraint": Table(
+        ("restraint",),
+        "users; events",
+        {"64; up to 50": "restraint-64", "4,096; up to 200": "restraint-4k"},
+        (
+            both("as it comes, eager ms", "ours", "time"),
+            both("the three by PyTorch's own ops", "ours-elementwise", "time"),
+            both("none of the three", "ours-unrestrained", "time"),
+            both("as it comes, in a graph", "ours"),
+            both("by PyTorch's own ops", "ours-elementwise"),
+            both("none", "ours-unrestrained"),
+            both("all in PyTorch, padded", "linear+padded-sdpa"),
+        ),
+    ),
     "self_attention_window": Table(
         ("self_attention_window",),
         "512 histories of up to 1,023 rows, causal, 4 heads of 64, bf16",

@@ -1,0 +1,167 @@
+"""What ``JaggedTargetAttention`` does as it comes while it trains, beside the attention itself.
+
+    python benchmarks/run.py restraint --graph --host --csv benchmarks/results/restraint.csv
+
+``ours`` drops rows and outputs, and multiplies these by powers of the length. ``ours-elementwise``
+drops rows, too, and does the rest by PyTorch's own ops. ``ours-unrestrained`` does none of the
+three: a bound of what they cost. ``linear+padded-sdpa`` does all but the dropping of rows in PyTorch.
+So little is dropped that results are right if nothing was.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from suites import Cost, Inputs, Relaid, Suite, UnavailableError, target_attention_recency
+from suites import target_attention as base
+from suites._attention import PEERS, Attend
+from torchrec_jagged_attn.testing import (
+    Case,
+    flash_attention_oracle,
+    flash_attention_plain,
+    make_target_inputs,
+)
+
+POWER = "length_power"
+RARELY = 1e-9  # four of 2^32 draws
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Targets ``[B, E]``, history ``[N, E]`` and weights of a module that projects no values."""
+    drawn = make_target_inputs(case, device, bias=False)
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(*shape: int, scale: float) -> nn.Parameter:
+        values = torch.randn(shape, generator=generator) * scale
+        return nn.Parameter(values.to(device, case.dtype))
+
+    buckets = target_attention_recency.NUM_BUCKETS
+    leaves = {
+        "target": drawn["query"][:, 0, 0].contiguous().requires_grad_(),
+        "history": drawn["history"].requires_grad_(),
+        "q_proj_weight": weight(case.width, case.width, scale=case.width**-0.5),
+        "k_proj_weight": weight(case.width, case.width, scale=case.width**-0.5),
+        "in_proj_bias": weight(case.width, scale=1.0),
+        base.POSITION_WEIGHT: weight(buckets, case.num_heads, scale=1.0),
+        POWER: weight(case.width, scale=0.1),
+    }
+    return Inputs.even(case, leaves, drawn["offsets"])
+
+
+def lengths_of(x: Inputs) -> Tensor:
+    """``[B, 1]``, of an empty history one."""
+    return x.offsets.diff().clamp(min=1).unsqueeze(1)
+
+
+def over_keys(x: Inputs, attend: Attend) -> Tensor:
+    """Keys of all history rows, then ``attend``: what is pooled of each target's history."""
+    heads = x.case.num_heads, x.case.width // x.case.num_heads
+    history, target = x.leaves["history"], x.leaves["target"]
+    q = F.linear(target, x.leaves["q_proj_weight"], x.leaves["in_proj_bias"])
+    k = F.linear(history, x.leaves["k_proj_weight"])
+    rows = (tensor.unflatten(1, heads) for tensor in (q, k, history))
+    return target_attention_recency.biased(x, attend)(*rows).flatten(1)
+
+
+def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
+    """By one of the package's test formulas."""
+    pooled = over_keys(x, base.formula(x, attention))
+    return scale(x, pooled) if POWER in x.leaves else pooled
+
+
+def scale(x: Inputs, pooled: Tensor) -> Tensor:
+    """Times powers of the length."""
+    lengths = lengths_of(x).to(torch.promote_types(pooled.dtype, torch.float32))
+    return (pooled * torch.exp(lengths.log() * x.leaves[POWER])).to(pooled.dtype)
+
+
+def cost(x: Inputs) -> dict[str, Cost]:
+    """Read history once, and in backward again, and write its gradient; the rest is per target."""
+    num_rows, width = x.leaves["history"].shape
+    num_targets, size = x.leaves["target"].shape[0], x.case.dtype.itemsize
+    pairs = 2 * num_rows * width * x.case.num_heads  # of each product
+    products = 4 * num_targets * width**2
+    return {
+        "forward": Cost(
+            size * width * (num_rows + 2 * num_targets + 2 * width), 2 * pairs + products
+        ),
+        "backward": Cost(
+            size * width * (2 * num_rows + 3 * num_targets + 4 * width), 5 * pairs + 2 * products
+        ),
+    }
+
+
+def module_of(x: Inputs, **options: float | bool) -> Callable[[], Tensor]:
+    """``JaggedTargetAttention`` with the weights of ``x``, in training."""
+    try:
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+    except ImportError as error:
+        raise UnavailableError("torchrec is not installed") from error
+    from torchrec_jagged_attn import JaggedTargetAttention
+
+    module = JaggedTargetAttention(x.case.width, x.case.num_heads, device="meta", **options)
+    weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
+    kept = {name: leaf for name, leaf in weights.items() if name != POWER or options[POWER]}
+    module.load_state_dict(kept, assign=True)
+    history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
+    return lambda: module(x.leaves["target"], history)
+
+
+def restrain(x: Inputs, pooled: Tensor) -> Tensor:
+    """Powers of the length and dropout of outputs, by PyTorch's own ops."""
+    odds = RARELY / (1 - RARELY)
+    kept = 1 / (1 + lengths_of(x).float().rsqrt() * odds)
+    is_kept = torch.rand_like(pooled, dtype=torch.float32) < kept
+    return (scale(x, pooled) * (is_kept / kept)).to(pooled.dtype)
+
+
+def elementwise(x: Inputs) -> Callable[[], Tensor]:
+    """Rows dropped by the kernels, the rest by PyTorch."""
+    attend = module_of(x, row_dropout=RARELY, output_dropout=0.0, length_power=False)
+    return lambda: restrain(x, attend())
+
+
+def padded(x: Inputs) -> Callable[[], Tensor]:
+    """All by PyTorch, and no rows dropped."""
+    attend = PEERS["padded-sdpa"](x)
+    return lambda: restrain(x, over_keys(x, attend))
+
+
+def unrestrained(x: Inputs) -> Relaid:
+    """Of no power, and so without its gradient."""
+    own = replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name != POWER})
+    call = module_of(own, row_dropout=0.0, output_dropout=0.0, length_power=False)
+    return Relaid(call, own.leaves, inputs=own)
+
+
+def case_of(name: str, num_samples: int, longest: int) -> Case:
+    """One target, four heads, 128 numbers wide."""
+    return Case(
+        name, num_samples, longest, 4, 128, lengths="uniform", dtype=torch.bfloat16, large=True
+    )
+
+
+SUITE = Suite(
+    name="restraint",
+    measures="JaggedTargetAttention as it comes, training",
+    cases={
+        "restraint-64": case_of("restraint-64", 64, 50),
+        "restraint-4k": case_of("restraint-4k", 4096, 200),
+    },
+    inputs=make_inputs,
+    oracle=functools.partial(formula, attention=flash_attention_oracle),
+    plain=functools.partial(formula, attention=flash_attention_plain),
+    cost=cost,
+    providers={
+        "ours": lambda x: module_of(
+            x, row_dropout=RARELY, output_dropout=RARELY, length_power=True
+        ),
+        "ours-elementwise": elementwise,
+        "ours-unrestrained": unrestrained,
+        "linear+padded-sdpa": padded,
+    },
+)
