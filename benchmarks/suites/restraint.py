@@ -4,8 +4,8 @@
 
 ``ours`` drops rows and outputs, and multiplies these by powers of the length. ``ours-elementwise``
 drops rows, too, and does the rest by PyTorch's own ops. ``ours-unrestrained`` does none of the
-three: a bound of what they cost. ``linear+padded-sdpa`` does all but the dropping of rows in PyTorch.
-So little is dropped that results are right if nothing was.
+three: a bound of what they cost. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So
+little is dropped that results are right if nothing was.
 """
 
 import functools
