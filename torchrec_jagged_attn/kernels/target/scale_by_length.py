@@ -49,16 +49,18 @@ def _factors(args, r, e, num_rows, num_samples, num_targets, E: tl.constexpr):
     sample = _samples(r, args.query_offsets, num_samples, num_targets)
     begin, end = tl.load(args.offsets + sample), tl.load(args.offsets + sample + 1)
     length = tl.maximum(end - begin, 1).to(tl.float32)
-    # log2 n = whole + part, so that no power of a large n is off by the rounding of its logarithm.
+    # log2 n = whole + part, so that no power is off by the rounding of a logarithm or an exponent.
     bits = length.to(tl.int32, bitcast=True)
     whole = ((bits >> 23) - 127).to(tl.float32)
     part = tl.log2(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
     factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
     if args.power is not None:
         power = tl.load(args.power + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-        of_whole = whole[:, None] * power
-        rest = tl.fma(whole[:, None], power, -of_whole) + part[:, None] * power
-        factor = tl.exp2(of_whole) * tl.exp2(rest)
+        of_whole, of_part = whole[:, None] * power, part[:, None] * power
+        exponent = of_whole + of_part
+        low = tl.fma(whole[:, None], power, -of_whole) + ((of_whole - exponent) + of_part)
+        factor = tl.exp2(exponent)
+        factor += factor * (low * LN2)
     if args.output_dropout is not None:
         # In single steps, each rounded to the nearest, so that each device drops the same.
         drops = tl.load(args.output_dropout + 1)
