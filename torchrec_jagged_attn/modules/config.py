@@ -8,7 +8,7 @@ from typing import Literal
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.checks import check_window
-from torchrec_jagged_attn.modules.target_attention import check_codes, ids_of_codes
+from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
 from torchrec_jagged_attn.ops.dropout import drops_of
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA

@@ -30,7 +30,7 @@ from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
-from torchrec_jagged_attn.modules.target_attention import check_codes
+from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionEmbeddingBagCollection"]

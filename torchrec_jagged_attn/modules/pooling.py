@@ -22,11 +22,8 @@ from torchrec_jagged_attn.modules.batch_checks import (
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature, looked_up
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
-from torchrec_jagged_attn.modules.target_attention import (
-    JaggedTargetAttention,
-    check_codes,
-    ids_of_codes,
-)
+from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
+from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
 from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionPooling"]

@@ -3,7 +3,7 @@
 # FX and torch.jit.script read annotations, so they are no strings here.
 import itertools
 from numbers import Integral
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,26 +14,24 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.arguments import SCORES, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
-    check_activation,
-    check_float,
     check_heads,
-    check_hidden_dims,
-    check_indices,
-    check_indices_values,
-    check_offsets_metadata,
-    check_packed,
     check_packed_values,
-    check_prior_weights,
-    check_same,
     check_score,
-    check_shape,
     check_tensor,
-    check_timestamps,
     check_width,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.modules.target_attention_arguments import (
+    Learned,
+    Options,
+    UnitLayers,
+    check_codes,
+    check_inputs,
+    check_over_codes,
+    check_unit,
+    ids_of_codes,
+)
 from torchrec_jagged_attn.ops.activation_unit import (
     activation_unit,
     call_activation_unit,
@@ -51,57 +49,11 @@ from torchrec_jagged_attn.ops.target_attention_weights import target_attention_w
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
-__all__ = ["JaggedTargetAttention", "check_codes", "ids_of_codes"]
+__all__ = ["JaggedTargetAttention"]
 
 
 ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
 """What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
-
-
-# Records of what functions below read of a module, which FX and torch.jit.script take.
-
-
-class _Learned(NamedTuple):
-    """Weights and tables of an attention, and maps of packed histories."""
-
-    q_weight: Tensor  # or that of queries, keys and values
-    k_weight: Tensor | None
-    v_weight: Tensor | None
-    in_bias: Tensor | None
-    out_weight: Tensor | None
-    out_bias: Tensor | None
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    history_mean: Tensor | None
-    history_basis: Tensor | None
-
-
-class _Unit(NamedTuple):
-    """Layers and tables of an activation unit."""
-
-    weight_1: Tensor
-    bias_1: Tensor
-    weight_2: Tensor
-    bias_2: Tensor
-    weight_3: Tensor
-    bias_3: Tensor
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-
-
-class _Options(NamedTuple):
-    """What a module was made with, and what it drops now."""
-
-    target_dim: int
-    history_dim: int
-    num_digits: int
-    num_levels: int
-    num_heads: int
-    keys_and_values: str
-    score: str
-    activation: str
-    row_drops: int
-    weight_drops: int
 
 
 class JaggedTargetAttention(nn.Module):
@@ -259,7 +211,7 @@ class JaggedTargetAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         if history_codes is not None:
             history_dim = check_codes(history_codes, history_dim)
-            _check_over_codes(keys_and_values, score, value_projection)
+            check_over_codes(keys_and_values, score, value_projection)
             value_projection = True
         self.history_dim = embed_dim if history_dim is None else history_dim
         self.target_dim = embed_dim if target_dim is None else target_dim
@@ -283,7 +235,10 @@ class JaggedTargetAttention(nn.Module):
         if length_power is None:
             length_power = is_restrained
         if score == "din":
-            _check_unit(self, value_projection, bias, dropout, hidden_dims, activation)
+            check_unit(
+                embed_dim, num_heads, self.history_dim, self.target_dim, value_projection, bias,
+                dropout, hidden_dims, activation,
+            )  # fmt: skip
         if keys_and_values == "explicit":
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
@@ -442,7 +397,7 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         if self.unit is not None:
             first, second, third = _layers_of(self.unit)
-            unit = _Unit(
+            unit = UnitLayers(
                 first.weight,
                 first.bias,
                 second.weight,
@@ -463,7 +418,7 @@ class JaggedTargetAttention(nn.Module):
         out_weight = out_bias = None
         if self.out_proj is not None:
             out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
-        learned = _Learned(
+        learned = Learned(
             *weights,
             self.in_proj_bias,
             out_weight,
@@ -478,8 +433,8 @@ class JaggedTargetAttention(nn.Module):
         )
         return self._by_length(pooled, target, history)
 
-    def _options(self) -> _Options:
-        return _Options(
+    def _options(self) -> Options:
+        return Options(
             target_dim=self.target_dim,
             history_dim=self.history_dim,
             num_digits=self._num_digits,
@@ -550,7 +505,7 @@ class JaggedTargetAttention(nn.Module):
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
-        _check(
+        check_inputs(
             target, None, rows, offsets, None, age_bias, timestamps, prior_weights, self._options()
         )
         if self.in_proj_weight is not None:
@@ -608,8 +563,8 @@ def _attend(
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
     indices: Tensor | None,
-    learned: _Learned,
-    options: _Options,
+    learned: Learned,
+    options: Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
     query_offsets: Tensor | None = None
@@ -625,7 +580,7 @@ def _attend(
     dtype = q_weight.dtype if out_weight is None else out_weight.dtype
     num_levels = options.num_levels
     if not is_scripting():
-        _check(
+        check_inputs(
             query, query_offsets, rows, offsets, indices, learned.age_bias, timestamps,
             prior_weights, options,
         )  # fmt: skip
@@ -733,8 +688,8 @@ def _pool_by_unit(
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
     indices: Tensor | None,
-    unit: _Unit,
-    options: _Options,
+    unit: UnitLayers,
+    options: Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` of ``score="din"``, with all it reads as arguments."""
     if isinstance(target, JaggedTensor):
@@ -751,7 +706,9 @@ def _pool_by_unit(
     if not is_scripting():
         check_tensor(target, "target", "a tensor")
         check_one_target(target, "target")
-        _check(target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options)
+        check_inputs(
+            target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options
+        )
         dtype = _dtype_of_products(dtype, rows)
     inputs = (
         target.to(rows.dtype),
@@ -779,29 +736,6 @@ def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
     return [layer for layer in unit if isinstance(layer, nn.Linear)]
 
 
-def _check_unit(
-    module: JaggedTargetAttention,
-    value_projection: bool,
-    bias: bool,
-    dropout: float,
-    hidden_dims: tuple[int, int],
-    activation: str,
-) -> None:
-    """What an activation unit has no use for must be left as it is."""
-    for name, got, wanted in (
-        ("num_heads", module.num_heads, 1),
-        ("value_projection", value_projection, False),
-        ("bias", bias, True),
-        ("dropout", dropout, 0.0),
-        ("history_dim", module.history_dim, module.embed_dim),
-        ("target_dim", module.target_dim, module.embed_dim),
-    ):
-        if got != wanted:
-            raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
-    check_hidden_dims(hidden_dims, module.embed_dim)
-    check_activation(activation)
-
-
 def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
     """That of the parameters, or of autocast."""
     device_type = rows.device.type
@@ -814,105 +748,3 @@ def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
 _activation_unit = activation_unit.overloadpacket
 _scale_by_length_op = scale_by_length.overloadpacket
-
-
-def check_codes(history_codes: object, history_dim: int | None) -> int:
-    """What histories are packed in must be known; returns how wide their rows are."""
-    if isinstance(history_codes, DiscretePCA):
-        width = history_codes.embed_dim
-    elif isinstance(history_codes, SemanticIds):
-        width = history_codes.num_digits
-    else:
-        raise TypeError(
-            "history_codes must be a DiscretePCA, SemanticIds or None, got a "
-            f"{type(history_codes).__name__}"
-        )
-    if history_dim not in (None, width):
-        raise ValueError(f"history_dim must be {width} as history_codes is, got {history_dim}")
-    return width
-
-
-def ids_of_codes(history_codes: DiscretePCA | SemanticIds) -> SemanticIds:
-    """How histories are packed."""
-    return history_codes.ids if isinstance(history_codes, DiscretePCA) else history_codes
-
-
-def _check_over_codes(keys_and_values: str, score: str, value_projection: bool | None) -> None:
-    if keys_and_values == "explicit" or score == "din" or value_projection is False:
-        raise ValueError(
-            "history_codes must go with keys_and_values 'auto' or 'absorbed', another score than "
-            f"'din' and a value projection, got keys_and_values={keys_and_values!r}, "
-            f"score={score!r} and value_projection={value_projection}"
-        )
-
-
-def _check(
-    target: Tensor,
-    query_offsets: Tensor | None,
-    rows: Tensor,
-    offsets: Tensor,
-    indices: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    prior_weights: Tensor | None,
-    options: _Options,
-) -> None:
-    target_dim, history_dim, num_levels = (
-        options.target_dim,
-        options.history_dim,
-        options.num_levels,
-    )
-    check_tensor(target, "target", "a tensor or a JaggedTensor")
-    if num_levels:
-        check_packed(rows, "history.values()", options.num_digits, num_levels)
-    for name, tensor in (("target", target), ("history", rows)):
-        if num_levels and name == "history":
-            continue
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
-                "up in an EmbeddingCollection first"
-            )
-    if not num_levels:
-        check_float(rows, "history")
-        shape = "[N, D]" if indices is None else "[U, D]"
-        check_shape(rows, "history.values()", shape, (None, history_dim))
-    if indices is not None:
-        check_indices(indices)
-    num_places = (rows if indices is None else indices).shape[0]
-    check_offsets_metadata(offsets, "history.offsets()")
-    num_samples = offsets.numel() - 1
-    if query_offsets is not None:
-        check_shape(target, "target.values()", "[ΣT, target_dim]", (None, target_dim))
-        check_offsets_metadata(query_offsets, "target.offsets()")
-        check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
-    elif target.dim() == 3:
-        check_shape(target, "target", "[B, T, target_dim]", (num_samples, None, target_dim))
-    else:
-        check_shape(target, "target", "[B, target_dim]", (num_samples, target_dim))
-    if timestamps is None:
-        if age_bias is not None:
-            raise ValueError("timestamps must be given where age_bias=True, got None")
-    elif age_bias is None:
-        raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
-    else:
-        check_timestamps(timestamps, num_places)
-    check_same(
-        rows,
-        "history",
-        dtype=False,
-        offsets=offsets,
-        target=target,
-        target_offsets=query_offsets,
-        indices=indices,
-        timestamps=timestamps,
-        prior_weights=prior_weights,
-    )
-    if prior_weights is not None:
-        check_score("softmax" if options.score == "din" else options.score, prior_weights)
-        check_prior_weights(prior_weights, num_places)
-    check_offsets_values(offsets, num_places, "history.offsets()")
-    if indices is not None:
-        check_indices_values(indices, rows.shape[0])
-    if query_offsets is not None:
-        check_offsets_values(query_offsets, target.shape[0], "target.offsets()")

@@ -1,0 +1,209 @@
+"""What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
+
+# FX and torch.jit.script read annotations of records, so they are no strings here.
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchrec_jagged_attn.checks import (
+    check_activation,
+    check_float,
+    check_hidden_dims,
+    check_indices,
+    check_indices_values,
+    check_offsets_metadata,
+    check_packed,
+    check_prior_weights,
+    check_same,
+    check_score,
+    check_shape,
+    check_tensor,
+    check_timestamps,
+)
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+
+__all__ = [
+    "Learned",
+    "Options",
+    "UnitLayers",
+    "check_codes",
+    "check_inputs",
+    "check_over_codes",
+    "check_unit",
+    "ids_of_codes",
+]
+
+
+class Learned(NamedTuple):
+    """Weights and tables of an attention, and maps of packed histories."""
+
+    q_weight: Tensor  # or that of queries, keys and values
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    history_mean: Tensor | None
+    history_basis: Tensor | None
+
+
+class UnitLayers(NamedTuple):
+    """Layers and tables of an activation unit."""
+
+    weight_1: Tensor
+    bias_1: Tensor
+    weight_2: Tensor
+    bias_2: Tensor
+    weight_3: Tensor
+    bias_3: Tensor
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+
+
+class Options(NamedTuple):
+    """What a module was made with, and what it drops now."""
+
+    target_dim: int
+    history_dim: int
+    num_digits: int
+    num_levels: int
+    num_heads: int
+    keys_and_values: str
+    score: str
+    activation: str
+    row_drops: int
+    weight_drops: int
+
+
+def check_unit(
+    embed_dim: int,
+    num_heads: int,
+    history_dim: int,
+    target_dim: int,
+    value_projection: bool,
+    bias: bool,
+    dropout: float,
+    hidden_dims: tuple[int, int],
+    activation: str,
+) -> None:
+    """What an activation unit has no use for must be left as it is."""
+    for name, got, wanted in (
+        ("num_heads", num_heads, 1),
+        ("value_projection", value_projection, False),
+        ("bias", bias, True),
+        ("dropout", dropout, 0.0),
+        ("history_dim", history_dim, embed_dim),
+        ("target_dim", target_dim, embed_dim),
+    ):
+        if got != wanted:
+            raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
+    check_hidden_dims(hidden_dims, embed_dim)
+    check_activation(activation)
+
+
+def check_codes(history_codes: object, history_dim: int | None) -> int:
+    """What histories are packed in must be known; returns how wide their rows are."""
+    if isinstance(history_codes, DiscretePCA):
+        width = history_codes.embed_dim
+    elif isinstance(history_codes, SemanticIds):
+        width = history_codes.num_digits
+    else:
+        raise TypeError(
+            "history_codes must be a DiscretePCA, SemanticIds or None, got a "
+            f"{type(history_codes).__name__}"
+        )
+    if history_dim not in (None, width):
+        raise ValueError(f"history_dim must be {width} as history_codes is, got {history_dim}")
+    return width
+
+
+def ids_of_codes(history_codes: DiscretePCA | SemanticIds) -> SemanticIds:
+    """How histories are packed."""
+    return history_codes.ids if isinstance(history_codes, DiscretePCA) else history_codes
+
+
+def check_over_codes(keys_and_values: str, score: str, value_projection: bool | None) -> None:
+    """Digits are attended as they are, and their values are made of what is pooled."""
+    if keys_and_values == "explicit" or score == "din" or value_projection is False:
+        raise ValueError(
+            "history_codes must go with keys_and_values 'auto' or 'absorbed', another score than "
+            f"'din' and a value projection, got keys_and_values={keys_and_values!r}, "
+            f"score={score!r} and value_projection={value_projection}"
+        )
+
+
+def check_inputs(
+    target: Tensor,
+    query_offsets: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor,
+    indices: Tensor | None,
+    age_bias: Tensor | None,
+    timestamps: Tensor | None,
+    prior_weights: Tensor | None,
+    options: Options,
+) -> None:
+    """What a forward is given must fit, and go with what the module was made with."""
+    target_dim, history_dim, num_levels = (
+        options.target_dim,
+        options.history_dim,
+        options.num_levels,
+    )
+    check_tensor(target, "target", "a tensor or a JaggedTensor")
+    if num_levels:
+        check_packed(rows, "history.values()", options.num_digits, num_levels)
+    for name, tensor in (("target", target), ("history", rows)):
+        if num_levels and name == "history":
+            continue
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
+                "up in an EmbeddingCollection first"
+            )
+    if not num_levels:
+        check_float(rows, "history")
+        shape = "[N, D]" if indices is None else "[U, D]"
+        check_shape(rows, "history.values()", shape, (None, history_dim))
+    if indices is not None:
+        check_indices(indices)
+    num_places = (rows if indices is None else indices).shape[0]
+    check_offsets_metadata(offsets, "history.offsets()")
+    num_samples = offsets.numel() - 1
+    if query_offsets is not None:
+        check_shape(target, "target.values()", "[ΣT, target_dim]", (None, target_dim))
+        check_offsets_metadata(query_offsets, "target.offsets()")
+        check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
+    elif target.dim() == 3:
+        check_shape(target, "target", "[B, T, target_dim]", (num_samples, None, target_dim))
+    else:
+        check_shape(target, "target", "[B, target_dim]", (num_samples, target_dim))
+    if timestamps is None:
+        if age_bias is not None:
+            raise ValueError("timestamps must be given where age_bias=True, got None")
+    elif age_bias is None:
+        raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
+    else:
+        check_timestamps(timestamps, num_places)
+    check_same(
+        rows,
+        "history",
+        dtype=False,
+        offsets=offsets,
+        target=target,
+        target_offsets=query_offsets,
+        indices=indices,
+        timestamps=timestamps,
+        prior_weights=prior_weights,
+    )
+    if prior_weights is not None:
+        check_score("softmax" if options.score == "din" else options.score, prior_weights)
+        check_prior_weights(prior_weights, num_places)
+    check_offsets_values(offsets, num_places, "history.offsets()")
+    if indices is not None:
+        check_indices_values(indices, rows.shape[0])
+    if query_offsets is not None:
+        check_offsets_values(query_offsets, target.shape[0], "target.offsets()")
