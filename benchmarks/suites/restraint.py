@@ -5,7 +5,7 @@
 ``ours`` drops rows and outputs, and multiplies these by powers of the length. ``ours-elementwise``
 drops rows, too, and does the rest by PyTorch's own ops. ``ours-unrestrained`` does none of the
 three: a bound of what they cost. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So
-little is dropped that results are right if nothing was.
+little is dropped that the oracle drops nothing.
 """
 
 import functools

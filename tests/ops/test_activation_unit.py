@@ -164,6 +164,15 @@ def test_rows_are_dropped(device):
     assert torch.equal(dropped, expected)
 
 
+def test_its_output_may_be_changed(device):
+    inputs = inputs_of([3, 0, 5], device)
+    inputs["history"].requires_grad_()
+    out = jagged_activation_unit(**inputs)
+    (expected,) = torch.autograd.grad(2 * out.sum(), inputs["history"], retain_graph=True)
+    out.mul_(2).sum().backward()
+    torch.testing.assert_close(inputs["history"].grad, expected)
+
+
 @pytest.mark.reference
 @pytest.mark.parametrize("activation", ["sigmoid", "silu"])
 def test_gradcheck(activation):

@@ -21,7 +21,7 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.cpu.dropout import are_among, dropped_rows, weight_factors
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
     Case,
@@ -61,6 +61,12 @@ def test_draws(seed):
     dropout = torch.tensor([seed, drops])
     actual = weight_factors(dropout, torch.tensor(query_rows), torch.tensor(rows))
     assert actual.tolist() == expected
+
+
+def test_draws_are_unsigned():
+    draws = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1])
+    for drops in (0, 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32):
+        assert torch.equal(are_among(draws.to(torch.int32), torch.tensor(drops)), draws < drops)
 
 
 def is_dropped(dropout, num_query_rows, num_rows):

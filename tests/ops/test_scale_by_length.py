@@ -105,7 +105,7 @@ def test_drops_as_often_as_asked_for(p, device):
         assert torch.allclose(out[out != 0], torch.tensor(1 / (1 - rate), device=device))
 
 
-def test_drops_independently_of_rows_and_weights():
+def test_drops_independently_of_rows():
     """With seeds of their own, and with one seed."""
     for seeds in ((1, 2), (1, 1)):
         others, own = (torch.tensor([seed, 2**31]) for seed in seeds)
@@ -169,6 +169,15 @@ def test_nan_of_another_row(device):
     out = scale(**inputs)
     assert out[3].isnan().all()
     assert torch.equal(out[[0, 1, 2, 4, 5]], clean[[0, 1, 2, 4, 5]])
+
+
+def test_powers_without_measure(device):
+    """They give zeros and infinities, no NaN; of a history of one row, ones."""
+    power = torch.tensor([200.0, -200.0, 3e38, -3e38], device=device)
+    inputs = {"x": torch.ones(6, 4, device=device), "power": power}
+    out = scale(**inputs_of("one", 4, device) | inputs)
+    long = torch.tensor([torch.inf, 0, torch.inf, 0], device=device)
+    assert torch.equal(out, torch.where(lengths_of(inputs["x"], None) == 1, 1.0, long))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (2, 0, 16)])

@@ -30,7 +30,7 @@ def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:
 def element_draws(seed: Tensor, r: Tensor, n: Tensor) -> Tensor:
     """``[R, N]`` of the elements ``n`` of the rows ``r``: 32 bits of each, for :func:`are_among`.
 
-    They are int32, whose products and sums leave out what is over 32 bits, and half the size.
+    int32 wraps as uint32 does in kernels, and takes half the memory of int64.
     """
     x = _draws(seed, r).to(torch.int32).unsqueeze(1) ^ (n * 0x9E3779B1).to(torch.int32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -42,7 +42,7 @@ def element_draws(seed: Tensor, r: Tensor, n: Tensor) -> Tensor:
 
 def are_among(draws: Tensor, drops: Tensor) -> Tensor:
     """Whether the 32 bits of ``draws``, as unsigned numbers, are below ``drops`` (int64)."""
-    return (draws ^ -(2**31)) < drops - 2**31
+    return (draws ^ -(2**31)) < torch.atleast_1d(drops) - 2**31  # in int64, which a scalar is not
 
 
 def _draws(seed: Tensor, numbers: Tensor) -> Tensor:

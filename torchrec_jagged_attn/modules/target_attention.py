@@ -576,7 +576,7 @@ def _attend(
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
     q_weight, k_weight, v_weight = learned.q_weight, learned.k_weight, learned.v_weight
-    out_weight = learned.out_weight  # torch.jit.script tells a variable from None, no field
+    out_weight = learned.out_weight  # torch.jit.script narrows variables from None, not fields
     dtype = q_weight.dtype if out_weight is None else out_weight.dtype
     num_levels = options.num_levels
     if not is_scripting():

@@ -60,7 +60,7 @@ def _factors(args, r, e, num_rows, num_samples, num_targets, E: tl.constexpr):
         exponent = of_whole + of_part
         low = tl.fma(whole[:, None], power, -of_whole) + ((of_whole - exponent) + of_part)
         factor = tl.exp2(exponent)
-        factor += factor * (low * LN2)
+        factor += tl.where(tl.abs(exponent) < 128.0, factor * (low * LN2), 0.0)  # else 0 or inf
     if args.output_dropout is not None:
         # In single steps, each rounded to the nearest, so that each device drops the same.
         drops = tl.load(args.output_dropout + 1)
