@@ -148,31 +148,20 @@ def check_inputs(
     options: Options,
 ) -> None:
     """What a forward is given must fit, and go with what the module was made with."""
-    target_dim, history_dim, num_levels = (
-        options.target_dim,
-        options.history_dim,
-        options.num_levels,
-    )
     check_tensor(target, "target", "a tensor or a JaggedTensor")
-    if num_levels:
-        check_packed(rows, "history.values()", options.num_digits, num_levels)
-    for name, tensor in (("target", target), ("history", rows)):
-        if num_levels and name == "history":
-            continue
-        if not tensor.is_floating_point():
-            raise TypeError(
-                f"{name} must hold floating-point embeddings, got {tensor.dtype}: look the ids "
-                "up in an EmbeddingCollection first"
-            )
-    if not num_levels:
+    _check_embeddings(target, "target")
+    if options.num_levels:
+        check_packed(rows, "history.values()", options.num_digits, options.num_levels)
+    else:
+        _check_embeddings(rows, "history")
         check_float(rows, "history")
         shape = "[N, D]" if indices is None else "[U, D]"
-        check_shape(rows, "history.values()", shape, (None, history_dim))
+        check_shape(rows, "history.values()", shape, (None, options.history_dim))
     if indices is not None:
         check_indices(indices)
     num_places = (rows if indices is None else indices).shape[0]
     check_offsets_metadata(offsets, "history.offsets()")
-    num_samples = offsets.numel() - 1
+    num_samples, target_dim = offsets.numel() - 1, options.target_dim
     if query_offsets is not None:
         check_shape(target, "target.values()", "[ΣT, target_dim]", (None, target_dim))
         check_offsets_metadata(query_offsets, "target.offsets()")
@@ -207,3 +196,11 @@ def check_inputs(
         check_indices_values(indices, rows.shape[0])
     if query_offsets is not None:
         check_offsets_values(query_offsets, target.shape[0], "target.offsets()")
+
+
+def _check_embeddings(x: Tensor, name: str) -> None:
+    if not x.is_floating_point():
+        raise TypeError(
+            f"{name} must hold floating-point embeddings, got {x.dtype}: look the ids up in an "
+            "EmbeddingCollection first"
+        )
