@@ -1,0 +1,481 @@
+"""What tests of the attention collection share: scenarios, batches, and the formula."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from tests.fixtures import sync_debug_mode
+from tests.plain import plain_config
+from torchrec_jagged_attn import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+)
+from torchrec_jagged_attn.testing import assert_close
+
+Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
+
+CPU = torch.device("cpu")
+
+NUM_IDS = 40
+
+
+def table(name: str, *features: str, width: int = 8, pooling: str = "SUM") -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name,
+        embedding_dim=width,
+        num_embeddings=NUM_IDS,
+        feature_names=list(features),
+        pooling=PoolingType[pooling],
+        init_fn=nn.init.normal_,
+    )
+
+
+@dataclasses.dataclass
+class Scenario:
+    tables: list[EmbeddingBagConfig]
+    attentions: list[TargetAttentionConfig]
+    is_weighted: bool = False
+    single_lookup: bool = False
+    candidates: str = "one"
+    candidate_features: tuple[str, ...] = ()
+
+    def find(self, name: str) -> tuple[EmbeddingBagConfig, str]:
+        """Table and feature of ``feature`` or ``feature@table``."""
+        feature, _, table_name = name.partition("@")
+        (found,) = (
+            config
+            for config in self.tables
+            if feature in config.feature_names and table_name in ("", config.name)
+        )
+        return found, feature
+
+    def features(self, names: list[str]) -> list[str]:
+        return [self.find(name)[1] for name in names]
+
+
+SCENARIOS = {
+    "shared-table": Scenario(
+        [table("t_user", "user"), table("t_item", "hist", "item"), table("t_tag", "tags")],
+        [plain_config("item", "hist")],
+    ),
+    "own-tables": Scenario(
+        [table("t_hist", "hist"), table("t_user", "user", width=12), table("t_item", "item")],
+        [plain_config("item", "hist", num_heads=1)],
+    ),
+    "nothing-else": Scenario(
+        [table("t_item", "item", "hist")], [plain_config("item", "hist", num_heads=8)]
+    ),
+    "pooled-neighbours": Scenario(
+        [
+            table("t_sum", "bought", "hist", "item"),
+            table("t_mean", "liked", "brand", pooling="MEAN"),
+            table("t_bag", "tags", pooling="MEAN"),
+        ],
+        [plain_config(["item", "brand"], ["hist", "liked"])],
+    ),
+    "side-information": Scenario(
+        [
+            table("t_user", "user", width=4),
+            table("t_cat", "hist_cat", "cat", "tags", pooling="MEAN"),
+            table("t_item", "item", "hist", "bought"),
+        ],
+        [plain_config(["item", "cat"], ["hist", "hist_cat"], num_heads=2)],
+    ),
+    "several-pairs": Scenario(
+        [
+            table("t_item", "clicks", "item", "orders", "seed"),
+            table("t_query", "query", "queries"),
+            table("t_user", "user"),
+        ],
+        [
+            plain_config("item", "clicks"),
+            plain_config("query", "queries", num_heads=2, recency_bias=False),
+            plain_config("item", "orders", num_heads=1, init="mha"),
+        ],
+    ),
+    "features-in-two-tables": Scenario(
+        [
+            table("t_user", "user", "tags"),
+            table("t_item", "item", "bought", "hist", "tags"),
+            table("t_cat", "cat", "bought", pooling="MEAN"),
+            table("t_tag", "cat", pooling="MEAN"),
+        ],
+        [plain_config("item", "hist")],
+    ),
+    "different-widths": Scenario(
+        [
+            table("t_item", "item", "bought", width=16),
+            table("t_hist", "hist", width=8),
+            table("t_cat", "cats", "cat", width=4, pooling="MEAN"),
+            table("t_user", "user", width=12),
+        ],
+        [
+            plain_config("item", ["hist", "cats"], num_heads=2),
+        ],
+    ),
+    "more-targets-than-histories": Scenario(
+        [table("t_item", "item", "hist"), table("t_cat", "cat", width=4)],
+        [plain_config(["item", "cat"], "hist", init="mha")],
+    ),
+    "attended-and-pooled": Scenario(
+        [
+            table("t_item", "item", "hist"),
+            table("t_bag", "hist", "user", width=12),
+            table("t_other", "hist", "likes", pooling="MEAN"),
+        ],
+        [
+            plain_config("item", "hist@t_item"),
+            plain_config("item", "likes", num_heads=2),
+        ],
+    ),
+    "newest-rows": Scenario(
+        [table("t_item", "item", "hist", "clicks", "bought"), table("t_cat", "cat", "cats")],
+        [
+            plain_config(["item", "cat"], ["hist", "cats"], timestamps="time", max_history=3),
+            plain_config("item", "clicks", max_history=1),
+        ],
+    ),
+    "weighted": Scenario(
+        [
+            table("t_item", "item", "hist", "bought"),
+            table("t_cat", "cat", "cats", "tags", pooling="MEAN"),
+            table("t_user", "user"),
+        ],
+        [plain_config(["item", "cat"], ["hist", "cats"], timestamps="time", max_history=5)],
+        is_weighted=True,
+    ),
+    "projected": Scenario(
+        [table("t_item", "item", "hist", "clicks", width=12), table("t_tag", "tag", "tags")],
+        [
+            plain_config("item", "hist", num_heads=3, value_projection=True),
+            plain_config(["item", "tag"], "clicks", value_projection=True),
+            plain_config("tag", "tags", num_heads=2),
+        ],
+    ),
+    "timestamps": Scenario(
+        [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
+        [
+            plain_config("item", "hist", timestamps="hist_times"),
+            plain_config("item", "clicks", timestamps="click_times", num_heads=2),
+        ],
+    ),
+}
+
+LENGTHS = {
+    "mixed": [3, 0, 1, 7, 0, 0, 20],
+    "empty-ends": [0, 2, 5, 0],
+    "one-sample": [4],
+    "all-empty": [0, 0, 0],
+}
+
+
+def keys_of(scenario: Scenario) -> list[str]:
+    features = {name for config in scenario.tables for name in config.feature_names}
+    timestamps = {config.timestamps for config in scenario.attentions} - {None}
+    return sorted(features | timestamps)
+
+
+def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
+    """Random ids: one per target, histories as long as ``lengths``, other features by chance."""
+    rng = random.Random(seed)
+    targets, histories = (
+        {name for config in scenario.attentions for name in scenario.features(names(config))}
+        for names in (lambda config: config.targets, lambda config: config.histories)
+    )
+    batch: Batch = {}
+    for key in keys_of(scenario):
+        if key in targets:
+            counts = [1] * len(lengths)
+        elif key in histories:
+            counts = lengths
+        else:
+            counts = [rng.randint(0, 4) for _ in lengths]
+        batch[key] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
+    for config in scenario.attentions:
+        if config.timestamps is not None:
+            batch[config.timestamps] = [
+                sorted(rng.randrange(1000) for _ in ids)
+                for ids in batch[scenario.features(config.histories)[0]]
+            ]
+    return batch
+
+
+def weight_of(number: int) -> float:
+    """The weight of a row, by its id or time."""
+    return number % 4 / 2
+
+
+def to_features(
+    batch: Batch,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.int64,
+    is_weighted: bool = False,
+) -> KeyedJaggedTensor:
+    ids = [i for bags in batch.values() for ids in bags for i in ids]
+    return KeyedJaggedTensor(
+        keys=list(batch),
+        values=torch.tensor(ids).long(),
+        lengths=torch.tensor([len(ids) for bags in batch.values() for ids in bags], dtype=dtype),
+        weights=torch.tensor([weight_of(i) for i in ids]) if is_weighted else None,
+    ).to(device)
+
+
+def make_collection(
+    scenario: Scenario, device: torch.device = CPU, seed: int = 0
+) -> TargetAttentionEmbeddingBagCollection:
+    """A collection with every parameter random, biases included."""
+    torch.manual_seed(seed)
+    collection = TargetAttentionEmbeddingBagCollection(
+        scenario.tables,
+        scenario.attentions,
+        is_weighted=scenario.is_weighted,
+        single_lookup=scenario.single_lookup,
+        candidates=scenario.candidates,
+        candidate_features=scenario.candidate_features,
+    )
+    for parameter in collection.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return collection.to(device)
+
+
+def table_weights(collection: nn.Module) -> dict[str, Tensor]:
+    """The parameter of each table, by the table's name."""
+    return {
+        name.split(".")[-2]: weight
+        for name, weight in collection.named_parameters()
+        if "embeddings." in name or "embedding_bags." in name
+    }
+
+
+def attention_parameters(collection: TargetAttentionEmbeddingBagCollection) -> dict[str, Tensor]:
+    return dict(collection.pooling.attentions.named_parameters())
+
+
+def bucket(distance: int, num_buckets: int) -> int:
+    return min(math.floor(4 * math.log2(1 + distance)), num_buckets - 1)
+
+
+def attend(
+    config: TargetAttentionConfig,
+    parameters: dict[str, Tensor],
+    target: Tensor,
+    rows: Tensor,
+    times: list[int] | None,
+    weights: list[float],
+) -> Tensor:
+    """One sample by torch.nn.MultiheadAttention: target ``[T]``, rows ``[L, E]``."""
+    embed_dim = rows.shape[1]
+    parameters = dict(parameters)
+    bias = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
+    if "out_proj.weight" not in parameters:  # as by the identity
+        identity, zeros = torch.eye(embed_dim).to(rows), rows.new_zeros(embed_dim)
+        in_bias = torch.cat([parameters["in_proj_bias"], zeros, zeros])
+        parameters |= {"v_proj_weight": identity, "in_proj_bias": in_bias}
+        parameters |= {"out_proj.weight": identity, "out_proj.bias": zeros}
+    if "q_proj_weight" in parameters:  # of targets that are not as wide as histories
+        q, k, v = (parameters.pop(f"{name}_proj_weight") for name in "qkv")
+        target = q @ target
+        parameters["in_proj_weight"] = torch.cat([torch.eye(embed_dim).to(q), k, v])
+    attention = nn.MultiheadAttention(embed_dim, config.num_heads, dtype=rows.dtype)
+    kept = [n for n, weight in enumerate(weights) if weight > 0]
+    if not kept:
+        return torch.func.functional_call(
+            attention.out_proj,
+            {name: parameters[f"out_proj.{name}"] for name in ("weight", "bias")},
+            rows.new_zeros(embed_dim),
+        )
+    mask = torch.tensor([[weights[n]] for n in kept], dtype=rows.dtype).log()
+    mask = mask.repeat(1, config.num_heads)
+    if config.recency_bias:
+        positions = bias["recency_bias.position_weight"]
+        mask = mask + positions[[bucket(len(rows) - 1 - n, len(positions)) for n in kept]]
+    if times is not None:
+        ages = bias["recency_bias.age_weight"]
+        mask = mask + ages[[bucket(times[-1] - times[n], len(ages)) for n in kept]]
+    inputs = (target.unsqueeze(0), rows[kept], rows[kept])
+    arguments = {"attn_mask": mask.T.unsqueeze(1), "need_weights": False}
+    out, _ = torch.func.functional_call(attention, parameters, inputs, arguments)
+    return out.squeeze(0)
+
+
+def oracle(
+    scenario: Scenario,
+    batch: Batch,
+    tables: dict[str, Tensor],
+    attentions: dict[str, Tensor],
+) -> list[Tensor]:
+    """Columns of the output, feature by feature, in the order of EmbeddingBagCollection."""
+    batch = dict(batch)
+    for config in scenario.attentions:
+        if config.max_history is not None:
+            for name in {*scenario.features(config.histories), config.timestamps} - {None}:
+                batch[name] = [ids[-config.max_history :] for ids in batch[name]]
+
+    def weights_of(ids: list[int]) -> list[float]:
+        return [weight_of(i) if scenario.is_weighted else 1.0 for i in ids]
+
+    def rows_of(names: list[str], sample: int) -> Tensor:
+        found = [scenario.find(name) for name in names]
+        return torch.cat([tables[t.name][batch[feature][sample]] for t, feature in found], dim=1)
+
+    attended: dict[tuple[str, str], Tensor] = {}
+    for index, config in enumerate(scenario.attentions):
+        parameters = {
+            name.removeprefix(f"{index}."): parameter
+            for name, parameter in attentions.items()
+            if name.startswith(f"{index}.")
+        }
+        first = scenario.features(config.histories)[0]
+        outputs = [
+            attend(
+                config,
+                parameters,
+                rows_of(config.targets, b)[0],
+                rows_of(config.histories, b),
+                None if config.timestamps is None else batch[config.timestamps][b],
+                weights_of(batch[first][b]),
+            )
+            for b in range(len(batch[first]))
+        ]
+        found = [scenario.find(name) for name in config.histories]
+        parts = torch.stack(outputs).split([t.embedding_dim for t, _ in found], dim=1)
+        attended |= {
+            (t.name, feature): part for (t, feature), part in zip(found, parts, strict=True)
+        }
+    columns = []
+    for config in scenario.tables:
+        for name in config.feature_names:
+            if (config.name, name) in attended:
+                columns.append(attended[config.name, name])
+                continue
+            weight = tables[config.name]
+            bags = []
+            for ids in batch[name]:
+                factors = torch.tensor(weights_of(ids), dtype=weight.dtype).unsqueeze(1)
+                bag = (weight[ids] * factors).sum(0)
+                bags.append(bag / max(1, len(ids)) if config.pooling == PoolingType.MEAN else bag)
+            columns.append(torch.stack(bags))
+    return columns
+
+
+def check_against_oracle(
+    collection: TargetAttentionEmbeddingBagCollection,
+    scenario: Scenario,
+    batches: list[Batch],
+    to_samples: Callable[[Batch], Batch] = lambda batch: batch,
+) -> None:
+    """Outputs, and all gradients added up over ``batches``, lie within the rule of the oracle's.
+
+    ``to_samples`` makes of a batch one whose samples have one candidate each, which the oracle
+    takes.
+    """
+    device = next(collection.parameters()).device
+    generator = torch.Generator().manual_seed(1)
+    outs, grads_out = [], []
+    for batch in batches:
+        features = to_features(batch, device, is_weighted=scenario.is_weighted)
+        outs.append(collection(features).values())
+        grads_out.append(torch.randn(outs[-1].shape, generator=generator))
+        outs[-1].backward(grads_out[-1].to(device))
+
+    def reference(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        leaves = {
+            kind: {name: p.detach().cpu().to(dtype).requires_grad_() for name, p in named.items()}
+            for kind, named in (
+                ("tables", table_weights(collection)),
+                ("attentions", attention_parameters(collection)),
+            )
+        }
+        expected = []
+        for batch, grad_out in zip(batches, grads_out, strict=True):
+            expected.append(torch.cat(oracle(scenario, to_samples(batch), **leaves), dim=1))
+            expected[-1].backward(grad_out.to(dtype))
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for named in leaves.values()
+            for name, p in named.items()
+        }
+        return torch.cat(expected), grads
+
+    expected, expected_grads = reference(torch.float64)
+    plain, plain_grads = reference(torch.float32)
+    assert_close(torch.cat(outs).cpu(), expected, plain)
+    actual = {**table_weights(collection), **attention_parameters(collection)}
+    assert actual.keys() == expected_grads.keys()
+    for name, parameter in actual.items():
+        assert parameter.grad is not None, f"{name} has no gradient"
+    # Those of one attention together: a bias of few numbers would be held against its own luck.
+    for owner in {name.split(".")[0] for name in actual}:
+        names = [name for name in actual if name.split(".")[0] == owner]
+        grads = ({name: actual[name].grad.cpu() for name in names}, expected_grads, plain_grads)
+        joined = (torch.cat([of[name].flatten() for name in names]) for of in grads)
+        assert_close(*joined, gradient=True, name=" ".join(names))
+
+
+ITEM = table("t_item", "item", "hist")
+
+PAIR = plain_config("item", "hist")
+
+PAIRS = Scenario(
+    [table("t_item", "item", "hist", "hist2", "cat"), table("t_user", "user")],
+    [plain_config(["item", "cat"], ["hist", "hist2"], timestamps="time")],
+)
+
+GOOD = {
+    "item": [[1], [2], [3]],
+    "cat": [[4], [5], [6]],
+    "hist": [[1, 2], [], [3]],
+    "hist2": [[4, 5], [], [6]],
+    "user": [[0], [], [1, 2]],
+    "time": [[1, 2], [], [1]],
+}
+
+
+def check_that_nothing_waits(scenario: Scenario, batch: Batch) -> None:
+    cuda = torch.device("cuda")
+    collection = make_collection(scenario, cuda)
+    features = to_features(batch, cuda, is_weighted=scenario.is_weighted)
+    features.length_per_key()  # which a batch brings along from the host
+    sequences = [
+        {
+            key: JaggedTensor(rows.values().detach().requires_grad_(), lengths=rows.lengths())
+            for key, rows in lookup(features).items()
+        }
+        for lookup in collection.embedding_collections.values()
+    ]
+    bags = None
+    if collection.embedding_bag_collection is not None:
+        bags = collection.embedding_bag_collection(features)
+        bags = KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().detach())
+    for mode in ("default", "error"):  # the first time, kernels are compiled
+        with sync_debug_mode(mode):
+            pooled = collection.pooling(features, sequences, bags).values()
+            pooled.backward(torch.ones_like(pooled))
+
+
+USERS = Scenario(
+    [
+        table("t_item", "item", "hist", "clicks"),
+        table("t_cat", "cat", "cats", width=4),
+        table("t_user", "user", "tags"),
+        table("t_other", "hist"),
+    ],
+    [
+        plain_config(
+            ["item", "cat"],
+            ["hist@t_item", "cats"],
+            recency_bias=False,
+            encoder_layers=2,
+            encoder_causal=True,
+            encoder_window=3,
+            user_column=True,
+        ),
+        plain_config("item", "clicks", recency_bias=False, encoder_layers=1, user_column=True),
+    ],
+)

@@ -1,0 +1,327 @@
+"""What the attention collection refuses, and warns of."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.modules.collection_scenarios import (
+    GOOD,
+    ITEM,
+    NUM_IDS,
+    PAIR,
+    PAIRS,
+    SCENARIOS,
+    make_batch,
+    make_collection,
+    table,
+    to_features,
+)
+from tests.plain import plain_config
+from torchrec_jagged_attn import (
+    TargetAttentionEmbeddingBagCollection,
+)
+from torchrec_jagged_attn.modules import pooling
+from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
+
+REFUSED = {
+    "no-tables": ([], [PAIR], "tables must hold at least one"),
+    "no-attentions": ([ITEM], [], "attentions must hold at least one"),
+    "same-table-twice": ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
+    "unknown-target": (
+        [ITEM],
+        [plain_config("itme", "hist")],
+        r"target must be a feature of tables, one of \['item', 'hist'\], got 'itme'",
+    ),
+    "unknown-history": (
+        [ITEM],
+        [plain_config("item", ["hits"])],
+        "history must be a feature of tables, .* got 'hits'",
+    ),
+    "history-in-two-tables": (
+        [ITEM, table("t_other", "hist")],
+        [PAIR],
+        r"history must name one table .*, one of \['hist@t_item', 'hist@t_other'\], got 'hist'",
+    ),
+    "target-in-two-tables": (
+        [ITEM, table("t_other", "item")],
+        [PAIR],
+        r"target must name one table .* 'item@t_other'\], got 'item'",
+    ),
+    "history-of-another-table": (
+        [ITEM, table("t_other", "user")],
+        [plain_config("item", "hist@t_other")],
+        "history must be a feature of tables, .* got 'hist@t_other'",
+    ),
+    "history-attended-twice": ([ITEM], [PAIR, PAIR], r"attended once, got \['hist@t_item'\]"),
+    "history-twice-in-one": (
+        [ITEM],
+        [plain_config(["item", "item"], ["hist", "hist"])],
+        "history must be attended once",
+    ),
+    "target-is-a-history": (
+        [ITEM],
+        [PAIR, plain_config("hist", "item")],
+        r"target must be no history of any attention, got \['hist', 'item'\]",
+    ),
+    "empty-lists": ([ITEM], [plain_config([], [])], "at least one"),
+    "no-rows-at-all": (
+        [ITEM],
+        [plain_config("item", "hist", max_history=0)],
+        "max_history must be at least 1, or None, got 0",
+    ),
+    "two-lengths-of-one-key": (
+        [ITEM, table("t_other", "other")],
+        [
+            plain_config("item", "hist", timestamps="time", max_history=2),
+            plain_config("item", "other", timestamps="time", max_history=3),
+        ],
+        "max_history must be one for all attentions that read 'time', got 2 and 3",
+    ),
+    "odd-width": (
+        [table("t_item", "item", "hist", width=6)],
+        [PAIR],
+        "a multiple of 4, got {'item': 6",
+    ),
+    "heads-do-not-divide": (
+        [ITEM],
+        [plain_config("item", "hist", num_heads=3)],
+        "num_heads must divide the 8 columns of history 'hist', got 3",
+    ),
+    "less-than-no-encoder": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_layers=-1)],
+        "encoder_layers must be at least 0, got -1",
+    ),
+    "causal-without-encoder": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_causal=True)],
+        "encoder_causal must go with encoder_layers, at least 1, got 0",
+    ),
+    "dropout-without-encoder": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_dropout=0.1)],
+        "encoder_dropout must go with encoder_layers, at least 1, got 0",
+    ),
+    "encoder-dropout": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_layers=1, encoder_dropout=1.0)],
+        "encoder_dropout must be at least 0 and below 1, got 1.0",
+    ),
+    "user-column-without-encoder": (
+        [ITEM],
+        [plain_config("item", "hist", user_column=True)],
+        "user_column must go with encoder_layers, at least 1, got 0",
+    ),
+    "window-that-is-not-causal": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_layers=1, encoder_window=3)],
+        "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
+    ),
+    "window-of-nothing": (
+        [ITEM],
+        [plain_config("item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0)],
+        "encoder_window must be at least 1, or None, got 0",
+    ),
+    "user-column-of-a-feature's-name": (
+        [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
+        [plain_config("item", "hist", encoder_layers=1, user_column=True)],
+        "user_column must make a key that no feature has in the output, got 'user@hist'",
+    ),
+    "no-heads": ([ITEM], [plain_config("item", "hist", num_heads=0)], "num_heads"),
+    "timestamps-in-a-table": (
+        [ITEM, table("t_time", "time")],
+        [plain_config("item", "hist", timestamps="time")],
+        "timestamps must be a key that no table holds, got 'time' of table 't_time'",
+    ),
+    "timestamps-without-recency": (
+        [ITEM],
+        [plain_config("item", "hist", timestamps="time", recency_bias=False)],
+        "timestamps must go with recency_bias=True",
+    ),
+    "unknown-init": ([ITEM], [plain_config("item", "hist", init="zeros")], "init must be"),
+    "no-pooling": (
+        [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
+        [PAIR],
+        "pooling",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_at_construction(case: str):
+    tables, attentions, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        TargetAttentionEmbeddingBagCollection(tables, attentions)
+    assert "\n" not in str(error.value)
+
+
+BAD_BATCHES = {
+    "target-with-no-id": ({"item": [[1], [], [3]]}, "target 'item' .* got 0 in sample 1"),
+    "target-with-two-ids": ({"cat": [[4], [5], [6, 7]]}, "target 'cat' .* got 2 in sample 2"),
+    "target-with-0-and-2": ({"item": [[1], [], [2, 3]]}, "target 'item' .* got 0 in sample 1"),
+    "longer-history": (
+        {"hist2": [[4, 5], [], [6, 7]]},
+        "'hist2' must be as long as 'hist' in each sample, got 2 and 1 in sample 2",
+    ),
+    "shifted-history": ({"hist2": [[4], [5], [6]]}, "'hist2' .* got 1 and 2 in sample 0"),
+    "shorter-timestamps": ({"time": [[1], [], [1]]}, "'time' must be as long as 'hist'"),
+    "no-timestamps": ({"time": None}, r"features must have the timestamps \['time'\], got"),
+    "no-feature": ({"hist2": None, "user": None}, r"must have the keys \['hist2', 'user'\], got"),
+    "unknown-id": ({"hist": [[1, NUM_IDS], [], [3]]}, r"ids of 'hist' must lie in 0…39, got 40"),
+    "unknown-id-in-a-bag": ({"user": [[0], [], [-1, 2]]}, r"ids of 'user' must lie in .* got -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_refused_at_run_time(case: str):
+    change, message = BAD_BATCHES[case]
+    collection = make_collection(PAIRS)
+    collection(to_features(GOOD))
+    batch = {key: bags for key, bags in (GOOD | change).items() if bags is not None}
+    with pytest.raises(ValueError, match=message) as error:
+        collection(to_features(batch))
+    assert "\n" not in str(error.value)
+
+
+def test_ids_that_belong_to_no_sample_are_refused():
+    good = to_features(GOOD)
+    features = KeyedJaggedTensor(
+        keys=good.keys(),
+        values=torch.cat([good.values(), good.values()[:2]]),
+        lengths=good.lengths(),
+    )
+    count = good.values().numel()
+    with pytest.raises(ValueError, match=f"as many ids as .* add up to, {count}, got {count + 2}"):
+        make_collection(PAIRS)(features)
+
+
+def test_counts_are_checked_where_lengths_are_not_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "torchrec_jagged_attn.modules.batch_checks.should_validate", lambda _: False
+    )
+    collection = make_collection(PAIRS)
+    for change, message in (
+        ({"item": [[1], [], [3]]}, "target 'item' .* got 2 in 3 samples"),
+        ({"hist2": [[4, 5], [], [6, 7]]}, "'hist2' .* got 4 and 3 rows in all"),
+        ({"time": [[1], [], [1]]}, "'time' .* got 2 and 3 rows in all"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collection(to_features(GOOD | change))
+    collection(to_features(GOOD | {"item": [[1], [], [2, 3]]}))
+
+
+def test_histories_that_differ_in_length_are_refused_before_they_are_cut():
+    scenario = SCENARIOS["newest-rows"]
+    collection = make_collection(scenario)
+    batch = make_batch(scenario, [5, 4])
+    batch["time"][0].pop()
+    with pytest.raises(ValueError, match=r"'time' must be as long as 'hist' .* got 4 and 5"):
+        collection(to_features(batch))
+
+
+def test_weights_must_be_there_where_they_are_read_and_nowhere_else():
+    with pytest.raises(ValueError, match="features must have no weights unless is_weighted=True"):
+        make_collection(PAIRS)(to_features(GOOD, is_weighted=True))
+    weighted = dataclasses.replace(PAIRS, is_weighted=True)
+    with pytest.raises(ValueError, match="features must have weights for is_weighted=True"):
+        make_collection(weighted)(to_features(GOOD))
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_weights_of_a_history_are_named_by_its_key(weight: float):
+    scenario = SCENARIOS["weighted"]
+    features = to_features(make_batch(scenario, [2, 0, 3]), is_weighted=True)
+    for key in ("bought", "item", "tags", "hist"):  # but for the last, any weight will do
+        begin = features.offset_per_key()[features.keys().index(key)]
+        features.weights()[begin] = weight
+        if key != "hist":
+            make_collection(scenario)(features)
+    message = rf"weights of history 'hist' must be finite and not negative, got {weight} at pos"
+    with pytest.raises(ValueError, match=message):
+        make_collection(scenario)(features)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("weighted", torch.float64, r"weights of \['user'\] must be torch.float32, got .*float64"),
+        ("nothing-else", torch.int64, "weights of history 'hist' must be one of float32, .*int64"),
+        ("nothing-else", torch.float64, None),
+    ],
+)
+def test_dtypes_of_weights_are_refused_by_key(name: str, dtype: torch.dtype, message: str | None):
+    scenario = dataclasses.replace(SCENARIOS[name], is_weighted=True)
+    features = to_features(make_batch(scenario, [2, 0, 3]), is_weighted=True)
+    features = KeyedJaggedTensor(
+        features.keys(), features.values(), features.weights().to(dtype), lengths=features.lengths()
+    )
+    collection = make_collection(scenario)
+    if message is None:
+        collection(features)
+    else:
+        with pytest.raises(TypeError, match=message):
+            collection(features)
+
+
+def test_histories_of_several_batch_sizes_are_compared_before_they_are_cut():
+    """Each key is expanded first: ``time`` has three samples where ``hist`` has two."""
+    truncation = HistoryTruncation([(["hist", "time"], 1)])
+
+    def features(time_lengths: list[int]) -> KeyedJaggedTensor:
+        lengths = torch.tensor([2, 1, *time_lengths])
+        return KeyedJaggedTensor(
+            keys=["hist", "time"],
+            values=torch.arange(int(lengths.sum())),
+            lengths=lengths,
+            stride_per_key_per_rank=[[2], [3]],
+            inverse_indices=(["hist", "time"], torch.tensor([[0, 1, 0], [0, 1, 2]])),
+        )
+
+    assert truncation(features([2, 1, 2])).lengths().tolist() == [1] * 5
+    with pytest.raises(ValueError, match=r"'time' must be as long as 'hist' .* got 3 and 2 in"):
+        truncation(features([2, 1, 3]))
+
+
+def test_the_warning_about_an_optimizer_of_tables_points_at_the_line_that_gave_it():
+    collection = make_collection(SCENARIOS["nothing-else"])
+    with pytest.warns(UserWarning, match="leaves out the weights of attentions") as caught:
+        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_batch_sizes_that_vary_by_feature_are_refused():
+    features = KeyedJaggedTensor(
+        keys=["item", "hist"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([1, 1, 2]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    with pytest.raises(NotImplementedError, match=r"one batch size .* got \[2, 1\]"):
+        make_collection(SCENARIOS["nothing-else"])(features)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        (
+            "batch_index_select_dim0 supports only either float or half",
+            NotImplementedError,
+            "must be pooled in fp32 or fp16 on a GPU, got bf16",
+        ),
+        ("of another kind", RuntimeError, "of another kind"),
+    ],
+)
+def test_pooled_rows_that_fbgemm_cannot_copy_to_their_samples(said, error, message):
+    class Bags:
+        def keys(self):
+            raise RuntimeError(said)
+
+    with pytest.raises(error, match=message):
+        pooling._in_order(Bags(), [])
