@@ -12,7 +12,7 @@ from triton.language.extra import cuda
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
-__all__ = ["add_chunks", "count_chunks", "find_chunk", "find_sample", "find_tile"]
+__all__ = ["add_chunks", "count_chunks", "find_chunk", "find_sample", "find_samples", "find_tile"]
 
 
 @triton.jit
@@ -32,6 +32,19 @@ def find_sample(
         begun = (at < high) & (offset * SCALE // BLOCK + STEP * at <= slot)
         low += step * (tl.sum(begun.to(tl.int32)) - 1)
         high = tl.minimum(high, low + step)
+    return low
+
+
+@triton.jit
+def find_samples(offsets_ptr, n, num_samples, num_steps):
+    """The sample of each of the rows ``n``, in so many halvings: bits of ``num_samples``."""
+    low = n * 0
+    high = low + num_samples
+    for _ in range(num_steps):
+        middle = (low + high) >> 1
+        begun = tl.load(offsets_ptr + middle).to(tl.int64) <= n
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle)
     return low
 
 

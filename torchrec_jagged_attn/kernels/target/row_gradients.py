@@ -23,6 +23,7 @@ import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.biases import load_bias
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
+from torchrec_jagged_attn.kernels.common.jagged import find_samples
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
 from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.kernels.target.schedule import SHARED, query_rows
@@ -77,19 +78,6 @@ class QueryRows(NamedTuple):
     delta: Any
 
 
-@triton.jit
-def _samples_of(offsets_ptr, n, num_samples, num_steps):
-    """The sample of each of the places ``n``, in so many halvings."""
-    low = n * 0
-    high = low + num_samples
-    for _ in range(num_steps):
-        middle = (low + high) >> 1
-        begun = tl.load(offsets_ptr + middle).to(tl.int64) <= n
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle)
-    return low
-
-
 @triton.jit(do_not_specialize=["num_places", "num_rows", "num_samples", "num_steps"])
 def find_places_kernel(
     order_ptr,  # [N] int64: all places, sorted by the row that they name
@@ -124,7 +112,7 @@ def find_places_kernel(
     tl.store(found.bounds + num_rows + last_row, at, mask=begins & (at > 0))
     tl.store(found.bounds + num_rows + row, at + 1, mask=at == num_places - 1)
     tl.store(found.places + at, n, mask=there)
-    sample = _samples_of(offsets_ptr, n, num_samples, num_steps)
+    sample = find_samples(offsets_ptr, n, num_samples, num_steps)
     tl.store(found.places + num_places + at, sample, mask=there)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
 from torchrec_jagged_attn.kernels.common.dropout import element_draws, query_draws
+from torchrec_jagged_attn.kernels.common.jagged import find_samples
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
 from torchrec_jagged_attn.kernels.common.softmax import LN2
@@ -26,27 +27,14 @@ BLOCK_ELEMENTS = 2048  # of a program
 
 
 @triton.jit
-def _samples(r, query_offsets_ptr, num_samples, num_targets):
-    """The sample of each of the rows ``r``."""
-    sample = r // num_targets
-    if query_offsets_ptr is not None:
-        sample = r * 0
-        left = num_samples
-        while left > 1:  # the last sample that begins at the row, or before it
-            half = left // 2
-            begins = tl.load(query_offsets_ptr + sample + half)
-            sample = tl.where(begins <= r, sample + half, sample)
-            left -= half
-    return sample
-
-
-@triton.jit
-def _factors(args, r, e, num_rows, num_samples, num_targets, E: tl.constexpr):
+def _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E: tl.constexpr):
     """Of the rows ``r`` and columns ``e``: what ``x`` is multiplied with, and the logarithms of the
     lengths.
     """
     r = tl.minimum(r, num_rows - 1)
-    sample = _samples(r, args.query_offsets, num_samples, num_targets)
+    sample = r // num_targets
+    if args.query_offsets is not None:
+        sample = find_samples(args.query_offsets, r, num_samples, num_steps)
     begin, end = tl.load(args.offsets + sample), tl.load(args.offsets + sample + 1)
     length = tl.maximum(end - begin, 1).to(tl.float32)
     # log2 n = whole + part, so that no power is off by the rounding of a logarithm or an exponent.
@@ -74,12 +62,13 @@ def _factors(args, r, e, num_rows, num_samples, num_targets, E: tl.constexpr):
     return factor, (whole + part) * LN2
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_targets"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
 def _forward_kernel(
     args,  # LengthArguments
     out_ptr,  # [R, E]
     num_rows,
     num_samples,
+    num_steps,
     num_targets,
     E: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -88,14 +77,14 @@ def _forward_kernel(
     """BLOCK_R rows, BLOCK_E columns."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    factor, _ = _factors(args, r, e, num_rows, num_samples, num_targets, E)
+    factor, _ = _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E)
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
     x = tl.load(args.x + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, x * factor, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_targets"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
 def _backward_kernel(
     args,  # LengthArguments
     grad_out_ptr,  # [R, E]
@@ -103,6 +92,7 @@ def _backward_kernel(
     parts_ptr,  # [row blocks, E] fp32, or None
     num_rows,
     num_samples,
+    num_steps,
     num_targets,
     E: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -111,7 +101,7 @@ def _backward_kernel(
     """BLOCK_R rows, BLOCK_E columns, and their part of the gradient of the power."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    factor, log = _factors(args, r, e, num_rows, num_samples, num_targets, E)
+    factor, log = _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E)
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
     grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32) * factor
@@ -155,14 +145,15 @@ def _read(args: LengthArguments) -> LengthArguments:
 
 def _launch(
     args: LengthArguments,
-) -> tuple[tuple[int, int], tuple[int, int, int], dict[str, int]]:
-    """Programs; how many rows, samples and targets of a sample there are; and constants."""
+) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+    """Programs; the numbers that kernels take, that of rows first; and constants."""
     *shape, width = args.x.shape
     num_targets = shape[1] if len(shape) == 2 else 1
     num_rows = shape[0] * num_targets
     constants = _constants(width)
     programs = -(-num_rows // constants["BLOCK_R"]), -(-width // constants["BLOCK_E"])
-    return programs, (num_rows, args.offsets.shape[0] - 1, num_targets), constants
+    num_samples = args.offsets.shape[0] - 1
+    return programs, (num_rows, num_samples, num_samples.bit_length(), num_targets), constants
 
 
 @functools.cache
