@@ -85,13 +85,14 @@ def register_op(
     """
     num_arguments, is_single = len(arguments._fields), len(outputs._fields) == 1
 
-    def run_forward(*fields: Any) -> Any:
-        made = forward(arguments(*fields))
+    def returned(made: Outputs) -> Any:
         return made[0] if is_single else made
 
+    def run_forward(*fields: Any) -> Any:
+        return returned(forward(arguments(*fields)))
+
     def fake_forward(*fields: Any) -> Any:
-        made = fake(arguments(*fields))
-        return made[0] if is_single else made
+        return returned(fake(arguments(*fields)))
 
     def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
         grads = backward(
@@ -178,7 +179,7 @@ def register_op(
         differentiable=floats,
         axes=[0, *all_axes],
         saved=[True] * len(tensors) + [saves_outputs] * len(outputs._fields),
-        run=(lambda *inputs: [run(*inputs)]) if is_single else run,
+        run=run,
         run_backward=run_backward,
         call_backward=call_backward,
     )
@@ -243,7 +244,7 @@ def register_op_of_ops(
         num_lengths=len(lengths),
         axes=[0] * (num_tensors + 2),
         saved=saved,
-        run=lambda *inputs: [run(*inputs)],
+        run=run,
         run_backward=functools.partial(gradients, _run),
         call_backward=functools.partial(gradients, _call),
         has_second_derivatives=True,

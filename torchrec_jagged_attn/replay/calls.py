@@ -54,7 +54,7 @@ class ReplayedOp:
         axes: of the output's gradient, of each of these tensors, and of each output: along which
             its length differs from call to call, -1 for none.
         saved: of each of these tensors, and of each output: whether backward takes it, or ``None``.
-        run: from the arguments to a sequence of outputs, below autograd and on a device.
+        run: from the arguments to what the op returns, below autograd and on a device.
         run_backward: ``(grad_out, needs_grad, *arguments, *outputs)`` to the gradients asked for,
             likewise. An op without any has neither this nor the next.
         call_backward: the same, for any tensors, under any mode.
@@ -71,7 +71,7 @@ class ReplayedOp:
         num_lengths: int = 0,
         axes: Sequence[int],
         saved: Sequence[bool],
-        run: Callable[..., Sequence[Tensor]],
+        run: Callable[..., Tensor | Sequence[Tensor]],
         run_backward: Callable[..., Sequence[Tensor]] | None = None,
         call_backward: Callable[..., Sequence[Tensor]] | None = None,
         has_second_derivatives: bool = False,
@@ -136,7 +136,8 @@ class ReplayedOp:
 
         def run(*traced: Any) -> Sequence[Tensor]:
             self.check(*traced, *constants)
-            return self.run(*traced, *constants)
+            outputs = self.run(*traced, *constants)
+            return [outputs] if isinstance(outputs, Tensor) else outputs
 
         return _record(run, tensors, self.axes[1 : 1 + self.num_tensors], lengths)
 
