@@ -42,7 +42,7 @@ def element_draws(seed: Tensor, r: Tensor, n: Tensor) -> Tensor:
 
 def are_among(draws: Tensor, drops: Tensor) -> Tensor:
     """Whether the 32 bits of ``draws``, as unsigned numbers, are below ``drops`` (int64)."""
-    return (draws ^ -(2**31)) < torch.atleast_1d(drops) - 2**31  # in int64, which a scalar is not
+    return (draws ^ -(2**31)) < torch.atleast_1d(drops) - 2**31  # a scalar would be cast to int32
 
 
 def _draws(seed: Tensor, numbers: Tensor) -> Tensor:

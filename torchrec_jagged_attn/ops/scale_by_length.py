@@ -12,6 +12,8 @@ seed, its row and its column; they are made again in backward.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from torch import Tensor
 
 from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients, LengthOutputs
@@ -24,8 +26,7 @@ __all__ = ["call_scale_by_length", "scale_by_length"]
 
 
 def _forward(args: LengthArguments) -> LengthOutputs:
-    on_kernels = has_kernels(args.x.device, args.x.dtype)
-    return LengthOutputs((kernels if on_kernels else cpu).forward(args))
+    return LengthOutputs(_implementation(args.x).forward(args))
 
 
 def _fake(args: LengthArguments) -> LengthOutputs:
@@ -35,8 +36,12 @@ def _fake(args: LengthArguments) -> LengthOutputs:
 def _backward(
     grad_out: Tensor, args: LengthArguments, outputs: LengthOutputs, needs: LengthArguments
 ) -> LengthGradients:
-    on_kernels = has_kernels(args.x.device, args.x.dtype)
-    return (kernels if on_kernels else cpu).backward(grad_out, args, bool(needs.power))
+    return _implementation(args.x).backward(grad_out, args, bool(needs.power))
+
+
+def _implementation(x: Tensor) -> ModuleType:
+    """Kernels, where they compute in the dtype of ``x``: not in fp64."""
+    return kernels if has_kernels(x.device, x.dtype) else cpu
 
 
 scale_by_length, call_scale_by_length = register_op(
