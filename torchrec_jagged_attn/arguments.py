@@ -456,15 +456,17 @@ class LengthArguments(NamedTuple):
         offsets: ``[B + 1]`` of the histories.
         query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
         power: ``[E]``, or ``None`` for zeros.
-        output_dropout: ``[2]`` int64, see ``ops/dropout.py``: a seed, and how many of 2^32 draws
-            drop where a history has one row.
+        seed: int64, of which the first number is that of the draws, or ``None``: then nothing is
+            dropped. It may be a ``row_dropout``: draws of rows are others.
+        odds: that an element is dropped where a history has one row.
     """
 
     x: Tensor
     offsets: Tensor
     query_offsets: Tensor | None
     power: Tensor | None
-    output_dropout: Tensor | None
+    seed: Tensor | None
+    odds: float
 
 
 class LengthOutputs(NamedTuple):

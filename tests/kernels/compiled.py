@@ -216,9 +216,9 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16, **options: A
 
 
 def by_length(*shape: int, query_offsets: Tensor | None = None) -> None:
-    dropout = torch.tensor([0, 2**31])
     x, power = zeros(*shape), zeros(shape[-1], dtype=FP32)
-    call_scale_by_length(x, OFFSETS, query_offsets, power, dropout).sum().backward()
+    seed = torch.tensor([0])
+    call_scale_by_length(x, OFFSETS, query_offsets, power, seed, 1.0).sum().backward()
 
 
 def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: Any = "sigmoid"):

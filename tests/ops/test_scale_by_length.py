@@ -8,7 +8,6 @@ from torchrec_jagged_attn.arguments import LengthArguments
 from torchrec_jagged_attn.cpu import scale_by_length as cpu
 from torchrec_jagged_attn.cpu.dropout import dropped_rows
 from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 from torchrec_jagged_attn.testing import assert_close, offsets_of, outputs_and_gradients
 
@@ -25,17 +24,18 @@ def inputs_of(layout, width, device="cpu", dtype=torch.float32):
         "offsets": offsets_of(LENGTHS, torch.int64, device),
         "query_offsets": offsets_of(TARGETS, torch.int64, device) if layout == "jagged" else None,
         "power": torch.randn(width, generator=generator).mul(0.2).to(device, power_dtype),
-        "output_dropout": None,
+        "seed": None,
+        "odds": 0.0,
     }
 
 
-def seeded(device, p=0.6):
-    torch.manual_seed(3)
-    return draw_dropout(drops_of(p, "output_dropout"), torch.device(device))
+def drawn(device, p=0.6):
+    """The last two inputs where elements are dropped."""
+    return {"seed": torch.tensor([-(2**62) + 7], device=device), "odds": p / (1 - p)}
 
 
-def scale(x, offsets, query_offsets, power, output_dropout):
-    return call_scale_by_length(x, offsets, query_offsets, power, output_dropout)
+def scale(x, offsets, query_offsets, power, seed, odds):
+    return call_scale_by_length(x, offsets, query_offsets, power, seed, odds)
 
 
 def lengths_of(x, query_offsets):
@@ -45,24 +45,24 @@ def lengths_of(x, query_offsets):
     return lengths.view(-1, *[1] * (x.dim() - 1)).to(x.device)
 
 
-def factors_of(x, query_offsets, output_dropout):
+def factors_of(x, query_offsets, seed, odds):
     """What drops, taken as given, and the formula of what it makes larger."""
     arguments = LengthArguments(
         torch.ones_like(x, dtype=torch.float64, device="cpu"),
         offsets_of(LENGTHS, torch.int64, "cpu"),
         None if query_offsets is None else query_offsets.cpu(),
         None,
-        output_dropout.cpu(),
+        seed.cpu(),
+        odds,
     )
     is_kept = cpu.forward(arguments).to(x.device) != 0
-    p = output_dropout[1].double() / 2**32
-    return is_kept * (1 + p / (1 - p) / lengths_of(x, query_offsets).double().sqrt())
+    return is_kept * (1 + odds / lengths_of(x, query_offsets).double().sqrt())
 
 
-def oracle(x, offsets, query_offsets, power, output_dropout):
+def oracle(x, offsets, query_offsets, power, seed, odds):
     out = x * torch.exp(power * lengths_of(x, query_offsets).to(power.dtype).log())
-    if output_dropout is not None:
-        out = out * factors_of(x, query_offsets, output_dropout)
+    if seed is not None:
+        out = out * factors_of(x, query_offsets, seed, odds)
     return out.to(x.dtype)
 
 
@@ -74,7 +74,7 @@ def test_matches_the_formula(layout, width, drops, device):
     for dtype in supported_dtypes(device):
         inputs = inputs_of(layout, width, device, dtype)
         if drops:
-            inputs["output_dropout"] = seeded(device, 0.3)
+            inputs |= drawn(device, 0.3)
         grad_out = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(1))
         grad_out = grad_out.to(device, dtype)
         actual = outputs_and_gradients(scale, inputs, grad_out)
@@ -94,7 +94,7 @@ def test_drops_as_often_as_asked_for(p, device):
     for length in (1, 9, 400):
         offsets = torch.arange(num_samples + 1, device=device, dtype=torch.int32) * length
         x = torch.ones(num_samples, num_targets, width, device=device)
-        out = call_scale_by_length(x, offsets, None, None, seeded(device, p)).flatten(0, 1)
+        out = call_scale_by_length(x, offsets, None, None, *drawn(device, p).values()).flatten(0, 1)
         dropped = (out == 0).double()
         rate = p / (p + (1 - p) * length**0.5)
         deviation = (rate * (1 - rate)) ** 0.5
@@ -106,25 +106,24 @@ def test_drops_as_often_as_asked_for(p, device):
 
 
 def test_drops_independently_of_rows():
-    """With seeds of their own, and with one seed."""
-    for seeds in ((1, 2), (1, 1)):
-        others, own = (torch.tensor([seed, 2**31]) for seed in seeds)
-        arguments = LengthArguments(torch.ones(400, 300), torch.arange(401), None, None, own)
-        outputs = (cpu.forward(arguments) == 0).double()
-        rows = dropped_rows(others, 400).double()
-        assert abs((rows.unsqueeze(1) * outputs).mean() - rows.mean() * 0.5) < 0.01
+    """With one seed."""
+    dropout = torch.tensor([1, 2**31])
+    arguments = LengthArguments(torch.ones(400, 300), torch.arange(401), None, None, dropout, 1.0)
+    outputs = (cpu.forward(arguments) == 0).double()
+    rows = dropped_rows(dropout, 400).double()
+    assert abs((rows.unsqueeze(1) * outputs).mean() - rows.mean() * 0.5) < 0.01
 
 
 def test_each_device_drops_the_same(device):
     """Whatever implementation it takes."""
-    inputs = inputs_of("jagged", 200, device) | {"output_dropout": seeded(device)}
+    inputs = inputs_of("jagged", 200, device) | drawn(device)
     out = scale(**inputs)
-    on_cpu = {name: None if x is None else x.cpu() for name, x in inputs.items()}
+    on_cpu = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     assert torch.equal(out.cpu() == 0, cpu.forward(LengthArguments(**on_cpu)) == 0)
 
 
 def test_repeats_are_equal_to_the_bit(device, nan_filled_memory):
-    inputs = inputs_of("three", 33, device) | {"output_dropout": seeded(device)}
+    inputs = inputs_of("three", 33, device) | drawn(device)
     grad_out = torch.ones(1, device=device).expand_as(inputs["x"])
     first, again = (outputs_and_gradients(scale, inputs, grad_out) for _ in range(2))
     for name, x in first.items():
@@ -135,7 +134,7 @@ def test_repeats_are_equal_to_the_bit(device, nan_filled_memory):
 @pytest.mark.parametrize("needs", [["x"], ["power"], ["x", "power"]], ids=str)
 def test_any_strides(needs, device):
     """Of all, also of gradients, of which those that are asked for are made."""
-    inputs = inputs_of("three", 24, device) | {"output_dropout": seeded(device)}
+    inputs = inputs_of("three", 24, device) | drawn(device)
     grad_out = torch.randn(6, 3, 24, device=device)
     expected = outputs_and_gradients(scale, inputs, grad_out)
     inputs["x"] = inputs["x"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
@@ -185,7 +184,7 @@ def test_no_rows(shape, device):
     x = torch.zeros(shape, device=device, requires_grad=True)
     power = torch.zeros(16, device=device, requires_grad=True)
     offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
-    out = call_scale_by_length(x, offsets, None, power, seeded(device))
+    out = call_scale_by_length(x, offsets, None, power, *drawn(device).values())
     assert out.shape == shape
     out.sum().backward()
     assert x.grad.shape == shape
@@ -194,7 +193,7 @@ def test_no_rows(shape, device):
 
 @pytest.mark.reference
 def test_gradcheck():
-    inputs = inputs_of("jagged", 3, dtype=torch.float64) | {"output_dropout": seeded("cpu")}
+    inputs = inputs_of("jagged", 3, dtype=torch.float64) | drawn("cpu")
     leaves = [inputs[name].requires_grad_() for name in ("x", "power")]
 
     def call(x, power):
@@ -205,7 +204,7 @@ def test_gradcheck():
 
 def test_opcheck(device):
     for layout in ("three", "jagged"):
-        inputs = inputs_of(layout, 16, device) | {"output_dropout": seeded(device)}
+        inputs = inputs_of(layout, 16, device) | drawn(device)
         inputs["x"] = inputs["x"].mT.contiguous().mT
         for name in ("x", "power"):
             inputs[name].requires_grad_()

@@ -381,10 +381,10 @@ def of_scaled(lengths, device):
         "x": draw(len(lengths), 3, 8, device=device),
         "power": draw(8, device=device, seed=1),
     }
-    dropout = torch.tensor([7, 2**32 // 3], device=device)
+    seed = torch.tensor([7], device=device)
 
     def scale(x, power, offsets):
-        return call_scale_by_length(x, offsets, None, power, dropout)
+        return call_scale_by_length(x, offsets, None, power, seed, 0.5)
 
     return scale, leaves, {"offsets": offsets_of(lengths, device)}
 
@@ -396,7 +396,7 @@ def of_scaled_jagged(lengths, device):
     }
 
     def scale(x, power, offsets):
-        return call_scale_by_length(x, 2 * offsets, offsets, power, None)
+        return call_scale_by_length(x, 2 * offsets, offsets, power, None, 0.0)
 
     return scale, leaves, {"offsets": offsets_of(lengths, device)}
 

@@ -41,14 +41,12 @@ def _factors(args: LengthArguments, length: Tensor) -> Tensor:
     factors = torch.ones_like(length)
     if args.power is not None:
         factors = torch.exp(length.log() * args.power.to(length.dtype))
-    if args.output_dropout is None:
+    if args.seed is None:
         return factors
-    seed, drops = args.output_dropout.unbind()
     # In fp32, step by step, so that each device drops the same.
-    odds, root = drops.float() / (2**32 - drops).float(), length.float().sqrt()
+    odds, root = length.new_full((), args.odds, dtype=torch.float32), length.float().sqrt()
     limit = (odds / (root + odds) * 2**32).long()
-    rows = torch.arange(args.x.shape[:-1].numel(), device=seed.device)
-    columns = torch.arange(args.x.shape[-1], device=seed.device)
-    draws = element_draws(seed, rows, columns).view(args.x.shape)
-    odds = drops.to(length.dtype) / (2**32 - drops)
-    return torch.where(are_among(draws, limit), 0, factors * (1 + odds / length.sqrt()))
+    rows = torch.arange(args.x.shape[:-1].numel(), device=length.device)
+    columns = torch.arange(args.x.shape[-1], device=length.device)
+    draws = element_draws(args.seed[0], rows, columns).view(args.x.shape)
+    return torch.where(are_among(draws, limit), 0, factors * (1 + args.odds / length.sqrt()))

@@ -406,11 +406,11 @@ class JaggedTargetAttention(nn.Module):
                 third.bias,
                 position_bias,
                 age_bias,
+                self.length_power,
             )
-            pooled = _pool_by_unit(
+            return _pool_by_unit(
                 target, history, timestamps, prior_weights, indices, unit, self._options()
             )
-            return self._by_length(pooled, target, history)
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -427,11 +427,11 @@ class JaggedTargetAttention(nn.Module):
             age_bias,
             self.history_mean,
             self.history_basis,
+            self.length_power,
         )
-        pooled = _attend(
+        return _attend(
             target, history, timestamps, prior_weights, indices, learned, self._options()
         )
-        return self._by_length(pooled, target, history)
 
     def _options(self) -> Options:
         return Options(
@@ -445,16 +445,8 @@ class JaggedTargetAttention(nn.Module):
             activation=self.activation,
             row_drops=self._drops if self.training else 0,
             weight_drops=self._weight_drops if self.training else 0,
+            output_drops=self._output_drops if self.training else 0,
         )
-
-    def _by_length(
-        self, pooled: Tensor, target: Tensor | JaggedTensor, history: JaggedTensor
-    ) -> Tensor:
-        """What the options make of ``pooled`` that depend on how long the history is."""
-        drops = self._output_drops if self.training else 0
-        if self.length_power is None and drops == 0:
-            return pooled
-        return _scale_by_length(pooled, target, history, self.length_power, drops)
 
     @torch.no_grad()
     def attention_weights(
@@ -596,6 +588,7 @@ def _attend(
         basis, mean = learned.history_basis, learned.history_mean
         k_weight = _over_digits(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_digits(v_weight, basis, mean, True)
+    dropout = _draw(options, rows.device)
     inputs = (
         query,
         rows,
@@ -611,7 +604,7 @@ def _attend(
         learned.position_bias,
         learned.age_bias,
         timestamps,
-        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
+        dropout if options.row_drops > 0 else None,
         draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None,
         prior_weights,
         options.num_heads,
@@ -624,29 +617,34 @@ def _attend(
     if not is_scripting():
         if indices is not None:
             inputs = _with_a_copy_if_explicit(MultiHeadArguments(*inputs))
-        return call_multi_head_target_attention(*inputs)
-    return _multi_head_target_attention(*inputs)[0]
+        pooled = call_multi_head_target_attention(*inputs)
+    else:
+        pooled = _multi_head_target_attention(*inputs)[0]
+    return _scale_by_length(
+        pooled, offsets, query_offsets, learned.length_power, dropout, options.output_drops
+    )
 
 
-@torch.fx.wrap
+def _draw(options: Options, device: torch.device) -> Tensor | None:
+    """Which rows are dropped; its seed is that of outputs, too, whose draws are others."""
+    if options.row_drops > 0 or options.output_drops > 0:
+        return draw_dropout(options.row_drops, device)
+    return None
+
+
 def _scale_by_length(
     pooled: Tensor,
-    target: Tensor | JaggedTensor,
-    history: JaggedTensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
     power: Tensor | None,
+    dropout: Tensor | None,
     drops: int,
 ) -> Tensor:
     """``pooled``, as ``length_power`` and ``output_dropout`` say. See the op."""
-    query_offsets: Tensor | None = None
-    if isinstance(target, JaggedTensor):
-        query_offsets = target.offsets()
-    inputs = (
-        pooled,
-        history.offsets(),
-        query_offsets,
-        power,
-        draw_dropout(drops, pooled.device) if drops > 0 else None,
-    )
+    if power is None and drops == 0:
+        return pooled
+    seed = dropout if drops > 0 else None
+    inputs = (pooled, offsets, query_offsets, power, seed, drops / (2**32 - drops))
     if not is_scripting():
         return call_scale_by_length(*inputs)
     return _scale_by_length_op(*inputs)
@@ -710,6 +708,7 @@ def _pool_by_unit(
             target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options
         )
         dtype = _dtype_of_products(dtype, rows)
+    dropout = _draw(options, rows.device)
     inputs = (
         target.to(rows.dtype),
         rows,
@@ -723,13 +722,15 @@ def _pool_by_unit(
         unit.position_bias,
         unit.age_bias,
         timestamps,
-        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
+        dropout if options.row_drops > 0 else None,
         prior_weights,
         options.activation,
     )
     if not is_scripting():
-        return call_activation_unit(*inputs).to(dtype)
-    return _activation_unit(*inputs).to(dtype)
+        pooled = call_activation_unit(*inputs).to(dtype)
+    else:
+        pooled = _activation_unit(*inputs).to(dtype)
+    return _scale_by_length(pooled, offsets, None, unit.length_power, dropout, options.output_drops)
 
 
 def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:

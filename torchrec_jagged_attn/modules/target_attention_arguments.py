@@ -49,6 +49,7 @@ class Learned(NamedTuple):
     age_bias: Tensor | None
     history_mean: Tensor | None
     history_basis: Tensor | None
+    length_power: Tensor | None
 
 
 class UnitLayers(NamedTuple):
@@ -62,6 +63,7 @@ class UnitLayers(NamedTuple):
     bias_3: Tensor
     position_bias: Tensor | None
     age_bias: Tensor | None
+    length_power: Tensor | None
 
 
 class Options(NamedTuple):
@@ -77,6 +79,7 @@ class Options(NamedTuple):
     activation: str
     row_drops: int
     weight_drops: int
+    output_drops: int
 
 
 def check_unit(

@@ -1,9 +1,9 @@
 """What the length of a history does to the row that is pooled of it: one op with one gradient.
 
-Of ``n`` rows, an empty history counted as one, with a power ``p`` of each column ``e`` and
-``output_dropout`` ``d``:
+Of ``n`` rows, an empty history counted as one, with a power ``p`` of each column ``e`` and odds
+``o``:
 
-    out_re = x_re · n^p_e · keep_re · (1 + o / √n)          o = d / (1 - d)
+    out_re = x_re · n^p_e · keep_re · (1 + o / √n)
 
 An element is kept, ``keep_re = 1``, with a probability of ``1 / (1 + o / √n)``, else it is zero:
 the odds of being dropped fall with the root of the length. The draws of an element follow from a
@@ -51,7 +51,6 @@ scale_by_length, call_scale_by_length = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("output_dropout",),
     axes=dict.fromkeys(("x", "offsets", "query_offsets", "out"), 0),
     saves_outputs=False,
 )

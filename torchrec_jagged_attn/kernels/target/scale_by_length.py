@@ -19,11 +19,47 @@ from torchrec_jagged_attn.kernels.common.dropout import element_draws, query_dra
 from torchrec_jagged_attn.kernels.common.jagged import find_samples
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.kernels.common.matmul import padded_width
-from torchrec_jagged_attn.kernels.common.softmax import LN2
+from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E
 
 __all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = 2048  # of a program
+
+
+@triton.jit
+def _log2(length):
+    """``whole + part`` of lengths of at least one, as fp32 (``part`` is at most a half).
+
+    By the series of artanh. A GPU's own logarithm is off by as much as two roundings.
+    """
+    bits = length.to(tl.int32, bitcast=True)
+    whole = ((bits >> 23) - 127).to(tl.float32)
+    x = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # length / 2^whole
+    is_high = x > 1.4142135
+    x, whole = tl.where(is_high, 0.5 * x, x), tl.where(is_high, whole + 1.0, whole)
+    s = tl.div_rn(x - 1.0, x + 1.0)
+    square = s * s
+    y = tl.fma(square, LOG2E * (2 / 9), LOG2E * (2 / 7))
+    y = tl.fma(square, y, LOG2E * (2 / 5))
+    y = tl.fma(square, y, LOG2E * (2 / 3))
+    return whole, s * tl.fma(square, y, LOG2E * 2)
+
+
+@triton.jit
+def _power(whole, part, p):
+    """``2^((whole + part) · p)``, off by little more than the rounding of what it returns.
+
+    By the nearest power of two, which is exact, and the series of e. Sums are fused with products
+    here, not where a compiler chooses to: all that is compiled of it has the same bits.
+    """
+    exponent = tl.fma(whole, p, part * p)
+    nearest = tl.floor(exponent + 0.5)
+    rest = tl.fma(part, p, tl.fma(whole, p, -nearest))
+    x = tl.where(tl.abs(exponent) < 128.0, rest * LN2, 0.0)  # else it is 0, infinite or NaN
+    y = tl.full(x.shape, 1.0, tl.float32)
+    for k in tl.static_range(7, 0, -1):
+        y = tl.fma(x * (1.0 / k), y, 1.0)
+    return tl.exp2(nearest) * y
 
 
 @triton.jit
@@ -37,28 +73,19 @@ def _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E: tl.co
         sample = find_samples(args.query_offsets, r, num_samples, num_steps)
     begin, end = tl.load(args.offsets + sample), tl.load(args.offsets + sample + 1)
     length = tl.maximum(end - begin, 1).to(tl.float32)
-    # log2 n = whole + part, so that no power is off by the rounding of a logarithm or an exponent.
-    bits = length.to(tl.int32, bitcast=True)
-    whole = ((bits >> 23) - 127).to(tl.float32)
-    part = tl.log2(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    whole, part = _log2(length)
     factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
     if args.power is not None:
         power = tl.load(args.power + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-        of_whole, of_part = whole[:, None] * power, part[:, None] * power
-        exponent = of_whole + of_part
-        low = tl.fma(whole[:, None], power, -of_whole) + ((of_whole - exponent) + of_part)
-        factor = tl.exp2(exponent)
-        factor += tl.where(tl.abs(exponent) < 128.0, factor * (low * LN2), 0.0)  # else 0 or inf
-    if args.output_dropout is not None:
+        factor = _power(whole[:, None], part[:, None], power)
+    if args.seed is not None:
         # In single steps, each rounded to the nearest, so that each device drops the same.
-        drops = tl.load(args.output_dropout + 1)
-        odds = tl.div_rn(drops.to(tl.float32), (4294967296 - drops).to(tl.float32))
         root = tl.sqrt_rn(length)
-        limit = (tl.div_rn(odds, root + odds) * 4294967296.0).to(tl.int64)
-        draws = query_draws(args.output_dropout, r)
+        limit = (tl.div_rn(args.odds, root + args.odds) * 4294967296.0).to(tl.int64)
+        draws = query_draws(args.seed, r)
         draws = element_draws(draws[:, None], e.to(tl.int64)[None, :])
         is_dropped = draws.to(tl.int64) < limit[:, None]
-        factor = tl.where(is_dropped, 0.0, factor * (1.0 + tl.div_rn(odds, root))[:, None])
+        factor = tl.where(is_dropped, 0.0, factor * (1.0 + tl.div_rn(args.odds, root))[:, None])
     return factor, (whole + part) * LN2
 
 
@@ -140,7 +167,7 @@ def backward(grad_out: Tensor, args: LengthArguments, needs_power: bool) -> Leng
 
 
 def _read(args: LengthArguments) -> LengthArguments:
-    return LengthArguments(*(None if x is None else x.contiguous() for x in args))
+    return LengthArguments(*(x.contiguous() if isinstance(x, Tensor) else x for x in args))
 
 
 def _launch(
