@@ -113,8 +113,8 @@ ROOFLINE = {
             "rank-1k-fp32": "1,024 rows, fp32",
         }.items()
     },
-    f"{TARGETS}SiLU": ("target_attention_silu", "rank-1k", "ours-silu"),
-    f"{TARGETS}sigmoid": ("target_attention_sigmoid", "rank-1k", "ours-sigmoid"),
+    f"{TARGETS}SiLU": ("target_attention_scores", "rank-1k-silu", "ours"),
+    f"{TARGETS}sigmoid": ("target_attention_scores", "rank-1k-sigmoid", "ours"),
     f"{TARGETS}rows by index": ("target_attention_rows", "rank-1k-x1", "ours-by-index"),
     f"{TARGETS}4 places a row": ("target_attention_rows", "rank-1k-x4", "ours-by-index"),
     f"{TARGETS}rows of int8": ("target_attention_narrow", "rank-1k", "ours-int8"),

@@ -268,23 +268,28 @@ OP_TABLES = {
         (one("with the bias by position, ms", "ours+recency"),),
     ),
     "target_attention_scores": Table(
-        ("target_attention_silu", "target_attention_sigmoid"),
+        ("target_attention_scores",),
         f"{SHAPE} | dtype",
         shapes(RANKING),
         tuple(
-            Column(
-                f"{score}, of the floor",
-                "{} / {}, {} / {}",
-                tuple(
-                    Cell(f"ours-{score}", mode, unit=unit)
-                    for unit in ("µs", "of floor")
-                    for mode in ("forward", "both")
-                ),
-                f"target_attention_{score}/{{}}",
+            replace(both(f"{name}, {what}", provider, unit=unit), case=f"{{}}-{name.lower()}")
+            for what, provider, unit, names in (
+                ("µs", "ours", "µs", ("softmax", "SiLU", "sigmoid")),
+                ("of the floor", "ours", "of floor", ("SiLU", "sigmoid")),
+                ("padded, to ours", "padded", "× ours", ("SiLU", "sigmoid")),
             )
-            for score in ("silu", "sigmoid")
+            for name in names
         ),
-        by_suite=True,
+    ),
+    "target_attention_weights": Table(
+        ("target_attention_weights",),
+        f"{SHAPE} | dtype",
+        shapes(["rank-1k", "rank-2k", "rank-200", "rank-2k-8-targets"]),
+        (
+            one("ours, µs", "ours", "forward", "µs"),
+            one("of the floor", "ours", "forward", "of floor"),
+            one("padded, to ours", "padded", "forward", "× ours"),
+        ),
     ),
     "semantic_ids": Table(
         ("semantic_ids",),

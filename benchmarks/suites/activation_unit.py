@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from suites import Cost, Inputs, Suite
+from suites._attention import Padding
 from torchrec_jagged_attn import jagged_activation_unit
 from torchrec_jagged_attn.testing import (
     Case,
@@ -90,28 +91,26 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
     return lambda: formula(x, jagged_activation_unit)
 
 
-def padded_formula(x: Inputs, places: Tensor, real: Tensor) -> Tensor:
-    """All samples padded to the longest: ``places`` ``[B, L]`` of rows, and which are ``real``."""
+def padded_formula(x: Inputs, padding: Padding) -> Tensor:
+    """All samples padded to the longest; padding is of zeros, which add nothing."""
     leaves = x.leaves
-    u = leaves["history"][places]
+    u = padding.pad(leaves["history"])
     q = leaves["query"].unsqueeze(1).expand_as(u)
     y = torch.cat([q, u, q - u, q * u], -1)
     for at in (1, 2):
         y = torch.nn.functional.linear(y, leaves[f"weight_{at}"], leaves[f"bias_{at}"]).sigmoid()
     weights = torch.nn.functional.linear(y, leaves["weight_3"], leaves["bias_3"])
-    return (weights * real.unsqueeze(-1) * u).sum(1)
+    return (weights * u).sum(1)
 
 
 def padded(x: Inputs, compiled: bool = False) -> Callable[[], Tensor]:
     """On ``[B, L, 4 D]`` features; where rows lie is known before, as the longest length is."""
-    places = torch.arange(x.max_length, device=x.offsets.device)
-    real = places < x.offsets.diff().unsqueeze(1)
-    places = (x.offsets[:-1, None] + places).masked_fill(~real, 0)
+    padding = Padding(x.offsets, x.leaves["history"].shape[0], x.max_length)
     if compiled:
         torch.compiler.reset()  # a function is compiled for so many shapes only
         torch._functorch.config.donated_buffer = False  # backward runs several times
     call = torch.compile(padded_formula, dynamic=False) if compiled else padded_formula
-    return lambda: call(x, places, real)
+    return lambda: call(x, padding)
 
 
 SUITE = Suite(

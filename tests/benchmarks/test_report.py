@@ -81,15 +81,18 @@ def test_the_roofline_has_the_kernels_whose_files_are_there(tmp_path, monkeypatc
         return [label.get_text() for label in ax.get_yticklabels()]
 
     columns = "suite,case,provider,mode,metric,median,unit,gpu,torch,date"
-    for suite, provider in (("semantic_ids", "ours-codes"), ("target_attention_silu", "ours-silu")):
-        rows = [f"{suite},rank-1k,{name},forward,time,{ms},ms,a GPU,2.13.0,2026-11-25"
+    for suite, case, provider in (
+        ("semantic_ids", "rank-1k", "ours-codes"),
+        ("target_attention_scores", "rank-1k-silu", "ours"),
+    ):
+        rows = [f"{suite},{case},{name},forward,time,{ms},ms,a GPU,2.13.0,2026-11-25"
                 for name, ms in (("floor", 1), (provider, 4))]  # fmt: skip
         (tmp_path / f"{suite}.csv").write_text("\n".join([columns, *rows]))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert labels() == ["target attention, SiLU", "target attention, rows of digits"]
     (ax,) = report.drawn(plot_of(report.roofline)).axes
     assert [bar.get_width() for bar in ax.containers[0]] == [25, 25]
-    (tmp_path / "target_attention_silu.csv").unlink()
+    (tmp_path / "target_attention_scores.csv").unlink()
     assert labels() == ["target attention, rows of digits"]
     (tmp_path / "semantic_ids.csv").unlink()
     assert plot_of(report.roofline).files == []

@@ -62,8 +62,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 def test_every_suite_file_is_found():
     others = ["activation_unit", "giant", "host", "ikbo", "select_events", "semantic_ids"]
     others += ["restraint", "serving", "serving_kernel", "skew", "table1", "targets"]
-    variants = ["target_attention_rows", "target_attention_sigmoid", "target_attention_silu"]
-    variants += ["target_attention_narrow"]
+    variants = [f"target_attention_{name}" for name in ("narrow", "rows", "scores", "weights")]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
     assert list(SUITES) == sorted([*TRAINING, *others, *variants, *figure2, *self_attention])
@@ -712,6 +711,7 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
         "cpu-skewed",
         "cpu-movielens",
         *(f"cpu-skewed-x{places}" for places in (1, 4, 16, 64)),
+        *(f"cpu-skewed-{score}" for score in ("softmax", "silu", "sigmoid")),
         *(f"cpu-requests-{candidates}" for candidates in (1, 16, 256)),
         *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64, 128, 192)),
     ]

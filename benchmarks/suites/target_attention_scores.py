@@ -1,0 +1,84 @@
+"""``jagged_target_attention`` by its function of scores: the softmax, and those of a score alone.
+
+SiLU's are HSTU's weights. A case is one of ``target_attention_kernel`` and the function.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from suites import Inputs
+from suites import target_attention_kernel as base
+from suites._attention import Attend, Padding, visible_rows
+from suites._cases import TRAINING_CASES
+from torchrec_jagged_attn.testing import Case, target_attention_oracle
+
+WEIGH = {
+    "softmax": functools.partial(torch.softmax, dim=-1),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True)
+class Scored(Inputs):
+    """And the function of scores."""
+
+    score: str
+
+
+def make_inputs(case: Case, device: str) -> Scored:
+    """Those of ``target_attention_kernel``."""
+    score = case.name.rpartition("-")[2]
+    return Scored(**vars(base.make_inputs(case, device)), score=score)
+
+
+def attend_padded(x: Scored, visible: Tensor) -> Attend:
+    """The formula on padded tensors; the padding is timed, too.
+
+    Only a softmax needs a mask: rows of zeros add nothing, whatever their weights.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        targets = Padding(x.query_offsets, q.shape[0], x.max_targets)
+        histories = Padding(x.offsets, k.shape[0], x.max_length)
+        q_BTHD, k_BLHD = targets.pad(q), histories.pad(k)
+        v_BLHD = k_BLHD if v is k else histories.pad(v)
+        scores = q_BTHD.transpose(1, 2) @ k_BLHD.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5
+        if x.score == "softmax":
+            scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        weights = WEIGH[x.score](scores)
+        return targets.unpad((weights @ v_BLHD.transpose(1, 2)).transpose(1, 2))
+
+    return attend
+
+
+def padded(x: Scored) -> Callable[[], Tensor]:
+    """A provider of it."""
+    return base.over_rows(functools.partial(attend_padded, visible=visible_rows(x)), x)
+
+
+def oracle(x: Scored) -> Tensor:
+    """In fp64."""
+    return base.formula(x, functools.partial(target_attention_oracle, score=x.score))
+
+
+SUITE = replace(
+    base.SUITE,
+    name="target_attention_scores",
+    measures="target_attention_kernel by function of scores",
+    cases={
+        f"{name}-{score}": replace(case, name=f"{name}-{score}")
+        for score in WEIGH
+        for name, case in TRAINING_CASES.items()
+        if case.large or name == "cpu-skewed"
+    },
+    inputs=make_inputs,
+    oracle=oracle,
+    plain=lambda x: base.plain(x, score=x.score),
+    providers={"ours": lambda x: base.ours(x, score=x.score), "padded": padded},
+)
