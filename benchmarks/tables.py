@@ -87,7 +87,8 @@ class Figures:
             ``table1/jagged_softmax-paper``: suites may have a case, and its floor, of one name.
 
     Raises:
-        ValueError: a figure is there twice, or those of a case are of several kinds of GPU.
+        ValueError: a figure is there twice, or those of a case are of several kinds of GPU, scores
+            of a model aside.
     """
 
     def __init__(self, paths: Sequence[Path], ours: str, *, by_suite: bool = False) -> None:
@@ -108,6 +109,8 @@ class Figures:
                 if not row["gpu"]:  # the paper's
                     continue
                 self._stamps[_stamp(row)] = None
+                if row["unit"] in SCORES:  # which do not depend on how fast a GPU is
+                    continue
                 other = self._gpus.setdefault(case, row["gpu"])
                 if other != row["gpu"]:
                     raise ValueError(

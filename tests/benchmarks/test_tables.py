@@ -199,6 +199,17 @@ def test_two_kinds_of_gpu_in_one_case_are_refused(tmp_path):
         tables.Figures([tmp_path / "run.csv"], "ours")
 
 
+def test_scores_of_a_model_may_be_of_two_kinds_of_gpu(tmp_path):
+    """And are from both of them."""
+    write(tmp_path / "run.csv", *((name, "auc", "0.8", "AUC", "") for name in ("mean", "sum")))
+    rows = pd.read_csv(tmp_path / "run.csv")
+    rows.loc[1, "gpu"] = "another"
+    rows.to_csv(tmp_path / "run.csv", index=False)
+    of_both = tables.Figures([tmp_path / "run.csv"], "ours")
+    assert of_both.find("c", Cell("sum", metric="auc", unit="AUC")) == Decimal("0.8")
+    assert [stamp.split(",")[0] for stamp in of_both.stamps().split("; ")] == ["a GPU", "another"]
+
+
 def test_suites_may_have_a_case_of_one_name(tmp_path):
     for suite, ms in (("first", "2"), ("second", "4")):
         write(tmp_path / f"{suite}.csv", ("floor", "time", "1", "ms", ""),

@@ -1,4 +1,4 @@
-"""``draw_dropout``: which rows, weights and outputs attention leaves out while it trains."""
+"""``draw_dropout``: which rows and weights attention leaves out while it trains."""
 
 # torch.jit.script reads annotations, so they are no strings here.
 from numbers import Real
@@ -21,9 +21,9 @@ def drops_of(p: float, name: str) -> int:
 def draw_dropout(drops: int, device: torch.device) -> Tensor:
     """``[2]`` int64: a new seed, of PyTorch's generator for ``device``, and ``drops``.
 
-    A row or a weight is dropped if its draw is below ``drops``; an output, if it is below fewer, by
-    the length of its history. Nothing else is stored: forward and backward draw alike, and so do
-    CPU and GPU. A CUDA graph has a new seed each time that it is replayed.
+    A row or a weight is dropped if its draw is below ``drops``. Nothing else is stored: forward and
+    backward draw alike, and so do CPU and GPU. A CUDA graph has a new seed each time that it is
+    replayed.
     """
     dropout = torch.randint(
         -4611686018427387904, 4611686018427387904, [2], dtype=torch.int64, device=device
