@@ -54,7 +54,6 @@ class Table:
         rows: from a label to the case, or to what the columns put into their case.
         ours: the provider that ratios are to.
         names: of providers, in words.
-        by_suite: whether cases are named with their suite, as ``table1/jagged_softmax-paper``.
     """
 
     results: tuple[str, ...]
@@ -63,7 +62,6 @@ class Table:
     columns: tuple[Column, ...]
     ours: str = "ours"
     names: dict[str, str] = field(default_factory=dict)
-    by_suite: bool = False
 
 
 PEERS = {

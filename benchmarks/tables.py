@@ -236,7 +236,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
     """
     if not are_there(table.results, results):
         return ""
-    figures = Figures(files_of(table.results, results), table.ours, by_suite=table.by_suite)
+    figures = Figures(files_of(table.results, results), table.ours)
     notes: dict[str, str] = {}
     rows: list[list[str]] = []
     for label, key in table.rows.items():

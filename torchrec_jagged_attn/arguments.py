@@ -456,8 +456,9 @@ class LengthArguments(NamedTuple):
         offsets: ``[B + 1]`` of the histories.
         query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
         power: ``[E]``, or ``None`` for zeros.
-        seed: int64, of which the first number is that of the draws, or ``None``: then nothing is
-            dropped. It may be a ``row_dropout``: draws of rows are others.
+        seed: ``[1]`` int64, or ``None``: then nothing is dropped. Or a ``row_dropout`` ``[2]``, of
+            which the seed is read: draws of rows are others. Those of weights are not: the seed of
+            a ``dropout`` must be another.
         odds: that an element is dropped where a history has one row.
     """
 

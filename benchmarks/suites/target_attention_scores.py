@@ -11,17 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suites import Inputs
+from suites import Inputs, UnavailableError
 from suites import target_attention_kernel as base
-from suites._attention import Attend, Padding, visible_rows
+from suites._attention import Attend, Padding
 from suites._cases import TRAINING_CASES
 from torchrec_jagged_attn.testing import Case, target_attention_oracle
 
-WEIGH = {
-    "softmax": functools.partial(torch.softmax, dim=-1),
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-}
+SCORES = ("silu", "sigmoid", "softmax")
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,12 @@ def make_inputs(case: Case, device: str) -> Scored:
     return Scored(**vars(base.make_inputs(case, device)), score=score)
 
 
-def attend_padded(x: Scored, visible: Tensor) -> Attend:
+def attend_padded(x: Scored) -> Attend:
     """The formula on padded tensors; the padding is timed, too.
 
-    Only a softmax needs a mask: rows of zeros add nothing, whatever their weights.
+    It needs no mask: rows of zeros add nothing, whatever their weights.
     """
+    weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[x.score]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         targets = Padding(x.query_offsets, q.shape[0], x.max_targets)
@@ -49,17 +46,16 @@ def attend_padded(x: Scored, visible: Tensor) -> Attend:
         q_BTHD, k_BLHD = targets.pad(q), histories.pad(k)
         v_BLHD = k_BLHD if v is k else histories.pad(v)
         scores = q_BTHD.transpose(1, 2) @ k_BLHD.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5
-        if x.score == "softmax":
-            scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-        weights = WEIGH[x.score](scores)
-        return targets.unpad((weights @ v_BLHD.transpose(1, 2)).transpose(1, 2))
+        return targets.unpad((weigh(scores) @ v_BLHD.transpose(1, 2)).transpose(1, 2))
 
     return attend
 
 
 def padded(x: Scored) -> Callable[[], Tensor]:
     """A provider of it."""
-    return base.over_rows(functools.partial(attend_padded, visible=visible_rows(x)), x)
+    if x.score == "softmax":
+        raise UnavailableError("target_attention_kernel has the softmax's peers")
+    return base.over_rows(attend_padded, x)
 
 
 def oracle(x: Scored) -> Tensor:
@@ -73,7 +69,7 @@ SUITE = replace(
     measures="target_attention_kernel by function of scores",
     cases={
         f"{name}-{score}": replace(case, name=f"{name}-{score}")
-        for score in WEIGH
+        for score in SCORES
         for name, case in TRAINING_CASES.items()
         if case.large or name == "cpu-skewed"
     },

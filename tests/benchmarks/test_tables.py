@@ -82,6 +82,8 @@ def test_every_figure_says_where_it_is_from(path):
         ("target_attention_narrow", "target_attention_narrow", ""),
         ("semantic_ids", "semantic_ids", ""),
         ("activation_unit", "activation_unit", ""),
+        ("target_attention_scores", "target_attention_scores", ""),
+        ("target_attention_weights", "target_attention_weights", "rank-*"),
         ("select_events", "select_events", ""),
         ("serving", "serving", "*"),
     ],
@@ -91,6 +93,8 @@ def test_rows_and_columns_are_cases_and_providers(table, suite, rest):
     suite = run.load_suites()[suite]
     large = {name for name, case in suite.cases.items() if case.large}
     rows = {*TABLES[table].rows.values()}
+    if {column.case for column in TABLES[table].columns} != {"{}"}:
+        rows = {c.case.format(row) for c in TABLES[table].columns for row in rows}
     assert rows <= large
     assert all(fnmatch(name, rest) for name in large - rows)
     cells = [cell for column in TABLES[table].columns for cell in column.cells]

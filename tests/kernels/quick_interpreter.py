@@ -27,6 +27,7 @@ def install() -> None:
     # Its own are BLAS's, which round by the CPU's model and by which operand comes first; a GPU's
     # are the same either way.
     InterpreterBuilder.create_dot = _product_rounded_once
+    InterpreterBuilder.create_fma = _multiply_add
     # It computes every sum of integers again, in int64, for an assertion that it then leaves out.
     interpreter.interpreter_builder.options = replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
@@ -59,6 +60,12 @@ def install() -> None:
 def _product_rounded_once(_builder: Any, a: Any, b: Any, acc: Any, *_options: Any) -> TensorHandle:
     product = np.matmul(_numbers(a), _numbers(b), dtype=np.float64)
     return TensorHandle(product.astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+
+def _multiply_add(_builder: Any, a: Any, b: Any, c: Any) -> TensorHandle:
+    """Rounded once, as a GPU does."""
+    exact = a.data.astype(np.float64) * b.data + c.data
+    return TensorHandle(exact.astype(a.data.dtype), a.dtype.scalar)
 
 
 def _numbers(operand: Any) -> np.ndarray:

@@ -10,7 +10,9 @@ from tests.modules.target_attention_inputs import example
 from tests.plain import plain_attention
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.modules import target_attention
 from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
+from torchrec_jagged_attn.ops.dropout import draw_dropout
 
 
 def rates_of_dropped_outputs(p, lengths):
@@ -56,6 +58,46 @@ def test_output_dropout(score, jagged, device):
     of_kept, of_dropped = (torch.autograd.grad(draw(1)[x].sum(), target)[0] for x in (kept, ~kept))
     assert of_kept.any()
     assert not of_dropped.any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "din"])
+def test_rows_and_outputs_are_dropped_at_once(score, device):
+    """By one seed: the same rows, whether outputs are dropped or not."""
+    rows, both = (
+        plain_attention(64, 1, score=score, row_dropout=0.3, output_dropout=p, device=device)
+        for p in (0.0, 0.5)
+    )
+    for parameter in rows.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    both.load_state_dict(rows.state_dict())
+    history = rows_of(torch.full((50,), 9), 64, device)
+    target = torch.randn(50, 64, device=device)
+
+    def draw(module):
+        torch.manual_seed(1)
+        return module(target, history)
+
+    assert not torch.equal(draw(rows), rows.eval()(target, history))
+    rows.train()
+    out = draw(both)
+    kept = out != 0
+    assert 0.7 < kept.double().mean() < 0.8  # three of four
+    torch.testing.assert_close(out, torch.where(kept, draw(rows) * (4 / 3), 0))
+
+
+def test_weights_have_a_seed_of_their_own(device, monkeypatch):
+    """With one seed, their draws would be those of outputs."""
+    drawn = []
+
+    def draw(*arguments):
+        drawn.append(draw_dropout(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(target_attention, "draw_dropout", draw)
+    module = plain_attention(64, 1, output_dropout=0.5, dropout=0.5, device=device)
+    module(torch.randn(50, 64, device=device), rows_of(torch.full((50,), 9), 64, device))
+    of_outputs, of_weights = drawn
+    assert of_outputs[0] != of_weights[0]
 
 
 def test_output_dropout_is_scripted(device):

@@ -40,7 +40,7 @@ def _factors(args: LengthArguments, length: Tensor) -> Tensor:
     """What ``x`` is multiplied with."""
     factors = torch.ones_like(length)
     if args.power is not None:
-        factors = torch.exp(length.log() * args.power.to(length.dtype))
+        factors = length ** args.power.to(length.dtype)
     if args.seed is None:
         return factors
     # In fp32, step by step, so that each device drops the same.

@@ -588,7 +588,7 @@ def _attend(
         basis, mean = learned.history_basis, learned.history_mean
         k_weight = _over_digits(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_digits(v_weight, basis, mean, True)
-    dropout = _draw(options, rows.device)
+    drawn = _draw(options, rows.device)
     inputs = (
         query,
         rows,
@@ -604,7 +604,7 @@ def _attend(
         learned.position_bias,
         learned.age_bias,
         timestamps,
-        dropout if options.row_drops > 0 else None,
+        drawn if options.row_drops > 0 else None,
         draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None,
         prior_weights,
         options.num_heads,
@@ -621,7 +621,7 @@ def _attend(
     else:
         pooled = _multi_head_target_attention(*inputs)[0]
     return _scale_by_length(
-        pooled, offsets, query_offsets, learned.length_power, dropout, options.output_drops
+        pooled, offsets, query_offsets, learned.length_power, drawn, options.output_drops
     )
 
 
@@ -637,13 +637,14 @@ def _scale_by_length(
     offsets: Tensor,
     query_offsets: Tensor | None,
     power: Tensor | None,
-    dropout: Tensor | None,
+    seed: Tensor | None,
     drops: int,
 ) -> Tensor:
     """``pooled``, as ``length_power`` and ``output_dropout`` say. See the op."""
     if power is None and drops == 0:
         return pooled
-    seed = dropout if drops > 0 else None
+    if drops == 0:
+        seed = None
     inputs = (pooled, offsets, query_offsets, power, seed, drops / (2**32 - drops))
     if not is_scripting():
         return call_scale_by_length(*inputs)
@@ -708,7 +709,7 @@ def _pool_by_unit(
             target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options
         )
         dtype = _dtype_of_products(dtype, rows)
-    dropout = _draw(options, rows.device)
+    drawn = _draw(options, rows.device)
     inputs = (
         target.to(rows.dtype),
         rows,
@@ -722,7 +723,7 @@ def _pool_by_unit(
         unit.position_bias,
         unit.age_bias,
         timestamps,
-        dropout if options.row_drops > 0 else None,
+        drawn if options.row_drops > 0 else None,
         prior_weights,
         options.activation,
     )
@@ -730,7 +731,7 @@ def _pool_by_unit(
         pooled = call_activation_unit(*inputs).to(dtype)
     else:
         pooled = _activation_unit(*inputs).to(dtype)
-    return _scale_by_length(pooled, offsets, None, unit.length_power, dropout, options.output_drops)
+    return _scale_by_length(pooled, offsets, None, unit.length_power, drawn, options.output_drops)
 
 
 def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:

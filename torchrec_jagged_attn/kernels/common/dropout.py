@@ -38,7 +38,7 @@ def is_dropped(row_dropout_ptr, n):
 def query_draws(dropout_ptr, r):
     """What :func:`element_draws` needs of the rows ``r``: of weights, rows × heads of all samples.
 
-    ``dropout`` is as ``row_dropout``, or None: then there is nothing to draw.
+    ``dropout`` begins with a seed, or is None: then there is nothing to draw.
     """
     draws = r
     if dropout_ptr is not None:

@@ -28,38 +28,45 @@ BLOCK_ELEMENTS = 2048  # of a program
 
 @triton.jit
 def _log2(length):
-    """``whole + part`` of lengths of at least one, as fp32 (``part`` is at most a half).
+    """``whole + part`` of lengths of at least one, in fp32; ``part`` is between -0.5 and 0.5, and
+    off by less than a unit in its last place.
 
-    By the series of artanh. A GPU's own logarithm is off by as much as two roundings.
+    By the series of artanh, of a quotient ``s`` and what its rounding left. A GPU's own logarithm
+    is off by more where ``part`` is small.
     """
     bits = length.to(tl.int32, bitcast=True)
     whole = ((bits >> 23) - 127).to(tl.float32)
     x = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # length / 2^whole
     is_high = x > 1.4142135
     x, whole = tl.where(is_high, 0.5 * x, x), tl.where(is_high, whole + 1.0, whole)
-    s = tl.div_rn(x - 1.0, x + 1.0)
+    above = x - 1.0
+    s = tl.div_rn(above, x + 1.0)
+    low = tl.div_rn(tl.fma(-s, above, above - 2.0 * s), x + 1.0)
     square = s * s
     y = tl.fma(square, LOG2E * (2 / 9), LOG2E * (2 / 7))
     y = tl.fma(square, y, LOG2E * (2 / 5))
     y = tl.fma(square, y, LOG2E * (2 / 3))
-    return whole, s * tl.fma(square, y, LOG2E * 2)
+    part = tl.fma(low, LOG2E * 2, s * (square * y))
+    return whole, tl.fma(s, LOG2E * 2, part)
 
 
 @triton.jit
 def _power(whole, part, p):
-    """``2^((whole + part) · p)``, off by little more than the rounding of what it returns.
+    """``2^((whole + part) · p)``, off by less than two units in its last place up to ``|p| = 5``.
 
-    By the nearest power of two, which is exact, and the series of e. Sums are fused with products
-    here, not where a compiler chooses to: all that is compiled of it has the same bits.
+    By the nearest power of two and the series of e. Sums are fused with products here, not where a
+    compiler chooses to: all that is compiled of it has the same bits.
     """
     exponent = tl.fma(whole, p, part * p)
     nearest = tl.floor(exponent + 0.5)
     rest = tl.fma(part, p, tl.fma(whole, p, -nearest))
-    x = tl.where(tl.abs(exponent) < 128.0, rest * LN2, 0.0)  # else it is 0, infinite or NaN
+    x = tl.where(tl.abs(exponent) > 160.0, 0.0, rest * LN2)  # what is so large is 0 or infinite
     y = tl.full(x.shape, 1.0, tl.float32)
     for k in tl.static_range(7, 0, -1):
         y = tl.fma(x * (1.0 / k), y, 1.0)
-    return tl.exp2(nearest) * y
+    nearest = tl.minimum(tl.maximum(nearest, -160.0), 160.0)
+    half = tl.floor(nearest * 0.5)  # of which the power is finite, where that of all is not
+    return tl.exp2(half) * y * tl.exp2(nearest - half)
 
 
 @triton.jit
