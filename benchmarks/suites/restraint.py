@@ -58,18 +58,18 @@ def lengths_of(x: Inputs) -> Tensor:
 
 
 def over_keys(x: Inputs, attend: Attend) -> Tensor:
-    """Keys of all history rows, then ``attend``: what is pooled of each target's history."""
+    """Keys of all history rows, then ``attend``, which has the bias: each target's pooled row."""
     heads = x.case.num_heads, x.case.width // x.case.num_heads
     history, target = x.leaves["history"], x.leaves["target"]
     q = F.linear(target, x.leaves["q_proj_weight"], x.leaves["in_proj_bias"])
     k = F.linear(history, x.leaves["k_proj_weight"])
     rows = (tensor.unflatten(1, heads) for tensor in (q, k, history))
-    return target_attention_recency.biased(x, attend)(*rows).flatten(1)
+    return attend(*rows).flatten(1)
 
 
 def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
     """By one of the package's test formulas."""
-    pooled = over_keys(x, base.formula(x, attention))
+    pooled = over_keys(x, target_attention_recency.biased(x, base.formula(x, attention)))
     return scale(x, pooled) if POWER in x.leaves else pooled
 
 
@@ -127,7 +127,7 @@ def elementwise(x: Inputs) -> Callable[[], Tensor]:
 
 def padded(x: Inputs) -> Callable[[], Tensor]:
     """All by PyTorch, and no rows dropped."""
-    attend = PEERS["padded-sdpa"](x)
+    attend = target_attention_recency.biased(x, PEERS["padded-sdpa"](x))
     return lambda: restrain(x, over_keys(x, attend))
 
 
