@@ -213,7 +213,7 @@ PROVIDERS = {
     "ours-absorbed": Provider(
         "ours, of raw rows, launched from Python", keys_and_values="absorbed"
     ),
-    "ours": Provider("TargetAttentionEmbeddingBagCollection as it comes", replays=True),
+    "ours": Provider("TargetAttentionEmbeddingBagCollection", replays=True),
     "ours-single-lookup": Provider(
         "the same with single_lookup=True", single_lookup=True, replays=True
     ),

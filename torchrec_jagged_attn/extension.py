@@ -56,9 +56,9 @@ class Extension:
     def library(self) -> ModuleType | None:
         """The ops or the module; none, after one warning, if it cannot be built or loaded.
 
-        The first time on a machine that takes a C++ compiler, Ninja and some 15 to 30 s. What is
-        built stays in PyTorch's folder of extensions, which the variable ``TORCH_EXTENSIONS_DIR``
-        may name.
+        The first time on a machine that takes a C++ compiler, Ninja and up to half a minute. What
+        is built stays in PyTorch's folder of extensions, which the variable
+        ``TORCH_EXTENSIONS_DIR`` may name.
         """
         with self.lock:
             loaded = self.load()
