@@ -4,8 +4,9 @@ import logging
 
 import pytest
 import torch
+from torchrec import JaggedTensor
 
-from torchrec_jagged_attn import paths
+from torchrec_jagged_attn import JaggedTargetAttention, paths
 from torchrec_jagged_attn.paths import Choice, Condition, Path, choose, log_choice, table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -65,3 +66,38 @@ def test_a_choice_is_logged_once_for_each_line_that_calls(monkeypatch, caplog):
     assert first[0].startswith(__file__)
     assert (first[1], second[1]) == (said, said)
     assert first[0] != second[0]
+
+
+def test_a_line_is_said_once_where_the_root_logger_has_a_handler(monkeypatch):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger(paths.PACKAGE)
+    monkeypatch.setattr(paths, "LOG", True)
+    monkeypatch.setattr(paths, "_logged", set())
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logger, "handlers", [])
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler])
+    log_choice("forward", Choice("general", ()))
+    assert len(said) == 1
+    assert not logger.handlers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"keys_and_values": "explicit"}, "explicit takes JaggedTargetAttention"),
+        ({"keys_and_values": "absorbed"}, "absorbed takes JaggedTargetAttention; not explicit"),
+        ({}, "absorbed takes JaggedTargetAttention; not explicit: needs targets enough to pay"),
+    ],
+    ids=["explicit", "absorbed", "auto"],
+)
+def test_the_module_logs_whether_it_makes_keys(options, said, monkeypatch, caplog):
+    monkeypatch.setattr(paths, "LOG", True)
+    monkeypatch.setattr(paths, "_logged", set())
+    caplog.set_level(logging.INFO)
+    module = JaggedTargetAttention(8, 2, **options)
+    module(torch.randn(2, 8), JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([1, 2])))
+    (message,) = [message for message in caplog.messages if "JaggedTargetAttention" in message]
+    assert message.split(": ", 1)[1].startswith(said)

@@ -20,8 +20,11 @@ from torchrec_jagged_attn.extension import summary
 from torchrec_jagged_attn.kernels.flash import plan as flash_plan
 from torchrec_jagged_attn.kernels.interaction import plan as interaction_plan
 from torchrec_jagged_attn.kernels.target import plan as target_plan
+from torchrec_jagged_attn.ops import multi_head_target_attention
 from torchrec_jagged_attn.paths import table
 from torchrec_jagged_attn.replay.calls import DEVICES, ENABLED, replay_extension
+
+MODULE_PATHS = {"JaggedTargetAttention": multi_head_target_attention.PATHS}
 
 
 def versions() -> list[tuple[str, str]]:
@@ -57,8 +60,12 @@ def devices() -> list[tuple[torch.device, str]]:
 
 
 def paths() -> list[tuple[str, str, str, str]]:
-    """Op, device, path and what it takes, for every public op on every device here."""
+    """Op, device, path and what it takes, for every public op on every device here.
+
+    After the ops come modules that choose between ops.
+    """
     names = [name for name in ops.__all__ if name in torchrec_jagged_attn.__all__]
+    names += MODULE_PATHS
     return [
         (name, str(device), *path)
         for name in names
@@ -69,6 +76,8 @@ def paths() -> list[tuple[str, str, str, str]]:
 
 def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
     """The paths of an op on a device, in the order in which they are asked, and what each takes."""
+    if name in MODULE_PATHS:
+        return list(table(MODULE_PATHS[name], device).items())
     implementation, why = ops.implementation(device)
     if implementation == "triton" and (of_op := kernel_paths(name, device)):
         return list(of_op.items())

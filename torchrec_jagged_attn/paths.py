@@ -115,8 +115,9 @@ def log_choice(name: str, choice: Choice) -> None:
     if (name, site, choice) in _logged:
         return
     _logged.add((name, site, choice))
-    if not _logger.handlers:
+    if not _logger.hasHandlers():
         _logger.addHandler(logging.StreamHandler())
+    if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.INFO)
     refused = "".join(f"; not {path}: needs {why}" for path, why in choice.refused)
     _logger.info("%s: %s takes %s%s", site, choice.path, name, refused)

@@ -58,6 +58,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrec_jagged_attn import paths
 from torchrec_jagged_attn.arguments import (
     FlashArguments,
     FlashOutputs,
@@ -76,8 +77,10 @@ from torchrec_jagged_attn.kernels.target.attention import listing_of
 from torchrec_jagged_attn.kernels.target.projections import parameter_gradients
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.ops.registration import register_op
+from torchrec_jagged_attn.paths import Condition, Path
 
 __all__ = [
+    "PATHS",
     "call_multi_head_target_attention",
     "is_explicit",
     "multi_head_target_attention",
@@ -90,8 +93,9 @@ FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 28, ("cpu", 
 # How many FLOPs of attention over keys take as long as one over raw rows does, which for many
 # targets is left to slower kernels. By trying, see docs/target_attention.md.
 FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 4): 1}
-# As how many query rows (targets · heads) fewer count that all of a batch attend over keys: on CUDA
-# by trying, for 1 and 4 users of 512 to 10,000 rows, on an H200.
+# Batches with fewer query rows (targets · heads) than this count as having this many, where they
+# attend over keys: they do not fill the GPU. On CUDA by trying, for 1 and 4 users of 512 to 10,000
+# rows, on an H200.
 ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
 
 # Target attention has the gradients of queries, rows and tables made whether asked for or not.
@@ -99,6 +103,9 @@ _NOTHING: Any = TargetArguments._make([False] * len(TargetArguments._fields))
 
 
 def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
+    if paths.LOG:
+        choice = paths.choose(PATHS, args.history.device, args)
+        paths.log_choice("JaggedTargetAttention", choice)
     target, dtype = args.target, args.dtype
     rows = target.reshape(-1, target.shape[-1])
     w_q, w_k, w_v = _projections(args.in_weights, args.num_heads)
@@ -262,14 +269,15 @@ def _backward(
 
 
 def is_explicit(args: MultiHeadArguments) -> bool:
-    """Whether to make keys and values; where ``"auto"``, by what the top of this file counts.
+    """Whether to make keys and values."""
+    return PATHS[0].takes(args.history.device, args)
+
+
+def _is_cheaper_explicit(args: MultiHeadArguments) -> bool:
+    """By what the top of this file counts.
 
     From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
     """
-    if args.score != "softmax" or args.indices is not None or args.num_levels:
-        return False
-    if args.keys_and_values != "auto":
-        return args.keys_and_values == "explicit"
     target, history, num_heads = args.target, args.history, args.num_heads
     embed_dim, history_dim = args.embed_dim, history.shape[1]
     device_type = history.device.type
@@ -286,6 +294,25 @@ def is_explicit(args: MultiHeadArguments) -> bool:
     absorbed = int(18 * FLOPS_OF_ABSORBED[kind]) * num_targets * num_heads * history_dim
     explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
     return absorbed > explicit
+
+
+PATHS = (
+    Path(
+        "explicit",
+        (
+            Condition("score='softmax'", lambda args: args.score == "softmax"),
+            Condition("rows in their order, without indices", lambda args: args.indices is None),
+            Condition("rows, not digits", lambda args: not args.num_levels),
+            Condition("not 'absorbed'", lambda args: args.keys_and_values != "absorbed"),
+            Condition(
+                "targets enough to pay for keys and values of all rows, or 'explicit'",
+                lambda args: args.keys_and_values == "explicit" or _is_cheaper_explicit(args),
+            ),
+        ),
+    ),
+    Path("absorbed"),
+)
+"""Whether keys and values are made: those of ``JaggedTargetAttention``."""
 
 
 def _new_absorbed(args: MultiHeadArguments) -> Tensor:

@@ -1,4 +1,4 @@
-"""Backward of target attention by single warps, for samples of up to 8 query rows.
+"""Backward of target attention, a warp for all query rows: for samples of up to 8 query rows.
 
 A program is one warp: it computes the gradients of one chunk of a sample's history, of its biases
 and of all its query rows. History rows are read once and their gradients written once, which is the

@@ -1,4 +1,4 @@
-"""Forward of target attention by single warps, for samples of up to 8 query rows.
+"""Forward of target attention, a warp for all query rows: for samples of up to 8 query rows.
 
 A program is one warp: it computes all query rows of a sample over one chunk of its history. History
 rows are read once, which is the floor: N·D·e bytes. Tiles of them lie on the M side of products,

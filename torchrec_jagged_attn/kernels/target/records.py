@@ -106,7 +106,7 @@ class Sums(NamedTuple):
             of gradients of queries that are not scaled yet.
         weights: fp32. Forward ``[slots, 2, slot_rows]``, the largest score and the total of
             weights. Backward ``[slots, slot_rows]``, the total of the gradients of scores; of
-            single warps ``[slots, 1 + P + A, slot_rows]``, that and the weights of each bucket.
+            ``one_warp`` ``[slots, 1 + P + A, slot_rows]``, that and the weights of each bucket.
     """
 
     acc: Any
@@ -122,7 +122,7 @@ class Gradients(NamedTuple):
             the next one.
         history: ``[N, D]``; or ``[U, D]`` where rows are read by indices.
         bias: ``[N, H]``; or, of logarithms of prior weights, ``[N]`` fp32.
-        tables: ``[programs, P + A, H]`` fp32; of single warps ``[programs, P + A, count]``.
+        tables: ``[programs, P + A, H]`` fp32; of ``one_warp`` ``[programs, P + A, count]``.
         targets: ``[N]``, where rows are read by indices: the row that a place names, if no other
             place names it, else -1. Gradients of the other rows are left to the next kernel.
     """
