@@ -14,7 +14,6 @@ of dense, and both of jagged, are made in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +37,7 @@ from torchrec_jagged_attn.kernels.interaction import softmax as softmax_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
     Caller,
+    Grads,
     register_op_of_ops,
     register_op_without_grad,
 )
@@ -63,81 +63,12 @@ __all__ = [
     "softmax_backward",
 ]
 
-Grads = tuple[Tensor | None, ...]
-Needs = Sequence[bool]
-
 PAIR_OFFSETS = ("x_offsets", "y_offsets", "pair_offsets")
 
 
 def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
     return implementation_of(x, reference, of_triton)
-
-
-def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
-    check_same(x, "x", dtype=True, y=y)
-
-
-def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """``[N, D] × [B, D, T] → [N, T]``."""
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
-
-
-def _dense_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    if needs_x and needs_y and not torch.is_grad_enabled():
-        return *call(jagged_dense_bmm_backward, grad_out, x, y, offsets), None
-    grad_x = call(jagged_dense_bmm, grad_out, y.mT, offsets) if needs_x else None
-    grad_y = call(jagged_jagged_bmm, x, grad_out, offsets) if needs_y else None
-    return grad_x, grad_y, None
-
-
-jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
-    "jagged_dense_bmm",
-    check=_check_dense,
-    forward=_dense_forward,
-    fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
-    saves=("x", "y", "offsets"),
-    backward=_dense_backward,
-)
-
-
-def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[N, T]", (x.shape[0], None))
-    check_same(x, "x", dtype=True, y=y)
-
-
-def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """``[N, D] × [N, T] → [B, D, T]``."""
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
-
-
-def _jagged_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    if needs_x and needs_y and not torch.is_grad_enabled():
-        return *call(jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
-    grad_x = call(jagged_dense_bmm, y, grad_out.mT, offsets) if needs_x else None
-    grad_y = call(jagged_dense_bmm, x, grad_out, offsets) if needs_y else None
-    return grad_x, grad_y, None
-
-
-jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
-    "jagged_jagged_bmm",
-    check=_check_jagged,
-    forward=_jagged_forward,
-    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
-    saves=("x", "y", "offsets"),
-    backward=_jagged_backward,
-)
 
 
 def _dense_gradients(
@@ -170,6 +101,70 @@ jagged_jagged_bmm_backward = register_op_without_grad(
 )
 
 
+def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
+    check_same(x, "x", dtype=True, y=y)
+
+
+def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [B, D, T] → [N, T]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
+
+
+def _dense_backward(
+    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor, _: None
+) -> Grads:
+    return {
+        "x": lambda: call(jagged_dense_bmm, grad_out, y.mT, offsets),
+        "y": lambda: call(jagged_jagged_bmm, x, grad_out, offsets),
+    }
+
+
+jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
+    "jagged_dense_bmm",
+    check=_check_dense,
+    forward=_dense_forward,
+    fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
+    saves=("x", "y", "offsets"),
+    backward=_dense_backward,
+    in_one_pass=jagged_dense_bmm_backward,
+)
+
+
+def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[N, T]", (x.shape[0], None))
+    check_same(x, "x", dtype=True, y=y)
+
+
+def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [N, T] → [B, D, T]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
+
+
+def _jagged_backward(
+    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor, _: None
+) -> Grads:
+    return {
+        "x": lambda: call(jagged_dense_bmm, y, grad_out.mT, offsets),
+        "y": lambda: call(jagged_dense_bmm, x, grad_out, offsets),
+    }
+
+
+jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
+    "jagged_jagged_bmm",
+    check=_check_jagged,
+    forward=_jagged_forward,
+    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
+    saves=("x", "y", "offsets"),
+    backward=_jagged_backward,
+    in_one_pass=jagged_jagged_bmm_backward,
+)
+
+
 def _check_offsets(x_offsets: Tensor, y_offsets: Tensor) -> None:
     check_offsets_metadata(x_offsets, "x_offsets")
     check_offsets_metadata(y_offsets, "y_offsets")
@@ -188,7 +183,7 @@ pair_offsets, call_pair_offsets = register_op_of_ops(
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
     saves=(),
-    backward=lambda *_: (None, None),
+    backward=lambda *_: {},
 )
 
 
@@ -223,17 +218,12 @@ def _pair_forward(
     return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
-def _pair_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, *rest: Any
-) -> Grads:
+def _pair_backward(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Grads:
     *offsets, _total, _out = rest
-    needs_x, needs_y, *_ = needs
-    grad_x = grad_y = None
-    if needs_x:
-        grad_x = call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False)
-    if needs_y:
-        grad_y = call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True)
-    return grad_x, grad_y, None, None, None, None
+    return {
+        "x": lambda: call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False),
+        "y": lambda: call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True),
+    }
 
 
 pair_bmm, call_pair_bmm = register_op_of_ops(
@@ -275,18 +265,13 @@ def _array_forward(
     return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
 
 
-def _array_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, p: Tensor, y: Tensor, *rest: Any
-) -> Grads:
+def _array_backward(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Grads:
     *offsets, _num_rows, transposed, _out = rest
-    needs_p, needs_y, *_ = needs
-    grad_p = grad_y = None
-    if needs_p:
-        of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
-        grad_p = call(pair_bmm, of_x, of_y, *offsets, p.shape[0])
-    if needs_y:
-        grad_y = call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed)
-    return grad_p, grad_y, None, None, None, None, None
+    of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
+    return {
+        "p": lambda: call(pair_bmm, of_x, of_y, *offsets, p.shape[0]),
+        "y": lambda: call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed),
+    }
 
 
 array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
@@ -319,15 +304,9 @@ def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Te
 
 
 def _softmax_grad(
-    call: Caller,
-    grad_out: Tensor,
-    needs: Needs,
-    _: None,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    out: Tensor,
+    call: Caller, grad_out: Tensor, _: None, offsets: Tensor, y_offsets: Tensor | None, out: Tensor
 ) -> Grads:
-    return call(softmax_backward, grad_out, out, offsets, y_offsets), None, None
+    return {"x": lambda: call(softmax_backward, grad_out, out, offsets, y_offsets)}
 
 
 softmax, call_softmax = register_op_of_ops(
@@ -373,11 +352,9 @@ def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _add_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, _x: None, _y: None, offsets: Tensor, _: None
+    call: Caller, grad_out: Tensor, _x: None, _y: None, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, *_others = needs
-    grad_y = call(jagged_sum, grad_out, None, offsets) if needs_y else None
-    return grad_out if needs_x else None, grad_y, None
+    return {"x": lambda: grad_out, "y": lambda: call(jagged_sum, grad_out, None, offsets)}
 
 
 jagged_dense_add, call_jagged_dense_add = register_op_of_ops(
@@ -397,12 +374,12 @@ def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _mul_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
+    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, *_others = needs
-    grad_x = call(jagged_dense_mul, grad_out, y, offsets) if needs_x else None
-    grad_y = call(jagged_sum, grad_out, x, offsets) if needs_y else None
-    return grad_x, grad_y, None
+    return {
+        "x": lambda: call(jagged_dense_mul, grad_out, y, offsets),
+        "y": lambda: call(jagged_sum, grad_out, x, offsets),
+    }
 
 
 jagged_dense_mul, call_jagged_dense_mul = register_op_of_ops(
@@ -421,19 +398,13 @@ def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def _sum_backward(
-    call: Caller,
-    grad_out: Tensor,
-    needs: Needs,
-    x: Tensor,
-    y: Tensor | None,
-    offsets: Tensor,
-    _: None,
+    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor | None, offsets: Tensor, _: None
 ) -> Grads:
-    needs_x, needs_y, *_others = needs
     factor = torch.ones_like(x) if y is None else y
-    grad_x = call(jagged_dense_mul, factor, grad_out, offsets) if needs_x else None
-    grad_y = call(jagged_dense_mul, x, grad_out, offsets) if needs_y else None
-    return grad_x, grad_y, None
+    return {
+        "x": lambda: call(jagged_dense_mul, factor, grad_out, offsets),
+        "y": lambda: call(jagged_dense_mul, x, grad_out, offsets),
+    }
 
 
 jagged_sum, _ = register_op_of_ops(

@@ -22,6 +22,7 @@ from torchrec_jagged_attn.replay.calls import ReplayedOp
 
 __all__ = [
     "Caller",
+    "Grads",
     "register_op",
     "register_op_of_ops",
     "register_op_without_grad",
@@ -32,6 +33,8 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 # Calls an op, given that and its arguments.
 Caller = Callable[..., Any]
+# What makes each gradient, by the name of the input that it is of.
+Grads = dict[str, Callable[[], Tensor]]
 
 Arguments = TypeVar("Arguments", bound=Any)
 Outputs = TypeVar("Outputs", bound=Any)
@@ -191,7 +194,8 @@ def register_op_of_ops(
     forward: Callable[..., Tensor],
     fake: Callable[..., Tensor],
     saves: tuple[str, ...],
-    backward: Callable[..., tuple[Tensor | None, ...]],
+    backward: Callable[..., Grads],
+    in_one_pass: torch._ops.OpOverload | None = None,
     check: Callable[..., object] | None = None,
     lengths: tuple[str, ...] = (),
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
@@ -206,9 +210,11 @@ def register_op_of_ops(
             length of each differs from call to call.
         fake: ``forward`` on tensors without data.
         saves: names of the tensors that ``backward`` takes, of which ``"out"`` may be one.
-        backward: ``(call, grad_out, needs_grad, *inputs, out)`` to a gradient or ``None`` for each
-            input. ``call`` calls an op; ``needs_grad`` has a bool for each input; tensors that are
-            not saved are ``None``.
+        backward: ``(call, grad_out, *inputs, out)`` to what makes each gradient, by the name of its
+            input; only those asked for are made. ``call`` calls an op; tensors that are not saved
+            are ``None``. An input without a gradient, asked for one, raises ``KeyError``.
+        in_one_pass: ``(grad_out, *inputs)`` to all gradients, in the order of the inputs. It is
+            called instead where all are asked for, and no gradient is taken of them.
         check: of the inputs, raises if they do not fit; made by the caller that is returned, not by
             the op itself.
         lengths: names of the integers that differ from call to call, which follow the tensors.
@@ -217,7 +223,7 @@ def register_op_of_ops(
         The op, a function of ``forward``'s inputs; and what calls it at little cost to the host.
     """
     op, run, library = _define(name, forward, fake)
-    tensors = _tensors(op)
+    names, tensors = [x.name for x in op._schema.arguments], _tensors(op)
     num_tensors = len(tensors)
     saved = [x in saves for x in (*tensors, "out")]
 
@@ -228,13 +234,19 @@ def register_op_of_ops(
         ctx.others = inputs[num_tensors:]
         return out
 
-    def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out = ctx.saved_tensors
-        return backward(_call, grad_out, ctx.needs_input_grad, *inputs, *ctx.others, out)
+    def gradients(
+        call: Caller, grad_out: Tensor, needs_grad: Sequence[bool], *rest: Any
+    ) -> Sequence[Tensor]:
+        grads = backward(call, grad_out, *rest)
+        asked = [name for name, need in zip(names, needs_grad, strict=True) if need]
+        if in_one_pass is not None and asked == [*grads] and not torch.is_grad_enabled():
+            return call(in_one_pass, grad_out, *rest[:-1])
+        return [grads[name]() for name in asked]
 
-    def gradients(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
-        grads = backward(call, grad_out, needs_grad, *rest)
-        return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
+    def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        needs_grad, (*inputs, out) = ctx.needs_input_grad, ctx.saved_tensors
+        found = iter(gradients(_call, grad_out, needs_grad, *inputs, *ctx.others, out))
+        return tuple([next(found) if need else None for need in needs_grad])
 
     _differentiate(op, library, node_forward, node_backward)
     return op, ReplayedOp(

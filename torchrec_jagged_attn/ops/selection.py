@@ -30,6 +30,7 @@ from torchrec_jagged_attn.kernels.selection import rows as row_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
     Caller,
+    Grads,
     register_op_of_ops,
     register_op_without_grad,
     replayed_without_grad,
@@ -276,10 +277,10 @@ def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _copy_backward(
-    call: Caller, grad_out: Tensor, needs: object, x: None, index: Tensor, inverse: Tensor, _: None
-) -> tuple[Tensor, None, None]:
+    call: Caller, grad_out: Tensor, _x: None, index: Tensor, inverse: Tensor, _: None
+) -> Grads:
     """The same the other way round."""
-    return call(copy_rows, grad_out, inverse, index), None, None
+    return {"x": lambda: call(copy_rows, grad_out, inverse, index)}
 
 
 copy_rows, call_copy_rows = register_op_of_ops(
