@@ -68,20 +68,20 @@ def test_a_choice_is_logged_once_for_each_line_that_calls(monkeypatch, caplog):
     assert first[0] != second[0]
 
 
-def test_a_line_is_said_once_where_the_root_logger_has_a_handler(monkeypatch):
-    said = []
+@pytest.mark.parametrize("of", ["the logger", "another", "none"])
+def test_a_line_is_said_once_whichever_logger_has_a_handler(of, monkeypatch, capsys):
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger(paths.PACKAGE)
+    handler.emit = lambda record: print(record.getMessage())
+    logger, parent = logging.Logger("child"), logging.Logger("parent", logging.WARNING)
+    logger.parent = parent
+    if of != "none":
+        {"the logger": logger, "another": parent}[of].addHandler(handler)
     monkeypatch.setattr(paths, "LOG", True)
+    monkeypatch.setattr(paths, "_logger", logger)
     monkeypatch.setattr(paths, "_logged", set())
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    monkeypatch.setattr(logger, "handlers", [])
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [handler])
     log_choice("forward", Choice("general", ()))
-    assert len(said) == 1
-    assert not logger.handlers
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("general takes forward") == 1
 
 
 @pytest.mark.parametrize(
@@ -99,5 +99,9 @@ def test_the_module_logs_whether_it_makes_keys(options, said, monkeypatch, caplo
     caplog.set_level(logging.INFO)
     module = JaggedTargetAttention(8, 2, **options)
     module(torch.randn(2, 8), JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([1, 2])))
-    (message,) = [message for message in caplog.messages if "JaggedTargetAttention" in message]
-    assert message.split(": ", 1)[1].startswith(said)
+    own = [record.getMessage() for record in caplog.records if record.name == paths.PACKAGE]
+    found = [message.split(": ", 1)[1] for message in own]
+    assert found[0].startswith(said)
+    of_products = [one for one in found if "products of heads" in one]
+    assert len(of_products) == found[0].startswith("absorbed")
+    assert all(("not kernels: needs" in one) == one.startswith("pytorch") for one in of_products)

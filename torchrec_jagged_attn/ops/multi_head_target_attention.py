@@ -106,6 +106,9 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
     if paths.LOG:
         choice = paths.choose(PATHS, args.history.device, args)
         paths.log_choice("JaggedTargetAttention", choice)
+        if choice.path == "absorbed":
+            choice = paths.choose(PRODUCT_PATHS, args.history.device, args)
+            paths.log_choice("JaggedTargetAttention, products of heads", choice)
     target, dtype = args.target, args.dtype
     rows = target.reshape(-1, target.shape[-1])
     w_q, w_k, w_v = _projections(args.in_weights, args.num_heads)
@@ -313,6 +316,23 @@ PATHS = (
     Path("absorbed"),
 )
 """Whether keys and values are made: those of ``JaggedTargetAttention``."""
+PRODUCT_PATHS = (
+    Path(
+        "kernels",
+        (
+            Condition(
+                "a GPU, and projections of fp32, bf16 or fp16",  # attention may have another dtype
+                lambda args: has_kernels(args.history.device, args.dtype),
+            ),
+            Condition(
+                f"heads of up to {kernel_products.MAX_HEAD_DIM} columns",
+                lambda args: args.head_dim <= kernel_products.MAX_HEAD_DIM,
+            ),
+        ),
+    ),
+    Path("pytorch"),
+)
+"""Of absorbed keys and values: what multiplies on the targets' side."""
 
 
 def _new_absorbed(args: MultiHeadArguments) -> Tensor:
@@ -411,12 +431,9 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
 
 
 def _head_products(args: MultiHeadArguments) -> ModuleType:
-    """What multiplies on the targets' side: kernels, where the heads are not too wide."""
-    is_narrow = args.head_dim <= kernel_products.MAX_HEAD_DIM
-    # Projections may have another dtype than attention: fp64.
-    if has_kernels(args.history.device, args.dtype) and is_narrow:
-        return kernel_products
-    return cpu_products
+    """What multiplies on the targets' side."""
+    has_kernels = PRODUCT_PATHS[0].takes(args.history.device, args)
+    return kernel_products if has_kernels else cpu_products
 
 
 def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
