@@ -434,7 +434,7 @@ def test_dropout_of_rows_by_index(num_targets, launched):
 @pytest.fixture
 def bf16(monkeypatch):
     """Whose products Triton's interpreter lacks; numpy has them in fp32."""
-    monkeypatch.setitem(devices._DTYPES, "triton-interpreter", (torch.bfloat16, torch.float32))
+    monkeypatch.setitem(devices.DTYPES, "triton-interpreter", (torch.bfloat16, torch.float32))
 
 
 @pytest.mark.usefixtures("bf16")
