@@ -19,9 +19,10 @@ READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
-# JaggedTargetAttention and its collection: they take minutes there, and meet no kernel that the
-# others do not.
-KERNEL_TESTS := tests/kernels tests/replay $(filter-out %/test_registration.py,$(wildcard tests/ops/test_*.py)) \
+# JaggedTargetAttention, its op and its collection: they take minutes there, and meet no kernel that
+# the others do not.
+NOT_OF_KERNELS := %/test_registration.py %/test_multi_head_target_attention.py
+KERNEL_TESTS := tests/kernels tests/replay $(filter-out $(NOT_OF_KERNELS),$(wildcard tests/ops/test_*.py)) \
 	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
 .PHONY: demo test check docs format benchmark sanitize clean

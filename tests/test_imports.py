@@ -23,9 +23,17 @@ BELOW = {  # what the files of a folder may import, beside their own folder and 
 
 
 def imports(path: Path) -> list[tuple[str, str]]:
-    """Module and name of each import from the package, without the package's own name."""
+    """Module and name of each import from the package, without the package's own name, and of what
+    is read of an imported module.
+    """
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    reads = [
+        (node.value.id, node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
             module = node.module.removeprefix(PACKAGE).removeprefix(".")
             for alias in node.names:
@@ -33,6 +41,9 @@ def imports(path: Path) -> list[tuple[str, str]]:
                 is_module = as_file.is_dir() or as_file.with_suffix(".py").is_file()
                 whole = f"{module}.{alias.name}".strip(".") if is_module else module
                 found.append((whole, alias.name))
+                if is_module:
+                    local = alias.asname or alias.name
+                    found += [(whole, name) for module_name, name in reads if module_name == local]
     return found
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from triton.knobs import runtime
 
 __all__ = [
+    "DTYPES",
+    "IMPLEMENTATIONS",
     "converts_e4m3",
     "gluon_shared_memory",
     "has_kernels",
@@ -24,14 +26,14 @@ __all__ = [
 
 # Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect.
 if runtime.interpret:
-    _IMPLEMENTATIONS = {
+    IMPLEMENTATIONS = {
         "cpu": ("triton-interpreter", "CPU device, TRITON_INTERPRET=1"),
         "cuda": ("triton-interpreter", "CUDA device, TRITON_INTERPRET=1"),
     }
 else:
-    _IMPLEMENTATIONS = {"cpu": ("reference", "CPU device"), "cuda": ("triton", "CUDA device")}
+    IMPLEMENTATIONS = {"cpu": ("reference", "CPU device"), "cuda": ("triton", "CUDA device")}
 
-_DTYPES = {
+DTYPES = {
     "triton": (torch.float32, torch.bfloat16, torch.float16),
     "triton-interpreter": (torch.float32, torch.float16),  # it has no bf16 products
     "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -53,7 +55,7 @@ def implementation(device: torch.device) -> tuple[str, str]:
         >>> implementation(torch.device("cuda"))
         ('triton', 'CUDA device')
     """
-    found = _IMPLEMENTATIONS.get(device.type)
+    found = IMPLEMENTATIONS.get(device.type)
     if found is None:
         raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
     return found
@@ -66,7 +68,7 @@ def implementation_of(x: Tensor, reference: ModuleType, kernels: ModuleType) -> 
 
 def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Floating-point dtypes that the implementation on ``device`` computes with."""
-    return _DTYPES[implementation(device)[0]]
+    return DTYPES[implementation(device)[0]]
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -89,7 +89,7 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
             launches_overlap=arch >= 90,
             converts_e4m3=arch >= 90,
         ),
-        mock.patch.dict(devices._IMPLEMENTATIONS, cpu=("triton", "compiled")),
+        mock.patch.dict(devices.IMPLEMENTATIONS, cpu=("triton", "compiled")),
         mock.patch.object(Launcher, "launch", launch),
         mock.patch.object(driver, "_active", gpu),
     ):

@@ -27,7 +27,6 @@ from tests.plain import plain_config
 from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.modules import pooling
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 
 REFUSED = {
@@ -323,5 +322,10 @@ def test_pooled_rows_that_fbgemm_cannot_copy_to_their_samples(said, error, messa
         def keys(self):
             raise RuntimeError(said)
 
+    scenario = SCENARIOS["shared-table"]
+    collection = make_collection(scenario)
+    collection.embedding_bag_collection.register_forward_hook(lambda *_: Bags())
+    features = to_features(make_batch(scenario, [2, 0, 3]))
+
     with pytest.raises(error, match=message):
-        pooling._in_order(Bags(), [])
+        collection(features)

@@ -28,7 +28,8 @@ def test_rows_behind_the_last_sample(kernel_device):
 @pytest.mark.parametrize("block", [128, 1024, 2048])
 def test_samples_around_a_block(block, segmented, kernel_device, monkeypatch):
     """Whole in a program's hands, one row more, and several times as long."""
-    monkeypatch.setattr(kernels, "_block", lambda mean_length: block)
+    for name in ("MIN_BLOCK", "MAX_BLOCK"):
+        monkeypatch.setattr(kernels, name, block)
     lengths = torch.tensor([block - 1, block, 0, block + 1, 1, 3 * block + 5])
     offsets = offsets_of(lengths, torch.int32, kernel_device)
     num_rows = int(lengths.sum())

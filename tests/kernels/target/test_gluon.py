@@ -35,7 +35,7 @@ from torchrec_jagged_attn.testing import (
 
 pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
 
-LENGTHS = [560, 0, 3, 1, 33, 0]  # the first one is cut by single warps
+LENGTHS = [560, 0, 3, 1, 33, 0]  # one_warp cuts the first one
 
 
 @pytest.fixture
@@ -136,17 +136,15 @@ def test_rows_of_digits_by_index(num_targets, path, launched):
 
 @pytest.mark.parametrize("times", FAR_TIMES, ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9])
-@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
-def test_ages_beyond_all_numbers(groups, num_targets, times):
+@pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
+def test_ages_beyond_all_numbers(has_warpgroup, num_targets, times):
     inputs, expected = inputs_of_far_times(
         times, torch.device("cpu"), torch.float16, num_targets, width=64
     )
-    with gluon_in_numpy(groups) as launched:
+    with gluon_in_numpy(has_warpgroup) as launched:
         apart = buckets_apart(jagged_target_attention(**inputs))
-    by_group = groups and num_targets > 8
-    assert launched == [
-        f"{'warpgroup' if by_group else 'one_warp' if num_targets == 1 else 'few_warps'}_forward"
-    ]
+    of_many = "warpgroup" if has_warpgroup else "few_warps"
+    assert launched == [f"{'one_warp' if num_targets == 1 else of_many}_forward"]
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
@@ -176,7 +174,7 @@ def test_tables_of_few_buckets(seed, launched):
     ],
 )
 @pytest.mark.parametrize("lengths", [[1100, 0, 3, 1, 65, 0], [0, 0], [128]], ids=str)
-def test_groups_of_warps(num_targets, num_heads, width, num_positions, num_ages, shared, lengths):
+def test_warpgroup(num_targets, num_heads, width, num_positions, num_ages, shared, lengths):
     inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_heads, num_targets, width)
     del inputs["bias"]
     timestamps = None
@@ -193,7 +191,7 @@ def test_groups_of_warps(num_targets, num_heads, width, num_positions, num_ages,
 
 
 @pytest.mark.parametrize("step", [-40.0, 40.0])
-def test_groups_of_warps_with_scores_far_apart(step):
+def test_warpgroup_with_scores_far_apart(step):
     """The reference of weights is raised where later scores are far above it."""
     inputs = inputs_of([300], torch.device("cpu"), torch.float16, 1, 9, 64)
     del inputs["bias"]
@@ -214,19 +212,19 @@ def test_bias_of_each_row(num_heads, launched):
 
 
 @pytest.mark.parametrize(
-    ("num_targets", "num_heads", "width", "dtype", "groups", "kernels"),
+    ("num_targets", "num_heads", "width", "dtype", "path"),
     [
-        (1, 3, 16, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
-        (3, 2, 48, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
-        (9, 2, 40, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
-        (9, 2, 64, torch.float16, False, {"few_warps_forward", "few_warps_backward"}),
-        (9, 2, 64, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
-        (5, 9, 96, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+        (1, 3, 16, torch.float16, "one_warp"),
+        (3, 2, 48, torch.float32, "one_warp"),
+        (9, 2, 40, torch.float32, "few_warps"),
+        (9, 2, 64, torch.float16, "few_warps"),
+        (9, 2, 64, torch.float16, "warpgroup"),
+        (5, 9, 96, torch.float16, "warpgroup"),
     ],
 )
 @pytest.mark.parametrize("tables", [False, True], ids=["alone", "tables"])
-def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, kernels):
-    lengths = [1100 if groups else 560, 0, 3, 64, 1]
+def test_prior_weights(tables, num_targets, num_heads, width, dtype, path):
+    lengths = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1]
     inputs = inputs_of(lengths, torch.device("cpu"), dtype, num_heads, num_targets, width)
     del inputs["bias"]
     inputs["prior_weights"] = draw_prior_weights(lengths, torch.device("cpu"))
@@ -236,7 +234,7 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, ker
         inputs["position_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
         inputs["age_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
         timestamps = torch.arange(sum(lengths)) ** 2
-    with gluon_in_numpy(groups) as launched:
+    with gluon_in_numpy(path == "warpgroup") as launched:
         assert_right(inputs, timestamps)
         inputs["prior_weights"].zero_()
         grad_out = torch.ones_like(inputs["query"])
@@ -244,42 +242,43 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, groups, ker
             functools.partial(jagged_target_attention, timestamps=timestamps), inputs, grad_out
         )
     assert all(torch.all(value == 0) for value in results.values())
-    if dtype == torch.float16 and not groups and not tables:
-        kernels = kernels - {"few_warps_backward"}  # which is slower there
+    kernels = {f"{path}_forward", f"{path}_backward"}
+    if dtype == torch.float16 and not tables:
+        kernels -= {"few_warps_backward"}  # which is slower there
     assert set(launched) == kernels
 
 
 @pytest.mark.parametrize(
-    ("num_targets", "dtype", "groups", "kernels"),
+    ("num_targets", "dtype", "path"),
     [
-        (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
-        (9, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
-        (9, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+        (1, torch.float16, "one_warp"),
+        (9, torch.float32, "few_warps"),
+        (9, torch.float16, "warpgroup"),
     ],
 )
-def test_row_dropout(num_targets, dtype, groups, kernels):
+def test_row_dropout(num_targets, dtype, path):
     lengths, cpu = [560, 0, 3, 64, 1], torch.device("cpu")
     inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
     del inputs["bias"]
     functions = jagged_target_attention, target_attention_oracle, target_attention_plain
-    with gluon_in_numpy(groups) as launched:
+    with gluon_in_numpy(path == "warpgroup") as launched:
         assert_rows_are_dropped(functions, inputs, sum(lengths), cpu)
-    assert set(launched) == kernels
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
 @pytest.mark.parametrize("score", ["softmax", "silu"])
 @pytest.mark.parametrize(
-    ("num_targets", "dtype", "groups", "kernels"),
+    ("num_targets", "dtype", "path"),
     [
-        (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
-        (3, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
-        (9, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
-        (9, torch.float16, False, {"few_warps_forward", "few_warps_backward"}),
-        (9, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+        (1, torch.float16, "one_warp"),
+        (3, torch.float32, "one_warp"),
+        (9, torch.float32, "few_warps"),
+        (9, torch.float16, "few_warps"),
+        (9, torch.float16, "warpgroup"),
     ],
 )
-def test_dropout(num_targets, dtype, groups, kernels, score):
-    lengths, cpu = [1100 if groups else 560, 0, 3, 64, 1], torch.device("cpu")
+def test_dropout(num_targets, dtype, path, score):
+    lengths, cpu = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1], torch.device("cpu")
     inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
     del inputs["bias"]
     inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
@@ -289,33 +288,33 @@ def test_dropout(num_targets, dtype, groups, kernels, score):
         for function in (jagged_target_attention, target_attention_oracle, target_attention_plain)
     ]
     num_query_rows = num_targets * len(lengths)
-    with gluon_in_numpy(groups) as launched:
+    with gluon_in_numpy(path == "warpgroup") as launched:
         assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(lengths), cpu)
-    assert set(launched) == kernels
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize(
-    ("num_targets", "dtype", "groups", "kernels"),
+    ("num_targets", "dtype", "path"),
     [
-        (1, torch.float16, False, {"one_warp_forward", "one_warp_backward"}),
-        (3, torch.float32, False, {"one_warp_forward", "one_warp_backward"}),
-        (9, torch.float32, False, {"few_warps_forward", "few_warps_backward"}),
-        (9, torch.float16, True, {"warpgroup_forward", "warpgroup_backward"}),
+        (1, torch.float16, "one_warp"),
+        (3, torch.float32, "one_warp"),
+        (9, torch.float32, "few_warps"),
+        (9, torch.float16, "warpgroup"),
     ],
 )
-def test_scores(num_targets, dtype, groups, kernels, score):
-    lengths = [1100 if groups else 560, 0, 3, 64, 1]
+def test_scores(num_targets, dtype, path, score):
+    lengths = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1]
     inputs = inputs_of(lengths, torch.device("cpu"), dtype, 2, num_targets, 64)
     del inputs["bias"]
     inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
     inputs["position_bias"] = inputs["position_bias"].to(dtype)
     functions = jagged_target_attention, target_attention_oracle, target_attention_plain
-    with gluon_in_numpy(groups) as launched:
+    with gluon_in_numpy(path == "warpgroup") as launched:
         assert_matches_oracle(
             *(functools.partial(function, score=score) for function in functions), inputs
         )
-    assert set(launched) == kernels
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
 @pytest.mark.parametrize("num_targets", [2, 7])
@@ -329,10 +328,10 @@ def test_queries_of_all_samples(num_targets, launched):
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
-@pytest.mark.parametrize("groups", [False, True], ids=["warps", "groups"])
-def test_gradient_of_a_shared_query_is_summed_in_fp32(groups, num_targets):
+@pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
+def test_gradient_of_a_shared_query_is_summed_in_fp32(has_warpgroup, num_targets):
     inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, torch.device("cpu"))
-    with gluon_in_numpy(groups) as launched:
+    with gluon_in_numpy(has_warpgroup) as launched:
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert torch.all(results["query"] == 4)
     assert launched
@@ -435,7 +434,7 @@ def test_dropout_of_rows_by_index(num_targets, launched):
 @pytest.fixture
 def bf16(monkeypatch):
     """Whose products Triton's interpreter lacks; numpy has them in fp32."""
-    monkeypatch.setitem(devices._DTYPES, "triton-interpreter", (torch.bfloat16, torch.float32))
+    monkeypatch.setitem(devices.DTYPES, "triton-interpreter", (torch.bfloat16, torch.float32))
 
 
 @pytest.mark.usefixtures("bf16")

@@ -145,7 +145,7 @@ def test_of_queries_and_keys_alone(dtype, absorbed, biased, target_dim, num_rows
 
 def test_no_bias(device, monkeypatch):
     monkeypatch.setattr(projections, "SUMMED_ELEMENTS", 128)
-    monkeypatch.setattr(projections, "_plan", projections._plan.__wrapped__)  # not a cached one
+    monkeypatch.setattr(projections, "plan_of", projections.plan_of.__wrapped__)  # not a cached one
     assert_right(inputs_of(300, device), biased=False)
 
 

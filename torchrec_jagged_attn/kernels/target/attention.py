@@ -94,7 +94,7 @@ from torchrec_jagged_attn.kernels.target.warpgroup_forward import (
     forward_kernel as warpgroup_forward_kernel,
 )
 
-__all__ = ["backward", "forward", "listing_of", "weights"]
+__all__ = ["backward", "forward", "listing_of", "sum_of_tables", "weights"]
 
 SUMMED_COLUMNS = 8  # elements of a table that a program sums up
 
@@ -228,7 +228,7 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        grad_table = _sum_of_tables(grad_tables, plan.overlap)
+        grad_table = sum_of_tables(grad_tables, plan.overlap)
         if position_bias is not None:
             grad_position_bias = grad_table[: call.num_positions].to(dtype=position_bias.dtype)
         if age_bias is not None:  # no memory of the other's
@@ -473,7 +473,7 @@ def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:
     return jagged_rows(x.unsqueeze(1), plan.tiles["BLOCK_N"], plan.tiles["BLOCK_D"])
 
 
-def _sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
+def sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads

@@ -38,7 +38,7 @@ from torchrec_jagged_attn.kernels.common.matmul import (
     tile_of,
 )
 
-__all__ = ["parameter_gradients"]
+__all__ = ["Plan", "parameter_gradients", "plan_of"]
 
 ROWS = 128  # the fewest that are worth a program
 SUMMED_ELEMENTS = 128  # that a program adds up, over all splits
@@ -277,7 +277,7 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
     overlap = devices.launches_overlap(grad_q.device)
     precision = gradient_precision(product_precision(grad_q.dtype))
     half, of_values = grad_q.element_size() == 2, rows.v is not None
-    plan = _plan(half, precision, num_heads, x, y, target.shape[1], of_values, overlap)
+    plan = plan_of(half, precision, num_heads, x, y, target.shape[1], of_values, overlap)
     block = plan.of_splits["BLOCK_R"]
     rows_of_split = -(-num_rows * plan.num_tiles // (plan.num_programs * block)) * block
     rows_of_split = max(ROWS, rows_of_split)
@@ -287,7 +287,7 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
     _add_splits((plan.num_blocks, 6), (sums, grads, num_splits), plan.of_sums)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """How gradients of one shape are cut up.
 
     Args:
@@ -308,9 +308,9 @@ class _Plan(NamedTuple):
 
 
 @functools.cache
-def _plan(
+def plan_of(
     half: bool, precision: str, heads: int, x: int, y: int, c: int, of_values: bool, overlap: bool
-) -> _Plan:
+) -> Plan:
     """Of ``H`` heads of width ``X``, targets of width ``C`` and, where absorbed, history rows of
     width ``Y``, else 0; and whether values have gradients, beside queries and keys.
 
@@ -353,4 +353,4 @@ def _plan(
     num_tiles = tiles_e * (tiles_c + (weights - 1) * tiles_e + biases)
     num_tiles += weights * heads * tiles_of_head
     num_blocks = -(-max(e * c, e * e, e * y, 3 * e) // SUMMED_ELEMENTS)
-    return _Plan(num_programs, num_tiles, size, num_blocks, of_splits, of_sums)
+    return Plan(num_programs, num_tiles, size, num_blocks, of_splits, of_sums)
