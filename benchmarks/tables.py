@@ -4,9 +4,10 @@
     python benchmarks/tables.py --check    # change nothing; exit with 1 if a table is stale
 
 A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and
-``<!-- end of table -->``. NAME is one of TABLES or of GOALS, or, for the table of which path takes
-a call, a module of the package that defines ``PATHS``. While a file of its figures is not there,
-the place says so. Rows and columns of which nothing is known are left out.
+``<!-- end of table -->``. NAME is one of TABLES or of GOALS; or ``absorbed_or_explicit``; or, for
+the table of which path takes a call, a module of the package that defines ``PATHS``. While a file
+of its figures is not there, the place says so. Rows and columns of which nothing is known are left
+out.
 
 A file under ``results/`` is what ``run.py --csv`` writes, or a part of it: the columns ``suite``,
 ``case``, ``provider``, ``mode``, ``metric``, ``median`` and ``unit``, then what was measured, on
@@ -31,12 +32,16 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 from model_specs import GOALS, MODEL_TABLES, Goals
 from quality_results import figure_rows, ways_rows
 from table_specs import OP_TABLES, Cell, Table
+
+from torchrec_jagged_attn.arguments import MultiHeadArguments
+from torchrec_jagged_attn.ops import multi_head_target_attention
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,6 +59,11 @@ GROUPS: dict[str, Callable[[str], bool]] = {
     "best-peer": lambda provider: not provider.startswith(("ours", "floor")),
     "dense-flash": lambda provider: provider in ("padded-flash", "full-flash"),
     "fbgemm": lambda provider: provider.startswith("fbgemm-"),
+}
+CROSSOVERS = {
+    "GPU, bf16 and fp16": ("cuda", torch.bfloat16),
+    "GPU, fp32": ("cuda", torch.float32),
+    "CPU": ("cpu", torch.float32),
 }
 
 
@@ -318,6 +328,39 @@ def paths_table(module: str) -> str:
     return _markdown(heads, rows, below)
 
 
+def crossover_table() -> str:
+    """From how many targets on ``"auto"`` makes keys and values, and the constants it goes by."""
+    op = multi_head_target_attention
+    rows = []
+    for label, (kind, dtype) in CROSSOVERS.items():
+        key = kind, dtype.itemsize
+        cells = [f"{op.FLOPS_PER_ELEMENT[key]}", f"{op.FLOPS_OF_ABSORBED[key]}"]
+        for projected in (True, False):
+            least = [least_explicit(kind, dtype, heads, projected=projected) for heads in (2, 4, 8)]
+            cells.append(", ".join(map(str, least)))
+        rows.append(" | ".join([label, *cells]))
+    heads = ["on", "`f`", "`a`", "from `T` on, with a value projection", "without"]
+    return _markdown(heads, rows, [])
+
+
+def least_explicit(kind: str, dtype: torch.dtype, num_heads: int, *, projected: bool) -> int:
+    """The least number of targets a sample of which keys and values are made, of width 128."""
+    with FakeTensorMode():
+        weight = torch.empty(128, 128)
+        args = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
+            history=torch.empty(1, 128, device=kind, dtype=dtype), num_heads=num_heads,
+            q_weight=weight, out_weight=weight if projected else None,
+            keys_and_values="auto", score="softmax",
+        )  # fmt: skip
+        return next(
+            targets
+            for targets in itertools.count(1)
+            if multi_head_target_attention.is_explicit(
+                args._replace(target=torch.empty(1, targets, 128, device=kind, dtype=dtype))
+            )
+        )
+
+
 def files_of(results: Sequence[str], folder: Path = RESULTS) -> list[Path]:
     """Files by their names without ``.csv``."""
     return [folder / f"{name}.csv" for name in results]
@@ -362,6 +405,8 @@ def table_of(name: str) -> str:
     """The lines of a table, by what its place names."""
     if name in TABLES:
         return figures_table(TABLES[name])
+    if name == "absorbed_or_explicit":
+        return crossover_table()
     return goals_table(GOALS[name]) if name in GOALS else paths_table(name)
 
 

@@ -27,6 +27,7 @@ from tables import TABLES
 
 from tests.benchmarks import made_up_results
 from torchrec_jagged_attn import paths
+from torchrec_jagged_attn.ops import multi_head_target_attention
 from torchrec_jagged_attn.paths import Condition
 
 FILES = sorted(tables.RESULTS.glob("*.csv"))
@@ -58,7 +59,7 @@ def test_no_table_is_stale():
 def test_every_table_has_its_place():
     text = "".join(path.read_text() for path in tables.DOCUMENTS)
     found = [match["name"] for match in tables.places("table").finditer(text)]
-    assert {*TABLES, *tables.GOALS} <= {*found}
+    assert {*TABLES, *tables.GOALS, "absorbed_or_explicit"} <= {*found}
     assert text.count("<!-- table: ") == len(found)
 
 
@@ -446,6 +447,17 @@ def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
         "| `op` | `narrow` | a Hopper GPU | a; b |",
         "| `op` | `general` | any | all else |",
     ]
+
+
+def test_the_table_of_absorbed_or_explicit_follows_the_rule(monkeypatch):
+    rows = cells_of(tables.crossover_table())
+    assert rows["GPU, bf16 and fp16"] == ["128", "3.5", "40, 19, 9", "27, 13, 6"]
+    of_absorbed = multi_head_target_attention.FLOPS_OF_ABSORBED
+    monkeypatch.setitem(of_absorbed, ("cuda", 2), 2 * of_absorbed["cuda", 2])
+    changed = cells_of(tables.crossover_table())
+    # By hand: T > (16·D·E + f·(D + 16·E)) / (18·(a·H·D − E)), with f = 128 and a = 7.
+    assert changed.pop("GPU, bf16 and fp16")[:3] == ["128", "7.0", "19, 9, 5"]
+    assert changed == {name: rows[name] for name in changed}
 
 
 def test_every_family_has_a_table_of_its_paths():
