@@ -14,7 +14,6 @@ of dense, and both of jagged, are made in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -63,81 +62,12 @@ __all__ = [
     "softmax_backward",
 ]
 
-Grads = tuple[Tensor | None, ...]
-Needs = Sequence[bool]
-
 PAIR_OFFSETS = ("x_offsets", "y_offsets", "pair_offsets")
 
 
 def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
     return implementation_of(x, reference, of_triton)
-
-
-def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
-    check_same(x, "x", dtype=True, y=y)
-
-
-def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """``[N, D] × [B, D, T] → [N, T]``."""
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
-
-
-def _dense_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    if needs_x and needs_y and not torch.is_grad_enabled():
-        return *call(jagged_dense_bmm_backward, grad_out, x, y, offsets), None
-    grad_x = call(jagged_dense_bmm, grad_out, y.mT, offsets) if needs_x else None
-    grad_y = call(jagged_jagged_bmm, x, grad_out, offsets) if needs_y else None
-    return grad_x, grad_y, None
-
-
-jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
-    "jagged_dense_bmm",
-    check=_check_dense,
-    forward=_dense_forward,
-    fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
-    saves=("x", "y", "offsets"),
-    backward=_dense_backward,
-)
-
-
-def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
-    check_shape(y, "y", "[N, T]", (x.shape[0], None))
-    check_same(x, "x", dtype=True, y=y)
-
-
-def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """``[N, D] × [N, T] → [B, D, T]``."""
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
-
-
-def _jagged_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    if needs_x and needs_y and not torch.is_grad_enabled():
-        return *call(jagged_jagged_bmm_backward, grad_out, x, y, offsets), None
-    grad_x = call(jagged_dense_bmm, y, grad_out.mT, offsets) if needs_x else None
-    grad_y = call(jagged_dense_bmm, x, grad_out, offsets) if needs_y else None
-    return grad_x, grad_y, None
-
-
-jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
-    "jagged_jagged_bmm",
-    check=_check_jagged,
-    forward=_jagged_forward,
-    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
-    saves=("x", "y", "offsets"),
-    backward=_jagged_backward,
-)
 
 
 def _dense_gradients(
@@ -170,6 +100,62 @@ jagged_jagged_bmm_backward = register_op_without_grad(
 )
 
 
+def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
+    check_same(x, "x", dtype=True, y=y)
+
+
+def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [B, D, T] → [N, T]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
+
+
+jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
+    "jagged_dense_bmm",
+    check=_check_dense,
+    forward=_dense_forward,
+    fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
+    saves=("x", "y", "offsets"),
+    gradients={
+        "x": lambda call, grad_out, x, y, offsets, _: call(
+            jagged_dense_bmm, grad_out, y.mT, offsets
+        ),
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_jagged_bmm, x, grad_out, offsets),
+    },
+    in_one_pass=jagged_dense_bmm_backward,
+)
+
+
+def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
+    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    check_shape(y, "y", "[N, T]", (x.shape[0], None))
+    check_same(x, "x", dtype=True, y=y)
+
+
+def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """``[N, D] × [N, T] → [B, D, T]``."""
+    check_offsets_values(offsets, x.shape[0], "offsets")
+    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
+
+
+jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
+    "jagged_jagged_bmm",
+    check=_check_jagged,
+    forward=_jagged_forward,
+    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
+    saves=("x", "y", "offsets"),
+    gradients={
+        "x": lambda call, grad_out, x, y, offsets, _: call(
+            jagged_dense_bmm, y, grad_out.mT, offsets
+        ),
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_bmm, x, grad_out, offsets),
+    },
+    in_one_pass=jagged_jagged_bmm_backward,
+)
+
+
 def _check_offsets(x_offsets: Tensor, y_offsets: Tensor) -> None:
     check_offsets_metadata(x_offsets, "x_offsets")
     check_offsets_metadata(y_offsets, "y_offsets")
@@ -188,7 +174,7 @@ pair_offsets, call_pair_offsets = register_op_of_ops(
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
     saves=(),
-    backward=lambda *_: (None, None),
+    gradients={},
 )
 
 
@@ -223,17 +209,14 @@ def _pair_forward(
     return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
-def _pair_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, *rest: Any
-) -> Grads:
+def _pair_grad_x(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Tensor:
     *offsets, _total, _out = rest
-    needs_x, needs_y, *_ = needs
-    grad_x = grad_y = None
-    if needs_x:
-        grad_x = call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False)
-    if needs_y:
-        grad_y = call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True)
-    return grad_x, grad_y, None, None, None, None
+    return call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False)
+
+
+def _pair_grad_y(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    *offsets, _total, _out = rest
+    return call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True)
 
 
 pair_bmm, call_pair_bmm = register_op_of_ops(
@@ -243,7 +226,7 @@ pair_bmm, call_pair_bmm = register_op_of_ops(
     fake=lambda x, y, x_offsets, y_offsets, pair_offsets, total: x.new_empty(total),
     saves=("x", "y", *PAIR_OFFSETS),
     lengths=("total",),
-    backward=_pair_backward,
+    gradients={"x": _pair_grad_x, "y": _pair_grad_y},
 )
 
 
@@ -275,18 +258,15 @@ def _array_forward(
     return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
 
 
-def _array_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, p: Tensor, y: Tensor, *rest: Any
-) -> Grads:
+def _array_grad_p(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Tensor:
     *offsets, _num_rows, transposed, _out = rest
-    needs_p, needs_y, *_ = needs
-    grad_p = grad_y = None
-    if needs_p:
-        of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
-        grad_p = call(pair_bmm, of_x, of_y, *offsets, p.shape[0])
-    if needs_y:
-        grad_y = call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed)
-    return grad_p, grad_y, None, None, None, None, None
+    of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
+    return call(pair_bmm, of_x, of_y, *offsets, p.shape[0])
+
+
+def _array_grad_y(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    *offsets, _num_rows, transposed, _out = rest
+    return call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed)
 
 
 array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
@@ -298,7 +278,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
     ),
     saves=("p", "y", *PAIR_OFFSETS),
     lengths=("num_rows",),
-    backward=_array_backward,
+    gradients={"p": _array_grad_p, "y": _array_grad_y},
 )
 
 
@@ -319,15 +299,9 @@ def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Te
 
 
 def _softmax_grad(
-    call: Caller,
-    grad_out: Tensor,
-    needs: Needs,
-    _: None,
-    offsets: Tensor,
-    y_offsets: Tensor | None,
-    out: Tensor,
-) -> Grads:
-    return call(softmax_backward, grad_out, out, offsets, y_offsets), None, None
+    call: Caller, grad_out: Tensor, _: None, offsets: Tensor, y_offsets: Tensor | None, out: Tensor
+) -> Tensor:
+    return call(softmax_backward, grad_out, out, offsets, y_offsets)
 
 
 softmax, call_softmax = register_op_of_ops(
@@ -336,7 +310,7 @@ softmax, call_softmax = register_op_of_ops(
     forward=_softmax_forward,
     fake=lambda x, offsets, y_offsets: x.new_empty(x.shape),
     saves=("offsets", "y_offsets", "out"),
-    backward=_softmax_grad,
+    gradients={"x": _softmax_grad},
 )
 
 
@@ -347,7 +321,7 @@ def _softmax_backward(
     return _implementation(out, softmax_kernels).softmax_backward(grad_out, out, offsets, y_offsets)
 
 
-def _refuse(*_: Any) -> Grads:
+def _refuse(*_: Any) -> Tensor:
     raise NotImplementedError("jagged_softmax and jagged2_softmax have no second derivative")
 
 
@@ -356,7 +330,7 @@ softmax_backward, _ = register_op_of_ops(
     forward=_softmax_backward,
     fake=lambda grad_out, out, offsets, y_offsets: out.new_empty(out.shape),
     saves=(),
-    backward=_refuse,
+    gradients={"grad_out": _refuse, "out": _refuse},
 )
 
 
@@ -372,21 +346,16 @@ def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=False)
 
 
-def _add_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, _x: None, _y: None, offsets: Tensor, _: None
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    grad_y = call(jagged_sum, grad_out, None, offsets) if needs_y else None
-    return grad_out if needs_x else None, grad_y, None
-
-
 jagged_dense_add, call_jagged_dense_add = register_op_of_ops(
     "jagged_dense_add",
     check=_check_elementwise,
     forward=_add_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
     saves=("offsets",),
-    backward=_add_backward,
+    gradients={
+        "x": lambda call, grad_out, *_: grad_out,
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_sum, grad_out, None, offsets),
+    },
 )
 
 
@@ -396,22 +365,16 @@ def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=True)
 
 
-def _mul_backward(
-    call: Caller, grad_out: Tensor, needs: Needs, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    grad_x = call(jagged_dense_mul, grad_out, y, offsets) if needs_x else None
-    grad_y = call(jagged_sum, grad_out, x, offsets) if needs_y else None
-    return grad_x, grad_y, None
-
-
 jagged_dense_mul, call_jagged_dense_mul = register_op_of_ops(
     "jagged_dense_mul",
     check=_check_elementwise,
     forward=_mul_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
     saves=("x", "y", "offsets"),
-    backward=_mul_backward,
+    gradients={
+        "x": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_mul, grad_out, y, offsets),
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_sum, grad_out, x, offsets),
+    },
 )
 
 
@@ -420,20 +383,10 @@ def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).sum_rows(x, y, offsets)
 
 
-def _sum_backward(
-    call: Caller,
-    grad_out: Tensor,
-    needs: Needs,
-    x: Tensor,
-    y: Tensor | None,
-    offsets: Tensor,
-    _: None,
-) -> Grads:
-    needs_x, needs_y, *_others = needs
-    factor = torch.ones_like(x) if y is None else y
-    grad_x = call(jagged_dense_mul, factor, grad_out, offsets) if needs_x else None
-    grad_y = call(jagged_dense_mul, x, grad_out, offsets) if needs_y else None
-    return grad_x, grad_y, None
+def _sum_grad_x(
+    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor | None, offsets: Tensor, _: None
+) -> Tensor:
+    return call(jagged_dense_mul, torch.ones_like(x) if y is None else y, grad_out, offsets)
 
 
 jagged_sum, _ = register_op_of_ops(
@@ -441,5 +394,8 @@ jagged_sum, _ = register_op_of_ops(
     forward=_sum_forward,
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]),
     saves=("x", "y", "offsets"),
-    backward=_sum_backward,
+    gradients={
+        "x": _sum_grad_x,
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_mul, x, grad_out, offsets),
+    },
 )

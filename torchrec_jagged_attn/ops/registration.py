@@ -191,7 +191,8 @@ def register_op_of_ops(
     forward: Callable[..., Tensor],
     fake: Callable[..., Tensor],
     saves: tuple[str, ...],
-    backward: Callable[..., tuple[Tensor | None, ...]],
+    gradients: dict[str, Callable[..., Tensor]],
+    in_one_pass: torch._ops.OpOverload | None = None,
     check: Callable[..., object] | None = None,
     lengths: tuple[str, ...] = (),
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
@@ -205,19 +206,24 @@ def register_op_of_ops(
         forward: ``(*inputs) -> out``. Tensors come before all others; along its first axis, the
             length of each differs from call to call.
         fake: ``forward`` on tensors without data.
-        saves: names of the tensors that ``backward`` takes, of which ``"out"`` may be one.
-        backward: ``(call, grad_out, needs_grad, *inputs, out)`` to a gradient or ``None`` for each
-            input. ``call`` calls an op; ``needs_grad`` has a bool for each input; tensors that are
-            not saved are ``None``.
+        saves: names of the tensors that ``gradients`` take, of which ``"out"`` may be one.
+        gradients: by the name of an input, ``(call, grad_out, *inputs, out)`` to its gradient.
+            ``call`` calls an op; tensors that are not saved are ``None``.
+        in_one_pass: an op, ``(grad_out, *inputs)`` to all gradients in the order of ``gradients``.
+            It is called where all are asked for, and no gradient is taken of them.
         check: of the inputs, raises if they do not fit; made by the caller that is returned, not by
             the op itself.
         lengths: names of the integers that differ from call to call, which follow the tensors.
 
     Returns:
         The op, a function of ``forward``'s inputs; and what calls it at little cost to the host.
+
+    Raises:
+        ValueError: ``gradients`` has a name that is not an input's.
     """
     op, run, library = _define(name, forward, fake)
-    tensors = _tensors(op)
+    names, tensors = [x.name for x in op._schema.arguments], _tensors(op)
+    makers = [(names.index(x), make) for x, make in gradients.items()]
     num_tensors = len(tensors)
     saved = [x in saves for x in (*tensors, "out")]
 
@@ -228,12 +234,26 @@ def register_op_of_ops(
         ctx.others = inputs[num_tensors:]
         return out
 
+    def backward(
+        call: Caller, grad_out: Tensor, needs_grad: Sequence[bool], rest: tuple[Any, ...]
+    ) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = [None] * len(needs_grad)
+        if in_one_pass and sum(needs_grad) == len(makers) and not torch.is_grad_enabled():
+            made = call(in_one_pass, grad_out, *rest[:-1])
+            for (at, _), grad in zip(makers, made, strict=True):
+                grads[at] = grad
+            return tuple(grads)
+        for at, make in makers:
+            if needs_grad[at]:
+                grads[at] = make(call, grad_out, *rest)
+        return tuple(grads)
+
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out = ctx.saved_tensors
-        return backward(_call, grad_out, ctx.needs_input_grad, *inputs, *ctx.others, out)
+        return backward(_call, grad_out, ctx.needs_input_grad, (*inputs, *ctx.others, out))
 
-    def gradients(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
-        grads = backward(call, grad_out, needs_grad, *rest)
+    def asked_for(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
+        grads = backward(call, grad_out, needs_grad, rest)
         return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
 
     _differentiate(op, library, node_forward, node_backward)
@@ -245,8 +265,8 @@ def register_op_of_ops(
         axes=[0] * (num_tensors + 2),
         saved=saved,
         run=run,
-        run_backward=functools.partial(gradients, _run),
-        call_backward=functools.partial(gradients, _call),
+        run_backward=functools.partial(asked_for, _run),
+        call_backward=functools.partial(asked_for, _call),
         has_second_derivatives=True,
     )
 

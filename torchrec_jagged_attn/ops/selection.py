@@ -29,7 +29,6 @@ from torchrec_jagged_attn.kernels.selection import copies as copy_kernels
 from torchrec_jagged_attn.kernels.selection import rows as row_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
-    Caller,
     register_op_of_ops,
     register_op_without_grad,
     replayed_without_grad,
@@ -275,17 +274,12 @@ def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return implementation_of(x, reference, copy_kernels).copy_rows(x, index)
 
 
-def _copy_backward(
-    call: Caller, grad_out: Tensor, needs: object, x: None, index: Tensor, inverse: Tensor, _: None
-) -> tuple[Tensor, None, None]:
-    """The same the other way round."""
-    return call(copy_rows, grad_out, inverse, index), None, None
-
-
 copy_rows, call_copy_rows = register_op_of_ops(
     "copy_rows",
     forward=_copy_forward,
     fake=lambda x, index, inverse: x.new_empty(index.shape[0], x.shape[1]),
     saves=("index", "inverse"),
-    backward=_copy_backward,
+    gradients={  # the same the other way round
+        "x": lambda call, grad_out, x, index, inverse, _: call(copy_rows, grad_out, inverse, index)
+    },
 )
