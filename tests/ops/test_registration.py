@@ -20,6 +20,7 @@ from torchrec_jagged_attn.ops import (
     jagged_flash_attention,
     jagged_softmax,
     jagged_target_attention,
+    registration,
 )
 from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 
@@ -62,6 +63,16 @@ def test_modes_see_backward_of_what_they_did_not_see(leaves, out):
     with Recorder() as recorder:
         torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert recorder.names == ["target_attention_backward"]
+
+
+def test_gradients_are_of_inputs_by_name():
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    with pytest.raises(ValueError, match="'y' is not in list"):
+        registration.register_op_of_ops(
+            "of_names", forward=copy, fake=copy, saves=(), gradients={"y": lambda *_: None}
+        )
 
 
 def test_gradients_yet_to_be_negated(leaves, out):

@@ -37,7 +37,6 @@ from torchrec_jagged_attn.kernels.interaction import softmax as softmax_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
     Caller,
-    Grads,
     register_op_of_ops,
     register_op_without_grad,
 )
@@ -113,22 +112,18 @@ def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
 
 
-def _dense_backward(
-    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    return {
-        "x": lambda: call(jagged_dense_bmm, grad_out, y.mT, offsets),
-        "y": lambda: call(jagged_jagged_bmm, x, grad_out, offsets),
-    }
-
-
 jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
     "jagged_dense_bmm",
     check=_check_dense,
     forward=_dense_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
     saves=("x", "y", "offsets"),
-    backward=_dense_backward,
+    gradients={
+        "x": lambda call, grad_out, x, y, offsets, _: call(
+            jagged_dense_bmm, grad_out, y.mT, offsets
+        ),
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_jagged_bmm, x, grad_out, offsets),
+    },
     in_one_pass=jagged_dense_bmm_backward,
 )
 
@@ -145,22 +140,18 @@ def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
 
 
-def _jagged_backward(
-    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    return {
-        "x": lambda: call(jagged_dense_bmm, y, grad_out.mT, offsets),
-        "y": lambda: call(jagged_dense_bmm, x, grad_out, offsets),
-    }
-
-
 jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
     "jagged_jagged_bmm",
     check=_check_jagged,
     forward=_jagged_forward,
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
     saves=("x", "y", "offsets"),
-    backward=_jagged_backward,
+    gradients={
+        "x": lambda call, grad_out, x, y, offsets, _: call(
+            jagged_dense_bmm, y, grad_out.mT, offsets
+        ),
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_bmm, x, grad_out, offsets),
+    },
     in_one_pass=jagged_jagged_bmm_backward,
 )
 
@@ -183,7 +174,7 @@ pair_offsets, call_pair_offsets = register_op_of_ops(
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
     saves=(),
-    backward=lambda *_: {},
+    gradients={},
 )
 
 
@@ -218,12 +209,14 @@ def _pair_forward(
     return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
 
 
-def _pair_backward(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Grads:
+def _pair_grad_x(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Tensor:
     *offsets, _total, _out = rest
-    return {
-        "x": lambda: call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False),
-        "y": lambda: call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True),
-    }
+    return call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False)
+
+
+def _pair_grad_y(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    *offsets, _total, _out = rest
+    return call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True)
 
 
 pair_bmm, call_pair_bmm = register_op_of_ops(
@@ -233,7 +226,7 @@ pair_bmm, call_pair_bmm = register_op_of_ops(
     fake=lambda x, y, x_offsets, y_offsets, pair_offsets, total: x.new_empty(total),
     saves=("x", "y", *PAIR_OFFSETS),
     lengths=("total",),
-    backward=_pair_backward,
+    gradients={"x": _pair_grad_x, "y": _pair_grad_y},
 )
 
 
@@ -265,13 +258,15 @@ def _array_forward(
     return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
 
 
-def _array_backward(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Grads:
+def _array_grad_p(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Tensor:
     *offsets, _num_rows, transposed, _out = rest
     of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
-    return {
-        "p": lambda: call(pair_bmm, of_x, of_y, *offsets, p.shape[0]),
-        "y": lambda: call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed),
-    }
+    return call(pair_bmm, of_x, of_y, *offsets, p.shape[0])
+
+
+def _array_grad_y(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Tensor:
+    *offsets, _num_rows, transposed, _out = rest
+    return call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed)
 
 
 array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
@@ -283,7 +278,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
     ),
     saves=("p", "y", *PAIR_OFFSETS),
     lengths=("num_rows",),
-    backward=_array_backward,
+    gradients={"p": _array_grad_p, "y": _array_grad_y},
 )
 
 
@@ -305,8 +300,8 @@ def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Te
 
 def _softmax_grad(
     call: Caller, grad_out: Tensor, _: None, offsets: Tensor, y_offsets: Tensor | None, out: Tensor
-) -> Grads:
-    return {"x": lambda: call(softmax_backward, grad_out, out, offsets, y_offsets)}
+) -> Tensor:
+    return call(softmax_backward, grad_out, out, offsets, y_offsets)
 
 
 softmax, call_softmax = register_op_of_ops(
@@ -315,7 +310,7 @@ softmax, call_softmax = register_op_of_ops(
     forward=_softmax_forward,
     fake=lambda x, offsets, y_offsets: x.new_empty(x.shape),
     saves=("offsets", "y_offsets", "out"),
-    backward=_softmax_grad,
+    gradients={"x": _softmax_grad},
 )
 
 
@@ -326,7 +321,7 @@ def _softmax_backward(
     return _implementation(out, softmax_kernels).softmax_backward(grad_out, out, offsets, y_offsets)
 
 
-def _refuse(*_: Any) -> Grads:
+def _refuse(*_: Any) -> Tensor:
     raise NotImplementedError("jagged_softmax and jagged2_softmax have no second derivative")
 
 
@@ -335,7 +330,7 @@ softmax_backward, _ = register_op_of_ops(
     forward=_softmax_backward,
     fake=lambda grad_out, out, offsets, y_offsets: out.new_empty(out.shape),
     saves=(),
-    backward=_refuse,
+    gradients={"grad_out": _refuse, "out": _refuse},
 )
 
 
@@ -351,19 +346,16 @@ def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=False)
 
 
-def _add_backward(
-    call: Caller, grad_out: Tensor, _x: None, _y: None, offsets: Tensor, _: None
-) -> Grads:
-    return {"x": lambda: grad_out, "y": lambda: call(jagged_sum, grad_out, None, offsets)}
-
-
 jagged_dense_add, call_jagged_dense_add = register_op_of_ops(
     "jagged_dense_add",
     check=_check_elementwise,
     forward=_add_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
     saves=("offsets",),
-    backward=_add_backward,
+    gradients={
+        "x": lambda call, grad_out, *_: grad_out,
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_sum, grad_out, None, offsets),
+    },
 )
 
 
@@ -373,22 +365,16 @@ def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=True)
 
 
-def _mul_backward(
-    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor, _: None
-) -> Grads:
-    return {
-        "x": lambda: call(jagged_dense_mul, grad_out, y, offsets),
-        "y": lambda: call(jagged_sum, grad_out, x, offsets),
-    }
-
-
 jagged_dense_mul, call_jagged_dense_mul = register_op_of_ops(
     "jagged_dense_mul",
     check=_check_elementwise,
     forward=_mul_forward,
     fake=lambda x, y, offsets: x.new_empty(x.shape),
     saves=("x", "y", "offsets"),
-    backward=_mul_backward,
+    gradients={
+        "x": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_mul, grad_out, y, offsets),
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_sum, grad_out, x, offsets),
+    },
 )
 
 
@@ -397,14 +383,10 @@ def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     return _implementation(x, row_kernels).sum_rows(x, y, offsets)
 
 
-def _sum_backward(
+def _sum_grad_x(
     call: Caller, grad_out: Tensor, x: Tensor, y: Tensor | None, offsets: Tensor, _: None
-) -> Grads:
-    factor = torch.ones_like(x) if y is None else y
-    return {
-        "x": lambda: call(jagged_dense_mul, factor, grad_out, offsets),
-        "y": lambda: call(jagged_dense_mul, x, grad_out, offsets),
-    }
+) -> Tensor:
+    return call(jagged_dense_mul, torch.ones_like(x) if y is None else y, grad_out, offsets)
 
 
 jagged_sum, _ = register_op_of_ops(
@@ -412,5 +394,8 @@ jagged_sum, _ = register_op_of_ops(
     forward=_sum_forward,
     fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]),
     saves=("x", "y", "offsets"),
-    backward=_sum_backward,
+    gradients={
+        "x": _sum_grad_x,
+        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_mul, x, grad_out, offsets),
+    },
 )

@@ -22,7 +22,6 @@ from torchrec_jagged_attn.replay.calls import ReplayedOp
 
 __all__ = [
     "Caller",
-    "Grads",
     "register_op",
     "register_op_of_ops",
     "register_op_without_grad",
@@ -33,8 +32,6 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 # Calls an op, given that and its arguments.
 Caller = Callable[..., Any]
-# What makes each gradient, by the name of the input that it is of.
-Grads = dict[str, Callable[[], Tensor]]
 
 Arguments = TypeVar("Arguments", bound=Any)
 Outputs = TypeVar("Outputs", bound=Any)
@@ -194,7 +191,7 @@ def register_op_of_ops(
     forward: Callable[..., Tensor],
     fake: Callable[..., Tensor],
     saves: tuple[str, ...],
-    backward: Callable[..., Grads],
+    gradients: dict[str, Callable[..., Tensor]],
     in_one_pass: torch._ops.OpOverload | None = None,
     check: Callable[..., object] | None = None,
     lengths: tuple[str, ...] = (),
@@ -209,21 +206,24 @@ def register_op_of_ops(
         forward: ``(*inputs) -> out``. Tensors come before all others; along its first axis, the
             length of each differs from call to call.
         fake: ``forward`` on tensors without data.
-        saves: names of the tensors that ``backward`` takes, of which ``"out"`` may be one.
-        backward: ``(call, grad_out, *inputs, out)`` to what makes each gradient, by the name of its
-            input; only those asked for are made. ``call`` calls an op; tensors that are not saved
-            are ``None``. An input without a gradient, asked for one, raises ``KeyError``.
-        in_one_pass: ``(grad_out, *inputs)`` to all gradients, in the order of the inputs. It is
-            called instead where all are asked for, and no gradient is taken of them.
+        saves: names of the tensors that ``gradients`` take, of which ``"out"`` may be one.
+        gradients: by the name of an input, ``(call, grad_out, *inputs, out)`` to its gradient.
+            ``call`` calls an op; tensors that are not saved are ``None``.
+        in_one_pass: an op, ``(grad_out, *inputs)`` to all gradients in the order of ``gradients``.
+            It is called where all are asked for, and no gradient is taken of them.
         check: of the inputs, raises if they do not fit; made by the caller that is returned, not by
             the op itself.
         lengths: names of the integers that differ from call to call, which follow the tensors.
 
     Returns:
         The op, a function of ``forward``'s inputs; and what calls it at little cost to the host.
+
+    Raises:
+        ValueError: ``gradients`` has a name that is not an input's.
     """
     op, run, library = _define(name, forward, fake)
     names, tensors = [x.name for x in op._schema.arguments], _tensors(op)
+    makers = [(names.index(x), make) for x, make in gradients.items()]
     num_tensors = len(tensors)
     saved = [x in saves for x in (*tensors, "out")]
 
@@ -234,19 +234,27 @@ def register_op_of_ops(
         ctx.others = inputs[num_tensors:]
         return out
 
-    def gradients(
-        call: Caller, grad_out: Tensor, needs_grad: Sequence[bool], *rest: Any
-    ) -> Sequence[Tensor]:
-        grads = backward(call, grad_out, *rest)
-        asked = [name for name, need in zip(names, needs_grad, strict=True) if need]
-        if in_one_pass is not None and asked == [*grads] and not torch.is_grad_enabled():
-            return call(in_one_pass, grad_out, *rest[:-1])
-        return [grads[name]() for name in asked]
+    def backward(
+        call: Caller, grad_out: Tensor, needs_grad: Sequence[bool], rest: tuple[Any, ...]
+    ) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = [None] * len(needs_grad)
+        if in_one_pass and sum(needs_grad) == len(makers) and not torch.is_grad_enabled():
+            made = call(in_one_pass, grad_out, *rest[:-1])
+            for (at, _), grad in zip(makers, made, strict=True):
+                grads[at] = grad
+            return tuple(grads)
+        for at, make in makers:
+            if needs_grad[at]:
+                grads[at] = make(call, grad_out, *rest)
+        return tuple(grads)
 
     def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        needs_grad, (*inputs, out) = ctx.needs_input_grad, ctx.saved_tensors
-        found = iter(gradients(_call, grad_out, needs_grad, *inputs, *ctx.others, out))
-        return tuple([next(found) if need else None for need in needs_grad])
+        *inputs, out = ctx.saved_tensors
+        return backward(_call, grad_out, ctx.needs_input_grad, (*inputs, *ctx.others, out))
+
+    def asked_for(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
+        grads = backward(call, grad_out, needs_grad, rest)
+        return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
 
     _differentiate(op, library, node_forward, node_backward)
     return op, ReplayedOp(
@@ -257,8 +265,8 @@ def register_op_of_ops(
         axes=[0] * (num_tensors + 2),
         saved=saved,
         run=run,
-        run_backward=functools.partial(gradients, _run),
-        call_backward=functools.partial(gradients, _call),
+        run_backward=functools.partial(asked_for, _run),
+        call_backward=functools.partial(asked_for, _call),
         has_second_derivatives=True,
     )
 

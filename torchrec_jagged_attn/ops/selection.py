@@ -29,8 +29,6 @@ from torchrec_jagged_attn.kernels.selection import copies as copy_kernels
 from torchrec_jagged_attn.kernels.selection import rows as row_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
-    Caller,
-    Grads,
     register_op_of_ops,
     register_op_without_grad,
     replayed_without_grad,
@@ -276,17 +274,12 @@ def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return implementation_of(x, reference, copy_kernels).copy_rows(x, index)
 
 
-def _copy_backward(
-    call: Caller, grad_out: Tensor, _x: None, index: Tensor, inverse: Tensor, _: None
-) -> Grads:
-    """The same the other way round."""
-    return {"x": lambda: call(copy_rows, grad_out, inverse, index)}
-
-
 copy_rows, call_copy_rows = register_op_of_ops(
     "copy_rows",
     forward=_copy_forward,
     fake=lambda x, index, inverse: x.new_empty(index.shape[0], x.shape[1]),
     saves=("index", "inverse"),
-    backward=_copy_backward,
+    gradients={  # the same the other way round
+        "x": lambda call, grad_out, x, index, inverse, _: call(copy_rows, grad_out, inverse, index)
+    },
 )
