@@ -238,7 +238,8 @@ def register_op_of_ops(
         call: Caller, grad_out: Tensor, needs_grad: Sequence[bool], rest: tuple[Any, ...]
     ) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * len(needs_grad)
-        if in_one_pass and sum(needs_grad) == len(makers) and not torch.is_grad_enabled():
+        all_asked = all(needs_grad[at] for at, _ in makers)
+        if in_one_pass and all_asked and not torch.is_grad_enabled():
             made = call(in_one_pass, grad_out, *rest[:-1])
             for (at, _), grad in zip(makers, made, strict=True):
                 grads[at] = grad
