@@ -432,8 +432,8 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
 
 def _head_products(args: MultiHeadArguments) -> ModuleType:
     """What multiplies on the targets' side."""
-    has_kernels = PRODUCT_PATHS[0].takes(args.history.device, args)
-    return kernel_products if has_kernels else cpu_products
+    on_kernels = PRODUCT_PATHS[0].takes(args.history.device, args)
+    return kernel_products if on_kernels else cpu_products
 
 
 def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
