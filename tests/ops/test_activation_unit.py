@@ -21,7 +21,9 @@ FUNCTIONS = jagged_activation_unit, activation_unit_oracle, activation_unit_plai
 def inputs_of(
     lengths, device="cpu", dtype=torch.float32, width=16, hidden=(24, 9), factors=False, seed=0
 ):
-    """``factors`` are tables, timestamps and prior weights."""
+    """``factors`` are tables, timestamps and prior weights: of one size, so that no row's rounding
+    is all of the error.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0):
@@ -41,8 +43,8 @@ def inputs_of(
     }
     if factors:
         inputs |= {
-            "position_bias": draw(40, 1),
-            "age_bias": draw(70, 1),
+            "position_bias": draw(40, 1, scale=0.3),
+            "age_bias": draw(70, 1, scale=0.3),
             "timestamps": torch.arange(num_rows, device=device) * 3,
             "prior_weights": draw(num_rows).clamp(min=0),
         }
@@ -72,8 +74,7 @@ def assert_right(inputs, activation="sigmoid"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_matches_oracle(dtype, activation, factors, device):
     skip_unless_supported(Case("unit", 5, 300, 1, 16, dtype=dtype), device)
-    # Of seed 0, PyTorch's sums over the rows of an age have no error but their last rounding.
-    assert_right(inputs_of(LENGTHS, device, dtype, factors=factors, seed=1), activation)
+    assert_right(inputs_of(LENGTHS, device, dtype, factors=factors), activation)
 
 
 @pytest.mark.parametrize(
