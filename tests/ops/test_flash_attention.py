@@ -19,6 +19,7 @@ from torchrec_jagged_attn.kernels.flash import hidden_backward, hidden_forward
 from torchrec_jagged_attn.testing import (
     CASES,
     Case,
+    ScoreBiases,
     assert_matches_oracle,
     error_bound,
     flash_attention_oracle,
@@ -604,15 +605,12 @@ def test_strided_inputs_and_gradients(device):
             torch.testing.assert_close(results[name], expected)
 
 
-def causal_row_by_row(
-    q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
-    relative_bias=None, window=None,
-):  # fmt: skip
+def causal_row_by_row(q, k, v, q_offsets, kv_offsets, relative_bias=None, window=None, **biases):
     """Each query with the keys that it sees, and no others; side by side those of about as many.
 
     Where others see more, its newest key is repeated, and weighs nothing.
     """
-    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    bias = recency_bias_oracle(kv_offsets, ScoreBiases(**biases))
     seen = []  # by each query
     bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
     for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
