@@ -14,6 +14,7 @@ from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.kernels.flash import hidden_backward, hidden_forward
 from torchrec_jagged_attn.testing import (
@@ -843,8 +844,8 @@ def test_opcheck(device):
     opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     opcheck(op, (*arguments, *biases, *others))
-    opcheck(op, (*arguments, *[None] * 7, False, 0, 0.25, False))
-    opcheck(op, (*arguments, *[None] * 7, True, 3, 0.25, False))
+    opcheck(op, (*arguments, *Biases(), False, 0, 0.25, False))
+    opcheck(op, (*arguments, *Biases(), True, 3, 0.25, False))
 
 
 @pytest.mark.reference  # kernels compute no fp64
