@@ -15,12 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from suites import Cost, Inputs, Suite
 from suites._attention import Padding
 from torchrec_jagged_attn import jagged_activation_unit
-from torchrec_jagged_attn.testing import (
-    Case,
-    activation_unit_oracle,
-    activation_unit_plain,
-    make_target_inputs,
-)
+from torchrec_jagged_attn.testing import Case, activation_unit, make_target_inputs
 
 HIDDEN = (80, 40)
 BF16 = torch.bfloat16
@@ -52,12 +47,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return Inputs.even(case, leaves, offsets)
 
 
-def formula(x: Inputs, unit: Callable[..., Tensor]) -> Tensor:
-    """A test formula of the package, or the op itself."""
-    return unit(**x.leaves, offsets=x.offsets)
-
-
-def in_parts(x: Inputs, unit: Callable[..., Tensor]) -> Tensor:
+def in_parts(x: Inputs) -> Tensor:
     """The padded formula on 64 samples at a time: one long history does not pad them all.
 
     Features are made again in backward: all of them together would not fit.
@@ -70,7 +60,7 @@ def in_parts(x: Inputs, unit: Callable[..., Tensor]) -> Tensor:
         own = x.offsets[begin : begin + 65]
         rows = history[int(own[0]) : int(own[-1])]
         part = query[begin : begin + 64], rows, own - own[0]
-        outs.append(checkpoint(unit, *part, **leaves, use_reentrant=False))
+        outs.append(checkpoint(activation_unit, *part, **leaves, use_reentrant=False))
     return torch.cat(outs)
 
 
@@ -88,7 +78,7 @@ def cost(x: Inputs) -> dict[str, Cost]:
 
 def ours(x: Inputs) -> Callable[[], Tensor]:
     """The op."""
-    return lambda: formula(x, jagged_activation_unit)
+    return lambda: jagged_activation_unit(**x.leaves, offsets=x.offsets)
 
 
 def padded_formula(x: Inputs, padding: Padding) -> Tensor:
@@ -118,8 +108,8 @@ SUITE = Suite(
     measures="jagged_activation_unit, hidden 80 and 40",
     cases=CASES,
     inputs=make_inputs,
-    oracle=functools.partial(in_parts, unit=activation_unit_oracle),
-    plain=functools.partial(in_parts, unit=activation_unit_plain),
+    oracle=in_parts,
+    plain=in_parts,
     cost=cost,
     providers={
         "ours-unit": ours,

@@ -13,7 +13,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-from torchrec_jagged_attn.testing import activation_unit_oracle
+from torchrec_jagged_attn.testing import activation_unit
 
 
 def module_of(**options):
@@ -34,9 +34,10 @@ def test_matches_the_formula(activation, device):
     target, history = inputs_of(device)
     layers = [x for layer in module.unit for x in (layer.weight, layer.bias)]
     table = module.recency_bias.position_weight
-    expected = activation_unit_oracle(
-        target, history.values(), history.offsets(), *layers, activation, table
-    )
+    expected = activation_unit(
+        target, history.values(), history.offsets(), *layers,
+        activation=activation, position_bias=table,
+    )  # fmt: skip
     torch.testing.assert_close(module(target, history), expected, rtol=1e-4, atol=1e-5)
 
 

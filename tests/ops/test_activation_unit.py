@@ -7,15 +7,14 @@ from tests.fixtures import opcheck, skip_unless_supported
 from torchrec_jagged_attn import jagged_activation_unit
 from torchrec_jagged_attn.testing import (
     Case,
-    activation_unit_oracle,
-    activation_unit_plain,
+    activation_unit,
     assert_matches_oracle,
     offsets_of,
     outputs_and_gradients,
 )
 
 LENGTHS = [300, 0, 3, 64, 1, 600]
-FUNCTIONS = jagged_activation_unit, activation_unit_oracle, activation_unit_plain
+FUNCTIONS = jagged_activation_unit, activation_unit, activation_unit
 
 
 def inputs_of(
@@ -141,7 +140,7 @@ def test_weights_of_another_dtype(dtype, device):
     results = outputs_and_gradients(jagged_activation_unit, cast, torch.ones_like(out))
     assert results["weight_1"].dtype == torch.float32
     expected = outputs_and_gradients(
-        activation_unit_oracle,
+        activation_unit,
         {name: x.double() if x.is_floating_point() else x for name, x in cast.items()},
         torch.ones(out.shape, dtype=torch.float64, device=device),
     )

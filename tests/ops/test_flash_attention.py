@@ -14,11 +14,13 @@ from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
 from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.kernels.flash import hidden_backward, hidden_forward
 from torchrec_jagged_attn.testing import (
     CASES,
     Case,
+    ScoreBiases,
     assert_matches_oracle,
     error_bound,
     flash_attention_oracle,
@@ -604,15 +606,12 @@ def test_strided_inputs_and_gradients(device):
             torch.testing.assert_close(results[name], expected)
 
 
-def causal_row_by_row(
-    q, k, v, q_offsets, kv_offsets, bias=None, position_bias=None, age_bias=None, timestamps=None,
-    relative_bias=None, window=None,
-):  # fmt: skip
+def causal_row_by_row(q, k, v, q_offsets, kv_offsets, relative_bias=None, window=None, **biases):
     """Each query with the keys that it sees, and no others; side by side those of about as many.
 
     Where others see more, its newest key is repeated, and weighs nothing.
     """
-    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
+    bias = recency_bias_oracle(kv_offsets, ScoreBiases(**biases))
     seen = []  # by each query
     bounds = (pairwise(x.tolist()) for x in (q_offsets, kv_offsets))
     for (begin, end), (kv_begin, kv_end) in zip(*bounds, strict=True):
@@ -845,8 +844,8 @@ def test_opcheck(device):
     opcheck(op, (*arguments, *biases, *others))
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     opcheck(op, (*arguments, *biases, *others))
-    opcheck(op, (*arguments, *[None] * 7, False, 0, 0.25, False))
-    opcheck(op, (*arguments, *[None] * 7, True, 3, 0.25, False))
+    opcheck(op, (*arguments, *Biases(), False, 0, 0.25, False))
+    opcheck(op, (*arguments, *Biases(), True, 3, 0.25, False))
 
 
 @pytest.mark.reference  # kernels compute no fp64

@@ -591,8 +591,7 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
-    tensors = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 4, inputs["bias"]
-    arguments = (*tensors, *[None] * 5, "plain", 0.25, "softmax", 0, False)
+    arguments = arguments_of(inputs, for_backward=False)
     op = torch.ops.torchrec_jagged_attn.target_attention.default
     opcheck(op, arguments)
     inputs["query"].requires_grad_()
@@ -600,34 +599,32 @@ def test_opcheck_without_a_gradient(dtype, device):
         op(*arguments)[0].sum().backward()
 
 
-def arguments_of_op(inputs, *, jagged=False, **others):
-    """Of ``torch.ops.torchrec_jagged_attn.target_attention``: all biases of three samples with
-    eight rows and, if ``jagged``, six targets; ``others`` take the place of what is here.
+def arguments_of(inputs, **others):
+    """Of ``torch.ops.torchrec_jagged_attn.target_attention``: ``others`` take the place of what is
+    in ``inputs`` and here.
     """
+    nothing = dict.fromkeys(TargetArguments._fields)
+    options = {"row_format": "plain", "scale": 0.25, "score": "softmax", "num_levels": 0}
+    return TargetArguments(**nothing | options | {"for_backward": True} | inputs | others)
+
+
+def arguments_of_op(inputs, *, jagged=False, **others):
+    """Likewise, with all biases of three samples of eight rows and, if ``jagged``, six targets."""
     device = inputs["query"].device
     query, query_offsets = inputs["query"].requires_grad_(), None
     if jagged:
         query_offsets = torch.tensor([0, 1, 1, 6], device=device)
         query = query.detach().flatten(0, 1).requires_grad_()
-    arguments = TargetArguments(
+    arguments = arguments_of(
+        inputs,
         query=query,
-        history=inputs["history"],
-        offsets=inputs["offsets"],
         query_offsets=query_offsets,
-        indices=inputs.get("indices"),
-        row_scale=inputs.get("row_scale"),
-        row_bias=inputs.get("row_bias"),
         bias=torch.randn(8, 2, device=device, requires_grad=True),
         position_bias=torch.randn(3, 2, device=device, requires_grad=True),
         age_bias=torch.randn(5, 2, device=device, requires_grad=True),
         timestamps=torch.arange(8, device=device),
         row_dropout=torch.tensor([7, 2**31], device=device),
         dropout=torch.tensor([9, 2**30], device=device),
-        row_format="plain",
-        scale=0.25,
-        score="softmax",
-        num_levels=0,
-        for_backward=True,
     )
     return arguments._replace(**others)
 

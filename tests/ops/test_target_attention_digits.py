@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.combinations import each_pair
 from tests.fixtures import opcheck
+from tests.ops.test_target_attention import arguments_of
 from torchrec_jagged_attn import SemanticIds, jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.testing import (
@@ -159,12 +160,12 @@ def test_repeats_are_equal(num_targets, device):
 
 
 def test_opcheck(device):
-    x = inputs_of_digits([3, 0, 5], torch.float32, device=device)
-    arguments = (
-        x["query"].requires_grad_(), x["history"].contiguous(), x["offsets"], *[None] * 5,
-        x["position_bias"].requires_grad_(), x["age_bias"].requires_grad_(), x["timestamps"],
-        None, None, "digits", 0.25, "softmax", 3, True,
-    )  # fmt: skip
+    inputs = inputs_of_digits([3, 0, 5], torch.float32, device=device)
+    del inputs["prior_weights"]
+    for name in ("query", "position_bias", "age_bias"):
+        inputs[name].requires_grad_()
+    history = inputs["history"].contiguous()
+    arguments = arguments_of(inputs, history=history, row_format="digits", num_levels=3)
     opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 

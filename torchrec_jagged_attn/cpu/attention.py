@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,23 @@ QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
 
 
+class _Operands(NamedTuple):
+    """What both functions of ``attention.cpp`` take, in its order."""
+
+    q: Tensor  # scaled, in the dtype that is computed in
+    k: Tensor
+    v: Tensor
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    indices: Tensor | None
+    bias: Tensor | None  # [H, N], the sum of all biases of keys
+    by_distance: Tensor | None  # [distances, H]
+    causal: bool
+    window: int
+    score: int  # its place in SCORES
+    dropout: Tensor | None
+
+
 def forward(
     args: FlashArguments, score: str = "softmax", indices: Tensor | None = None
 ) -> FlashOutputs:
@@ -43,21 +61,15 @@ def forward(
 
     With ``indices`` ``[N]``, keys are values, and the rows of ``k`` that these name.
     """
-    q, k, v, q_offsets, kv_offsets = args[:5]
-    dtype = compute_dtype(q)
-    bias_HN, _ = _bias_of_keys(q, kv_offsets, args.biases)
-    by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
-    stats = q.new_zeros([2, *q.shape[:2]], dtype=dtype)
+    x, _ = _operands(args, score, indices)
+    stats = x.q.new_zeros([2, *x.q.shape[:2]])
     largest_MH, inverse_MH = stats
-    attend = _attend if (compiled := extension.library()) is None else compiled.forward
-    out = attend(
-        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
-        by_distance, args.causal, args.window, SCORES.index(score), args.dropout,
-        stats if args.needs_stats else stats[:0],
-    )  # fmt: skip
+    wanted = stats if args.needs_stats else stats[:0]
+    compiled = extension.library()
+    out = _attend(x, wanted) if compiled is None else compiled.forward(*x, wanted)
     if args.needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
-    return FlashOutputs(out.to(q.dtype), stats.float())
+    return FlashOutputs(out.to(args.q.dtype), stats.float())
 
 
 def backward(
@@ -77,29 +89,23 @@ def backward(
     to ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments,
     and whether the gradient of ``bias`` is asked for changes nothing here.
     """
-    q, k, v, q_offsets, kv_offsets = args[:5]
+    x, (position_bucket, age_bucket) = _operands(args, score, indices)
     relative_bias = args.relative_bias
-    dtype = compute_dtype(q)
-    bias_HN, buckets = _bias_of_keys(q, kv_offsets, args.biases)
-    grad_bias_HN = None if bias_HN is None else bias_HN.new_zeros(bias_HN.shape)
-    by_distance = _by_distance(relative_bias, q_offsets, kv_offsets, dtype)
+    grad_bias_HN = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
     grad_by_distance = bucket_of_distance = None
     if relative_bias is not None:
-        layout = JaggedLayout.from_lengths(torch.maximum(q_offsets.diff(), kv_offsets.diff()))
+        layout = JaggedLayout.from_lengths(torch.maximum(x.q_offsets.diff(), x.kv_offsets.diff()))
         distances = torch.arange(layout.num_rows) - layout.offsets[:-1][layout.sample_ids()]
         bucket_of_distance = recency_buckets(distances, len(relative_bias))
-        grad_by_distance = q.new_zeros(len(distances), q.shape[1], dtype=torch.float64)
-    compiled = extension.library()
-    differentiate = _differentiate if compiled is None else compiled.backward
-    grad_q = differentiate(
-        grad_out.to(dtype).contiguous(), (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets,
-        kv_offsets, indices, bias_HN, by_distance, args.causal, args.window, SCORES.index(score),
-        args.dropout, grad_k, grad_v, grad_bias_HN, grad_by_distance,
-    )  # fmt: skip
+        grad_by_distance = x.q.new_zeros(len(distances), x.q.shape[1], dtype=torch.float64)
+    grad_out, grads = grad_out.to(x.q.dtype).contiguous(), (grad_k, grad_v, grad_bias_HN)
+    if (compiled := extension.library()) is None:
+        grad_q = _differentiate(grad_out, x, *grads, grad_by_distance)
+    else:
+        grad_q = compiled.backward(grad_out, *x, *grads, grad_by_distance)
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
-    position_bucket, age_bucket = buckets
     return FlashGradients(
-        q=grad_q.mul_(args.scale).to(q.dtype),
+        q=grad_q.mul_(args.scale).to(args.q.dtype),
         k=grad_k,
         v=grad_v,
         bias=_bias_gradient(grad_bias_NH, None, args.bias),
@@ -126,32 +132,31 @@ def weights(args: FlashArguments, num_queries: int, score: str = "softmax") -> T
     return out
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    indices: Tensor | None,
-    bias_HN: Tensor | None,
-    by_distance: Tensor | None,
-    causal: bool,
-    window: int,
-    score: int,
-    dropout: Tensor | None,
-    stats: Tensor,
-) -> Tensor:
-    """Outputs of scaled ``q``, in its dtype, and statistics if ``stats`` has room for them."""
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
-    for queries, keys, _ in _samples(q_offsets, kv_offsets):
-        own_bias = None if bias_HN is None else bias_HN[:, keys]
-        own_keys = keys if indices is None else indices[keys]
-        scores_HLS = _by_head(q[queries]) @ _by_head(k[own_keys], q).mT
-        hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window) if causal else None
-        p_HLS, _ = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
-        kept_HLS = _dropped(p_HLS, dropout, queries, keys)
-        out[queries] = _product(kept_HLS, _by_head(v[own_keys], q), hidden_LS).transpose(0, 1)
-        if score:
+def _operands(
+    args: FlashArguments, score: str, indices: Tensor | None
+) -> tuple[_Operands, tuple[Tensor | None, Tensor | None]]:
+    """What is computed with, and ``[N]`` buckets of the positions and ages of keys."""
+    q, k, v, q_offsets, kv_offsets = args[:5]
+    dtype = compute_dtype(q)
+    bias_HN, buckets = _bias_of_keys(q, kv_offsets, args.biases)
+    by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
+    return _Operands(
+        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
+        by_distance, args.causal, args.window, SCORES.index(score), args.dropout,
+    ), buckets  # fmt: skip
+
+
+def _attend(x: _Operands, stats: Tensor) -> Tensor:
+    """Outputs, in the dtype of ``x.q``, and statistics if ``stats`` has room for them."""
+    out = x.q.new_zeros(*x.q.shape[:2], x.v.shape[2])
+    for queries, keys, _ in _samples(x.q_offsets, x.kv_offsets):
+        q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
+        scores_HLS = q_HLD @ k_HSD.mT
+        hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
+        p_HLS, _ = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
+        kept_HLS = _dropped(p_HLS, x.dropout, queries, keys)
+        out[queries] = _product(kept_HLS, v_HSD, hidden_LS).transpose(0, 1)
+        if x.score:
             stats[1:, queries] = 1
             continue
         for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
@@ -161,43 +166,28 @@ def _attend(
 
 def _differentiate(
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    indices: Tensor | None,
-    bias_HN: Tensor | None,
-    by_distance: Tensor | None,
-    causal: bool,
-    window: int,
-    score: int,
-    dropout: Tensor | None,
+    x: _Operands,
     grad_k: Tensor,
     grad_v: Tensor | None,
     grad_bias_HN: Tensor | None,
     grad_by_distance: Tensor | None,
 ) -> Tensor:
-    """Gradients of scaled ``q``, and of all others into their place.
+    """Gradients of ``x.q``, and of all others into their place.
 
     Those of a sample's distances, ``[Σ max(L, S), H]``, are the rows of it in ``grad_by_distance``.
     """
-    grad_q = q.new_zeros(q.shape)
-    for queries, keys, distances in _samples(q_offsets, kv_offsets):
-        own_bias = None if bias_HN is None else bias_HN[:, keys]
-        own_keys = keys if indices is None else indices[keys]
-        q_HLD, k_HSD, v_HSD = (
-            _by_head(q[queries]), _by_head(k[own_keys], q), _by_head(v[own_keys], q)
-        )  # fmt: skip
+    grad_q = x.q.new_zeros(x.q.shape)
+    for queries, keys, distances in _samples(x.q_offsets, x.kv_offsets):
+        q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
         grad_out_HLD = _by_head(grad_out[queries])
         scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
         hidden_LS = hidden_SL = None
-        if causal:
-            hidden_LS = _hidden(scores_HLS.shape[1], scores_HLS.shape[2], window)
+        if x.causal:
+            hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window)
             hidden_SL = hidden_LS.T
             dp_HLS.masked_fill_(hidden_LS, 0)
-        dp_HLS = _dropped(dp_HLS, dropout, queries, keys)
-        p_HLS, slopes_HLS = _weights(scores_HLS, own_bias, by_distance, hidden_LS, score)
+        dp_HLS = _dropped(dp_HLS, x.dropout, queries, keys)
+        p_HLS, slopes_HLS = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
         if slopes_HLS is not None:
             ds_HLS = slopes_HLS * dp_HLS
         else:
@@ -205,10 +195,10 @@ def _differentiate(
         if hidden_LS is not None:
             ds_HLS.masked_fill_(hidden_LS, 0)
         grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
-        kept_HLS = _dropped(p_HLS, dropout, queries, keys)
+        kept_HLS = _dropped(p_HLS, x.dropout, queries, keys)
         grad_k_SKD, grad_v_SKD = (
             _product(a_HLS.mT, b_HLD, hidden_SL)
-            .unflatten(0, (k.shape[1], -1))
+            .unflatten(0, (x.k.shape[1], -1))
             .sum(1)
             .transpose(0, 1)
             for a_HLS, b_HLD in ((ds_HLS, q_HLD), (kept_HLS, grad_out_HLD))
@@ -216,11 +206,11 @@ def _differentiate(
         if grad_v is None:
             grad_k_SKD += grad_v_SKD
         else:
-            grad_v[keys] = grad_v_SKD.to(v.dtype)
-        if indices is None:
-            grad_k[keys] = grad_k_SKD.to(k.dtype)
+            grad_v[keys] = grad_v_SKD.to(x.v.dtype)
+        if x.indices is None:
+            grad_k[keys] = grad_k_SKD.to(x.k.dtype)
         else:
-            grad_k.index_add_(0, indices[keys], grad_k_SKD)
+            grad_k.index_add_(0, x.indices[keys], grad_k_SKD)
         if grad_bias_HN is not None:
             grad_bias_HN[:, keys] = ds_HLS.sum(1)
         if grad_by_distance is not None:
@@ -242,6 +232,15 @@ def _samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, sli
         queries, keys = itertools.starmap(slice, bounds)
         if keys.start < keys.stop:
             yield queries, keys, slice(begin, end)
+
+
+def _of_sample(
+    x: _Operands, queries: slice, keys: slice
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """``q`` ``[H, L, D]``, ``k`` and ``v`` ``[H, S, D]`` of a sample, and ``[H, S]`` their bias."""
+    rows = keys if x.indices is None else x.indices[keys]
+    bias_HS = None if x.bias is None else x.bias[:, keys]
+    return _by_head(x.q[queries]), _by_head(x.k[rows], x.q), _by_head(x.v[rows], x.q), bias_HS
 
 
 def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:

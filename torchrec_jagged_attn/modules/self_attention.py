@@ -182,11 +182,12 @@ def _attend(
         scale = 1 / math.sqrt(width)
         dropped = draw_dropout(drops, q.device) if drops > 0 else None
         dropped_weights = draw_dropout(weight_drops, q.device) if weight_drops > 0 else None
-        biases = (prior_weights, None, None, None, dropped, dropped_weights, relative_bias)
-        most = 0 if window is None else window
         out, _ = _flash_attention_packet(
-            q, k, v, offsets, offsets, *biases, causal, most, scale, False
-        )
+            q, k, v, offsets, offsets, bias=prior_weights, position_bias=None, age_bias=None,
+            timestamps=None, row_dropout=dropped, dropout=dropped_weights,
+            relative_bias=relative_bias, causal=causal, window=0 if window is None else window,
+            scale=scale, needs_stats=False,
+        )  # fmt: skip
     else:
         out = jagged_flash_attention(
             q, k, v, offsets,

@@ -344,9 +344,12 @@ def _new_absorbed(args: MultiHeadArguments) -> Tensor:
 def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
-        u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets,
-        args.indices, None, None, *args.biases[:6], "digits" if args.num_levels else "plain",
-        args.scale, args.score, args.num_levels, args.for_backward,
+        u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets, args.indices,
+        row_scale=None, row_bias=None, bias=args.prior_weights, position_bias=args.position_bias,
+        age_bias=args.age_bias, timestamps=args.timestamps, row_dropout=args.row_dropout,
+        dropout=args.dropout, row_format="digits" if args.num_levels else "plain",
+        scale=args.scale, score=args.score, num_levels=args.num_levels,
+        for_backward=args.for_backward,
     )  # fmt: skip
 
 

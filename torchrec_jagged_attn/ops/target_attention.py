@@ -158,8 +158,8 @@ def jagged_target_attention(
     """
     biases = Biases(bias, position_bias, age_bias, timestamps)
     per_sample = check_arguments(
-        query, history, offsets, query_offsets, indices, row_scale, row_bias, biases,
-        prior_weights, score, num_levels,
+        query, history, offsets, biases, prior_weights, score, query_offsets=query_offsets,
+        indices=indices, row_scale=row_scale, row_bias=row_bias, num_levels=num_levels,
     )  # fmt: skip
     row_format = "plain" if num_levels is None else "digits"
     if row_scale is not None:
@@ -184,13 +184,13 @@ def check_arguments(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
-    query_offsets: Tensor | None,
-    indices: Tensor | None,
-    row_scale: Tensor | None,
-    row_bias: Tensor | None,
     biases: Biases,
     prior_weights: Tensor | None,
     score: str,
+    query_offsets: Tensor | None = None,
+    indices: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    row_bias: Tensor | None = None,
     num_levels: int | None = None,
 ) -> bool:
     """Check what :func:`jagged_target_attention` is given, but for values and probabilities.

@@ -76,9 +76,7 @@ def jagged_target_attention_weights(
                 [1.0000]])
     """
     biases = Biases(bias, position_bias, age_bias, timestamps)
-    per_sample = check_arguments(
-        query, history, offsets, None, None, None, None, biases, prior_weights, score
-    )
+    per_sample = check_arguments(query, history, offsets, biases, prior_weights, score)
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     weights = target_attention_weights(
@@ -102,7 +100,8 @@ def _forward(
 ) -> Tensor:
     """Weights ``[N, T, H]``; see :class:`TargetArguments`."""
     args = TargetArguments(
-        query, history, offsets, None, None, None, None, bias, position_bias, age_bias, timestamps,
+        query, history, offsets, query_offsets=None, indices=None, row_scale=None, row_bias=None,
+        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
         row_dropout=None, dropout=None, row_format="plain", scale=scale, score=score, num_levels=0,
         for_backward=False,
     )  # fmt: skip

@@ -9,8 +9,8 @@ from torchrec_jagged_attn.testing.cases import (
     offsets_of,
 )
 from torchrec_jagged_attn.testing.oracles import (
-    activation_unit_oracle,
-    activation_unit_plain,
+    ScoreBiases,
+    activation_unit,
     flash_attention_oracle,
     flash_attention_plain,
     recency_bias_oracle,
@@ -30,9 +30,9 @@ from torchrec_jagged_attn.testing.tolerance import (
 __all__ = [
     "CASES",
     "Case",
+    "ScoreBiases",
     "TF32Products",
-    "activation_unit_oracle",
-    "activation_unit_plain",
+    "activation_unit",
     "assert_close",
     "assert_matches_oracle",
     "error_bound",

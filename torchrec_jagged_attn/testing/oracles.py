@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
-    "activation_unit_oracle",
-    "activation_unit_plain",
+    "ScoreBiases",
+    "activation_unit",
     "flash_attention_oracle",
     "flash_attention_plain",
     "recency_bias_oracle",
@@ -22,41 +23,56 @@ __all__ = [
 ]
 
 
+class ScoreBiases(NamedTuple):
+    """What is added to the scores of ``N`` rows. Oracles take it by keywords, as the ops do.
+
+    Attributes:
+        bias: ``[N, H]``.
+        position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
+        age_bias: ``[A, H]``, by the bucket of a row's age.
+        timestamps: ``[N]``, of which the ages are taken.
+        prior_weights: ``[N]``, of which the logarithms are added.
+    """
+
+    bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    age_bias: Tensor | None = None
+    timestamps: Tensor | None = None
+    prior_weights: Tensor | None = None
+
+
 def target_attention_oracle(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
     query_offsets: Tensor | None = None,
-    bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
+    *,
     scale: float | None = None,
     score: str = "softmax",
     weight_factors: Tensor | None = None,
+    **biases: Tensor | None,
 ) -> Tensor:
     """``jagged_target_attention``: flash attention with a query for each target, whose heads share
     the rows of the history; give it fp64 tensors.
 
     ``weight_factors``, ``[B · T, H, N]`` or ``[ΣT, H, N]``, are what weights are multiplied with.
     """
-    shape = query.shape
+    shape, added = query.shape, ScoreBiases(**biases)
     if query_offsets is None:
         shape = (offsets.numel() - 1, *query.shape[1:])
         num_targets = 1 if query.dim() == 3 else query.shape[1]
         query = query.expand(shape).reshape(-1, *query.shape[-2:])
         query_offsets = torch.arange(shape[0] + 1, device=query.device) * num_targets
     if score != "softmax":
-        bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
+        bias = recency_bias_oracle(offsets, added)
         out = _own_scores_oracle(
             query, history, offsets, query_offsets, bias, scale, score, weight_factors
         )
         return out.view(shape)
     rows = history.unsqueeze(1)
     out = flash_attention_oracle(
-        query, rows, rows, query_offsets, offsets, bias, position_bias, age_bias, timestamps,
-        prior_weights, scale=scale, weight_factors=weight_factors,
+        query, rows, rows, query_offsets, offsets,
+        scale=scale, weight_factors=weight_factors, **added._asdict(),
     )  # fmt: skip
     return out.view(shape)
 
@@ -101,18 +117,14 @@ def target_attention_plain(
     history: Tensor,
     offsets: Tensor,
     query_offsets: Tensor | None = None,
-    bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
+    *,
     scale: float | None = None,
     score: str = "softmax",
     weight_factors: Tensor | None = None,
+    **biases: Tensor | None,
 ) -> Tensor:
     """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
-    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
-    bias, left = _with_prior_weights(bias, prior_weights, query.dtype)
+    bias, left = _bias_of_rows(offsets, ScoreBiases(**biases), query.dtype)
     index, real = _padding(offsets, history.shape[0])  # [B, L]
     q_BTHD = query
     if query_offsets is not None:
@@ -146,7 +158,7 @@ def target_attention_plain(
     return out.squeeze(1) if query.dim() == 3 else out
 
 
-def activation_unit_oracle(
+def activation_unit(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
@@ -156,36 +168,14 @@ def activation_unit_oracle(
     bias_2: Tensor,
     weight_3: Tensor,
     bias_3: Tensor,
+    *,
     activation: str = "sigmoid",
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
+    **biases: Tensor | None,
 ) -> Tensor:
-    """``jagged_activation_unit`` by the network on each row's features; give it fp64 tensors."""
-    return activation_unit_plain(
-        query, history, offsets, weight_1, bias_1, weight_2, bias_2, weight_3, bias_3, activation,
-        position_bias, age_bias, timestamps, prior_weights,
-    )  # fmt: skip
-
-
-def activation_unit_plain(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    bias_2: Tensor,
-    weight_3: Tensor,
-    bias_3: Tensor,
-    activation: str = "sigmoid",
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
-) -> Tensor:
-    """``jagged_activation_unit`` as people write it, padded, in the inputs' dtype."""
+    """``jagged_activation_unit`` by the network on each row's features, padded: the oracle in fp64,
+    and the plain formula in the inputs' dtype.
+    """
+    added = ScoreBiases(bias=None, **biases)  # it has no bias [N, H]
     activate = {"sigmoid": torch.sigmoid, "silu": F.silu, "relu": F.relu}[activation]
     index, real = _padding(offsets, history.shape[0])
     u = _pad(history, index)  # [B, L, D]
@@ -194,11 +184,11 @@ def activation_unit_plain(
     for weight, bias in ((weight_1, bias_1), (weight_2, bias_2)):
         x = activate(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)))
     weights = F.linear(x, weight_3.to(x.dtype), bias_3.to(x.dtype)).squeeze(-1)
-    logs = recency_bias_oracle(offsets, None, position_bias, age_bias, timestamps)
+    logs = recency_bias_oracle(offsets, added)
     if logs is not None:
         weights = weights * _pad(logs.exp().squeeze(1), index)
-    if prior_weights is not None:
-        weights = weights * _pad(prior_weights, index)
+    if added.prior_weights is not None:
+        weights = weights * _pad(added.prior_weights, index)
     weights = weights.masked_fill(~real, 0).to(u.dtype)
     return torch.einsum("bl,bld->bd", weights, u)
 
@@ -207,19 +197,15 @@ def target_attention_weights(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
-    bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
+    *,
     scale: float | None = None,
     score: str = "softmax",
+    **biases: Tensor | None,
 ) -> Tensor:
     """``jagged_target_attention_weights`` by the textbook formula, sample by sample: the oracle in
     fp64, and the plain formula in the inputs' dtype.
     """
-    bias = recency_bias_oracle(offsets, bias, position_bias, age_bias, timestamps)
-    bias, left = _with_prior_weights(bias, prior_weights, query.dtype)
+    bias, left = _bias_of_rows(offsets, ScoreBiases(**biases), query.dtype)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     q_BTHD = query.unsqueeze(1) if query.dim() == 3 else query
     weights = query.new_zeros(history.shape[0], *q_BTHD.shape[1:3])
@@ -241,14 +227,9 @@ def target_attention_weights(
     return weights.squeeze(1) if query.dim() == 3 else weights
 
 
-def recency_bias_oracle(
-    offsets: Tensor,
-    bias: Tensor | None,
-    position_bias: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-) -> Tensor | None:
+def recency_bias_oracle(offsets: Tensor, biases: ScoreBiases) -> Tensor | None:
     """``[N, H]``: ``bias`` and the scores by position and age, by integer arithmetic."""
+    bias, position_bias, age_bias, timestamps, _ = biases
     positions, ages = [], []
     times = None if timestamps is None else timestamps.tolist()
     bounds = offsets.tolist()
@@ -271,34 +252,30 @@ def flash_attention_oracle(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor | None = None,
-    bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
+    *,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
     weight_factors: Tensor | None = None,
+    **biases: Tensor | None,
 ) -> Tensor:
     """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
 
     ``weight_factors``, ``[ΣLq, H, ΣLk]``, are what weights are multiplied with: those of a softmax.
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
-    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
-    bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
+    bias, left = _bias_of_rows(kv_offsets, ScoreBiases(**biases), q.dtype)
     if bias is not None and left is not None:
         bias = bias.masked_fill(~left.unsqueeze(1), -torch.inf)
     q_lengths, kv_lengths = q_offsets.diff().tolist(), kv_offsets.diff().tolist()
-    biases = [None] * len(q_lengths) if bias is None else bias.to(q.dtype).split(kv_lengths)
+    added = [None] * len(q_lengths) if bias is None else bias.to(q.dtype).split(kv_lengths)
     factors = [None] * len(q_lengths)
     if weight_factors is not None:
         by_sample = enumerate(weight_factors.split(q_lengths))
         factors = [x.split(kv_lengths, 2)[b] for b, x in by_sample]
     outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
     for q_LHD, k_LHD, v_LHD, bias_LH, factors_LHS in zip(
-        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), biases, factors, strict=True
+        q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), added, factors, strict=True
     ):
         num_rows, num_keys = q_LHD.shape[0], k_LHD.shape[0]
         if num_rows == 0 or num_keys == 0:
@@ -342,21 +319,17 @@ def flash_attention_plain(
     v: Tensor,
     q_offsets: Tensor,
     kv_offsets: Tensor | None = None,
-    bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    age_bias: Tensor | None = None,
-    timestamps: Tensor | None = None,
-    prior_weights: Tensor | None = None,
+    *,
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
     weight_factors: Tensor | None = None,
+    **biases: Tensor | None,
 ) -> Tensor:
     """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
     group = q.shape[1] // k.shape[1]
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
-    bias = recency_bias_oracle(kv_offsets, bias, position_bias, age_bias, timestamps)
-    bias, left = _with_prior_weights(bias, prior_weights, q.dtype)
+    bias, left = _bias_of_rows(kv_offsets, ScoreBiases(**biases), q.dtype)
     q_index, q_real = _padding(q_offsets, q.shape[0])
     kv_index, kv_real = _padding(kv_offsets, k.shape[0])
     if left is not None:
@@ -383,12 +356,13 @@ def flash_attention_plain(
     return out[q_real]
 
 
-def _with_prior_weights(
-    bias: Tensor | None, prior_weights: Tensor | None, dtype: torch.dtype
+def _bias_of_rows(
+    offsets: Tensor, biases: ScoreBiases, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """``[N, H]`` or ``[N, 1]``: ``bias`` plus the logarithms of prior weights, but of removed rows;
-    and ``[N]``, which rows are left.
+    """``[N, H]`` or ``[N, 1]``: the sum of ``biases``, without the logarithms of removed rows; and
+    ``[N]``, which rows are left.
     """
+    bias, prior_weights = recency_bias_oracle(offsets, biases), biases.prior_weights
     if prior_weights is None:
         return bias, None
     left = prior_weights > 0

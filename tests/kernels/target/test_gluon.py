@@ -12,6 +12,7 @@ from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
     FAR_TIMES,
+    arguments_of,
     buckets_apart,
     draw_prior_weights,
     inputs_of,
@@ -366,9 +367,8 @@ def test_repeats_are_bit_equal(dtype, launched):
 @pytest.mark.parametrize("for_backward", [False, True])
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
-    op = torch.ops.torchrec_jagged_attn.target_attention
-    arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 10
-    out, rest, _ = op(*arguments, "plain", 0.25, "softmax", 0, for_backward)
+    arguments = arguments_of(inputs, bias=None, for_backward=for_backward)
+    out, rest, _ = torch.ops.torchrec_jagged_attn.target_attention(*arguments)
     assert torch.isfinite(out).all()
     assert rest.numel() == (out.numel() if for_backward else 0)
     assert torch.isfinite(rest).all()
