@@ -28,30 +28,30 @@ GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
 
 
 @gluon.jit
-def tell(places, turn, tile, STAGES: gl.constexpr):
-    """Leave the numbers that say where this turn's ``tile`` lies in shared memory."""
+def tell(places, step, tile, STAGES: gl.constexpr):
+    """Leave the numbers that say where this step's ``tile`` lies in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     FIELDS: gl.constexpr = places.shape[0] // STAGES
     for field in gl.static_range(FIELDS):
         value = gl.full([1], tile[field], gl.int32, layout)
-        places.index(turn % STAGES * FIELDS + field).store(value)
+        places.index(step % STAGES * FIELDS + field).store(value)
 
 
 @gluon.jit
-def hear(places, turn, field: gl.constexpr, STAGES: gl.constexpr):
+def hear(places, step, field: gl.constexpr, STAGES: gl.constexpr):
     """One of the numbers that :func:`tell` has left."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     FIELDS: gl.constexpr = places.shape[0] // STAGES
-    return gl.max(places.index(turn % STAGES * FIELDS + field).load(layout), 0)
+    return gl.max(places.index(step % STAGES * FIELDS + field).load(layout), 0)
 
 
 @gluon.jit
-def next_tile(places, queries, turn):
-    """``(row, count, num_keys, head)`` of this turn's tile, once its queries are there."""
+def next_tile(places, queries, step):
+    """``(row, count, num_keys, head)`` of this step's tile, once its queries are there."""
     STAGES: gl.constexpr = queries.full.shape[0]
-    wait_full(queries, turn)
-    row, count = hear(places, turn, 0, STAGES), hear(places, turn, 1, STAGES)
-    num_keys, head = hear(places, turn, 2, STAGES), hear(places, turn, 3, STAGES)
+    wait_full(queries, step)
+    row, count = hear(places, step, 0, STAGES), hear(places, step, 1, STAGES)
+    num_keys, head = hear(places, step, 2, STAGES), hear(places, step, 3, STAGES)
     return row, count, num_keys, head
 
 

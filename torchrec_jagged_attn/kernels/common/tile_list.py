@@ -133,9 +133,9 @@ def list_tiles(
     """List the tiles of ``block`` rows of one side, those that meet most of the other side first.
 
     Samples of at most ``short`` rows on both sides are left out. There may be no more tiles than
-    ``capacity``, see :func:`most_tiles`. The tiles of a sample lie one after the other; unless
-    samples that have about as many rows of the other side as ``together``, a power of two, take
-    turns: the first tile of each of them, then the second ones.
+    ``capacity``, see :func:`most_tiles`. The tiles of a sample lie one after the other, unless
+    ``together``, a power of two, is given. Then neighboring samples, which together have about
+    so many rows of the other side, are interleaved: the first tile of each, then the second ones.
 
     Returns:
         ``[1 + capacity, FIELDS]`` int64: how many tiles there are, a zero for programs to count

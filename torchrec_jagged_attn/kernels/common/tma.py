@@ -1,7 +1,7 @@
 """Boxes of jagged rows for the tensor memory accelerator, and rings of them in shared memory.
 
-A ring has room for STAGES tiles, which one warp fills and others read, in turn: tile ``n`` lies
-where tile ``n - STAGES`` was. Each place has two barriers: ``full``, which opens once a tile is
+A ring has room for STAGES tiles, which one warp fills and others read: tile ``n`` lies where
+tile ``n - STAGES`` was. Each stage has two barriers: ``full``, which opens once a tile is
 there, and ``empty``, which opens once all readers have released it.
 """
 

@@ -412,13 +412,13 @@ def grad_relative_kernel(
     i, j = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     sums = tl.zeros([C.GROUPS, 16], tl.float32)
     highest = (row - begin).to(tl.int32) // BLOCK
-    first_turn, turns = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
+    first_step, end_step = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
     if window is not None:  # others have no pair that is seen
-        most, step = num_keys - num_rows + highest * BLOCK, num_tiles * BLOCK
-        first_turn = tl.cdiv(window_begin(most - BLOCK + 1, window), step)
-        turns = tl.minimum(turns, tl.cdiv(tl.maximum(most + BLOCK, 0), step))
-    for turn in range(first_turn, turns):
-        diagonal = highest - turn * num_tiles
+        most, stride = num_keys - num_rows + highest * BLOCK, num_tiles * BLOCK
+        first_step = tl.cdiv(window_begin(most - BLOCK + 1, window), stride)
+        end_step = tl.minimum(end_step, tl.cdiv(tl.maximum(most + BLOCK, 0), stride))
+    for step in range(first_step, end_step):
+        diagonal = highest - step * num_tiles
         first = num_keys - num_rows + diagonal * BLOCK
         low, high = tl.maximum(diagonal, 0), tl.minimum(num_tiles, num_key_tiles + diagonal)
         bias = scores_by_distance(biases.by_distance, reach, head, first, BLOCK, BLOCK)

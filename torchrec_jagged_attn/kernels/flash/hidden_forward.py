@@ -227,7 +227,7 @@ _launch = Launcher(mend_outputs_kernel)
 def lanes_of(num_rows: int, num_samples: int, tile: int, lanes: int) -> tuple[int, int]:
     """How many lanes the tiles of a sample get, as a power of two, and how many groups that makes.
 
-    About as many as the tiles of twice the mean sample: others take turns.
+    About as many as the tiles of twice the mean sample; of longer samples a lane has several.
     """
     tiles = num_rows // max(1, num_samples * tile)
     shift = min(tiles.bit_length(), lanes.bit_length() - 1)

@@ -112,7 +112,7 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
     # taken have begun: none waits for a program that has no multiprocessor yet.
     work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
     n = work * 0
-    turn = work * 0
+    step = work * 0
     while work < num_work:
         kv_head = work % C.HK
         tile_ptr = tiles_ptr + (1 + work // C.HK) * FIELDS
@@ -126,11 +126,11 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
         slot = base // C.BLOCK_M + sample.to(gl.int32)
         sum_slot = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
         tile = KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
-        wait_empty(board, turn)
-        tell(board.places, turn, tile, TILES)
-        give(board, turn)
-        wait_empty(rings.k, turn)
-        fill(rings.k, turn, inputs.k, row + count, count, kv_head)
+        wait_empty(board, step)
+        tell(board.places, step, tile, TILES)
+        give(board, step)
+        wait_empty(rings.k, step)
+        fill(rings.k, step, inputs.k, row + count, count, kv_head)
         first, end = query_tiles(tile, window, C)
         is_new = gl.to_tensor(True)
         for member in range(C.H // C.HK):
@@ -147,20 +147,20 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
                     rings.stats.index(stage),
                 )
                 if is_new:
-                    wait_empty(rings.v, turn)
-                    fill(rings.v, turn, inputs.v, row + count, count, kv_head)
+                    wait_empty(rings.v, step)
+                    fill(rings.v, step, inputs.v, row + count, count, kv_head)
                     is_new = gl.to_tensor(False)
                 wait_empty(rings.grad_out, n)
                 fill(rings.grad_out, n, inputs.grad_out, q_end, remaining, head)
                 n += 1
         if is_new:
-            wait_empty(rings.v, turn)
-            fill(rings.v, turn, inputs.v, row + count, count, kv_head)
-        turn += 1
+            wait_empty(rings.v, step)
+            fill(rings.v, step, inputs.v, row + count, count, kv_head)
+        step += 1
         work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-    wait_empty(board, turn)
-    tell(board.places, turn, (work, work, work, work, -1, work, work, work), TILES)
-    give(board, turn)
+    wait_empty(board, step)
+    tell(board.places, step, (work, work, work, work, -1, work, work, work), TILES)
+    give(board, step)
 
 
 @gluon.jit
@@ -289,9 +289,9 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     skipped: gl.constexpr = GROUP * GROUP_ROWS
     r = (skipped + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout)))[:, None]
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         row, count, num_rows = tile.row, tile.remaining, tile.num_rows
         first, end = query_tiles(tile, window, C)
@@ -309,10 +309,10 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
             whole_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
         acc_k = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
         acc_v = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
-        wait_full(rings.k, turn)
-        wait_full(rings.v, turn)
-        k_tile = rows(rings.k, turn)
-        k, v = k_tile.slice(skipped, GROUP_ROWS), rows(rings.v, turn).slice(skipped, GROUP_ROWS)
+        wait_full(rings.k, step)
+        wait_full(rings.v, step)
+        k_tile = rows(rings.k, step)
+        k, v = k_tile.slice(skipped, GROUP_ROWS), rows(rings.v, step).slice(skipped, GROUP_ROWS)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
@@ -321,15 +321,15 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
                 (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
                 num_rows - count + skipped, window, factor, scale, C, GROUP,
             )  # fmt: skip
-        release(rings.k, turn)
-        release(rings.v, turn)
+        release(rings.k, step)
+        release(rings.v, step)
         if count > skipped:
             _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, GROUP)
             _store(
                 outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, GROUP
             )
-        turn += 1
-        tile = next_tile(board, turn)
+        step += 1
+        tile = next_tile(board, step)
     tma.store_wait(0)
 
 
@@ -338,12 +338,12 @@ def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr)
     """What four warps do: what a tile's keys give to the gradients of queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     zeros = gl.zeros([C.BLOCK_M, C.BLOCK_D], gl.float32, layout)
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
-        k = read(keys, turn)
+        k = read(keys, step)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             for m in range(first, end):
@@ -353,9 +353,9 @@ def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr)
                 release(weights, n)
                 add_part(sums, acc, m, n, tile, head, scale, C, 0)
                 n += 1
-        release(keys, turn)
-        turn += 1
-        tile = next_tile(board, turn)
+        release(keys, step)
+        step += 1
+        tile = next_tile(board, step)
     tma.store_wait(0)
 
 

@@ -77,7 +77,7 @@ class Rings(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What turns products into scores.
+    """How scores are made of products.
 
     Attributes:
         zero_ptr: where the list of the head has the distance 0, see ``distance_bias.py``.
@@ -120,7 +120,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
     work = gl.program_id(0)
     n = work * 0
-    turn = work * 0
+    step = work * 0
     while work < num_work:
         head = work % C.H
         tile_ptr = tiles_ptr + (1 + work // C.H) * FIELDS
@@ -130,10 +130,10 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
         num_keys = gl.load(tile_ptr + 4).to(gl.int32)
         # Which program takes a tile depends on time, and nothing on which program it is.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-        wait_empty(rings.q, turn)
-        tell(rings.places, turn, (row, count, num_keys, head), C.STAGES)
-        fill(rings.q, turn, q_desc, row + count, count, head)
-        turn += 1
+        wait_empty(rings.q, step)
+        tell(rings.places, step, (row, count, num_keys, head), C.STAGES)
+        fill(rings.q, step, q_desc, row + count, count, head)
+        step += 1
         kv_head = head // (C.H // C.HK)
         last = _last_keys(count, num_keys, C)
         first = _first_keys(count, num_keys, window, C)
@@ -144,9 +144,9 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
             wait_empty(rings.v, n)
             fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
-    wait_empty(rings.q, turn)
-    tell(rings.places, turn, (work, work, work, -1), C.STAGES)
-    give(rings.q, turn)
+    wait_empty(rings.q, step)
+    tell(rings.places, step, (work, work, work, -1), C.STAGES)
+    give(rings.q, step)
 
 
 @gluon.jit
@@ -246,13 +246,13 @@ def _attend(
     skipped: gl.constexpr = GROUP * GROUP_ROWS
     r = skipped + gl.arange(0, GROUP_ROWS, by_query)
     n = num_stats * 0
-    turn = num_stats * 0
-    row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
+    step = num_stats * 0
+    row, count, num_keys, head = next_tile(rings.places, rings.q, step)
     while head >= 0:
         last = _last_keys(count, num_keys, C)
         first = _first_keys(count, num_keys, window, C)
         if count <= skipped:
-            release(rings.q, turn)
+            release(rings.q, step)
             n = _leave_out(rings, n, (last - first) // BLOCK_N + 1)
         else:
             high = num_keys
@@ -268,7 +268,7 @@ def _attend(
                 whole = gl.minimum(whole, full)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)
-            q = rows(rings.q, turn).slice(skipped, GROUP_ROWS)
+            q = rows(rings.q, step).slice(skipped, GROUP_ROWS)
             maximum = gl.full([GROUP_ROWS], -float("inf"), gl.float32, by_query)
             total = gl.zeros([GROUP_ROWS], gl.float32, by_query)
             acc = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_values)
@@ -289,7 +289,7 @@ def _attend(
                 acc, p, maximum, total, n = _attend_to(
                     acc, p, maximum, total, q, rings, n, first, whole, scores, C, MASKED=True
                 )
-            release(rings.q, turn)
+            release(rings.q, step)
             acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             release(rings.v, n)
@@ -304,8 +304,8 @@ def _attend(
             copy_out(out_desc, row + count, count - skipped, head, out)
             stat = (row.to(gl.int64) + r) * C.H + head
             store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
-        turn += 1
-        row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
+        step += 1
+        row, count, num_keys, head = next_tile(rings.places, rings.q, step)
     tma.store_wait(0)
 
 

@@ -193,22 +193,22 @@ def _read_values(v_desc, tiles, barriers, place, C: gl.constexpr):
 
 
 @gluon.jit
-def _attend(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexpr):
-    """Attend for an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
+def _attend(operands, place, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+    """Attend for an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
 
     Those of the ``following`` one are copied as soon as there is room.
     """
     q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
     num_stats, window, factor = numbers
     q_end, num_rows, _, num_keys, head, _ = place
-    mbarrier.wait(barriers.index(0), turn & 1)
+    mbarrier.wait(barriers.index(0), step & 1)
     q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
     products = _multiply(q, k.permute((1, 0)))
     thread_barrier()
     _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, False)
     p, maximum, total = _softmax(products, factor, visible)
-    mbarrier.wait(barriers.index(1), turn & 1)
+    mbarrier.wait(barriers.index(1), step & 1)
     acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
     tma.store_wait(0)
     thread_barrier()
@@ -255,7 +255,7 @@ def forward_kernel(
     )  # fmt: skip
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
-    turn = n * 0
+    step = n * 0
     place = _locate(n, end, samples, C, False)
     fence_async_shared()
     thread_barrier()
@@ -266,10 +266,10 @@ def forward_kernel(
         following = _locate(n, end, samples, C, False)
         if place.taken:
             if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= C.BLOCK_M // 2:
-                _attend(operands, place, following, turn, C, C.BLOCK_M // 2)
+                _attend(operands, place, following, step, C, C.BLOCK_M // 2)
             else:
-                _attend(operands, place, following, turn, C, C.BLOCK_M)
-            turn += 1
+                _attend(operands, place, following, step, C, C.BLOCK_M)
+            step += 1
         else:
             _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
             _read_values(v_desc, tiles, barriers, following, C)
@@ -310,8 +310,8 @@ def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexpr):
-    """Gradients of an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
+def _differentiate(operands, place, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+    """Gradients of an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
 
     They leave from where the rows were, as soon as these are not needed.
     """
@@ -319,8 +319,8 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
     grad_q_desc, grad_k_desc, grad_v_desc = grads
     q_end, num_rows, kv_end, num_keys, head, _ = place
     MEMBERS: gl.constexpr = C.H // C.HK
-    stage = turn % C.STAGES
-    mbarrier.wait(barriers.index(stage), (turn // C.STAGES) & 1)
+    stage = step % C.STAGES
+    mbarrier.wait(barriers.index(stage), (step // C.STAGES) & 1)
     q_tile, k_tile = tiles.index(stage * 4), tiles.index(stage * 4 + 1)
     v_tile, grad_out_tile = tiles.index(stage * 4 + 2), tiles.index(stage * 4 + 3)
     q, k = _rows(q_tile, ROWS), _rows(k_tile, ROWS)
@@ -330,7 +330,7 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
     if C.STAGES == 2:
         tma.store_wait(0)
         thread_barrier()
-        _read_all(inputs, tiles, barriers, (turn + 1) % C.STAGES, following, C)
+        _read_all(inputs, tiles, barriers, (step + 1) % C.STAGES, following, C)
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
@@ -408,22 +408,22 @@ def backward_kernel(
     operands = (inputs, grads, tiles, weights, sums, barriers, window, factor, scale)
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
-    turn = n * 0
+    step = n * 0
     place = _locate(n, end, samples, C, True)
     fence_async_shared()
     thread_barrier()
-    _read_all(inputs, tiles, barriers, turn, place, C)
+    _read_all(inputs, tiles, barriers, step, place, C)
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, True)
         if place.taken:
             if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
-                _differentiate(operands, place, following, turn, C, BLOCK // 2)
+                _differentiate(operands, place, following, step, C, BLOCK // 2)
             else:
-                _differentiate(operands, place, following, turn, C, BLOCK)
-            turn += 1
+                _differentiate(operands, place, following, step, C, BLOCK)
+            step += 1
         else:  # where nothing has been read, and what is to be written has left
-            _read_all(inputs, tiles, barriers, turn % C.STAGES, following, C)
+            _read_all(inputs, tiles, barriers, step % C.STAGES, following, C)
         place = following
     tma.store_wait(0)
     if C.OVERLAP:

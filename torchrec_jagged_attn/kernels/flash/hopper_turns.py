@@ -96,15 +96,15 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def next_tile(board, turn):
-    """This turn's KeyTile, once it is known."""
-    wait_full(board, turn)
+def next_tile(board, step):
+    """This step's KeyTile, once it is known."""
+    wait_full(board, step)
     places = board.places
-    row, count = hear(places, turn, 0, TILES), hear(places, turn, 1, TILES)
-    base, num_rows = hear(places, turn, 2, TILES), hear(places, turn, 3, TILES)
-    kv_head, number = hear(places, turn, 4, TILES), hear(places, turn, 5, TILES)
-    slot, sum_slot = hear(places, turn, 6, TILES), hear(places, turn, 7, TILES)
-    release(board, turn)
+    row, count = hear(places, step, 0, TILES), hear(places, step, 1, TILES)
+    base, num_rows = hear(places, step, 2, TILES), hear(places, step, 3, TILES)
+    kv_head, number = hear(places, step, 4, TILES), hear(places, step, 5, TILES)
+    slot, sum_slot = hear(places, step, 6, TILES), hear(places, step, 7, TILES)
+    release(board, step)
     return KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
 
 
@@ -183,9 +183,9 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
 @gluon.jit
 def await_turns(turns_ptr, granted, board, window, C: gl.constexpr):
     """What one warp does: look out for a tile's turn to add to each gradient of queries."""
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
         for member in range(C.H // C.HK):
@@ -199,16 +199,16 @@ def await_turns(turns_ptr, granted, board, window, C: gl.constexpr):
                     seen = gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu")
                 give(granted, n)
                 n += 1
-        turn += 1
-        tile = next_tile(board, turn)
+        step += 1
+        tile = next_tile(board, step)
 
 
 @gluon.jit
 def pass_turns(turns_ptr, added, board, window, C: gl.constexpr, PASSER: gl.constexpr):
     """What one warp does: give every other turn to the next tile once this one has added."""
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
         for member in range(C.H // C.HK):
@@ -221,5 +221,5 @@ def pass_turns(turns_ptr, added, board, window, C: gl.constexpr, PASSER: gl.cons
                         gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
                     release(added, n)
                 n += 1
-        turn += 1
-        tile = next_tile(board, turn)
+        step += 1
+        tile = next_tile(board, step)

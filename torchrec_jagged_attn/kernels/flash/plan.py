@@ -173,8 +173,8 @@ class Plan:
             whole.
         long_samples: the path of all others.
         most_short: the most rows of a sample that is short; 0 where none is.
-        together: as how many rows of the other side samples have whose tiles of keys take turns in
-            the list, see ``list_tiles``.
+        together: how many rows of the other side samples have whose tiles of keys are interleaved
+            in the list, see ``list_tiles``.
         constants: of every general kernel, but for strides and tiles.
     """
 

@@ -142,7 +142,7 @@ def _load(
     num_work = gl.load(tiles_ptr).to(gl.int32)
     work = gl.program_id(0)
     n = work * 0
-    turn = work * 0
+    step = work * 0
     while work < num_work:
         tile_ptr = tiles_ptr + (1 + work) * FIELDS
         sample, row = gl.load(tile_ptr), gl.load(tile_ptr + 1)
@@ -156,21 +156,21 @@ def _load(
         high = first // LOW
         low = first - high * LOW
         y_end = base + num_n
-        wait_empty(xs, turn)
-        tell(rings.places, turn, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
-        fill(xs, turn, x_desc, row.to(gl.int32) + count, count, 0)
-        wait_empty(ends, 2 * turn)
-        fill(ends, 2 * turn, ends_desc, y_end, num_n, 0)
-        wait_empty(ends, 2 * turn + 1)
-        fill(ends, 2 * turn + 1, ends_desc, y_end, gl.minimum(num_n, VECTOR), 0)
-        turn += 1
+        wait_empty(xs, step)
+        tell(rings.places, step, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
+        fill(xs, step, x_desc, row.to(gl.int32) + count, count, 0)
+        wait_empty(ends, 2 * step)
+        fill(ends, 2 * step, ends_desc, y_end, num_n, 0)
+        wait_empty(ends, 2 * step + 1)
+        fill(ends, 2 * step + 1, ends_desc, y_end, gl.minimum(num_n, VECTOR), 0)
+        step += 1
         for tile in range(_num_tiles(num_n, BLOCK_N)):
             wait_empty(ys, n)
             fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0)
             n += 1
-    wait_empty(xs, turn)
-    tell(rings.places, turn, (work, work, work, -1), STAGES)
-    give(xs, turn)
+    wait_empty(xs, step)
+    tell(rings.places, step, (work, work, work, -1), STAGES)
+    give(xs, step)
 
 
 @gluon.constexpr_function
@@ -236,22 +236,22 @@ def _multiply(out_ptr, rings, GROUP: gl.constexpr):
     skipped: gl.constexpr = GROUP * GROUP_ROWS
     c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, vectors))
     nothing = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.int32, vectors)
-    turn = gl.program_id(0) * 0
-    n = turn
-    count, num_n, low, high = next_tile(rings.places, xs, turn)
+    step = gl.program_id(0) * 0
+    n = step
+    count, num_n, low, high = next_tile(rings.places, xs, step)
     while high >= 0:
         num_tiles = _num_tiles(num_n, BLOCK_N)
         if count <= skipped:
-            release(xs, turn)
+            release(xs, step)
             n = _leave_out(ys, n, num_tiles)
-            _leave_out(ends, 2 * turn, 2)
+            _leave_out(ends, 2 * step, 2)
         else:
-            x = rows(xs, turn).slice(skipped, GROUP_ROWS)
+            x = rows(xs, step).slice(skipped, GROUP_ROWS)
             x = x.load(gl.DotOperandLayout(0, products_by_group(BLOCK_N, 4), 2))
             thread_barrier()
-            release(xs, turn)
+            release(xs, step)
             first = high.to(gl.int64) * LOW + low
-            _store_ends(out_ptr, x, ends, 2 * turn, first, count, num_n, skipped)
+            _store_ends(out_ptr, x, ends, 2 * step, first, count, num_n, skipped)
             r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, vectors))
             inside = (r < count)[:, None]
             by_vector = shift[:, None] + nothing
@@ -266,8 +266,8 @@ def _multiply(out_ptr, rings, GROUP: gl.constexpr):
                 new = ((c >= VECTOR) | (start == 0))[None, :]
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
                 gl.store(ptrs, out, mask=inside & whole & new)
-        turn += 1
-        count, num_n, low, high = next_tile(rings.places, xs, turn)
+        step += 1
+        count, num_n, low, high = next_tile(rings.places, xs, step)
 
 
 @gluon.jit
