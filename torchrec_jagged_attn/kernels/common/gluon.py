@@ -11,20 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchrec_jagged_attn.kernels.common.tma import read, wait_full
 
 __all__ = [
-    "GROUP_ROWS",
+    "WG_ROWS",
     "as_operand",
     "as_rows",
     "hear",
     "launch_dependents",
     "multiply_keys",
     "next_tile",
-    "products_by_group",
     "products_by_warp",
+    "products_by_warpgroup",
     "tell",
     "thread_barrier",
     "wait_for_last_kernel",
 ]
-GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
+WG_ROWS = gl.constexpr(64)  # queries of a warpgroup
 
 
 @gluon.jit
@@ -61,7 +61,7 @@ def multiply_keys(q, keys, n):
     k = read(keys, n)
     BLOCK_N: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout)
+    zeros = gl.zeros([WG_ROWS, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -72,8 +72,8 @@ def as_operand(weights, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def products_by_group(columns, warps):
-    """The tensor cores' products of groups of four warps, ``columns`` on their N side."""
+def products_by_warpgroup(columns, warps):
+    """The tensor cores' products of warpgroups, of four warps each, ``columns`` on their N side."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 

@@ -93,19 +93,19 @@ def _list_tiles_kernel(
     num_tiles = tl.where(of_class == own_class, num_tiles, 0)
     place = listed + tl.cumsum(num_tiles, 0) - num_tiles
     lane = tl.arange(0, CHUNK)
-    group = lane
+    first_lane = lane
     if TOGETHER > 0:
         size = tl.minimum(tl.maximum(TOGETHER >> (own_class + 1), 1), CHUNK)  # a power of two
-        group = lane & -size
-        place = tl.gather(place, group, 0)
+        first_lane = lane & -size
+        place = tl.gather(place, first_lane, 0)
     for tile in range(tl.max(num_tiles)):
         mask, start = tile < num_tiles, tile * BLOCK
         at = place
         if TOGETHER > 0:
             upto = tl.cumsum(mask.to(tl.int32), 0)
-            before = tl.gather(upto - mask.to(tl.int32), group, 0)
+            before = tl.gather(upto - mask.to(tl.int32), first_lane, 0)
             at += upto - 1 - before
-            place += tl.gather(upto, group | (size - 1), 0) - before
+            place += tl.gather(upto, first_lane | (size - 1), 0) - before
         else:
             place += 1
         ptrs = tiles_ptr + (1 + at) * FIELDS

@@ -410,7 +410,7 @@ def grad_relative_kernel(
     num_rows = (row + count - begin).to(tl.int32)
     num_tiles, num_key_tiles = tl.cdiv(num_rows, BLOCK), tl.cdiv(num_keys, BLOCK)
     i, j = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
-    sums = tl.zeros([C.GROUPS, 16], tl.float32)
+    sums = tl.zeros([C.BLOCKS_R, 16], tl.float32)
     highest = (row - begin).to(tl.int32) // BLOCK
     first_step, end_step = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
     if window is not None:  # others have no pair that is seen
@@ -462,6 +462,6 @@ def grad_relative_kernel(
         if window is not None:
             acc = tl.where(first + i[:, None] - j[None, :] < window, acc, 0.0)
             acc *= tl.where(window > 1, 1.0, 0.0)
-        sums = add_gradient(sums, acc, first, C.R, C.GROUPS)
-    r = tl.arange(0, C.GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        sums = add_gradient(sums, acc, first, C.R, C.BLOCKS_R)
+    r = tl.arange(0, C.BLOCKS_R)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(grads.relative + tl.program_id(0).to(tl.int64) * C.R + r, sums, mask=r < C.R)

@@ -221,12 +221,12 @@ def mend_gradients(
     out, stats = outputs
     options = options_of(constants, out)
     num_samples, lanes = samples.q_offsets.numel() - 1, options["LANES"]
-    q_shift, q_groups = lanes_of(out.shape[0], num_samples, tiles[0], lanes)
-    kv_shift, kv_groups = lanes_of(grads.k.shape[0], num_samples, tiles[1], lanes)
-    num_q_programs = q_groups * constants.H
+    q_shift, q_per_head = lanes_of(out.shape[0], num_samples, tiles[0], lanes)
+    kv_shift, kv_per_head = lanes_of(grads.k.shape[0], num_samples, tiles[1], lanes)
+    num_q_programs = q_per_head * constants.H
     by_keys = grads.bias is not None or grads.tables is not None
     _launch(
-        (num_q_programs + kv_groups * constants.HK,),
+        (num_q_programs + kv_per_head * constants.HK,),
         (
             inputs, biases, outputs, grads, samples, num_samples, num_q_programs, q_shift, kv_shift,
             stats[0].numel(), reach, window, factor, scale,

@@ -76,7 +76,7 @@ def mend_tiles(
     args,
     offsets_ptr,
     num_samples,
-    group,
+    program,
     head,
     shift,
     STRIDE: tl.constexpr,
@@ -95,11 +95,11 @@ def mend_tiles(
     Args:
         ptr: of the rows, ``D`` wide and ``STRIDE`` apart.
         offsets_ptr: ``[B + 1]``, of these rows.
-        group: number of the group of samples whose lanes these are.
+        program: number of the program among those of the head: which samples are its own.
         MEND: computes STEP rows; it takes ``(args, sample, row, end, head, C)``.
     """
     lanes = tl.arange(0, C.LANES)
-    sample = group * (C.LANES >> shift) + (lanes >> shift)
+    sample = program * (C.LANES >> shift) + (lanes >> shift)
     number = lanes & ((1 << shift) - 1)
     begin = tl.load(offsets_ptr + sample, mask=sample < num_samples, other=0).to(tl.int64)
     end = tl.load(offsets_ptr + sample + 1, mask=sample < num_samples, other=0).to(tl.int64)
@@ -214,9 +214,9 @@ def mend_outputs_kernel(
 ):
     """One head of the tiles of Q_TILE queries of some samples."""
     args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, window, factor, None)
-    group, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
+    program, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     mend_tiles(
-        outputs.out, args, samples.q_offsets, num_samples, group, head, shift, C.H * C.DV, C.DV,
+        outputs.out, args, samples.q_offsets, num_samples, program, head, shift, C.H * C.DV, C.DV,
         C.Q_TILE, C.BLOCK_M, False, _mend_outputs, C,
     )  # fmt: skip
 
@@ -225,7 +225,7 @@ _launch = Launcher(mend_outputs_kernel)
 
 
 def lanes_of(num_rows: int, num_samples: int, tile: int, lanes: int) -> tuple[int, int]:
-    """How many lanes the tiles of a sample get, as a power of two, and how many groups that makes.
+    """How many lanes the tiles of a sample get, as a power of two, and programs a head.
 
     About as many as the tiles of twice the mean sample; of longer samples a lane has several.
     """
@@ -268,9 +268,9 @@ def mend_outputs(
     out, stats = outputs
     options = options_of(constants, out)
     num_samples = samples.q_offsets.numel() - 1
-    shift, groups = lanes_of(out.shape[0], num_samples, tile, options["LANES"])
+    shift, per_head = lanes_of(out.shape[0], num_samples, tile, options["LANES"])
     _launch(
-        (groups * constants.H,),
+        (per_head * constants.H,),
         (
             inputs, biases, outputs, samples, num_samples, shift, stats[0].numel(), reach, window,
             factor,

@@ -1,13 +1,13 @@
 """Backward of jagged flash attention on Hopper, of half precision, in Gluon.
 
 A program stays on its multiprocessor and takes one tile of keys after the other, with all queries
-that see it: five products for each pair of tiles. Two groups of four warps have half of the keys
-each: scores and their gradients lie transposed in their registers, keys by queries, from where they
-are multiplied with the rows of ``grad_out`` and ``q``. A third group has the gradient of queries,
-to which the gradients of scores come through shared memory. At width 128 there are no registers
-for a third one: the two then have half of the width each, one tile of queries behind, so that
-neither waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of
-them all.
+that see it: five products for each pair of tiles. Two warpgroups have half of the keys each. Scores
+and their gradients lie transposed in their registers, keys by queries, from where they are
+multiplied with the rows of ``grad_out`` and ``q``. A third one has the gradient of queries, to
+which the gradients of scores come through shared memory. At width 128 there are no registers for a
+third one: the two then have half of the width each, one tile of queries behind, so that neither
+waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of them
+all.
 
 Tiles of keys add to a gradient of queries in fp32, in global memory, one after the other, so that
 sums are the same bit for bit: each waits for its turn, which a fourth role looks out for, and a
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
-    GROUP_ROWS,
+    WG_ROWS,
     as_operand,
     tell,
     wait_for_last_kernel,
@@ -192,9 +192,9 @@ def _add_queries(
     factor,
     scale,
     C: gl.constexpr,
-    GROUP: gl.constexpr,
+    WG: gl.constexpr,
 ):
-    """What tiles of queries give to a group's keys: ``first`` to ``end`` of ``bounds``.
+    """What tiles of queries give to a warpgroup's keys: ``first`` to ``end`` of ``bounds``.
 
     Those from ``seeing_all`` to ``whole_end`` see all of these keys. (They have no loop of their
     own: of the addresses of products in two loops, ptxas 12.8 makes some only on the way into the
@@ -205,22 +205,22 @@ def _add_queries(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = k.dtype
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, layout)
-    if not C.OWN_GROUP:
-        k_part = k_tile.slice(GROUP * BLOCK_M, BLOCK_M, dim=1)
+    zeros = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
+    if not C.OWN_WG:
+        k_part = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         q = read(rings.q, n)
-        if not C.OWN_GROUP:  # of the last tile, to which the other group has given its part by now
+        if not C.OWN_WG:  # of the tile before: the other warpgroup has given its ds by now
             if m > first:
                 wait_full(weights, n - 1)
             dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_part, zeros)
         products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if not C.OWN_GROUP:
+        if not C.OWN_WG:
             dq = warpgroup_mma_wait(1, deps=(dq,))
             if m > first:
                 release(weights, n - 1)
-                add_part(sums, dq, m - 1, n - 1, tile, head, scale, C, GROUP)
-        if C.OWN_GROUP:
+                add_part(sums, dq, m - 1, n - 1, tile, head, scale, C, WG)
+        if C.OWN_WG:
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = rings.stats.index(n % rings.stats.shape[0])
@@ -228,7 +228,7 @@ def _add_queries(
         if C.BY_DISTANCE:  # rows beyond the sample keep their infinity, whatever the score
             score = scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
             lse = gl.where(lse < float("inf"), lse - score, lse)
-        products = warpgroup_mma_wait(1 if C.OWN_GROUP else 0, deps=(products,))
+        products = warpgroup_mma_wait(1 if C.OWN_WG else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
         is_cut = m < seeing_all
         if window is not None:
@@ -241,7 +241,7 @@ def _add_queries(
                 if window is not None:
                     visible = visible & (i[None, :] - high < window)
             p = gl.where(visible, p, 0.0)
-        if not C.OWN_GROUP:
+        if not C.OWN_WG:
             p = p.to(dtype)  # registers for both would not do
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -251,7 +251,7 @@ def _add_queries(
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p.to(gl.float32) * (dp - delta)).to(dtype)
         wait_empty(weights, n)
-        weights.tiles.index(n % WEIGHT_STAGES).slice(GROUP * GROUP_ROWS, GROUP_ROWS).store(ds)
+        weights.tiles.index(n % WEIGHT_STAGES).slice(WG * WG_ROWS, WG_ROWS).store(ds)
         fence_async_shared()
         give(weights, n)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, layout, 2))
@@ -261,34 +261,34 @@ def _add_queries(
         acc_k, ds_operand = warpgroup_mma_wait(0, deps=(acc_k, ds_operand))
         release(rings.q, n)
         n += 1
-    if (not C.OWN_GROUP) and first < end:
+    if (not C.OWN_WG) and first < end:
         wait_full(weights, n - 1)
         dq = _multiply_weights(weights, n - 1, k_part, zeros)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         release(weights, n - 1)
-        add_part(sums, dq, end - 1, n - 1, tile, head, scale, C, GROUP)
+        add_part(sums, dq, end - 1, n - 1, tile, head, scale, C, WG)
     return acc_k, acc_v, n
 
 
 @gluon.jit
-def _store(outs, desc, value, end, remaining, head, GROUP: gl.constexpr):
+def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
     """Write the rows of a warpgroup."""
     tma.store_wait(0)
-    out = outs.index(GROUP)
+    out = outs.index(WG)
     out.reshape(value.shape).store(value.to(outs.dtype))
     fence_async_shared()
     copy_out(desc, end, remaining, head, out)
 
 
 @gluon.jit
-def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
+def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     """What four warps do: gradients of their half of each tile's keys and values."""
     grad_k_desc, grad_v_desc, rings, weights, sums, outs, board = operands
     by_distance_ptr, reach, window, factor, scale = scalars
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    skipped: gl.constexpr = GROUP * GROUP_ROWS
-    r = (skipped + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout)))[:, None]
+    skipped: gl.constexpr = WG * WG_ROWS
+    r = (skipped + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout)))[:, None]
     step = gl.to_tensor(0)
     n = gl.to_tensor(0)
     tile = next_tile(board, step)
@@ -298,36 +298,34 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
         own, high = r < count, r + (num_rows - count)
         seeing_all = first
         if C.CAUSAL:
-            last_key = num_rows - count + (skipped + GROUP_ROWS - 1)
+            last_key = num_rows - count + (skipped + WG_ROWS - 1)
             seeing_all = gl.maximum(gl.cdiv(gl.maximum(last_key, 0), C.BLOCK_M), first)
-        if count < skipped + GROUP_ROWS:
+        if count < skipped + WG_ROWS:
             seeing_all = end
         seeing_all = gl.minimum(seeing_all, end)
         whole_end = end
         if window is not None:
             first_key = num_rows - count + skipped
             whole_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
-        acc_k = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
-        acc_v = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
+        acc_k = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
+        acc_v = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
         wait_full(rings.k, step)
         wait_full(rings.v, step)
         k_tile = rows(rings.k, step)
-        k, v = k_tile.slice(skipped, GROUP_ROWS), rows(rings.v, step).slice(skipped, GROUP_ROWS)
+        k, v = k_tile.slice(skipped, WG_ROWS), rows(rings.v, step).slice(skipped, WG_ROWS)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             acc_k, acc_v, n = _add_queries(
                 acc_k, acc_v, k, v, k_tile, rings, weights, sums, n,
                 (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
-                num_rows - count + skipped, window, factor, scale, C, GROUP,
+                num_rows - count + skipped, window, factor, scale, C, WG,
             )  # fmt: skip
         release(rings.k, step)
         release(rings.v, step)
         if count > skipped:
-            _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, GROUP)
-            _store(
-                outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, GROUP
-            )
+            _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, WG)
+            _store(outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, WG)
         step += 1
         tile = next_tile(board, step)
     tma.store_wait(0)
@@ -384,10 +382,10 @@ def backward_kernel(
     PARTS: gl.constexpr = C.BLOCK_D // 64
     queries = make_ring(q_desc, C.STAGES)
     grads = make_ring(grad_out_desc, C.STAGES)
-    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_GROUP else 2)
+    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_WG else 2)
     values = make_ring(v_desc, C.KV_STAGES)
     stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
-    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_GROUP else 5)
+    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
     places = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, PARTS)
@@ -405,7 +403,7 @@ def backward_kernel(
     sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc, window)
     of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)
     scalars = (by_distance_ptr, reach, window, factor, scale)
-    if C.OWN_GROUP:
+    if C.OWN_WG:
         gl.warp_specialize(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
@@ -458,7 +456,6 @@ def backward(
     # Only samples of several tiles of keys have sums of several.
     of_sums = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
     sums = q.new_empty(of_sums * H, BLOCK_M * width, dtype=torch.float32)
-    group = GROUP_ROWS.value
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
@@ -466,8 +463,8 @@ def backward(
         jagged_rows(grads.out, BLOCK_M, width),
         Descriptor(row_stats, list(row_stats.shape), [2 * BLOCK_M, 1], [1, 2 * BLOCK_M], _FLAT),
         jagged_rows(grads.q, BLOCK_M, 64),
-        jagged_rows(grads.k, group, width),
-        jagged_rows(grads.v, group, width),
+        jagged_rows(grads.k, WG_ROWS.value, width),
+        jagged_rows(grads.v, WG_ROWS.value, width),
     )
     reach = 0 if by_distance is None else by_distance.shape[1] // 2
     list_or_other = sums if by_distance is None else by_distance
@@ -484,7 +481,7 @@ def backward(
             BLOCK_N=BLOCK_N,
             KV_STAGES=2 if is_narrow else 1,
             STAGES=4 if is_narrow else 2,
-            OWN_GROUP=is_narrow,
+            OWN_WG=is_narrow,
             num_warps=4,
             **overlap_options(devices.launches_overlap(q.device)),
         ),

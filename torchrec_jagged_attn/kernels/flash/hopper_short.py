@@ -7,7 +7,7 @@ q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradie
 nothing that forward kept. There is a kernel for each size of samples:
 
     up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
-    33 to 64         four warps, products of a group of them (``wgmma``)
+    33 to 64         four warps, products of a warpgroup (``wgmma``)
 
 Rows are 64 wide in shared memory: twice that would leave a single warp too few registers.
 """
@@ -34,8 +34,8 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     as_operand,
     as_rows,
     launch_dependents,
-    products_by_group,
     products_by_warp,
+    products_by_warpgroup,
     thread_barrier,
     wait_for_last_kernel,
 )
@@ -100,8 +100,8 @@ def _rows(tile, ROWS: gl.constexpr):
 
 @gluon.constexpr_function
 def _sums_layout(columns, warps):
-    """How a product lies in registers: of one warp, or of a group of four."""
-    return products_by_warp(warps) if warps == 1 else products_by_group(columns, warps)
+    """How a product lies in registers: of one warp, or of a warpgroup."""
+    return products_by_warp(warps) if warps == 1 else products_by_warpgroup(columns, warps)
 
 
 @gluon.jit

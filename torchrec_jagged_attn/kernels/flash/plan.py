@@ -242,7 +242,7 @@ class Plan:
             tile["num_stages"] = 1
         elif self._is_small:
             tile = self._small | {"num_stages": 1, "PRECISION": _precision_of_wholes(self.call)}
-        return tile | {"GROUPS": padded_width(self.call.distance_buckets) // 16}
+        return tile | {"BLOCKS_R": padded_width(self.call.distance_buckets) // 16}
 
     @property
     def _in_parts(self) -> bool:

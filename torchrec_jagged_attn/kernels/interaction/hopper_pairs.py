@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
-    GROUP_ROWS,
+    WG_ROWS,
     multiply_keys,
     next_tile,
-    products_by_group,
+    products_by_warpgroup,
     tell,
     thread_barrier,
     wait_for_last_kernel,
@@ -53,7 +53,7 @@ from torchrec_jagged_attn.kernels.common.tma import (
 
 __all__ = ["pair_bmm"]
 
-BLOCK_M = 128  # rows of x of a tile, half of them of each group
+BLOCK_M = 128  # rows of x of a tile, half of them of each warpgroup
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
@@ -183,10 +183,10 @@ def _vectors_layout(columns):
 
 @gluon.jit
 def _locate_rows(first, num_n, skipped, layout: gl.constexpr):
-    """``(r, begin, shift)`` of a group's rows: their places in the tile, and where they begin in
-    the output, ``shift`` elements (0 to 7) after the vector ``begin``.
+    """``(r, begin, shift)`` of a warpgroup's rows: their numbers in the tile, and where they begin
+    in the output, ``shift`` elements (0 to 7) after the vector ``begin``.
     """
-    r = skipped + gl.arange(0, GROUP_ROWS, layout)
+    r = skipped + gl.arange(0, WG_ROWS, layout)
     at = first + r.to(gl.int64) * num_n
     begin = at // VECTOR * VECTOR
     return r, begin, (at - begin).to(gl.int32)
@@ -210,7 +210,7 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
 
     They are products with the first and the last eight rows of y, two tiles of the ring.
     """
-    layout: gl.constexpr = products_by_group(VECTOR, 4)
+    layout: gl.constexpr = products_by_warpgroup(VECTOR, 4)
     r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, layout))
     x = gl.convert_layout(x, gl.DotOperandLayout(0, layout, 2))
     head, x = _multiply_tile(x, ends, n)
@@ -228,14 +228,14 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
 
 
 @gluon.jit
-def _multiply(out_ptr, rings, GROUP: gl.constexpr):
+def _multiply(out_ptr, rings, WG: gl.constexpr):
     """What four warps do: products of their half of each tile's rows."""
     xs, ys, ends = rings.x, rings.y, rings.ends
     BLOCK_N: gl.constexpr = ys.tiles.shape[3]
     vectors: gl.constexpr = _vectors_layout(BLOCK_N)
-    skipped: gl.constexpr = GROUP * GROUP_ROWS
+    skipped: gl.constexpr = WG * WG_ROWS
     c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, vectors))
-    nothing = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.int32, vectors)
+    nothing = gl.full([WG_ROWS, BLOCK_N], 0, gl.int32, vectors)
     step = gl.program_id(0) * 0
     n = step
     count, num_n, low, high = next_tile(rings.places, xs, step)
@@ -246,8 +246,8 @@ def _multiply(out_ptr, rings, GROUP: gl.constexpr):
             n = _leave_out(ys, n, num_tiles)
             _leave_out(ends, 2 * step, 2)
         else:
-            x = rows(xs, step).slice(skipped, GROUP_ROWS)
-            x = x.load(gl.DotOperandLayout(0, products_by_group(BLOCK_N, 4), 2))
+            x = rows(xs, step).slice(skipped, WG_ROWS)
+            x = x.load(gl.DotOperandLayout(0, products_by_warpgroup(BLOCK_N, 4), 2))
             thread_barrier()
             release(xs, step)
             first = high.to(gl.int64) * LOW + low
@@ -272,7 +272,7 @@ def _multiply(out_ptr, rings, GROUP: gl.constexpr):
 
 @gluon.jit
 def _leave_out(ring, n, num_tiles):
-    """Let tiles pass that are only for the other group."""
+    """Let tiles pass that are only for the other warpgroup."""
     for tile in range(num_tiles):
         wait_full(ring, n + tile)
         release(ring, n + tile)

@@ -483,12 +483,12 @@ def sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
         "COLUMNS": SUMMED_COLUMNS,
         **overlap_options(overlap),
     }
-    num_groups = max(1, min(num_tables, 32))
-    groups = tables.new_empty(num_groups, buckets, num_heads)
+    num_partials = max(1, min(num_tables, 32))
+    partials = tables.new_empty(num_partials, buckets, num_heads)
     programs = -(-size // SUMMED_COLUMNS)
-    _sum_tables((programs, num_groups), (tables, groups, num_tables, targets, size), constants)
+    _sum_tables((programs, num_partials), (tables, partials, num_tables, targets, size), constants)
     out = tables.new_empty(buckets, num_heads)
-    _sum_tables((programs, 1), (groups, out, num_groups, 1, size), constants)
+    _sum_tables((programs, 1), (partials, out, num_partials, 1, size), constants)
     return out
 
 

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchrec_jagged_attn.kernels.common.gluon import products_by_group, thread_barrier
+from torchrec_jagged_attn.kernels.common.gluon import products_by_warpgroup, thread_barrier
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_outputs,
@@ -77,7 +77,7 @@ def forward_kernel(
     C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    mma: gl.constexpr = products_by_group(C.BLOCK_R, gl.num_warps())
+    mma: gl.constexpr = products_by_warpgroup(C.BLOCK_R, gl.num_warps())
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     chunk = find_listed_chunk(samples, num_samples, num_slots, C, PROGRAMS)
