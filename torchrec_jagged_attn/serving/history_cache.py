@@ -291,12 +291,12 @@ class HistoryCache:
         sample = layout.sample_ids()
         places = torch.arange(layout.num_rows) + (begins - layout.offsets[:-1])[sample]
         indices = pages[places // size] * size + places % size
-        parts = [layout.offsets, indices, numbers(lacks)]
+        tensors = [layout.offsets, indices, numbers(lacks)]
         # Each begins at a multiple of 16 bytes, as a tensor of its own does.
-        padded = [F.pad(part, (0, -len(part) % 4)) for part in parts]
+        padded = [F.pad(x, (0, -len(x) % 4)) for x in tensors]
         packed = torch.cat(padded).int()
         if self.rows.is_cuda:  # one copy, which the host does not wait for
             packed = packed.pin_memory().to(self.rows.device, non_blocking=True)
-        views = packed.split([len(part) for part in padded])
-        views = [view[: len(part)] for view, part in zip(views, parts, strict=True)]
+        views = packed.split([len(x) for x in padded])
+        views = [view[: len(x)] for view, x in zip(views, tensors, strict=True)]
         return CachedHistories(self.rows, self.scales, *views)

@@ -61,7 +61,7 @@ from torchrec_jagged_attn.kernels.flash.hopper_turns import (
     Board,
     KeyTile,
     Sums,
-    add_part,
+    add_slice,
     await_turns,
     next_tile,
     pass_turns,
@@ -207,19 +207,19 @@ def _add_queries(
     dtype: gl.constexpr = k.dtype
     zeros = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
     if not C.OWN_WG:
-        k_part = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
+        k_slice = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         q = read(rings.q, n)
         if not C.OWN_WG:  # of the tile before: the other warpgroup has given its ds by now
             if m > first:
                 wait_full(weights, n - 1)
-            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_part, zeros)
+            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_slice, zeros)
         products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if not C.OWN_WG:
             dq = warpgroup_mma_wait(1, deps=(dq,))
             if m > first:
                 release(weights, n - 1)
-                add_part(sums, dq, m - 1, n - 1, tile, head, scale, C, WG)
+                add_slice(sums, dq, m - 1, n - 1, tile, head, scale, C, WG)
         if C.OWN_WG:
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -263,10 +263,10 @@ def _add_queries(
         n += 1
     if (not C.OWN_WG) and first < end:
         wait_full(weights, n - 1)
-        dq = _multiply_weights(weights, n - 1, k_part, zeros)
+        dq = _multiply_weights(weights, n - 1, k_slice, zeros)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         release(weights, n - 1)
-        add_part(sums, dq, end - 1, n - 1, tile, head, scale, C, WG)
+        add_slice(sums, dq, end - 1, n - 1, tile, head, scale, C, WG)
     return acc_k, acc_v, n
 
 
@@ -349,7 +349,7 @@ def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr)
                 acc = _multiply_weights(weights, n, k, zeros)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(weights, n)
-                add_part(sums, acc, m, n, tile, head, scale, C, 0)
+                add_slice(sums, acc, m, n, tile, head, scale, C, 0)
                 n += 1
         release(keys, step)
         step += 1
@@ -379,7 +379,7 @@ def backward_kernel(
     C: gl.constexpr,  # HopperConstants
 ):
     """Tiles of keys of one head, with all queries of their sample, until the list is done."""
-    PARTS: gl.constexpr = C.BLOCK_D // 64
+    SLICES: gl.constexpr = C.BLOCK_D // 64
     queries = make_ring(q_desc, C.STAGES)
     grads = make_ring(grad_out_desc, C.STAGES)
     keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_WG else 2)
@@ -388,11 +388,11 @@ def backward_kernel(
     known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
     places = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, PARTS)
+    ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, SLICES)
     ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
-    granted = make_barriers(TURN_STAGES, 1, PARTS)
-    added = make_barriers(TURN_STAGES, PARTS, 1)
-    grad_shape: gl.constexpr = [PARTS] + grad_q_desc.block_type.shape  # noqa: RUF005
+    granted = make_barriers(TURN_STAGES, 1, SLICES)
+    added = make_barriers(TURN_STAGES, SLICES, 1)
+    grad_shape: gl.constexpr = [SLICES] + grad_q_desc.block_type.shape  # noqa: RUF005
     grad_tile = gl.allocate_shared_memory(grad_q_desc.dtype, grad_shape, grad_q_desc.layout)
     shape: gl.constexpr = [2] + grad_k_desc.block_type.shape  # noqa: RUF005
     outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)

@@ -30,7 +30,7 @@ __all__ = [
     "Board",
     "KeyTile",
     "Sums",
-    "add_part",
+    "add_slice",
     "await_turns",
     "next_tile",
     "pass_turns",
@@ -79,10 +79,10 @@ class Sums(NamedTuple):
     """Where the gradient of queries is summed, and the barriers of turns.
 
     Attributes:
-        sums_ptr: ``[slots, H, parts, ...]`` fp32.
+        sums_ptr: ``[slots, H, slices, ...]`` fp32, in slices of columns.
         granted: of tiles of queries whose turn has come.
         added: of those to which this tile of keys has added.
-        tiles: ``[parts, *box]`` in shared memory, from where a gradient leaves.
+        tiles: ``[slices, *box]`` in shared memory, from where a gradient leaves.
         desc: of the gradient.
         window: how many keys each query sees at most, or ``None``.
     """
@@ -142,14 +142,14 @@ def _is_last(m, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.constexpr):
-    """Add what a tile gives to a part of the ``m``-th gradient of queries, when it is its turn.
+def add_slice(sums, acc, m, n, tile, head, scale, C: gl.constexpr, SLICE: gl.constexpr):
+    """Add what a tile gives to a slice of the ``m``-th gradient of queries, when it is its turn.
 
     The last tile writes the gradient, the others leave sums.
     """
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
-    PARTS: gl.constexpr = sums.tiles.shape[0]
+    SLICES: gl.constexpr = sums.tiles.shape[0]
     slot = (tile.sum_slot + m) * C.H + head
     last = _is_last(m, tile, C)
     num_before = _num_before(m, tile, sums.window, C)
@@ -157,7 +157,7 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
     flat = acc.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     flat = flat.reshape([ROWS * WIDTH])
     at = gl.arange(0, ROWS * WIDTH, flat.type.layout)
-    ptrs = sums.sums_ptr + (slot.to(gl.int64) * PARTS + PART) * (ROWS * WIDTH) + at
+    ptrs = sums.sums_ptr + (slot.to(gl.int64) * SLICES + SLICE) * (ROWS * WIDTH) + at
     if last:
         tma.store_wait(0)
     wait_full(sums.granted, n)
@@ -167,11 +167,11 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
             flat += gl.load(ptrs, cache_modifier=".cg")
         total = flat.reshape([4, WIDTH // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
         total = gl.convert_layout(total.reshape([ROWS, WIDTH]), acc.type.layout)
-        out = sums.tiles.index(PART)
+        out = sums.tiles.index(SLICE)
         out.reshape([ROWS, WIDTH]).store((total * scale).to(sums.tiles.dtype))
         fence_async_shared()
         end, remaining = tile.base + tile.num_rows, tile.num_rows - m * ROWS
-        copy_out(sums.desc, end, remaining, head, out, PART * WIDTH)
+        copy_out(sums.desc, end, remaining, head, out, SLICE * WIDTH)
     elif num_before > 0:
         gl.atomic_add(ptrs, flat, sem="relaxed", scope="gpu")
     else:

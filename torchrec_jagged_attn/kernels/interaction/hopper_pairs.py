@@ -64,18 +64,18 @@ LOW = gl.constexpr(2**30)
 # eight of this one, $4 to $7; $8 is 0 to 7 ($9 to $15 are the same).
 SHIFT = gl.constexpr("""{
     .reg .pred p, q;
-    .reg .b32 a<4>, b<6>, c<5>, part, left;
+    .reg .b32 a<4>, b<6>, c<5>, bits, left;
     shfl.sync.up.b32 a0, $4, 1, 0, 0xffffffff;
     shfl.sync.up.b32 a1, $5, 1, 0, 0xffffffff;
     shfl.sync.up.b32 a2, $6, 1, 0, 0xffffffff;
     shfl.sync.up.b32 a3, $7, 1, 0, 0xffffffff;
-    and.b32 part, $8, 4;
-    setp.ne.u32 p, part, 0;
-    and.b32 part, $8, 2;
-    setp.ne.u32 q, part, 0;
-    and.b32 part, $8, 1;
-    shl.b32 part, part, 4;
-    sub.u32 left, 32, part;
+    and.b32 bits, $8, 4;
+    setp.ne.u32 p, bits, 0;
+    and.b32 bits, $8, 2;
+    setp.ne.u32 q, bits, 0;
+    and.b32 bits, $8, 1;
+    shl.b32 bits, bits, 4;
+    sub.u32 left, 32, bits;
     selp.b32 b0, a0, a2, p;
     selp.b32 b1, a1, a3, p;
     selp.b32 b2, a2, $4, p;
