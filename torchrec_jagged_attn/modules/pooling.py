@@ -367,14 +367,14 @@ def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
         widths: of all keys, in the order of the output.
         blocks: the keys of each tensor, in its own order.
     """
-    places = {}
+    begins = {}
     for block, keys in enumerate(blocks):
         ends = itertools.accumulate(widths[key] for key in keys)
-        places |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
+        begins |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
     of_blocks = [sum(widths[key] for key in keys) for keys in blocks]
     slices: list[_Slice] = []
     for key, width in widths.items():
-        block, begin = places[key]
+        block, begin = begins[key]
         if slices and slices[-1].block == block and sum(slices[-1][1:3]) == begin:
             begin, width = slices[-1].begin, slices.pop().width + width
         slices.append(_Slice(block, begin, width, width == of_blocks[block]))

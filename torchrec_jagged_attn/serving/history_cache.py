@@ -269,7 +269,7 @@ class HistoryCache:
                 _, longest_idle = self._users.popitem(last=False)
                 self._free += longest_idle.pages
             after.pages += [self._free.pop() for _ in range(missing)]
-        return lacks, self._places(batch, lacks)
+        return lacks, self._histories_of(batch, lacks)
 
     def remove(self, users: Sequence[Hashable]) -> None:
         """Forget ``users``; those who are not in the cache are ignored."""
@@ -280,7 +280,7 @@ class HistoryCache:
         """Forget all users."""
         self.remove(list(self._users))
 
-    def _places(self, batch: list[_User], lacks: list[int]) -> CachedHistories:
+    def _histories_of(self, batch: list[_User], lacks: list[int]) -> CachedHistories:
         """Where the rows of ``batch`` are, of which the newest ``lacks`` of each are new."""
         size, numbers = self.page_size, functools.partial(torch.tensor, dtype=torch.int64)
         layout = JaggedLayout.from_lengths(numbers([user.length for user in batch]))

@@ -28,30 +28,30 @@ WG_ROWS = gl.constexpr(64)  # queries of a warpgroup
 
 
 @gluon.jit
-def tell(places, step, tile, STAGES: gl.constexpr):
-    """Leave the numbers that say where this step's ``tile`` lies in shared memory."""
+def tell(fields, step, tile, STAGES: gl.constexpr):
+    """Leave the fields of this step's ``tile``, which say where it lies, in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = places.shape[0] // STAGES
+    FIELDS: gl.constexpr = fields.shape[0] // STAGES
     for field in gl.static_range(FIELDS):
         value = gl.full([1], tile[field], gl.int32, layout)
-        places.index(step % STAGES * FIELDS + field).store(value)
+        fields.index(step % STAGES * FIELDS + field).store(value)
 
 
 @gluon.jit
-def hear(places, step, field: gl.constexpr, STAGES: gl.constexpr):
-    """One of the numbers that :func:`tell` has left."""
+def hear(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
+    """One of the fields that :func:`tell` has left."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = places.shape[0] // STAGES
-    return gl.max(places.index(step % STAGES * FIELDS + field).load(layout), 0)
+    FIELDS: gl.constexpr = fields.shape[0] // STAGES
+    return gl.max(fields.index(step % STAGES * FIELDS + field).load(layout), 0)
 
 
 @gluon.jit
-def next_tile(places, queries, step):
+def next_tile(fields, queries, step):
     """``(row, count, num_keys, head)`` of this step's tile, once its queries are there."""
     STAGES: gl.constexpr = queries.full.shape[0]
     wait_full(queries, step)
-    row, count = hear(places, step, 0, STAGES), hear(places, step, 1, STAGES)
-    num_keys, head = hear(places, step, 2, STAGES), hear(places, step, 3, STAGES)
+    row, count = hear(fields, step, 0, STAGES), hear(fields, step, 1, STAGES)
+    num_keys, head = hear(fields, step, 2, STAGES), hear(fields, step, 3, STAGES)
     return row, count, num_keys, head
 
 

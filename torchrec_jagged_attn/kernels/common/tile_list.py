@@ -91,23 +91,23 @@ def _list_tiles_kernel(
         own_offsets_ptr, other_offsets_ptr, b, num_samples, SHORT, BLOCK, NUM_CLASSES
     )
     num_tiles = tl.where(of_class == own_class, num_tiles, 0)
-    place = listed + tl.cumsum(num_tiles, 0) - num_tiles
+    position = listed + tl.cumsum(num_tiles, 0) - num_tiles
     lane = tl.arange(0, CHUNK)
     first_lane = lane
     if TOGETHER > 0:
         size = tl.minimum(tl.maximum(TOGETHER >> (own_class + 1), 1), CHUNK)  # a power of two
         first_lane = lane & -size
-        place = tl.gather(place, first_lane, 0)
+        position = tl.gather(position, first_lane, 0)
     for tile in range(tl.max(num_tiles)):
         mask, start = tile < num_tiles, tile * BLOCK
-        at = place
+        at = position
         if TOGETHER > 0:
             upto = tl.cumsum(mask.to(tl.int32), 0)
             before = tl.gather(upto - mask.to(tl.int32), first_lane, 0)
             at += upto - 1 - before
-            place += tl.gather(upto, first_lane | (size - 1), 0) - before
+            position += tl.gather(upto, first_lane | (size - 1), 0) - before
         else:
-            place += 1
+            position += 1
         ptrs = tiles_ptr + (1 + at) * FIELDS
         tl.store(ptrs, b, mask=mask)
         tl.store(ptrs + 1, own_row + start, mask=mask)

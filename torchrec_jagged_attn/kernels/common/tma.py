@@ -120,8 +120,8 @@ def copy_in(desc, end, remaining, head, barrier, tile, pred=True):
     """Begin to copy the box whose first row is ``remaining`` rows before ``end`` into ``tile``, if
     ``pred``.
     """
-    place = [END, end, END - remaining, head, 0]
-    tma.async_copy_global_to_shared(desc, place, barrier, tile, pred)
+    coordinates = [END, end, END - remaining, head, 0]
+    tma.async_copy_global_to_shared(desc, coordinates, barrier, tile, pred)
 
 
 @gluon.jit

@@ -51,7 +51,7 @@ def list_by_distance(table: Tensor, num_rows: int) -> Tensor:
     """``[H, 2 · reach]`` fp32: scores times log2(e) by distance, that of 0 in the middle.
 
     It reaches as far as the rows of any tile are apart where a side has up to ``num_rows``, of
-    which there may be MOST_ROWS: kernels count its places in int32.
+    which there may be MOST_ROWS: kernels count its elements in int32.
     """
     if num_rows > MOST_ROWS:
         raise NotImplementedError(
@@ -86,10 +86,10 @@ def add_gradient(grads, ds, first, R: tl.constexpr, BLOCKS_R: tl.constexpr):
     tl.static_assert(BLOCK_M <= BLOCK_N)
     # Row i is rotated by i, so that what is in column c is on the diagonal of c, or on the one that
     # is BLOCK_N before.
-    place = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    rotated = tl.gather(ds, place % BLOCK_N, 1)
-    near = tl.sum(tl.where(place < BLOCK_N, rotated, 0.0), 0)
-    far = tl.sum(tl.where(place < BLOCK_N, 0.0, rotated), 0)
+    column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    rotated = tl.gather(ds, column % BLOCK_N, 1)
+    near = tl.sum(tl.where(column < BLOCK_N, rotated, 0.0), 0)
+    far = tl.sum(tl.where(column < BLOCK_N, 0.0, rotated), 0)
     distance = tl.abs(first - tl.arange(0, BLOCK_N))
     far_distance = tl.abs(first + BLOCK_N - tl.arange(0, BLOCK_N))
     bucket = recency_bucket(distance, R)

@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _grad_of_queries(
-    acc, residual, delta, rows, args, place, first, last, alone, C: tl.constexpr,
+    acc, residual, delta, rows, args, tile, first, last, alone, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``.
@@ -77,13 +77,13 @@ def _grad_of_queries(
     They are ``alone`` if they are all that the rows see, in one tile.
     """
     for start in range(first, last, C.BLOCK_N):
-        k = load_keys(args.inputs.k, place, start, C, MASKED)
-        v = load_values(args.inputs.v, place, start, C, MASKED)
+        k = load_keys(args.inputs.k, tile, start, C, MASKED)
+        v = load_values(args.inputs.v, tile, start, C, MASKED)
         p, visible = key_weights(
-            rows.q, k, rows.maximum, rows.inverse, args, place, start, C, MASKED
+            rows.q, k, rows.maximum, rows.inverse, args, tile, start, C, MASKED
         )
         dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
-        dp = drop_pairs(dp, args, place, start, C)
+        dp = drop_pairs(dp, args, tile, start, C)
         if MASKED:
             if args.window is not None:  # which may hide from keys what makes this infinite or NaN
                 dp = tl.where(visible, dp, 0.0)
@@ -114,10 +114,10 @@ def grad_q_kernel(
     args = Arguments(
         inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale
     )
-    listed, place = locate_queries(args, C)
+    listed, tile = locate_queries(args, C)
     if not listed:
         return
-    row, count, head = place.row, place.count, place.head
+    row, count, head = tile.row, tile.count, tile.head
     i = tl.arange(0, C.BLOCK_M)
     stat = (row + i) * C.H + head
     q = load_queries(inputs.q, row, count, head, C)
@@ -126,10 +126,10 @@ def grad_q_kernel(
     maximum, inverse = load_softmax_stats(args, stat, i < count, C)
     rows = Rows(q, grad_out, maximum, inverse)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    seen_by_all, seen_by_any = seen_keys(place, C)
+    seen_by_all, seen_by_any = seen_keys(tile, C)
     acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
     residual = tl.zeros([C.BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
-    first, whole = seen_from(window, place, C)
+    first, whole = seen_from(window, tile, C)
     full = first
     alone = seen_by_any - first <= C.BLOCK_N
     if not C.BIASED:
@@ -137,13 +137,13 @@ def grad_q_kernel(
         if window is not None:
             whole = tl.minimum(whole, full)
             acc, residual, delta = _grad_of_queries(
-                acc, residual, delta, rows, args, place, first, whole, alone, C, MASKED=True
+                acc, residual, delta, rows, args, tile, first, whole, alone, C, MASKED=True
             )
         acc, residual, delta = _grad_of_queries(
-            acc, residual, delta, rows, args, place, whole, full, alone, C, MASKED=False
+            acc, residual, delta, rows, args, tile, whole, full, alone, C, MASKED=False
         )
     acc, residual, delta = _grad_of_queries(
-        acc, residual, delta, rows, args, place, full, seen_by_any, alone, C, MASKED=True
+        acc, residual, delta, rows, args, tile, full, seen_by_any, alone, C, MASKED=True
     )
     # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
     tl.store(grads.delta + stat, delta + residual, mask=i < count)

@@ -127,7 +127,7 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
         sum_slot = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
         tile = KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
         wait_empty(board, step)
-        tell(board.places, step, tile, TILES)
+        tell(board.fields, step, tile, TILES)
         give(board, step)
         wait_empty(rings.k, step)
         fill(rings.k, step, inputs.k, row + count, count, kv_head)
@@ -159,7 +159,7 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
         step += 1
         work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
     wait_empty(board, step)
-    tell(board.places, step, (work, work, work, work, -1, work, work, work), TILES)
+    tell(board.fields, step, (work, work, work, work, -1, work, work, work), TILES)
     give(board, step)
 
 
@@ -386,7 +386,7 @@ def backward_kernel(
     values = make_ring(v_desc, C.KV_STAGES)
     stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
     known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
-    places = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fields = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, SLICES)
     ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
@@ -398,7 +398,7 @@ def backward_kernel(
     outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)
     inputs = Descriptors(q_desc, k_desc, v_desc, grad_out_desc, stats_desc)
     rings = Rings(queries, stats, keys, values, grads)
-    board = Board(known, forgotten, places)
+    board = Board(known, forgotten, fields)
     weights = Ring(ds_full, ds_empty, ds)
     sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc, window)
     of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)

@@ -68,12 +68,12 @@ window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Rings(NamedTuple):
-    """Rings of what is read, and ``places``: where each tile of ``q`` lies, see ``next_tile``."""
+    """Rings of what is read, and ``fields``: where each tile of ``q`` lies, see ``next_tile``."""
 
     q: Any
     k: Any
     v: Any
-    places: Any
+    fields: Any
 
 
 class Scores(NamedTuple):
@@ -131,7 +131,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
         # Which program takes a tile depends on time, and nothing on which program it is.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
         wait_empty(rings.q, step)
-        tell(rings.places, step, (row, count, num_keys, head), C.STAGES)
+        tell(rings.fields, step, (row, count, num_keys, head), C.STAGES)
         fill(rings.q, step, q_desc, row + count, count, head)
         step += 1
         kv_head = head // (C.H // C.HK)
@@ -145,7 +145,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
             fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
     wait_empty(rings.q, step)
-    tell(rings.places, step, (work, work, work, -1), C.STAGES)
+    tell(rings.fields, step, (work, work, work, -1), C.STAGES)
     give(rings.q, step)
 
 
@@ -247,7 +247,7 @@ def _attend(
     r = skipped + gl.arange(0, WG_ROWS, by_query)
     n = num_stats * 0
     step = num_stats * 0
-    row, count, num_keys, head = next_tile(rings.places, rings.q, step)
+    row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
     while head >= 0:
         last = _last_keys(count, num_keys, C)
         first = _first_keys(count, num_keys, window, C)
@@ -305,7 +305,7 @@ def _attend(
             stat = (row.to(gl.int64) + r) * C.H + head
             store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
         step += 1
-        row, count, num_keys, head = next_tile(rings.places, rings.q, step)
+        row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
     tma.store_wait(0)
 
 
@@ -328,10 +328,10 @@ def forward_kernel(
     queries = make_ring(q_desc, C.STAGES)
     keys = make_ring(k_desc, C.STAGES)
     values = make_ring(v_desc, C.STAGES)
-    places = gl.allocate_shared_memory(
+    fields = gl.allocate_shared_memory(
         gl.int32, [4 * C.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    rings = Rings(queries, keys, values, places)
+    rings = Rings(queries, keys, values, fields)
     shape: gl.constexpr = [2] + out_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
     outs = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     gl.warp_specialize(

@@ -172,9 +172,9 @@ def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS
 
 
 @gluon.jit
-def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C: gl.constexpr):
+def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexpr):
     """Begin to copy what an item is to be attended by, if it is taken."""
-    q_end, num_rows, kv_end, num_keys, head, taken = place
+    q_end, num_rows, kv_end, num_keys, head, taken = item
     if taken:
         barrier = barriers.index(0)
         mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
@@ -183,9 +183,9 @@ def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C: gl.constex
 
 
 @gluon.jit
-def _read_values(v_desc, tiles, barriers, place, C: gl.constexpr):
+def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
     """Begin to copy an item's values, if it is taken."""
-    _, _, kv_end, num_keys, head, taken = place
+    _, _, kv_end, num_keys, head, taken = item
     if taken:
         barrier = barriers.index(1)
         mbarrier.expect(barrier, v_desc.block_type.nbytes)
@@ -193,14 +193,14 @@ def _read_values(v_desc, tiles, barriers, place, C: gl.constexpr):
 
 
 @gluon.jit
-def _attend(operands, place, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+def _attend(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
     """Attend for an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
 
     Those of the ``following`` one are copied as soon as there is room.
     """
     q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
     num_stats, window, factor = numbers
-    q_end, num_rows, _, num_keys, head, _ = place
+    q_end, num_rows, _, num_keys, head, _ = item
     mbarrier.wait(barriers.index(0), step & 1)
     q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
     products = _multiply(q, k.permute((1, 0)))
@@ -256,38 +256,38 @@ def forward_kernel(
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
     step = n * 0
-    place = _locate(n, end, samples, C, False)
+    item = _locate(n, end, samples, C, False)
     fence_async_shared()
     thread_barrier()
-    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C)
-    _read_values(v_desc, tiles, barriers, place, C)
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C)
+    _read_values(v_desc, tiles, barriers, item, C)
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, False)
-        if place.taken:
-            if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= C.BLOCK_M // 2:
-                _attend(operands, place, following, step, C, C.BLOCK_M // 2)
+        if item.taken:
+            if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= C.BLOCK_M // 2:
+                _attend(operands, item, following, step, C, C.BLOCK_M // 2)
             else:
-                _attend(operands, place, following, step, C, C.BLOCK_M)
+                _attend(operands, item, following, step, C, C.BLOCK_M)
             step += 1
         else:
             _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
             _read_values(v_desc, tiles, barriers, following, C)
-        place = following
+        item = following
     tma.store_wait(0)
     if C.OVERLAP:
         wait_for_last_kernel()
 
 
 @gluon.jit
-def _read_all(inputs, tiles, barriers, stage, place, C: gl.constexpr):
+def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
     """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
 
     None of a side to which there is no other: what is infinite there has a gradient of zero, too.
     """
     q_desc, k_desc, v_desc, grad_out_desc = inputs
-    kv_head = place.head // (C.H // C.HK)
-    q_end, num_rows, kv_end, num_keys, head, taken = place
+    kv_head = item.head // (C.H // C.HK)
+    q_end, num_rows, kv_end, num_keys, head, taken = item
     num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
     if taken:
         barrier = barriers.index(stage)
@@ -310,14 +310,14 @@ def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(operands, place, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
     """Gradients of an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
 
     They leave from where the rows were, as soon as these are not needed.
     """
     inputs, grads, tiles, weights, sums, barriers, window, factor, scale = operands
     grad_q_desc, grad_k_desc, grad_v_desc = grads
-    q_end, num_rows, kv_end, num_keys, head, _ = place
+    q_end, num_rows, kv_end, num_keys, head, _ = item
     MEMBERS: gl.constexpr = C.H // C.HK
     stage = step % C.STAGES
     mbarrier.wait(barriers.index(stage), (step // C.STAGES) & 1)
@@ -409,22 +409,22 @@ def backward_kernel(
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
     step = n * 0
-    place = _locate(n, end, samples, C, True)
+    item = _locate(n, end, samples, C, True)
     fence_async_shared()
     thread_barrier()
-    _read_all(inputs, tiles, barriers, step, place, C)
+    _read_all(inputs, tiles, barriers, step, item, C)
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, True)
-        if place.taken:
-            if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
-                _differentiate(operands, place, following, step, C, BLOCK // 2)
+        if item.taken:
+            if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= BLOCK // 2:
+                _differentiate(operands, item, following, step, C, BLOCK // 2)
             else:
-                _differentiate(operands, place, following, step, C, BLOCK)
+                _differentiate(operands, item, following, step, C, BLOCK)
             step += 1
         else:  # where nothing has been read, and what is to be written has left
             _read_all(inputs, tiles, barriers, step % C.STAGES, following, C)
-        place = following
+        item = following
     tma.store_wait(0)
     if C.OVERLAP:
         wait_for_last_kernel()

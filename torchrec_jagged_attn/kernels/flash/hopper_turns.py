@@ -53,8 +53,8 @@ class KeyTile(NamedTuple):
         num_rows: how many queries the sample has.
         kv_head: the head; negative once there are no more tiles.
         number: how many tiles of keys the sample has before it.
-        slot: place of the sample's first tile of queries among the turns.
-        sum_slot: its place among the sums.
+        slot: number of the sample's first tile of queries among the turns.
+        sum_slot: its number among the sums.
     """
 
     row: Any
@@ -68,11 +68,11 @@ class KeyTile(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Barriers of the tiles of keys that a program takes, and ``places``: a KeyTile for each."""
+    """Barriers of the tiles of keys that a program takes, and ``fields``: a KeyTile for each."""
 
     full: Any
     empty: Any
-    places: Any
+    fields: Any
 
 
 class Sums(NamedTuple):
@@ -99,11 +99,11 @@ class Sums(NamedTuple):
 def next_tile(board, step):
     """This step's KeyTile, once it is known."""
     wait_full(board, step)
-    places = board.places
-    row, count = hear(places, step, 0, TILES), hear(places, step, 1, TILES)
-    base, num_rows = hear(places, step, 2, TILES), hear(places, step, 3, TILES)
-    kv_head, number = hear(places, step, 4, TILES), hear(places, step, 5, TILES)
-    slot, sum_slot = hear(places, step, 6, TILES), hear(places, step, 7, TILES)
+    fields = board.fields
+    row, count = hear(fields, step, 0, TILES), hear(fields, step, 1, TILES)
+    base, num_rows = hear(fields, step, 2, TILES), hear(fields, step, 3, TILES)
+    kv_head, number = hear(fields, step, 4, TILES), hear(fields, step, 5, TILES)
+    slot, sum_slot = hear(fields, step, 6, TILES), hear(fields, step, 7, TILES)
     release(board, step)
     return KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
 

@@ -100,13 +100,13 @@ class Rings(NamedTuple):
 
     Attributes:
         ends: the first and the last eight rows of y, two tiles of each sample.
-        places: where each tile of x lies, see ``next_tile``.
+        fields: where each tile of x lies, see ``next_tile``.
     """
 
     x: Any
     y: Any
     ends: Any
-    places: Any
+    fields: Any
 
 
 @gluon.jit
@@ -157,7 +157,7 @@ def _load(
         low = first - high * LOW
         y_end = base + num_n
         wait_empty(xs, step)
-        tell(rings.places, step, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
+        tell(rings.fields, step, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
         fill(xs, step, x_desc, row.to(gl.int32) + count, count, 0)
         wait_empty(ends, 2 * step)
         fill(ends, 2 * step, ends_desc, y_end, num_n, 0)
@@ -169,7 +169,7 @@ def _load(
             fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0)
             n += 1
     wait_empty(xs, step)
-    tell(rings.places, step, (work, work, work, -1), STAGES)
+    tell(rings.fields, step, (work, work, work, -1), STAGES)
     give(xs, step)
 
 
@@ -238,7 +238,7 @@ def _multiply(out_ptr, rings, WG: gl.constexpr):
     nothing = gl.full([WG_ROWS, BLOCK_N], 0, gl.int32, vectors)
     step = gl.program_id(0) * 0
     n = step
-    count, num_n, low, high = next_tile(rings.places, xs, step)
+    count, num_n, low, high = next_tile(rings.fields, xs, step)
     while high >= 0:
         num_tiles = _num_tiles(num_n, BLOCK_N)
         if count <= skipped:
@@ -267,7 +267,7 @@ def _multiply(out_ptr, rings, WG: gl.constexpr):
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
                 gl.store(ptrs, out, mask=inside & whole & new)
         step += 1
-        count, num_n, low, high = next_tile(rings.places, xs, step)
+        count, num_n, low, high = next_tile(rings.fields, xs, step)
 
 
 @gluon.jit
@@ -296,10 +296,10 @@ def pairs_kernel(
     xs = make_ring(x_desc, STAGES)
     ys = make_ring(y_desc, STAGES_Y)
     ends = make_ring(ends_desc, 2 * STAGES)
-    places = gl.allocate_shared_memory(
+    fields = gl.allocate_shared_memory(
         gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    rings = Rings(xs, ys, ends, places)
+    rings = Rings(xs, ys, ends, fields)
     gl.warp_specialize(
         [
             (_multiply, (out_ptr, rings, 0)),

@@ -119,7 +119,7 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _activate(x, C: tl.constexpr, EXACT: tl.constexpr):
-    """The activation of ``x``; to the last places of fp32 if EXACT."""
+    """The activation of ``x``; to the last bits of fp32 if EXACT."""
     if C.ACTIVATION == "relu":
         return tl.where(x > 0, x, 0.0 * x)  # NaN stays
     if EXACT:
@@ -411,13 +411,13 @@ def _backward_kernel(
         end_of_sample = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         length = end_of_sample - row
         chunks = count_chunks(length, 1, C.CHUNK, C.CHUNK)
-        place = row + C.PER_SAMPLE * sample
+        own_begin = row + C.PER_SAMPLE * sample
         q = _load_row(query_ptr, sample, C)
         g = _load_row(grad_out_ptr, sample, C)
         matrix, constant = _fold(layers, q, C)
         matrix = matrix.to(dtype)
-        last = _first_from(place, first + share, length, chunks)
-        for chunk in range(_first_from(place, first, length, chunks), last):
+        last = _first_from(own_begin, first + share, length, chunks)
+        for chunk in range(_first_from(own_begin, first, length, chunks), last):
             begin = row + length * chunk // chunks
             end = row + length * (chunk + 1) // chunks
             of_matrix = tl.zeros([C.BLOCK_1, C.BLOCK_D], tl.float32)
