@@ -368,10 +368,10 @@ def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     op = torch.ops.torchrec_jagged_attn.target_attention
     arguments = inputs["query"], inputs["history"], inputs["offsets"], *[None] * 10
-    out, rest, _ = op(*arguments, "plain", 0.25, "softmax", 0, for_backward)
+    out, residual, _ = op(*arguments, "plain", 0.25, "softmax", 0, for_backward)
     assert torch.isfinite(out).all()
-    assert rest.numel() == (out.numel() if for_backward else 0)
-    assert torch.isfinite(rest).all()
+    assert residual.numel() == (out.numel() if for_backward else 0)
+    assert torch.isfinite(residual).all()
     assert launched
 
 
