@@ -72,10 +72,10 @@ def backward(
 ) -> FlashGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
-    must be ``v``, and their sum into ``grad_k``; with ``indices``, as forward has them, it is added
-    to ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments,
-    and whether the gradient of ``bias`` is asked for changes nothing here.
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``, ``k``
+    must be ``v``, and their sum is written into ``grad_k``. With ``indices``, as forward has them,
+    that sum is added to ``grad_k``, in the dtype that is computed in. All else is computed again
+    from the arguments. Whether the gradient of ``bias`` is asked for changes nothing here.
     """
     q, k, v, q_offsets, kv_offsets = args[:5]
     relative_bias = args.relative_bias

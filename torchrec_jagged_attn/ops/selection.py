@@ -66,7 +66,7 @@ def select_rows(
     r"""Find the rows of each sample with its highest scores, in the order that they have.
 
     A row is kept if its score is at least ``threshold`` and fewer than ``keep`` rows of its sample
-    (and segment) come before it: those with a higher score, and of the same score those that are
+    (and segment) come before it. Those with a higher score do, and of the same score those that are
     newer, which lie behind it. Rows whose score is NaN are never kept. Without scores, the newest
     rows are kept.
 

@@ -381,8 +381,8 @@ def _best_scale(sizes: Tensor, counts: Tensor, largest_digit: int) -> tuple[floa
     """The scale whose multiples, up to the largest digit, are nearest to values of these sizes.
 
     Exact: digits change only where the scale passes ``size / (digit - 1/2)``. As it falls past all
-    of these in their order, the sums of digits · sizes and of squared digits grow, and what the
-    best scale for these digits takes of the squares is the first, squared, over the second.
+    of these in their order, the sums of digits · sizes and of squared digits grow. What the best
+    scale for these digits takes of the squares is the first sum, squared, over the second.
 
     Args:
         sizes: ``[n]``.

@@ -178,11 +178,12 @@ def locate_tile(tiles_ptr, index, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr, B
     """Where the tile ``index`` of the list lies, and what its rows see of the other side.
 
     Returns:
-        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``: whether there is
-        such a tile; its sample; its first row, and how many its sample has from there on; the first
-        of the ``num_other`` rows of the sample's other side; and, counted from that one, which each
-        row of the tile sees (``low`` to ``high - 1``, ``[BLOCK]`` int32, or a scalar where it is
-        one for all) and which is as far from its side's end as the tile's first row is.
+        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``. ``listed`` says
+        whether there is such a tile. Its first row is ``row``, from where on its ``sample`` has
+        ``count`` rows. The sample's other side has ``num_other`` rows, the first of them ``base``.
+        The last three are counted from that one. Each row of the tile sees ``low`` to ``high - 1``,
+        ``[BLOCK]`` int32, or a scalar where it is one for all. ``diagonal`` is as far from its
+        side's end as the tile's first row is from its own.
     """
     listed = index < tl.load(tiles_ptr)
     tile_ptr = tiles_ptr + (1 + index) * FIELDS

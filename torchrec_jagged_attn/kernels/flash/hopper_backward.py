@@ -10,7 +10,7 @@ waits for what the other has yet to give. One warp does nothing but bring in row
 all.
 
 Tiles of keys add to a gradient of queries in fp32, in global memory, one after the other, so that
-sums are the same bit for bit: each waits for its turn, which a fourth role looks out for, and a
+sums are the same bit for bit. Each waits for its turn, which a fourth role looks out for, and a
 fifth passes on. The last one writes the gradient. Tiles are taken in an order in which a turn has
 come long before it is needed, and the one before has always begun.
 """

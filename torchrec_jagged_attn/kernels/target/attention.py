@@ -4,9 +4,9 @@ Keys and values are the same rows ``x``. With R query rows per sample (targets �
 order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
-    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, where one block holds the
-               query rows of a sample, in half precision or by the kernels of ``warp_parts.py``;
-               else reads x once more for each block: 14·N·R·D FLOPs
+    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs. This is where one block
+               holds the query rows of a sample, in half precision or by the kernels of
+               ``warp_parts.py``. Else it reads x once more for each block: 14·N·R·D FLOPs
 
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
