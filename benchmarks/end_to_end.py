@@ -15,12 +15,12 @@ history rows in a step.
 Output and gradients of each attention are first held against fp64. All providers go through the
 same batches, and look up the same tables. Peak memory has the tables in it, but not what the other
 providers hold. A step's time is the median of rounds, in which providers take turns: each batch
-once without being timed, then twice. Then some steps are profiled: GPU busy is the part of a step
-in which anything runs on the GPU, host the rest of the step, and the GPU's time is split by
-kernels: those launched inside of the attention, those of lookups by their names, of communication,
-which waits for the slowest rank, copies, and the dense rest, optimizer included. History traffic of
-a step is counted: the ids of histories that lookups are sent, the rows that they give to attention,
-those of all keys where it reads them by index, and the gradients that come back.
+once without being timed, then twice. Then some steps are profiled. GPU busy is the part of a step
+in which anything runs on the GPU, host is what remains of the step. The GPU's time is split by
+kernels: those launched inside of the attention, those of lookups by their names, communication,
+copies, and all that is dense, optimizer included. Communication waits for the slowest rank. History
+traffic of a step is counted: the ids of histories that lookups are sent, the rows that they give to
+attention, those of all keys where it reads them by index, and the gradients that come back.
 
 What stands in the CSV is not measured again. A provider that ran out of memory beside the others is
 left for the next call of the same command, which then measures it alone, and the exit status is 1.

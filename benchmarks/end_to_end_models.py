@@ -167,9 +167,9 @@ def make_batches(
 ) -> list[Batch]:
     """Random batches in the host's memory, the same for all providers, in one of four forms.
 
-    ``"samples"``, each with a copy of what its request has; ``"once"``, the same with batch sizes
-    that vary by feature, and ``inverse_indices``; ``"requests"`` of several candidates; or
-    ``"balanced"``, samples of requests that :class:`BalancedBatchSampler` shares out anew among
+    ``"samples"`` have a copy each of what their request has. ``"once"`` is the same with batch
+    sizes that vary by feature, and ``inverse_indices``. ``"requests"`` have several candidates.
+    ``"balanced"`` are samples of requests that :class:`BalancedBatchSampler` shares out anew among
     ranks, from those that all of them have in this step.
     """
     made = _made(sizes, count, device, rank)

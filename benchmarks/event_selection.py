@@ -18,9 +18,9 @@ are never looked up: ``EventSelection`` removes them first.
 Made-up users follow a few kinds of items. Of their events, ``--noise`` are of any kind, looked at
 shortly, and hardly ever convert: they tell nothing of what the user will take. How long events are
 looked at, and how many are noise, differs between surfaces. With --data, a folder of MovieLens-1M
-in GroupLens' form, an event is a rating: it converts with four stars or more, its surface is the
-film's first genre, and its dwell time is the time to the user's next rating, which is all that this
-log has.
+in GroupLens' form, an event is a rating. It converts with four stars or more. Its surface is the
+film's first genre. Its dwell time is the time to the user's next rating, which is all that this log
+has.
 
     ne          cross-entropy of the test's examples, in that of the base rate
     auc         of all the test's examples

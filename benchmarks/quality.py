@@ -10,9 +10,9 @@ An example is an event and the user's newest events before it; events of one sec
 of the file. While training, each event has one negative beside it, drawn by popularity; in tuning
 and test, an event has 49, never taken before.
 
-Each pooling is tuned on the same grid, by the AUC of the tuning events with seed 0: first Adam's
-learning rate, then its weight decay, then the half-life of recency pooling, each at the best of
-those before it. All stop early by these events, too. The best is trained with the other seeds. A
+Each pooling is tuned on the same grid, by the AUC of the tuning events with seed 0. First comes
+Adam's learning rate, then its weight decay, then the half-life of recency pooling, each at the best
+of those before it. All stop early by these events, too. The best is trained with the other seeds. A
 run's figures are those of the test events at the epoch that is best by the tuning events. Finished
 runs are written to --csv at once; those that are in it are not run again.
 

@@ -7,7 +7,7 @@
     python benchmarks/run.py --device cpu --quick      # every case, made tiny
 
 For each case of a suite, every provider's output and gradients are first held against an fp64
-oracle by the tolerance rule of ``torchrec_jagged_attn.testing``; one that fails, or cannot run
+oracle by the tolerance rule of ``torchrec_jagged_attn.testing``. One that fails, or cannot run
 here, gets a line that says why, and no figure. Times are medians; the CSV has the 20 % and 80 %
 quantiles beside them. The floor is the time that the inputs and outputs take at the copy bandwidth
 measured in the same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of

@@ -75,9 +75,9 @@ class Events:
     """A log as training and test examples, split at one moment in time.
 
     An example is a row of the log with a candidate item: the item that was taken (label 1), or one
-    that the user has not taken so far (label 0), drawn as often as it occurs in training time. Its
-    history is the user's newest `max_history` rows strictly before the row's second: rows of one
-    second have no order.
+    that the user has not taken so far (label 0). The latter is drawn as often as it occurs in
+    training time. The example's history is the user's newest `max_history` rows strictly before
+    the row's second: rows of one second have no order.
 
     Args:
         log: the interactions.

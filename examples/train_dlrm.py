@@ -6,9 +6,9 @@
     torchrun --nproc_per_node=2 examples/train_dlrm.py --pooling attention
 
 The model is TorchRec's own DLRM. Between the poolings only the module that makes one vector of each
-feature's ids changes: an EmbeddingBagCollection that takes the sum or the mean of the history, or
-weights it by recency, or a TargetAttentionEmbeddingBagCollection, where the candidate item attends
-to the history. Data, seed, widths, learning rates and steps are the same for all.
+feature's ids changes. It is an EmbeddingBagCollection that takes the sum or the mean of the
+history, or weights it by recency; or a TargetAttentionEmbeddingBagCollection, where the candidate
+item attends to the history. Data, seed, widths, learning rates and steps are the same for all.
 
 With --select, what changes is which events of a history the model sees: a part of them, those that
 convert likeliest, the newest, or any. The others are removed before they are looked up. Examples

@@ -143,11 +143,11 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
-ROADS = ["absorbed", "explicit"]
+PATHS = ["absorbed", "explicit"]
 
 
-@pytest.fixture(params=ROADS)
-def road(request: pytest.FixtureRequest) -> dict[str, str]:
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> dict[str, str]:
     """How target attention takes keys and values, as an option of the module."""
     return {"keys_and_values": request.param}
 

@@ -106,22 +106,18 @@ def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | N
     raise ValueError(f"{name} must have shape {symbols} = [{wanted}], got {list(actual)}")
 
 
-def check_same(
-    reference: Tensor, reference_name: str, dtype: bool, **others: Tensor | None
-) -> None:
-    """The others must be on the device and, if ``dtype``, of the dtype of ``reference``."""
+def check_same(like: Tensor, like_name: str, dtype: bool, **others: Tensor | None) -> None:
+    """The others must be on the device and, if ``dtype``, of the dtype of ``like``."""
     for name, tensor in others.items():
         if tensor is None:
             continue
         check_tensor(tensor, name)
-        if tensor.device != reference.device:
+        if tensor.device != like.device:
             raise ValueError(
-                f"{name} must be on {reference.device} as {reference_name} is, got {tensor.device}"
+                f"{name} must be on {like.device} as {like_name} is, got {tensor.device}"
             )
-        if dtype and tensor.dtype != reference.dtype:
-            raise TypeError(
-                f"{name} must be {reference.dtype} as {reference_name} is, got {tensor.dtype}"
-            )
+        if dtype and tensor.dtype != like.dtype:
+            raise TypeError(f"{name} must be {like.dtype} as {like_name} is, got {tensor.dtype}")
 
 
 def check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:

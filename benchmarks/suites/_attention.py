@@ -1,8 +1,8 @@
 """Peers of attention from the targets of a sample to its jagged history, behind one interface.
 
-Each maker takes the inputs and returns ``attend(q, k, v, bias=None)``: ``q`` is ``[ΣT, H, D]`` rows
-of all targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories, ``bias`` is ``[N, H]`` and
-added to the scores of its row, the result is ``[ΣT, H, D]``, and the scale is ``1/√D``. What a
+Each maker takes the inputs and returns ``attend(q, k, v, bias=None)``. ``q`` is ``[ΣT, H, D]`` rows
+of all targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories. ``bias`` is ``[N, H]`` and
+added to the scores of its row. The result is ``[ΣT, H, D]``, and the scale is ``1/√D``. What a
 training loop makes once per batch for all layers (int32 offsets, the longest length on the host) is
 made outside the call; what it makes per layer is inside.
 """

@@ -7,9 +7,9 @@ Candidates of ``one-row`` have one query row each, as target attention has it. F
 keys and values are there.
 
 The kernel is loaded from the file that ``IKBO_ATTENTION`` names: ``triton_ikbo_fa.py`` of FBGEMM's
-``experimental/ikbo``. It has 320 configurations, which would take minutes to compile: tried, anew
-for each case, are the 18 whose block of queries fits a candidate, with 32 to 128 keys, 4 or 8 warps
-and 2 to 4 stages.
+``experimental/ikbo``. It has 320 configurations, which would take minutes to compile. Those 18 are
+tried, anew for each case, whose block of queries fits a candidate, with 32 to 128 keys, 4 or 8
+warps and 2 to 4 stages.
 """
 
 import functools

@@ -4,9 +4,9 @@
     python benchmarks/run.py table1 --graph --csv table1-tf32.csv --tf32 --cases '*-paper'
 
 prints the table in the paper's form in the end, with the paper's ratios beside ours, and what is
-aimed at: latency and memory against padding as in the paper, latency against FBGEMM, and the part
-of the floor where tensors do not fit the L2 cache. "paper" is its shape, which its FLOP and memory
-columns give away. Every sample has as many rows of y as of x.
+aimed at. Aims are latency and memory against padding as in the paper, latency against FBGEMM, and
+the part of the floor where tensors do not fit the L2 cache. "paper" is its shape, which its FLOP
+and memory columns give away. Every sample has as many rows of y as of x.
 
 ``padded`` has padded operands from the start, and leaves its result padded, which is the best case
 of a model that pads; ``jagged-padded-jagged`` pads and unpads in every call.

@@ -1,8 +1,8 @@
 """Target attention as a model runs it, projections included: ``nn.MultiheadAttention``'s function.
 
-Ours chooses by the number of targets: it moves the projections to their side and reads the raw
-history rows, or projects every history row into a key and a value, in one matrix product, and
-attends to those, as ``ours-explicit`` and peers always do.
+Ours chooses by the number of targets. It moves the projections to their side and reads the raw
+history rows; or it projects every history row into a key and a value, in one matrix product, and
+attends to those. ``ours-explicit`` and peers always do the latter.
 """
 
 import functools

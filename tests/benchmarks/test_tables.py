@@ -75,7 +75,7 @@ def test_every_figure_says_where_it_is_from(path):
 
 
 @pytest.mark.parametrize(
-    ("table", "suite", "rest"),
+    ("table", "suite", "left_out"),
     [
         ("requests", "targets", "targets-*"),
         ("ikbo", "ikbo", ""),
@@ -89,15 +89,15 @@ def test_every_figure_says_where_it_is_from(path):
         ("serving", "serving", "*"),
     ],
 )
-def test_rows_and_columns_are_cases_and_providers(table, suite, rest):
-    """Also of a table whose figures are not there yet; ``rest`` are cases that it leaves out."""
+def test_rows_and_columns_are_cases_and_providers(table, suite, left_out):
+    """Also of a table whose figures are not there yet; it does not show cases ``left_out``."""
     suite = run.load_suites()[suite]
     large = {name for name, case in suite.cases.items() if case.large}
     rows = {*TABLES[table].rows.values()}
     if {column.case for column in TABLES[table].columns} != {"{}"}:
         rows = {c.case.format(row) for c in TABLES[table].columns for row in rows}
     assert rows <= large
-    assert all(fnmatch(name, rest) for name in large - rows)
+    assert all(fnmatch(name, left_out) for name in large - rows)
     cells = [cell for column in TABLES[table].columns for cell in column.cells]
     if f"{table}_goals" in tables.GOALS:
         goals = tables.GOALS[f"{table}_goals"].goals

@@ -47,13 +47,13 @@ def test_every_example_comes_once_and_ranks_have_equally_many(
 ):
     options = {"epoch": epoch, "balanced_steps": balanced_steps, "seed": 5}
     steps = all_ranks(lengths, batch_size, num_replicas, **options)
-    full, rest = divmod(len(lengths), batch_size * num_replicas)
-    last = [-(-rest // num_replicas)] if rest else []
+    full, left = divmod(len(lengths), batch_size * num_replicas)
+    last = [-(-left // num_replicas)] if left else []
     sizes = [batch_size] * full + last
     assert [{len(batch) for batch in step} for step in steps] == [{size} for size in sizes]
     seen = [i for step in steps for batch in step for i in batch]
     assert set(seen) == set(range(len(lengths)))
-    assert len(seen) == len(lengths) + -rest % num_replicas
+    assert len(seen) == len(lengths) + -left % num_replicas
     if full:
         assert (
             all_ranks(lengths, batch_size, num_replicas, drop_last=True, **options)

@@ -11,7 +11,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJa
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from tests.combinations import each_pair
-from tests.fixtures import ROADS, skip_unless_supported
+from tests.fixtures import PATHS, skip_unless_supported
 from tests.modules.target_attention_inputs import (
     attend,
     attend_by_sample,
@@ -86,22 +86,22 @@ def module_of_case(case, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "road"), each_pair(SMALL_CASES, [True, False], ROADS), indirect=["road"]
+    ("name", "bias", "path"), each_pair(SMALL_CASES, [True, False], PATHS), indirect=["path"]
 )
-def test_is_multihead_attention(name, bias, road, device):
+def test_is_multihead_attention(name, bias, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, bias=bias, recency_bias=False, **road)
+    module = module_of_case(case, bias=bias, recency_bias=False, **path)
     targets = None if case.num_targets == 1 else case.num_targets
     assert_right(module, inputs_of_case(module, case, device, targets), attend_by_formula)
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "embed_dim", "road"),
-    each_pair_by_dtype(["targets-48", "fp16-64"], ["bf16-96"], [True, False], [32, 128], ROADS),
-    indirect=["road"],
+    ("name", "bias", "embed_dim", "path"),
+    each_pair_by_dtype(["targets-48", "fp16-64"], ["bf16-96"], [True, False], [32, 128], PATHS),
+    indirect=["path"],
 )
-def test_history_of_another_width(name, bias, embed_dim, road, device):
+def test_history_of_another_width(name, bias, embed_dim, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
     module = projected(
@@ -111,24 +111,24 @@ def test_history_of_another_width(name, bias, embed_dim, road, device):
         bias=bias,
         recency_bias=False,
         device="meta",
-        **road,
+        **path,
     )
     assert_right(module, inputs_of_case(module, case, device, case.num_targets))
 
 
 @pytest.mark.parametrize(
-    ("widths", "target_dim", "targets", "road"),
+    ("widths", "target_dim", "targets", "path"),
     each_pair_by_dtype(
         [("targets-48", 32, 48), ("fp16-64", 48, 48)],
         [("bf16-96", 32, 96)],
         [20, 144],
         [None, 5, [0, 3, 1, 0, 9]],
-        ROADS,
+        PATHS,
     ),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_targets_of_another_width(widths, target_dim, targets, road, device):
+def test_targets_of_another_width(widths, target_dim, targets, path, device):
     name, embed_dim, history_dim = widths
     case = CASES[name]
     skip_unless_supported(case, device)
@@ -138,7 +138,7 @@ def test_targets_of_another_width(widths, target_dim, targets, road, device):
         history_dim=history_dim,
         target_dim=target_dim,
         device="meta",
-        **road,
+        **path,
     )
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, case.dtype, targets=targets)
     assert attend(module, **inputs).shape == (*inputs["target"].shape[:-1], embed_dim)
@@ -146,46 +146,46 @@ def test_targets_of_another_width(widths, target_dim, targets, road, device):
 
 
 @pytest.mark.parametrize(
-    ("num_targets", "jagged", "road"),
-    each_pair([1, 2, 15, 16, 17, 33, 64, 70], [False, True], ROADS),
-    indirect=["road"],
+    ("num_targets", "jagged", "path"),
+    each_pair([1, 2, 15, 16, 17, 33, 64, 70], [False, True], PATHS),
+    indirect=["path"],
 )
-def test_any_number_of_targets(num_targets, jagged, road, device):
-    module = projected(16, 2, age_bias=True, device="meta", **road)
+def test_any_number_of_targets(num_targets, jagged, path, device):
+    module = projected(16, 2, age_bias=True, device="meta", **path)
     targets = [num_targets, 3, 0, 1, 9] if jagged else num_targets
     inputs = make_inputs(module, [40, 0, 30, 1, 20], device, torch.float16, targets=targets)
     assert_right(module, inputs, timestamps=torch.arange(91, device=device) ** 2)
 
 
-def test_gradients_of_biases_over_many_targets(road, device):
+def test_gradients_of_biases_over_many_targets(path, device):
     """Sums of thousands of targets, and of about as many rows."""
-    module = projected(32, 2, recency_bias=False, device="meta", **road)
+    module = projected(32, 2, recency_bias=False, device="meta", **path)
     inputs = make_inputs(module, [1100, 0, 900, 20], device, targets=1024)
     assert_right(module, inputs, attend_by_formula)
 
 
 @pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
-def test_jagged_targets(name, recency_bias, road, device):
+def test_jagged_targets(name, recency_bias, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, recency_bias=recency_bias, **road)
+    module = module_of_case(case, recency_bias=recency_bias, **path)
     targets = jagged_lengths(case.batch_size, 20, "edges", torch.Generator().manual_seed(1))
     assert (targets == 0).any()
     assert_right(module, inputs_of_case(module, case, device, targets))
 
 
 @pytest.mark.parametrize("name", SMALL_CASES)
-def test_bias_by_position(name, road, device):
+def test_bias_by_position(name, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, **road)
+    module = module_of_case(case, **path)
     targets = None if case.num_targets == 1 else case.num_targets
     assert_right(module, inputs_of_case(module, case, device, targets))
 
 
 @pytest.mark.parametrize(
-    ("times", "name", "road"),
+    ("times", "name", "path"),
     each_pair(
         [
             "seconds-since-1970",
@@ -196,14 +196,14 @@ def test_bias_by_position(name, road, device):
             "all-equal",
         ],
         ["one-head", "targets-48", "fp16-64"],
-        ROADS,
+        PATHS,
     ),
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_bias_by_age(name, times, road, device):
+def test_bias_by_age(name, times, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, age_bias=True, **road)
+    module = module_of_case(case, age_bias=True, **path)
     inputs = inputs_of_case(module, case, device, case.num_targets)
     generator = torch.Generator().manual_seed(2)
     ages = 2 ** (40 * torch.rand(len(inputs["history"]), generator=generator, dtype=torch.float64))
@@ -221,13 +221,13 @@ def test_bias_by_age(name, times, road, device):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "targets", "road"),
-    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], [None, 2, 0, "jagged"], ROADS),
+    ("lengths", "targets", "path"),
+    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], [None, 2, 0, "jagged"], PATHS),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_edges(lengths, targets, road, device):
-    module = projected(16, 2, age_bias=True, device="meta", **road)
+def test_edges(lengths, targets, path, device):
+    module = projected(16, 2, age_bias=True, device="meta", **path)
     if targets == "jagged":
         targets = [b % 3 for b in range(len(lengths))]
     inputs = make_inputs(module, lengths, device, targets=targets)
@@ -236,8 +236,8 @@ def test_edges(lengths, targets, road, device):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_empty_history_gives_the_output_projection_of_zero(bias, road, device):
-    module = projected(16, 2, bias=bias, **road).to(device)
+def test_empty_history_gives_the_output_projection_of_zero(bias, path, device):
+    module = projected(16, 2, bias=bias, **path).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
@@ -256,8 +256,8 @@ def test_empty_history_gives_the_output_projection_of_zero(bias, road, device):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("history_dim", [16, 20])
-def test_state_dict_moves_both_ways(history_dim, bias, road):
-    module = projected(16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **road)
+def test_state_dict_moves_both_ways(history_dim, bias, path):
+    module = projected(16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **path)
     mha = nn.MultiheadAttention(
         16, 2, bias=bias, kdim=history_dim, vdim=history_dim, batch_first=True
     )
@@ -293,24 +293,24 @@ def attend_by_sample_in(dtype):
 
 
 @pytest.mark.parametrize(
-    ("history_dtype", "target_dtype", "targets", "recency_bias", "road"),
+    ("history_dtype", "target_dtype", "targets", "recency_bias", "path"),
     each_pair_by_dtype(
         [torch.float16],
         [torch.bfloat16],
         [torch.float32, torch.float16, torch.bfloat16],
         [None, 3, [0, 3, 1, 0, 2]],
         [True, False],
-        ROADS,
+        PATHS,
     ),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
 def test_half_history_with_fp32_weights(
-    history_dtype, target_dtype, targets, recency_bias, road, device
+    history_dtype, target_dtype, targets, recency_bias, path, device
 ):
     case = CASES["fp16-64" if history_dtype == torch.float16 else "bf16-96"]
     skip_unless_supported(case, device)
-    module = module_of_case(case, recency_bias=recency_bias, **road)
+    module = module_of_case(case, recency_bias=recency_bias, **path)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
     inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
@@ -319,10 +319,10 @@ def test_half_history_with_fp32_weights(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_fp32_history_with_half_weights(dtype, road, device):
+def test_fp32_history_with_half_weights(dtype, path, device):
     case = CASES["fp16-64" if dtype == torch.float16 else "bf16-96"]
     skip_unless_supported(case, device)
-    module = module_of_case(case, **road)
+    module = module_of_case(case, **path)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype)
     inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}
     inputs["history"] = inputs["history"].float()
@@ -339,11 +339,11 @@ def test_fp32_history_with_half_weights(dtype, road, device):
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
-def test_autocast(device, dtype, targets, kind, road):
+def test_autocast(device, dtype, targets, kind, path):
     if kind == "rows":
-        module = module_of_rows(32, 2, **road)
+        module = module_of_rows(32, 2, **path)
     else:
-        module = module_of_case(CASES["wide-20"], recency_bias=kind == "recency", **road)
+        module = module_of_case(CASES["wide-20"], recency_bias=kind == "recency", **path)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, targets=targets)
 
     def autocast(function):
@@ -421,38 +421,38 @@ def module_of_rows(embed_dim, num_heads, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "bias", "road"),
+    ("name", "bias", "path"),
     each_pair(
         [name for name in SMALL_CASES if CASES[name].width % CASES[name].num_heads == 0],
         [True, False],
-        ROADS,
+        PATHS,
     ),
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_rows_that_are_not_projected(name, bias, road, device):
+def test_rows_that_are_not_projected(name, bias, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_rows(case.width, case.num_heads, bias=bias, **road)
+    module = module_of_rows(case.width, case.num_heads, bias=bias, **path)
     targets = None if case.num_targets == 1 else case.num_targets
     assert_right(module, inputs_of_case(module, case, device, targets))
 
 
 @pytest.mark.parametrize(
-    ("name", "target_dim", "targets", "road"),
+    ("name", "target_dim", "targets", "path"),
     each_pair_by_dtype(
         ["targets-48", "fp16-64"],
         ["bf16-96"],
         [20, 96, 144],
         [None, 5, [0, 3, 1, 0, 9]],
-        ROADS,
+        PATHS,
     ),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, road, device):
+def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_rows(96, 3, target_dim=target_dim, age_bias=True, **road)
+    module = module_of_rows(96, 3, target_dim=target_dim, age_bias=True, **path)
     lengths = [7, 0, 60, 1, 20]
     inputs = make_inputs(module, lengths, device, case.dtype, targets=targets)
     inputs["prior_weights"] = draw_prior_weights(lengths, device)
@@ -460,42 +460,42 @@ def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, 
 
 
 @pytest.mark.parametrize(
-    ("lengths", "targets", "road"),
-    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0]], [None, 2, 0, "jagged"], ROADS),
+    ("lengths", "targets", "path"),
+    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0]], [None, 2, 0, "jagged"], PATHS),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_edges_of_rows_that_are_not_projected(lengths, targets, road, device):
-    module = module_of_rows(16, 2, **road)
+def test_edges_of_rows_that_are_not_projected(lengths, targets, path, device):
+    module = module_of_rows(16, 2, **path)
     if targets == "jagged":
         targets = [b % 3 for b in range(len(lengths))]
     assert_right(module, make_inputs(module, lengths, device, targets=targets))
 
 
 @pytest.mark.parametrize(("width", "num_heads"), [(16, 1), (16, 16), (144, 1)])
-def test_own_columns_are_all_or_one(width, num_heads, road, device):
+def test_own_columns_are_all_or_one(width, num_heads, path, device):
     """Also of a head that is too wide for kernels of products."""
-    module = module_of_rows(width, num_heads, **road)
+    module = module_of_rows(width, num_heads, **path)
     assert_right(module, make_inputs(module, [5, 0, 40], device, targets=3))
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "targets", "recency_bias", "road"),
+    ("dtypes", "targets", "recency_bias", "path"),
     each_pair_by_dtype(
         [(torch.float32, torch.float16), (torch.float16, torch.float32)],
         [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
         [None, [0, 3, 1, 0, 2]],
         [True, False],
-        ROADS,
+        PATHS,
     ),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_bias, road, device):
+def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_bias, path, device):
     dtype, history_dtype = dtypes
     half = min(dtype, history_dtype, key=lambda x: x.itemsize)
     skip_unless_supported(CASES["fp16-64" if half == torch.float16 else "bf16-96"], device)
-    module = module_of_rows(32, 2, recency_bias=recency_bias, **road)
+    module = module_of_rows(32, 2, recency_bias=recency_bias, **path)
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype, targets=targets)
     inputs = {"q_proj_weight": inputs.pop("q_proj_weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
@@ -503,8 +503,8 @@ def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_empty_history_gives_zeros_without_a_value_projection(bias, road, device):
-    module = plain_attention(16, 2, value_projection=False, bias=bias, **road).to(device)
+def test_empty_history_gives_zeros_without_a_value_projection(bias, path, device):
+    module = plain_attention(16, 2, value_projection=False, bias=bias, **path).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
@@ -607,8 +607,8 @@ def test_lookups_of_a_collection_train_its_table():
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_all_ways_to_write_a_jagged_tensor(index_dtype, road, device):
-    module = projected(16, 2, age_bias=True, **road).to(device)
+def test_all_ways_to_write_a_jagged_tensor(index_dtype, path, device):
+    module = projected(16, 2, age_bias=True, **path).to(device)
     lengths = torch.tensor([3, 0, 9], device=device, dtype=index_dtype)
     offsets = torch.tensor([0, 3, 3, 12], device=device, dtype=index_dtype)
     times = torch.arange(12, device=device) ** 2
@@ -701,21 +701,21 @@ def test_bias_starts_at_the_slopes_of_alibi(num_heads, slopes):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "recency", "road"),
+    ("name", "targets", "recency", "path"),
     each_pair_by_dtype(
         ["targets-48", "fp16-64"],
         ["bf16-96"],
         [None, 3, 40, [0, 3, 1, 9, 2]],
         [{"age_bias": True}, {"recency_bias": False}],
-        ROADS,
+        PATHS,
     ),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_prior_weights(name, recency, targets, road, device):
+def test_prior_weights(name, recency, targets, path, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    module = module_of_case(case, **recency, **road)
+    module = module_of_case(case, **recency, **path)
     lengths = [70, 0, 30, 1, 20]
     inputs = make_inputs(module, lengths, device, case.dtype, targets=targets)
     inputs["prior_weights"] = draw_prior_weights(lengths, device)
@@ -723,8 +723,8 @@ def test_prior_weights(name, recency, targets, road, device):
     assert_right(module, inputs, timestamps=timestamps)
 
 
-def test_removed_rows_are_an_empty_history(road, device):
-    module = projected(16, 2, **road).to(device)
+def test_removed_rows_are_an_empty_history(path, device):
+    module = projected(16, 2, **path).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 4, 16, device=device)

@@ -43,8 +43,8 @@ def assert_exports(module, device):
         assert torch.equal(exported(*inputs), module(*inputs))
 
 
-def test_exports_without_a_value_projection(road, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, **road)
+def test_exports_without_a_value_projection(path, device):
+    module = JaggedTargetAttention(16, 2, value_projection=False, **path)
     nn.init.normal_(module.length_power)
     assert_exports(module, device)
 

@@ -232,11 +232,11 @@ def test_windows_merge_by_log_sum_exp(device):
     older = {name: inputs[name][:93] for name in "kv"}
     older |= {"q": inputs["q"][7:]}
     older |= {name: torch.tensor([0, 93], device=device) for name in ("q_offsets", "kv_offsets")}
-    rest, far = jagged_flash_attention(**older, causal=True, return_lse=True)
+    oldest, far = jagged_flash_attention(**older, causal=True, return_lse=True)
     merged = torch.logaddexp(near[7:], far)
     torch.testing.assert_close(merged, lse[7:])
     weights = [torch.exp(part - merged).unsqueeze(-1) for part in (near[7:], far)]
-    torch.testing.assert_close(newest[7:] * weights[0] + rest * weights[1], whole[7:])
+    torch.testing.assert_close(newest[7:] * weights[0] + oldest * weights[1], whole[7:])
 
 
 TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]

@@ -5,7 +5,7 @@ import torch
 from torchrec import JaggedTensor
 
 from tests.combinations import each_pair
-from tests.fixtures import ROADS, sync_debug_mode
+from tests.fixtures import PATHS, sync_debug_mode
 from tests.modules.target_attention_inputs import CPU, example, projected
 from tests.plain import plain_attention
 from torchrec_jagged_attn.testing import offsets_of
@@ -66,33 +66,33 @@ def op_arguments(
 
 
 @pytest.mark.parametrize(
-    ("projections", "jagged", "history_dtype", "prior", "by_index", "road"),
+    ("projections", "jagged", "history_dtype", "prior", "by_index", "path"),
     each_pair(
         [{}, {"history_dim": 20}, {"target_dim": 24}, {"value_projection": False}],
         [False, True],
         [torch.float32, torch.float16],
         [False, True],
         [False, True],
-        ROADS,
+        PATHS,
     ),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_opcheck(projections, jagged, history_dtype, prior, by_index, road, device):
+def test_opcheck(projections, jagged, history_dtype, prior, by_index, path, device):
     options = {"jagged": jagged, "history_dtype": history_dtype, "prior": prior}
-    arguments = op_arguments(device, by_index=by_index, **options, **projections, **road)
+    arguments = op_arguments(device, by_index=by_index, **options, **projections, **path)
     torch.library.opcheck(OP, tuple(arguments.values()))
 
 
 @pytest.mark.parametrize(
-    ("value_projection", "history_dtype", "jagged", "road"),
-    each_pair([True, False], [torch.float32, torch.float16], [False, True], ROADS),
+    ("value_projection", "history_dtype", "jagged", "path"),
+    each_pair([True, False], [torch.float32, torch.float16], [False, True], PATHS),
     ids=str,
-    indirect=["road"],
+    indirect=["path"],
 )
-def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, road, device):
+def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, path, device):
     options = {"jagged": jagged, "value_projection": value_projection}
-    arguments = op_arguments(device, history_dtype=history_dtype, **options, **road)
+    arguments = op_arguments(device, history_dtype=history_dtype, **options, **path)
     expected = OP(*arguments.values())[0]
     arguments["for_backward"] = False
     values = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments.values()]
@@ -114,8 +114,8 @@ def test_opcheck_without_a_gradient(value_projection, history_dtype, jagged, roa
     ],
     ids=str,
 )
-def test_gradients_are_those_asked_for(options, road, device):
-    arguments = op_arguments(device, **options, **road)
+def test_gradients_are_those_asked_for(options, path, device):
+    arguments = op_arguments(device, **options, **path)
     leaves = [name for name, x in arguments.items() if getattr(x, "requires_grad", False)]
     out = OP(*arguments.values())[0]
     grad_out = torch.randn_like(out)
@@ -128,8 +128,8 @@ def test_gradients_are_those_asked_for(options, road, device):
 
 
 @pytest.mark.parametrize("value_projection", [True, False])
-def test_is_one_node_of_autograd(value_projection, road):
-    options = {"value_projection": value_projection, **road}
+def test_is_one_node_of_autograd(value_projection, path):
+    options = {"value_projection": value_projection, **path}
     module = plain_attention(16, 2, age_bias=True, **options)
     target, history, timestamps = example(module, [5, 0, 40])
     out = module(target.requires_grad_(), history, timestamps)
@@ -144,9 +144,9 @@ def test_is_one_node_of_autograd(value_projection, road):
 
 
 @pytest.fixture(params=[False, True], ids=["dense", "jagged"])
-def run_on_cuda(request, road):
+def run_on_cuda(request, path):
     """Computes an output and all gradients; long enough for the sums of large embedding tables."""
-    module = projected(16, 2, age_bias=True, **road).to("cuda")
+    module = projected(16, 2, age_bias=True, **path).to("cuda")
     target, history, times = example(module, [2000, 0, 3, 5000], "cuda", jagged=request.param)
 
     def run():
@@ -176,9 +176,9 @@ def test_repeats_are_equal_to_the_bit(run_on_cuda):
 @pytest.mark.gpu
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
-def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, road):
+def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, path):
     options = {"jagged": jagged, "value_projection": value_projection}
-    arguments = op_arguments("cuda", **options, **road)
+    arguments = op_arguments("cuda", **options, **path)
     leaves = [x for x in arguments.values() if getattr(x, "requires_grad", False)]
     grad_out = torch.randn_like(arguments["target"])
 

@@ -117,8 +117,8 @@ def train_samples(
     """Logits by step and rank, of one process whose samples are the candidates of all ranks."""
     _, unfused, arguments = OPTIMIZERS[optimizer]
     tables = list(embedding_parameters(model))
-    rest = [p for p in model.parameters() if not any(p is table for table in tables)]
-    optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
+    dense = [p for p in model.parameters() if not any(p is table for table in tables)]
+    optimizers = [torch.optim.SGD(dense, lr=LEARNING_RATE), unfused(tables, **arguments)]
     is_weighted = collection_of(model).is_weighted()
     results = []
     for step in range(NUM_STEPS):

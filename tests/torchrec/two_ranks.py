@@ -372,8 +372,8 @@ def train_unsharded(
     _, unfused, arguments = OPTIMIZERS[optimizer]
     is_weighted = reads_weights(model)
     tables = list(embedding_parameters(model))
-    rest = [p for p in model.parameters() if not any(p is table for table in tables)]
-    optimizers = [torch.optim.SGD(rest, lr=LEARNING_RATE), unfused(tables, **arguments)]
+    dense = [p for p in model.parameters() if not any(p is table for table in tables)]
+    optimizers = [torch.optim.SGD(dense, lr=LEARNING_RATE), unfused(tables, **arguments)]
     results = []
     for step in steps:
         model.zero_grad()

@@ -24,7 +24,7 @@ __all__ = ["backward", "forward"]
 
 
 class _Layers(NamedTuple):
-    """Weights and biases, where the first weight is in parts of ``[H1, D]``, by what it meets."""
+    """Weights and biases, where the first weight is in blocks of ``[H1, D]``, by what it meets."""
 
     of_query: Tensor
     of_row: Tensor

@@ -65,7 +65,7 @@ std::vector<Sample> blocks_of(const Sample& s, int64_t window) {
   std::vector<Sample> blocks;
   for (int64_t begin = 0; begin < s.queries(); begin += block_of(window)) {
     const int64_t end = std::min(begin + block_of(window), s.queries());
-    const int64_t ahead = s.keys() - s.queries();  // of the keys' places to the queries'
+    const int64_t ahead = s.keys() - s.queries();  // of the keys' positions to the queries'
     const int64_t k_end = ahead + end, k_begin = std::max(ahead + begin + 1 - window, int64_t{0});
     if (k_end <= 0) continue;
     blocks.push_back({s.q_begin + begin, s.q_begin + end, s.k_begin + k_begin, s.k_begin + k_end,

@@ -84,10 +84,10 @@ def backward(
 ) -> FlashGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``; without ``grad_v``, ``k``
-    must be ``v``, and their sum into ``grad_k``; with ``indices``, as forward has them, it is added
-    to ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments,
-    and whether the gradient of ``bias`` is asked for changes nothing here.
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``, ``k``
+    must be ``v``, and their sum is written into ``grad_k``. With ``indices``, as forward has them,
+    that sum is added to ``grad_k``, in the dtype that is computed in. All else is computed again
+    from the arguments. Whether the gradient of ``bias`` is asked for changes nothing here.
     """
     x, (position_bucket, age_bucket) = _operands(args, score, indices)
     relative_bias = args.relative_bias
@@ -330,10 +330,10 @@ def _bias_of_keys(
     """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
     bias, position_bias, age_bias, timestamps, row_dropout, _, _ = biases
     dtype, positions, ages = compute_dtype(q), None, None
-    parts = [] if bias is None else [bias.to(dtype)]
+    terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
         logs = bias.to(compute_dtype(bias)).log().to(dtype)
-        parts = [logs.unsqueeze(1).expand(-1, q.shape[1])]
+        terms = [logs.unsqueeze(1).expand(-1, q.shape[1])]
     if position_bias is not None or age_bias is not None:
         num_rows = int(kv_offsets[-1])
         newest = (kv_offsets[1:] - 1).index_select(
@@ -341,15 +341,15 @@ def _bias_of_keys(
         )
         if position_bias is not None:
             positions = recency_buckets(newest - torch.arange(num_rows), len(position_bias))
-            parts.append(position_bias.to(dtype).index_select(0, positions))
+            terms.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
             ages = age_buckets(times.index_select(0, newest), times, len(age_bias))
-            parts.append(age_bias.to(dtype).index_select(0, ages))
+            terms.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
         dropped = dropped_rows(row_dropout, int(kv_offsets[-1])).unsqueeze(1)
-        parts.append(q.new_zeros(1, q.shape[1], dtype=dtype).masked_fill(dropped, -torch.inf))
-    total = sum(parts[1:], parts[0]).T.contiguous() if parts else None
+        terms.append(q.new_zeros(1, q.shape[1], dtype=dtype).masked_fill(dropped, -torch.inf))
+    total = sum(terms[1:], terms[0]).T.contiguous() if terms else None
     return total, (positions, ages)
 
 

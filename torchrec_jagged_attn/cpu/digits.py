@@ -16,14 +16,14 @@ def pack(digits: Tensor, num_levels: int) -> Tensor:
     num_digits, per_byte = digits.shape[1], digits_per_byte(num_levels)
     num_bytes = bytes_of_digits(num_digits, num_levels)
     filled = F.pad(digits.int() + num_levels // 2, (0, num_bytes * per_byte - num_digits))
-    parts = filled.view(-1, num_bytes, per_byte)
-    return (parts * _places(digits, num_levels)).sum(2).to(torch.uint8)
+    of_bytes = filled.view(-1, num_bytes, per_byte)
+    return (of_bytes * _place_values(digits, num_levels)).sum(2).to(torch.uint8)
 
 
 def unpack(packed: Tensor, num_digits: int, num_levels: int) -> Tensor:
     """``[N, L]`` int8 of bytes ``[N, num_bytes]``."""
     values = torch.arange(256, dtype=torch.int32, device=packed.device).unsqueeze(1)
-    digits = values // _places(packed, num_levels) % num_levels - num_levels // 2
+    digits = values // _place_values(packed, num_levels) % num_levels - num_levels // 2
     # A row of these for each byte: divisions of every byte would take longer than attention does.
     found = digits.to(torch.int8).index_select(0, packed.flatten().int())
     return found.view(len(packed), packed.shape[1] * digits.shape[1])[:, :num_digits].contiguous()
@@ -36,7 +36,7 @@ def rows_of_digits(packed: Tensor, width: int, num_levels: int, dtype: torch.dty
     return rows
 
 
-def _places(like: Tensor, num_levels: int) -> Tensor:
+def _place_values(like: Tensor, num_levels: int) -> Tensor:
     """What each digit of a byte counts, ``[digits_per_byte]``."""
     exponents = torch.arange(digits_per_byte(num_levels), dtype=torch.int32, device=like.device)
     return num_levels**exponents

@@ -43,7 +43,7 @@ def _find_cuts(
     """``[B, S]`` of each sample's segments: lowest score, first row with it, and how many rows are
     kept.
 
-    Rows are sorted by segment of a sample, then by score, the newest first among equals.
+    Rows are sorted by their cell of ``[B, S]``, then by score, the newest first among equals.
     """
     offsets, scores, segments, num_rows = rows
     shape = (offsets.numel() - 1, num_segments)
@@ -51,16 +51,16 @@ def _find_cuts(
         counts = _limited(offsets.diff().long().unsqueeze(1), keep, limit)
         first = offsets[1:].unsqueeze(1) - counts
         return torch.zeros(shape, device=offsets.device), first, counts
-    num_groups = shape[0] * shape[1]
-    group = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
-    scores = _in_full(scores, group)
+    num_cells = shape[0] * shape[1]
+    cell = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
+    scores = _in_full(scores, cell)
     eligible = scores >= threshold
     if segments is not None:
         eligible &= (segments >= 0) & (segments < num_segments)
-        group = group + segments
-    group = group.masked_fill(~eligible, num_groups)  # behind all others
-    order = num_rows - 1 - _sort(group.flip(0), scores.flip(0))
-    num_eligible = group.bincount(minlength=num_groups + 1)[:num_groups].view(shape)
+        cell = cell + segments
+    cell = cell.masked_fill(~eligible, num_cells)  # behind all others
+    order = num_rows - 1 - _sort(cell.flip(0), scores.flip(0))
+    num_eligible = cell.bincount(minlength=num_cells + 1)[:num_cells].view(shape)
     counts = _limited(num_eligible, keep, limit)
     begins = (num_eligible.flatten().cumsum(0) - num_eligible.flatten()).view(shape)
     kept = counts > 0
@@ -99,14 +99,14 @@ def _limited(counts: Tensor, keep: Tensor | None, limit: int) -> Tensor:
     return counts.clamp(max=limit) if keep is None else torch.minimum(counts, keep.clamp(min=0))
 
 
-def _sort(group: Tensor, scores: Tensor) -> Tensor:
-    """Numbers of rows by group, then by score, the highest first; equals stay as they are."""
+def _sort(cell: Tensor, scores: Tensor) -> Tensor:
+    """Numbers of rows by cell, then by score, the highest first; equals stay as they are."""
     if scores.dtype == torch.float64:
         by_score = scores.argsort(descending=True, stable=True)
-        return by_score[group[by_score].argsort(stable=True)]
+        return by_score[cell[by_score].argsort(stable=True)]
     bits = (scores + 0.0).view(torch.int32)  # of 0.0 for -0.0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # which is ordered as the scores are
-    return ((group << 32) - bits).argsort(stable=True)
+    return ((cell << 32) - bits).argsort(stable=True)
 
 
 def _in_full(scores: Tensor | None, like: Tensor) -> Tensor:

@@ -97,9 +97,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._costs = _checked_lengths(lengths).double() ** POWERS[cost]
         self._batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
         self._balanced_steps, self._seed = balanced_steps, seed
-        self._full_steps, self._rest = divmod(len(self._costs), batch_size * num_replicas)
+        self._full_steps, self._num_left = divmod(len(self._costs), batch_size * num_replicas)
         if drop_last:
-            self._rest = 0
+            self._num_left = 0
         if len(self) == 0:
             raise ValueError(
                 f"batch_size * num_replicas must be at most the {len(self._costs)} examples of "
@@ -109,7 +109,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return self._full_steps + (self._rest > 0)
+        return self._full_steps + (self._num_left > 0)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of this epoch, or, once after ``load_state_dict``, the rest of them."""
@@ -173,11 +173,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for step in range(first, self._full_steps, self._balanced_steps):
             end = min(step + self._balanced_steps, self._full_steps)
             yield step, shuffled[step * size : end * size], end - step
-        if self._rest:
-            rest = shuffled[self._full_steps * size :]
-            missing = -len(rest) % self._num_replicas
+        if self._num_left:
+            left = shuffled[self._full_steps * size :]
+            missing = -len(left) % self._num_replicas
             again = shuffled.repeat(-(-missing // len(shuffled)))[:missing]
-            yield self._full_steps, torch.cat([rest, again]), 1
+            yield self._full_steps, torch.cat([left, again]), 1
 
     def _share(self, examples: Tensor, num_steps: int) -> list[list[int]]:
         """This rank's batches of ``num_steps`` steps.

@@ -82,7 +82,7 @@ class EventBasedFeature(nn.Module):
     """Turns attributes of events into one row an event, a history for attention.
 
     Ids of each attribute are looked up and pooled by a table, as an ``EmbeddingBagCollection`` does
-    whose samples are events; a linear layer compresses the row of all attributes and the encoding
+    whose samples are events. A linear layer compresses the row of all attributes and the encoding
     of the event's time to ``out_dim`` columns.
 
     TorchRec shards its tables as any others. No row of attributes is looked up for events that

@@ -204,8 +204,8 @@ def _select(
 
     def kept(rows: Tensor) -> Tensor:
         """Of ids or weights of all keys."""
-        parts = zip(features.keys(), rows.split(features.length_per_key()), strict=True)
-        return torch.cat([take_rows(x, selected) if key in keys else x for key, x in parts])
+        values = zip(features.keys(), rows.split(features.length_per_key()), strict=True)
+        return torch.cat([take_rows(x, selected) if key in keys else x for key, x in values])
 
     weights = features.weights_or_none()
     lengths = selected.offsets.diff().to(features.lengths().dtype)

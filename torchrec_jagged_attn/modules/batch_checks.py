@@ -146,17 +146,17 @@ def check_single_rows(sequence: JaggedTensor, name: str) -> None:
 
 
 def check_equal_lengths(
-    sequence: JaggedTensor, name: str, reference: JaggedTensor, reference_name: str
+    sequence: JaggedTensor, name: str, like: JaggedTensor, like_name: str
 ) -> None:
-    """``sequence`` must be as long as ``reference`` in each sample."""
-    message = f"{name!r} must be as long as {reference_name!r} in each sample, got "
-    lengths, expected = sequence.lengths(), reference.lengths()
+    """``sequence`` must be as long as ``like`` in each sample."""
+    message = f"{name!r} must be as long as {like_name!r} in each sample, got "
+    lengths, expected = sequence.lengths(), like.lengths()
     if should_validate(lengths) and (wrong := torch.nonzero(lengths != expected)).numel():
         sample = int(wrong[0])
         raise ValueError(
             f"{message}{int(lengths[sample])} and {int(expected[sample])} in sample {sample}"
         )
-    rows, expected_rows = sequence.values().shape[0], reference.values().shape[0]
+    rows, expected_rows = sequence.values().shape[0], like.values().shape[0]
     _check_equal(rows, expected_rows, lambda: f"{message}{rows} and {expected_rows} rows in all")
 
 

@@ -195,9 +195,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self.embedding_collections = nn.ModuleDict(
             {
                 str(width): EmbeddingCollection(
-                    [_embedding_config(table) for table in part], device=device
+                    [_embedding_config(table) for table in of_width], device=device
                 )
-                for width, part in by_width.items()
+                for width, of_width in by_width.items()
             }
         )
         self.embedding_bag_collection = (

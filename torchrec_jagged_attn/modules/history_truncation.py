@@ -18,13 +18,13 @@ class HistoryTruncation(nn.Module):
     device alone: without a pipeline, the host waits for it.
 
     Args:
-        histories: groups of keys that are equally long in each sample, and how many of their newest
-            rows to keep.
+        histories: the keys of each history, which are equally long in each sample, and how many of
+            its newest rows to keep.
     """
 
     def __init__(self, histories: list[tuple[list[str], int]]) -> None:
         super().__init__()
-        self._groups = [keys for keys, _ in histories]
+        self._histories = [keys for keys, _ in histories]
         self._limits = {key: limit for keys, limit in histories for key in keys}
         self.max_history = max(limit for _, limit in histories)  # the longest that is left
 
@@ -32,17 +32,17 @@ class HistoryTruncation(nn.Module):
         """``features`` with the same keys and samples, and no more rows than the limits.
 
         Raises:
-            ValueError: keys of one group differ in length.
+            ValueError: keys of one history differ in length.
         """
-        return _truncate(features, self._groups, self._limits)
+        return _truncate(features, self._histories, self._limits)
 
 
 @torch.fx.wrap
 def _truncate(
-    features: KeyedJaggedTensor, groups: list[list[str]], limits: dict[str, int]
+    features: KeyedJaggedTensor, histories: list[list[str]], limits: dict[str, int]
 ) -> KeyedJaggedTensor:
     if not is_scripting():
-        for keys in groups:
+        for keys in histories:
             check_equal_keys(features, keys)  # they would look alike once they are cut
     old, weights = features.lengths(), features.weights_or_none()
     new = old.clone()

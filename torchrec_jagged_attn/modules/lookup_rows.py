@@ -41,12 +41,12 @@ def take_rows(
     taken: dict[str, JaggedTensor] = {}
     indices: dict[str, Tensor] = {}
     orders = sequences._features_to_permute_indices or {}
-    for part, awaitable in enumerate(sequences._awaitables_per_sharding):
+    for sharding, awaitable in enumerate(sequences._awaitables_per_sharding):
         rows = awaitable.wait()
-        lengths, counts, of_places = _places(sequences, part, rows)
+        lengths, counts, of_places = _places(sequences, sharding, rows)
         of_keys = of_places.split(counts)
         columns: dict[str, list[int]] = {}  # several of a key that is sharded by column
-        for at, key in enumerate(sequences._embedding_names_per_sharding[part]):
+        for at, key in enumerate(sequences._embedding_names_per_sharding[sharding]):
             columns.setdefault(key, []).append(at)
         copied = [ats for key, ats in columns.items() if key not in by_index or len(ats) > 1]
         copies = _copies(rows, of_keys, [at for ats in copied for at in ats])
@@ -80,19 +80,19 @@ def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
 
 
 def _places(
-    sequences: EmbeddingCollectionAwaitable, part: int, rows: Tensor
+    sequences: EmbeddingCollectionAwaitable, sharding: int, rows: Tensor
 ) -> tuple[Tensor, list[int], Tensor]:
     """Lengths ``[keys, B]`` and their sums, and the number of the row at each place of all keys."""
     context = sequences._ctx
     if context.reverse_indices:
-        features, indices = context.input_features[part], context.reverse_indices[part]
+        features, indices = context.input_features[sharding], context.reverse_indices[sharding]
     else:
-        features = sequences._features_per_sharding[part]
+        features = sequences._features_per_sharding[sharding]
         indices = torch.arange(rows.shape[0], device=rows.device)
     if not context.seq_vbe_ctx:
         lengths = features.lengths().view(-1, features.stride())
         return lengths, features.length_per_key(), indices
-    sizes = context.seq_vbe_ctx[part]
+    sizes = context.seq_vbe_ctx[sharding]
     counts = sizes.reindexed_length_per_key
     _, indices, _ = torch.ops.fbgemm.permute_1D_sparse_data(
         sizes.recat, sizes.unpadded_lengths, indices, None, sum(counts)

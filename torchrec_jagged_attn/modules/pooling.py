@@ -89,7 +89,7 @@ class TargetAttentionPooling(nn.Module):
         for (table, _), source in sources.items():
             if source.key not in targets and source.key not in histories:
                 pooled.setdefault((source.lookup, modes[table]), []).append(source)
-        self._pooled = [(part, mode) for (_, mode), part in pooled.items()]
+        self._pooled = [(of_mode, mode) for (_, mode), of_mode in pooled.items()]
         bags = {name: keys[feature] for feature, name in _names(bag_tables).items()}
         self._bags = list(bags)
         # The keys of the tensors that forward makes, in its order.
@@ -98,7 +98,7 @@ class TargetAttentionPooling(nn.Module):
             *(attention.keys for attention in self._attentions),
         ]
         of_samples = [
-            *([source.key for source in part] for part, _ in self._pooled),
+            *([source.key for source in of_mode] for of_mode, _ in self._pooled),
             *([x.user_key] for x in self._attentions if x.user_key is not None),
             list(bags.values()),
         ]
@@ -181,9 +181,11 @@ class TargetAttentionPooling(nn.Module):
                 targets[x.key] * _weights(features, x.feature).unsqueeze(1) for x in self._targets
             ]
         of_samples = []
-        for part, mode in self._pooled:
-            weights = [_weights(features, x.feature) for x in part] if self._is_weighted else None
-            of_samples.append(_segment_reduce([x.rows(sequences) for x in part], weights, mode))
+        for of_mode, mode in self._pooled:
+            weights = None
+            if self._is_weighted:
+                weights = [_weights(features, x.feature) for x in of_mode]
+            of_samples.append(_segment_reduce([x.rows(sequences) for x in of_mode], weights, mode))
         for attention, layers, attend in zip(
             self._attentions, self.encoders, self.attentions, strict=True
         ):
@@ -274,9 +276,9 @@ def _sources(
 ) -> dict[tuple[str, str], _Source]:
     """Where the rows of each table's feature come from; ``keys`` are those of the output."""
     sources = {}
-    for lookup, part in enumerate(sequence_tables):
-        widths = {table.name: table.embedding_dim for table in part}
-        for (table, feature), name in _names(part).items():
+    for lookup, tables in enumerate(sequence_tables):
+        widths = {table.name: table.embedding_dim for table in tables}
+        for (table, feature), name in _names(tables).items():
             key = keys[table, feature]
             sources[table, feature] = _Source(feature, key, widths[table], lookup, name)
     return sources
@@ -365,22 +367,22 @@ def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
         widths: of all keys, in the order of the output.
         blocks: the keys of each tensor, in its own order.
     """
-    places = {}
+    begins = {}
     for block, keys in enumerate(blocks):
         ends = itertools.accumulate(widths[key] for key in keys)
-        places |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
+        begins |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
     of_blocks = [sum(widths[key] for key in keys) for keys in blocks]
     slices: list[_Slice] = []
     for key, width in widths.items():
-        block, begin = places[key]
+        block, begin = begins[key]
         if slices and slices[-1].block == block and sum(slices[-1][1:3]) == begin:
             begin, width = slices[-1].begin, slices.pop().width + width
         slices.append(_Slice(block, begin, width, width == of_blocks[block]))
     return slices
 
 
-def _join(parts: list[Tensor], dim: int = 1) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+def _join(tensors: list[Tensor], dim: int = 1) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
 # What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.

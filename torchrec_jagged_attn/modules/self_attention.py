@@ -31,9 +31,9 @@ class JaggedSelfAttention(nn.Module):
     r"""Multi-head attention of each history's rows to one another, without padding.
 
     The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads)`` on each sample for
-    itself, with the same parameter names and shapes; plus, unless ``recency_bias=False``, a learned
-    score per head for how many rows lie between query and key, which starts as ALiBi's slopes (see
-    :class:`RecencyBias`, whose positions are those distances here, in either direction).
+    itself, with the same parameter names and shapes. Unless ``recency_bias=False``, a learned score
+    per head is added, by how many rows lie between query and key. It starts as ALiBi's slopes: see
+    :class:`RecencyBias`, whose positions are those distances here, in either direction.
 
     Args:
         embed_dim: ``E``, width of the rows.

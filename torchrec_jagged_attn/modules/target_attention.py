@@ -61,11 +61,11 @@ class JaggedTargetAttention(nn.Module):
 
     Queries and keys are those of ``torch.nn.MultiheadAttention(embed_dim, num_heads,
     kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
-    switch: scores have a learned bias by position in the history (``recency_bias``, see
-    :class:`RecencyBias`), and pooled rows stay in the embedding's own space
-    (``value_projection``), where ``row_dropout``, ``output_dropout`` and ``length_power`` keep them
-    from overfitting. Without the first and with the second, it is the same function, with the
-    same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
+    switch. Scores have a learned bias by position in the history (``recency_bias``, see
+    :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``),
+    where ``row_dropout``, ``output_dropout`` and ``length_power`` keep them from overfitting. With
+    ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the same
+    parameter names and shapes. Targets may have a width of their own, too. Where they are few,
     no key and no value is made: the projections are absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
@@ -137,16 +137,17 @@ class JaggedTargetAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, or ``length_power``
-            neither a bool nor None.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, ``target_dim`` is less than 1,
-            ``history_dim`` is not ``embed_dim`` without a value projection, ``age_bias`` without
-            ``recency_bias``, a ``row_dropout``, ``dropout`` or ``output_dropout`` that is no
-            probability below one, an unknown ``init``, ``keys_and_values`` or ``score``, or
-            explicit keys and values, or a ``length_power``, of another score than the softmax; or,
-            for ``"din"``, several heads, widths that differ, projected values, no ``bias``, a
-            ``dropout``, or an unknown ``activation``; or, with ``history_codes``, another
-            ``history_dim``, explicit keys and values, values that are not projected, or ``"din"``.
+        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, ``length_power`` is
+            neither a bool nor None, or ``history_codes`` is of another type.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
+            ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
+            ``output_dropout`` is no probability below one. ``age_bias`` goes without
+            ``recency_bias``. Without a value projection, ``history_dim`` is not ``embed_dim``. Of
+            another score than the softmax, keys and values are explicit, or ``length_power`` is
+            true. For ``"din"``, there are several heads, widths that differ, projected values, no
+            ``bias``, a ``dropout`` or an unknown ``activation``. With ``history_codes``, the
+            ``history_dim`` is another, keys and values are explicit, values are not projected, or
+            the score is ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 

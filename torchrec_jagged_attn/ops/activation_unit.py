@@ -101,8 +101,8 @@ def jagged_activation_unit(
         ValueError: a shape, a device, ``activation``, ``row_dropout`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``query`` has several targets per sample, ``D`` is over 256, ``H1`` or
-            ``H2`` is over 128, the GPU has less shared memory than an H100 and ``D·H1``, each
-            rounded up to a power of two, is over 16,384, or the device is neither CPU nor CUDA.
+            ``H2`` is over 128, or the device is neither CPU nor CUDA. The GPU has less shared
+            memory than an H100, and ``D·H1``, each rounded up to a power of two, is over 16,384.
 
     Example:
         >>> import torch

@@ -149,8 +149,8 @@ def register_op(
             needed = backward_op(*arguments)
         else:
             needed = call_backward(*arguments)
-        places = (at for at, need in enumerate(needs_grad) if need)
-        for at, grad in zip(places, needed, strict=True):
+        needed_at = (at for at, need in enumerate(needs_grad) if need)
+        for at, grad in zip(needed_at, needed, strict=True):
             grads[at] = grad
         return tuple(grads)
 
@@ -331,14 +331,14 @@ def _differentiate(
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     node = type(name, (torch.autograd.Function,), functions)
     node_of_level = type(name, (_SingleLevelFunction,), functions)
-    places = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
+    detached = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
 
     def autograd(*inputs: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, inputs)
         needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
         if needs_grad:
-            for at in places:
+            for at in detached:
                 if inputs[at] is not None and inputs[at].requires_grad:
                     inputs = (*inputs[:at], inputs[at].detach(), *inputs[at + 1 :])
                     needs_grad = torch._C._any_requires_grad(*inputs)

@@ -66,7 +66,7 @@ def select_rows(
     r"""Find the rows of each sample with its highest scores, in the order that they have.
 
     A row is kept if its score is at least ``threshold`` and fewer than ``keep`` rows of its sample
-    (and segment) come before it: those with a higher score, and of the same score those that are
+    (and segment) come before it. Those with a higher score do, and of the same score those that are
     newer, which lie behind it. Rows whose score is NaN are never kept. Without scores, the newest
     rows are kept.
 
@@ -152,9 +152,9 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
     if x.dim() == 0 or x.shape[0] != num_rows:
         raise ValueError(f"x must have shape [N, …] with N = {num_rows}, got {list(x.shape)}")
     check_same(selected.places, "selected", dtype=False, x=x)
-    rest = x.shape[1:]
-    out = call_copy_rows(x.reshape(num_rows, math.prod(rest)), selected.rows, selected.places)
-    return out.view(selected.rows.shape[0], *rest)
+    of_row = x.shape[1:]
+    out = call_copy_rows(x.reshape(num_rows, math.prod(of_row)), selected.rows, selected.places)
+    return out.view(selected.rows.shape[0], *of_row)
 
 
 def _check_rows(

@@ -129,9 +129,9 @@ def jagged_target_attention(
     Raises:
         TypeError: a dtype does not fit.
         ValueError: ``row_scale`` and the dtype of ``history`` do not go together, ``num_levels`` is
-            given as well, or narrow rows require a gradient; a shape, a device, ``row_dropout``,
-            ``dropout`` or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of
-            offsets, indices, bytes or prior weights do not fit.
+            given as well, or narrow rows require a gradient. A shape, a device, ``row_dropout`` or
+            ``dropout`` does not fit. The values of offsets, indices, bytes or prior weights do not
+            fit; they are read on a CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:

@@ -39,9 +39,9 @@ _building, _recording = threading.Lock(), threading.Lock()
 class ReplayedOp:
     """Calls an op, by a program of its own if there is one; gives the first output alone, or all.
 
-    A program is for plain tensors in eager mode: under a mode or a transform, for subclasses, with
-    hooks on saved tensors or of a profiler of Triton's, and for what cannot be recorded, the op is
-    called itself, with the same bits.
+    A program is for plain tensors in eager mode. The op is called itself, with the same bits, under
+    a mode or a transform, for subclasses, with hooks on saved tensors or of a profiler of Triton's,
+    and for what cannot be recorded.
 
     Args:
         op: from the arguments to all outputs, or to the only one. Only the first has a gradient.

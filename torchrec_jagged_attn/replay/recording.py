@@ -53,8 +53,8 @@ def record(
     try:
         with torch.no_grad():
             traced = [
-                None if tensor is None else recorder.input(place, tensor, axis)
-                for place, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
+                None if tensor is None else recorder.input(number, tensor, axis)
+                for number, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
             ]
             recorder.num_inputs = recorder.num_memories = len(traced)
             numbers = [recorder.length(at, length) for at, length in enumerate(lengths)]
@@ -80,8 +80,8 @@ class Length:
     It is no ``int``: Python and PyTorch would take its value without asking.
     """
 
-    def __init__(self, recorder: Recorder, place: int, value: int) -> None:
-        self.recorder, self.place, self.value = recorder, place, value
+    def __init__(self, recorder: Recorder, index: int, value: int) -> None:
+        self.recorder, self.index, self.value = recorder, index, value
 
     def __index__(self) -> int:
         """Its value, which becomes the only one that the program is for."""
@@ -134,8 +134,8 @@ class Length:
         return self.recorder.combine("shift_right", other, self)
 
     def bit_length(self) -> Length:
-        place = self.recorder.place_of(("bit_length", self.place, 0))
-        return Length(self.recorder, place, self.value.bit_length())
+        index = self.recorder.index_of(("bit_length", self.index, 0))
+        return Length(self.recorder, index, self.value.bit_length())
 
     def __neg__(self) -> Any:
         return 0 - self
@@ -217,28 +217,28 @@ class Traced(Tensor):
 class Recorder:
     """What a program is made of: expressions, guards, and steps, each of which may make a memory.
 
-    An expression is an operation and its operands; others name it by its place in the list.
+    An expression is an operation and its operands; others name it by its index in the list.
     """
 
     def __init__(self) -> None:
         self.expressions: list[Expression] = []
-        self.places: dict[Expression, int] = {}
+        self.indices: dict[Expression, int] = {}
         self.guards: dict[int, int] = {}
         self.steps: list[tuple[str, tuple]] = []
         self.num_inputs = self.num_memories = 0
         self.thread = threading.get_ident()
         self.descriptors: list[tuple] = []
 
-    def place_of(self, expression: Expression) -> int:
+    def index_of(self, expression: Expression) -> int:
         """Where an expression is, which is added if it is new."""
-        if expression not in self.places:
-            self.places[expression] = len(self.expressions)
+        if expression not in self.indices:
+            self.indices[expression] = len(self.expressions)
             self.expressions.append(expression)
-        return self.places[expression]
+        return self.indices[expression]
 
-    def place(self, value: Number) -> int:
+    def index(self, value: Number) -> int:
         """Where ``value`` is among the expressions."""
-        return value.place if isinstance(value, Length) else self.place_of(("constant", value, 0))
+        return value.index if isinstance(value, Length) else self.index_of(("constant", value, 0))
 
     def combine(self, operation: str, a: Any, b: Any) -> Any:
         """``a`` and ``b`` combined; with a float, for their values alone."""
@@ -250,14 +250,14 @@ class Recorder:
                 if not isinstance(one, Length) and one == 1:
                     return other
         value = plain(_value(a), _value(b))
-        return Length(self, self.place_of((operation, self.place(a), self.place(b))), value)
+        return Length(self, self.index_of((operation, self.index(a), self.index(b))), value)
 
     def decide(self, operation: str, a: Number, b: Number) -> bool:
         """Compare, and guard what comes out."""
         plain = [_value(x) for x in (a, b)]
         result = plain[0] == plain[1] if operation == "equal" else plain[0] < plain[1]
-        if self.place(a) != self.place(b):
-            self.guards[self.place_of((operation, self.place(a), self.place(b)))] = int(result)
+        if self.index(a) != self.index(b):
+            self.guards[self.index_of((operation, self.index(a), self.index(b)))] = int(result)
         return result
 
     def tensor(
@@ -274,30 +274,30 @@ class Recorder:
         traced.offset, traced.sizes, traced.strides = offset, tuple(sizes), tuple(strides)
         return traced
 
-    def axis(self, kind: str, place: int, axis: int, numbers: Sequence[int]) -> Length:
+    def axis(self, kind: str, number: int, axis: int, numbers: Sequence[int]) -> Length:
         """The ``"size"`` or the ``"stride"`` of an input along an axis, one of its ``numbers``."""
-        return Length(self, self.place_of((kind, place, axis)), numbers[axis])
+        return Length(self, self.index_of((kind, number, axis)), numbers[axis])
 
     def length(self, number: int, value: int) -> Length:
         """One that is an argument itself."""
-        return Length(self, self.place_of(("length", number, 0)), value)
+        return Length(self, self.index_of(("length", number, 0)), value)
 
-    def input(self, place: int, tensor: Tensor, axis: int) -> Traced:
-        """The argument at ``place``, whose length along ``axis``, if it is not -1, is a Length."""
+    def input(self, number: int, tensor: Tensor, axis: int) -> Traced:
+        """An argument by its number; its length along ``axis``, if that is not -1, is a Length."""
         sizes: list[Any] = list(tensor.shape)
         strides: list[Any] = list(tensor.stride())
         if axis >= 0:
-            sizes[axis] = self.axis("size", place, axis, tensor.shape)
+            sizes[axis] = self.axis("size", number, axis, tensor.shape)
             for before in reversed(range(axis)):
-                strides[before] = self.axis("stride", place, before, tensor.stride())
+                strides[before] = self.axis("stride", number, before, tensor.stride())
                 if strides[before] != sizes[before + 1] * strides[before + 1]:
                     raise UnrecordableError("a tensor that is not contiguous")
-        return self.tensor(tensor.detach(), place, 0, sizes, strides)
+        return self.tensor(tensor.detach(), number, 0, sizes, strides)
 
     def allocate(self, like: Traced, sizes: Sequence[Number], dtype: Any = None) -> Traced:
         dtype = like.plain.dtype if dtype is None else dtype
         real = like.plain.new_empty([_value(size) for size in sizes], dtype=dtype)
-        self.steps.append(("allocate", (dtype, [self.place(size) for size in sizes])))
+        self.steps.append(("allocate", (dtype, [self.index(size) for size in sizes])))
         return self._made(real, sizes)
 
     def operator(
@@ -311,8 +311,8 @@ class Recorder:
         )
         if not real.is_contiguous() or [*real.shape] != [_value(size) for size in sizes]:
             raise UnrecordableError(f"{op} of such a shape")
-        places = [self._view(_traced(x)) if isinstance(x, Tensor) else x for x in arguments]
-        self.steps.append(("operator", (op._schema.name, op._schema.overload_name, places)))
+        operands = [self._view(_traced(x)) if isinstance(x, Tensor) else x for x in arguments]
+        self.steps.append(("operator", (op._schema.name, op._schema.overload_name, operands)))
         return self._made(real, sizes)
 
     def _made(self, real: Tensor, sizes: Sequence[Number]) -> Traced:
@@ -334,9 +334,9 @@ class Recorder:
             return
         plain = _plain(arguments)
         compiled = launcher.launch(tuple(_value(n) for n in grid), plain, constants)
-        places = [self.place(n) for n in grid]
+        indices = [self.index(n) for n in grid]
         if compiled is None:
-            self.steps.append(self._call_of_interpreter(launcher, places, arguments, constants))
+            self.steps.append(self._call_of_interpreter(launcher, indices, arguments, constants))
             return
         _decide_traits(arguments, launcher.specialized)
         meta = compiled.metadata
@@ -353,8 +353,8 @@ class Recorder:
         types = list(compiled.src.signature.values())
         self.add_parameters(types, arguments, boxes, parameters)
         handle = (compiled.function, meta.num_warps, meta.shared, bool(meta.launch_pdl))
-        places += [self.place(1)] * (3 - len(places))
-        self.steps.append(("launch", (*handle, places, parameters)))
+        indices += [self.index(1)] * (3 - len(indices))
+        self.steps.append(("launch", (*handle, indices, parameters)))
 
     def add_parameters(
         self, types: Sequence, arguments: Sequence, boxes: list, parameters: list
@@ -374,9 +374,9 @@ class Recorder:
                 continue
             elif kind.startswith("*") and isinstance(argument, Traced):
                 size = argument.plain.element_size()
-                parameters.append(("pointer", argument.memory, self.place(argument.offset), size))
+                parameters.append(("pointer", argument.memory, self.index(argument.offset), size))
             elif kind in ("i1", "u1", "i8", "i16", "i32", "i64", "u32", "u64"):
-                parameters.append(("expression", 0, self.place(argument), 0))
+                parameters.append(("expression", 0, self.index(argument), 0))
             elif kind in ("fp32", "fp64"):
                 packed = struct.pack("<f4x" if kind == "fp32" else "<d", argument)
                 parameters.append(("constant_bits", 0, struct.unpack("<q", packed)[0], 0))
@@ -394,18 +394,18 @@ class Recorder:
         base: Any = x.base
         if not isinstance(base, Traced):
             raise UnrecordableError("a descriptor of what was made of nothing")
-        sizes, strides = ([self.place(n) for n in numbers] for numbers in (x.shape, x.strides))
+        sizes, strides = ([self.index(n) for n in numbers] for numbers in (x.shape, x.strides))
         box = (
             TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["swizzle"], x.padding == "nan",
             sizes, strides, list(meta["block_size"]),
         )  # fmt: skip
         self.descriptors.append(box)
-        at = self.place(base.offset), len(self.descriptors) - 1
+        at = self.index(base.offset), len(self.descriptors) - 1
         parameters.append(("descriptor", base.memory, *at))
-        parameters += [("expression", 0, place, 0) for place in (*sizes, *strides)]
+        parameters += [("expression", 0, index, 0) for index in (*sizes, *strides)]
 
     def _call_of_interpreter(
-        self, launcher: Launcher, places: list[int], arguments: tuple, constants: dict
+        self, launcher: Launcher, indices: list[int], arguments: tuple, constants: dict
     ) -> tuple[str, tuple]:
         flat: list[tuple[int, Any]] = []
 
@@ -417,27 +417,27 @@ class Recorder:
             if isinstance(argument, TensorDescriptor):
                 made = _rebuild(argument, flatten)
                 return lambda values: _rebuild(made, lambda field: field(values))
-            place = len(flat)
+            at = len(flat)
             if isinstance(argument, Traced):
                 flat.append((0, self._view(argument)))
             elif isinstance(argument, Length):
-                flat.append((1, argument.place))
+                flat.append((1, argument.index))
             elif isinstance(argument, Tensor):
                 raise UnrecordableError("a tensor that was made of nothing")
             else:
                 flat.append((2, argument))
-            return lambda values: values[place]
+            return lambda values: values[at]
 
         rebuild = [flatten(argument) for argument in arguments]
 
         def call(grid: tuple[int, ...], values: list) -> None:
             launcher.launch(grid, tuple(make(values) for make in rebuild), constants)
 
-        return ("call", (call, places, flat))
+        return ("call", (call, indices, flat))
 
     def _view(self, x: Traced) -> tuple[int, int, list[int], list[int]]:
-        sizes, strides = ([self.place(n) for n in numbers] for numbers in (x.sizes, x.strides))
-        return x.memory, self.place(x.offset), sizes, strides
+        sizes, strides = ([self.index(n) for n in numbers] for numbers in (x.sizes, x.strides))
+        return x.memory, self.index(x.offset), sizes, strides
 
     def program(self, outputs: Sequence[Tensor | None], make_program: Callable[..., Any]) -> Any:
         views = [None if x is None else self._view(_traced(x)) for x in outputs]
@@ -509,7 +509,7 @@ def _is_contiguous(x: Traced) -> bool:
     """Whatever the lengths are."""
     for size, step, expected in zip(x.sizes, x.strides, _contiguous_strides(x.sizes), strict=True):
         is_one = not isinstance(size, Length) and size == 1
-        same = x.recorder.place(step) == x.recorder.place(expected)
+        same = x.recorder.index(step) == x.recorder.index(expected)
         if not (is_one or same or step == expected):
             return False
     return True

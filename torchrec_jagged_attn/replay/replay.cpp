@@ -106,7 +106,7 @@ const Names<Operation> OPERATIONS = {
 
 struct Expression {
   Operation operation;
-  int64_t a, b;  // a constant, an input and its axis, the number of a length, or places of operands
+  int64_t a, b;  // a constant, an input and its axis, number of a length, or indices of operands
 };
 
 int64_t bit_length(int64_t a) { return a ? 64 - __builtin_clzll(a < 0 ? -uint64_t(a) : a) : 0; }
@@ -116,7 +116,7 @@ int64_t floor_divide(int64_t a, int64_t b) {
   return quotient - ((a % b != 0) && ((a < 0) != (b < 0)));
 }
 
-struct View {  // of a tensor's memory; all else are places of expressions, in elements
+struct View {  // of a tensor's memory; all else are indices of expressions, in elements
   int64_t memory, offset;
   Numbers sizes, strides;
 };
@@ -135,7 +135,7 @@ struct CallOperator {  // of PyTorch, which returns one contiguous tensor
 struct Descriptor {  // of the tensor memory accelerator, innermost axes first
   int type, swizzle;
   bool nan;
-  Numbers sizes, strides;  // places of expressions; strides from the second axis on
+  Numbers sizes, strides;  // indices of expressions; strides from the second axis on
   std::vector<uint32_t> box;
 };
 
@@ -176,7 +176,7 @@ struct Inputs {
 
 struct Program {
   std::vector<Expression> expressions;
-  std::vector<std::pair<int64_t, int64_t>> guards;  // place, value
+  std::vector<std::pair<int64_t, int64_t>> guards;  // index, value
   std::vector<std::variant<Allocate, CallOperator, Launch, CallPython>> steps;
   std::vector<std::optional<View>> outputs;
   std::vector<Descriptor> descriptors;
@@ -245,14 +245,14 @@ bool evaluate(const Program& program, const Inputs& inputs, Numbers& values) {
 }
 
 bool holds(const Program& program, const Numbers& values) {
-  for (const auto& [place, value] : program.guards)
-    if (values[place] != value) return false;
+  for (const auto& [index, value] : program.guards)
+    if (values[index] != value) return false;
   return true;
 }
 
-c10::SmallVector<int64_t, 6> select(const Numbers& places, const Numbers& values) {
+c10::SmallVector<int64_t, 6> select(const Numbers& indices, const Numbers& values) {
   c10::SmallVector<int64_t, 6> selected;
-  for (const int64_t place : places) selected.push_back(values[place]);
+  for (const int64_t index : indices) selected.push_back(values[index]);
   return selected;
 }
 
@@ -359,8 +359,8 @@ void call_python(const CallPython& step, const std::vector<Tensor>& memories, co
   for (const auto& argument : step.arguments) {
     if (const auto* of = std::get_if<View>(&argument))
       arguments.append(py::cast(view(*of, memories, values)));
-    else if (const auto* place = std::get_if<int64_t>(&argument))
-      arguments.append(py::int_(values[*place]));
+    else if (const auto* index = std::get_if<int64_t>(&argument))
+      arguments.append(py::int_(values[*index]));
     else
       arguments.append(std::get<py::object>(argument));
   }
@@ -401,7 +401,7 @@ std::vector<Tensor> run(const Program& program, const std::vector<Tensor>& input
     const auto* const allocate = std::get_if<Allocate>(&step);
     if (!allocate) continue;
     int64_t size = c10::elementSize(allocate->dtype);
-    for (const int64_t place : allocate->sizes) size *= values[place];
+    for (const int64_t index : allocate->sizes) size *= values[index];
     const int64_t end = workspace_size + (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     const bool fits = allocate->is_scratch && size > 0 && end <= MOST_WORKSPACE;
     begins.push_back(fits ? workspace_size : -1);

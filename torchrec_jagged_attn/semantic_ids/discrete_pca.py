@@ -113,7 +113,7 @@ class DiscretePCA(nn.Module):
             rows: ``[N, D]``, floating point, ``N > 0``; or batches of such rows, which can be
                 iterated again and again, as a list or a ``DataLoader`` that does not shuffle.
                 Each batch is moved to the device of this module.
-            tolerance: least squares end when a step lowers the error by less than this part of it.
+            tolerance: least squares end when a step lowers the error by less than this fraction.
             max_steps: of least squares at most.
 
         Returns:
@@ -172,7 +172,9 @@ class DiscretePCA(nn.Module):
             raise ValueError("rows must be finite, got some that are not")
         model = _Model(self.mean, self.basis, self.ids)
         with torch.autocast(rows.device.type, enabled=False):  # digits do not depend on it
-            return torch.cat([model.encode(part, self.num_sweeps)[0] for part in rows.split(BLOCK)])
+            return torch.cat(
+                [model.encode(block, self.num_sweeps)[0] for block in rows.split(BLOCK)]
+            )
 
     def decode(self, digits: Tensor) -> Tensor:
         """Rows of digits.
@@ -282,9 +284,9 @@ class _Rows:
         kept, count = [], 0
         for batch in self.batches:
             _check_rows(batch, self.dim)
-            for part in batch.split(BLOCK):
-                kept.append(part.detach().to(self.device, torch.float64))
-                count += len(part)
+            for block in batch.split(BLOCK):
+                kept.append(block.detach().to(self.device, torch.float64))
+                count += len(block)
                 if count >= BLOCK:
                     whole = torch.cat(kept)
                     yield whole[:BLOCK]
@@ -366,9 +368,9 @@ def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
         for variance, top, count in zip(variances.tolist(), tops.tolist(), counts, strict=True):
             if variance <= left:
                 break
-            scale, part = _best_scale(top * torch.exp2(-below_top), count, ids.largest_digit)
+            scale, fraction = _best_scale(top * torch.exp2(-below_top), count, ids.largest_digit)
             scales.append(scale)
-            left = max(left, variance * part)
+            left = max(left, variance * fraction)
         taken = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
         model = model._replace(basis=torch.cat([model.basis, taken]))
         covariance = data.residual_covariance(model, num_sweeps)
@@ -379,8 +381,8 @@ def _best_scale(sizes: Tensor, counts: Tensor, largest_digit: int) -> tuple[floa
     """The scale whose multiples, up to the largest digit, are nearest to values of these sizes.
 
     Exact: digits change only where the scale passes ``size / (digit - 1/2)``. As it falls past all
-    of these in their order, the sums of digits · sizes and of squared digits grow, and what the
-    best scale for these digits takes of the squares is the first, squared, over the second.
+    of these in their order, the sums of digits · sizes and of squared digits grow. What the best
+    scale for these digits takes of the squares is the first sum, squared, over the second.
 
     Args:
         sizes: ``[n]``.
@@ -388,7 +390,7 @@ def _best_scale(sizes: Tensor, counts: Tensor, largest_digit: int) -> tuple[floa
         largest_digit: ``h``.
 
     Returns:
-        The scale, and the part of the squares that is left.
+        The scale, and the fraction of the squares that is left.
     """
     sizes, counts = sizes[counts > 0], counts[counts > 0]
     digits = torch.arange(1, largest_digit + 1, dtype=sizes.dtype)

@@ -205,16 +205,16 @@ class VQFusion(nn.Module):
     def _latents(self, embeddings: Mapping[str, Tensor]) -> Tensor:
         """``[N, D]``."""
         _check_names("embeddings", embeddings, self.embeddings)
-        parts, num_rows = [], None
+        scaled, num_rows = [], None
         for name, width in self.embeddings.items():
             given = embeddings[name]
             check_shape(given, f"embeddings[{name!r}]", "[N, width]", (num_rows, width))
             check_same(self.pca.mean, "mean", dtype=True, **{f"embeddings[{name!r}]": given})
             num_rows = len(given)
-            parts.append(given)
+            scaled.append(given)
             if self.losses[name] == "cosine":
-                parts[-1] = F.normalize(given) * width**0.5
-        return self.encoder(torch.cat(parts, 1))
+                scaled[-1] = F.normalize(given) * width**0.5
+        return self.encoder(torch.cat(scaled, 1))
 
 
 def _check_sizes(embeddings: Mapping[str, int], labels: Mapping[str, int], hidden_dim: int) -> None:

@@ -269,7 +269,7 @@ class HistoryCache:
                 _, longest_idle = self._users.popitem(last=False)
                 self._free += longest_idle.pages
             after.pages += [self._free.pop() for _ in range(missing)]
-        return lacks, self._places(batch, lacks)
+        return lacks, self._histories_of(batch, lacks)
 
     def remove(self, users: Sequence[Hashable]) -> None:
         """Forget ``users``; those who are not in the cache are ignored."""
@@ -280,7 +280,7 @@ class HistoryCache:
         """Forget all users."""
         self.remove(list(self._users))
 
-    def _places(self, batch: list[_User], lacks: list[int]) -> CachedHistories:
+    def _histories_of(self, batch: list[_User], lacks: list[int]) -> CachedHistories:
         """Where the rows of ``batch`` are, of which the newest ``lacks`` of each are new."""
         size, numbers = self.page_size, functools.partial(torch.tensor, dtype=torch.int64)
         layout = JaggedLayout.from_lengths(numbers([user.length for user in batch]))
@@ -291,12 +291,12 @@ class HistoryCache:
         sample = layout.sample_ids()
         places = torch.arange(layout.num_rows) + (begins - layout.offsets[:-1])[sample]
         indices = pages[places // size] * size + places % size
-        parts = [layout.offsets, indices, numbers(lacks)]
+        tensors = [layout.offsets, indices, numbers(lacks)]
         # Each begins at a multiple of 16 bytes, as a tensor of its own does.
-        padded = [F.pad(part, (0, -len(part) % 4)) for part in parts]
+        padded = [F.pad(x, (0, -len(x) % 4)) for x in tensors]
         packed = torch.cat(padded).int()
         if self.rows.is_cuda:  # one copy, which the host does not wait for
             packed = packed.pin_memory().to(self.rows.device, non_blocking=True)
-        views = packed.split([len(part) for part in padded])
-        views = [view[: len(part)] for view, part in zip(views, parts, strict=True)]
+        views = packed.split([len(x) for x in padded])
+        views = [view[: len(x)] for view, x in zip(views, tensors, strict=True)]
         return CachedHistories(self.rows, self.scales, *views)

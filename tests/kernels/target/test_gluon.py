@@ -368,10 +368,10 @@ def test_repeats_are_bit_equal(dtype, launched):
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
     arguments = arguments_of(inputs, bias=None, for_backward=for_backward)
-    out, rest, _ = torch.ops.torchrec_jagged_attn.target_attention(*arguments)
+    out, residual, _ = torch.ops.torchrec_jagged_attn.target_attention(*arguments)
     assert torch.isfinite(out).all()
-    assert rest.numel() == (out.numel() if for_backward else 0)
-    assert torch.isfinite(rest).all()
+    assert residual.numel() == (out.numel() if for_backward else 0)
+    assert torch.isfinite(residual).all()
     assert launched
 
 

@@ -11,47 +11,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchrec_jagged_attn.kernels.common.tma import read, wait_full
 
 __all__ = [
-    "GROUP_ROWS",
+    "WG_ROWS",
     "as_operand",
     "as_rows",
     "hear",
     "launch_dependents",
     "multiply_keys",
     "next_tile",
-    "products_by_group",
     "products_by_warp",
+    "products_by_warpgroup",
     "tell",
     "thread_barrier",
     "wait_for_last_kernel",
 ]
-GROUP_ROWS = gl.constexpr(64)  # queries of a warpgroup
+WG_ROWS = gl.constexpr(64)  # queries of a warpgroup
 
 
 @gluon.jit
-def tell(places, turn, tile, STAGES: gl.constexpr):
-    """Leave the numbers that say where this turn's ``tile`` lies in shared memory."""
+def tell(fields, step, tile, STAGES: gl.constexpr):
+    """Leave the fields of this step's ``tile``, which say where it lies, in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = places.shape[0] // STAGES
+    FIELDS: gl.constexpr = fields.shape[0] // STAGES
     for field in gl.static_range(FIELDS):
         value = gl.full([1], tile[field], gl.int32, layout)
-        places.index(turn % STAGES * FIELDS + field).store(value)
+        fields.index(step % STAGES * FIELDS + field).store(value)
 
 
 @gluon.jit
-def hear(places, turn, field: gl.constexpr, STAGES: gl.constexpr):
-    """One of the numbers that :func:`tell` has left."""
+def hear(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
+    """One of the fields that :func:`tell` has left."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    FIELDS: gl.constexpr = places.shape[0] // STAGES
-    return gl.max(places.index(turn % STAGES * FIELDS + field).load(layout), 0)
+    FIELDS: gl.constexpr = fields.shape[0] // STAGES
+    return gl.max(fields.index(step % STAGES * FIELDS + field).load(layout), 0)
 
 
 @gluon.jit
-def next_tile(places, queries, turn):
-    """``(row, count, num_keys, head)`` of this turn's tile, once its queries are there."""
+def next_tile(fields, queries, step):
+    """``(row, count, num_keys, head)`` of this step's tile, once its queries are there."""
     STAGES: gl.constexpr = queries.full.shape[0]
-    wait_full(queries, turn)
-    row, count = hear(places, turn, 0, STAGES), hear(places, turn, 1, STAGES)
-    num_keys, head = hear(places, turn, 2, STAGES), hear(places, turn, 3, STAGES)
+    wait_full(queries, step)
+    row, count = hear(fields, step, 0, STAGES), hear(fields, step, 1, STAGES)
+    num_keys, head = hear(fields, step, 2, STAGES), hear(fields, step, 3, STAGES)
     return row, count, num_keys, head
 
 
@@ -61,7 +61,7 @@ def multiply_keys(q, keys, n):
     k = read(keys, n)
     BLOCK_N: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, layout)
+    zeros = gl.zeros([WG_ROWS, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -72,8 +72,8 @@ def as_operand(weights, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def products_by_group(columns, warps):
-    """The tensor cores' products of groups of four warps, ``columns`` on their N side."""
+def products_by_warpgroup(columns, warps):
+    """The tensor cores' products of warpgroups, of four warps each, ``columns`` on their N side."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 

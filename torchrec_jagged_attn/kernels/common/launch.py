@@ -82,8 +82,8 @@ class Launcher:
 def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
     """What Triton compiles for.
 
-    Of a tensor, its dtype and alignment; of an integer, whether it needs 64 bits and, if it is
-    ``specialized``, whether it is 1 or divisible by 16; of a descriptor, its dtype and box; which
+    Of a tensor, its dtype and alignment. Of an integer, whether it needs 64 bits and, if it is
+    ``specialized``, whether it is 1 or divisible by 16. Of a descriptor, its dtype and box. Which
     arguments are ``None``. The same of each field of a record. Floats all have one type.
     """
     traits: list[Hashable] = []

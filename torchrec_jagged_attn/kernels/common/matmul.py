@@ -185,10 +185,10 @@ def product(a, b, PRECISION: tl.constexpr):
     """
     m: tl.constexpr = a.shape[0]
     n: tl.constexpr = b.shape[1]
-    parts: tl.constexpr = a.shape[1] // _TERMS
-    if a.dtype == tl.float32 and PRECISION == "ieee" and parts > 1:
-        a = tl.permute(tl.reshape(a, [m, parts, _TERMS]), [1, 0, 2])
-        out = tl.dot(a, tl.reshape(b, [parts, _TERMS, n]), input_precision=PRECISION)
+    num_sums: tl.constexpr = a.shape[1] // _TERMS
+    if a.dtype == tl.float32 and PRECISION == "ieee" and num_sums > 1:
+        a = tl.permute(tl.reshape(a, [m, num_sums, _TERMS]), [1, 0, 2])
+        out = tl.dot(a, tl.reshape(b, [num_sums, _TERMS, n]), input_precision=PRECISION)
         out = _sum_in_pairs(out)
     elif PRECISION == "bf16x6":
         out = tl.dot(a, b, input_precision=PRECISION)

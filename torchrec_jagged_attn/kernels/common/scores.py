@@ -19,7 +19,7 @@ LEAST = tl.constexpr(-200.0)  # a score whose σ is zero in fp32
 
 @triton.jit
 def weights_and_slopes(scores, SCORE: tl.constexpr, EXACT: tl.constexpr):
-    """Weights of ``scores``, and their derivatives; to the last places of fp32 if EXACT."""
+    """Weights of ``scores``, and their derivatives; to the last bits of fp32 if EXACT."""
     scores = tl.where(scores < LEAST, LEAST, scores)  # NaN stays
     below = tl.where(scores < 0, scores, -scores)
     power = tl.exp2(below * LOG2E)

@@ -91,23 +91,23 @@ def _list_tiles_kernel(
         own_offsets_ptr, other_offsets_ptr, b, num_samples, SHORT, BLOCK, NUM_CLASSES
     )
     num_tiles = tl.where(of_class == own_class, num_tiles, 0)
-    place = listed + tl.cumsum(num_tiles, 0) - num_tiles
+    position = listed + tl.cumsum(num_tiles, 0) - num_tiles
     lane = tl.arange(0, CHUNK)
-    group = lane
+    first_lane = lane
     if TOGETHER > 0:
         size = tl.minimum(tl.maximum(TOGETHER >> (own_class + 1), 1), CHUNK)  # a power of two
-        group = lane & -size
-        place = tl.gather(place, group, 0)
+        first_lane = lane & -size
+        position = tl.gather(position, first_lane, 0)
     for tile in range(tl.max(num_tiles)):
         mask, start = tile < num_tiles, tile * BLOCK
-        at = place
+        at = position
         if TOGETHER > 0:
             upto = tl.cumsum(mask.to(tl.int32), 0)
-            before = tl.gather(upto - mask.to(tl.int32), group, 0)
+            before = tl.gather(upto - mask.to(tl.int32), first_lane, 0)
             at += upto - 1 - before
-            place += tl.gather(upto, group | (size - 1), 0) - before
+            position += tl.gather(upto, first_lane | (size - 1), 0) - before
         else:
-            place += 1
+            position += 1
         ptrs = tiles_ptr + (1 + at) * FIELDS
         tl.store(ptrs, b, mask=mask)
         tl.store(ptrs + 1, own_row + start, mask=mask)
@@ -133,9 +133,9 @@ def list_tiles(
     """List the tiles of ``block`` rows of one side, those that meet most of the other side first.
 
     Samples of at most ``short`` rows on both sides are left out. There may be no more tiles than
-    ``capacity``, see :func:`most_tiles`. The tiles of a sample lie one after the other; unless
-    samples that have about as many rows of the other side as ``together``, a power of two, take
-    turns: the first tile of each of them, then the second ones.
+    ``capacity``, see :func:`most_tiles`. The tiles of a sample lie one after the other, unless
+    ``together``, a power of two, is given. Then neighboring samples, which together have about
+    so many rows of the other side, are interleaved: the first tile of each, then the second ones.
 
     Returns:
         ``[1 + capacity, FIELDS]`` int64: how many tiles there are, a zero for programs to count
@@ -178,11 +178,12 @@ def locate_tile(tiles_ptr, index, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr, B
     """Where the tile ``index`` of the list lies, and what its rows see of the other side.
 
     Returns:
-        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``: whether there is
-        such a tile; its sample; its first row, and how many its sample has from there on; the first
-        of the ``num_other`` rows of the sample's other side; and, counted from that one, which each
-        row of the tile sees (``low`` to ``high - 1``, ``[BLOCK]`` int32, or a scalar where it is
-        one for all) and which is as far from its side's end as the tile's first row is.
+        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``. ``listed`` says
+        whether there is such a tile. Its first row is ``row``, from where on its ``sample`` has
+        ``count`` rows. The sample's other side has ``num_other`` rows, the first of them ``base``.
+        The last three are counted from that one. Each row of the tile sees ``low`` to ``high - 1``,
+        ``[BLOCK]`` int32, or a scalar where it is one for all. ``diagonal`` is as far from its
+        side's end as the tile's first row is from its own.
     """
     listed = index < tl.load(tiles_ptr)
     tile_ptr = tiles_ptr + (1 + index) * FIELDS

@@ -1,7 +1,7 @@
 """Boxes of jagged rows for the tensor memory accelerator, and rings of them in shared memory.
 
-A ring has room for STAGES tiles, which one warp fills and others read, in turn: tile ``n`` lies
-where tile ``n - STAGES`` was. Each place has two barriers: ``full``, which opens once a tile is
+A ring has room for STAGES tiles, which one warp fills and others read: tile ``n`` lies where
+tile ``n - STAGES`` was. Each stage has two barriers: ``full``, which opens once a tile is
 there, and ``empty``, which opens once all readers have released it.
 """
 
@@ -120,8 +120,8 @@ def copy_in(desc, end, remaining, head, barrier, tile, pred=True):
     """Begin to copy the box whose first row is ``remaining`` rows before ``end`` into ``tile``, if
     ``pred``.
     """
-    place = [END, end, END - remaining, head, 0]
-    tma.async_copy_global_to_shared(desc, place, barrier, tile, pred)
+    coordinates = [END, end, END - remaining, head, 0]
+    tma.async_copy_global_to_shared(desc, coordinates, barrier, tile, pred)
 
 
 @gluon.jit

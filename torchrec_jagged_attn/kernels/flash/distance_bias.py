@@ -3,7 +3,7 @@
 A tile of pairs has few distances, and all pairs of one distance are on a diagonal of it. So kernels
 do not look for the bucket of each pair: its score is loaded from a list by distance, where pairs
 beside each other find theirs beside each other. And gradients of a tile are summed up along its
-diagonals, by columns of rows that have been turned against each other, before they are by bucket.
+diagonals, by columns of rows that have been rotated against each other, before they are by bucket.
 
 The list takes two numbers for each row of the longer side and head, as the statistics do, and is
 made anew in each call.
@@ -51,7 +51,7 @@ def list_by_distance(table: Tensor, num_rows: int) -> Tensor:
     """``[H, 2 · reach]`` fp32: scores times log2(e) by distance, that of 0 in the middle.
 
     It reaches as far as the rows of any tile are apart where a side has up to ``num_rows``, of
-    which there may be MOST_ROWS: kernels count its places in int32.
+    which there may be MOST_ROWS: kernels count its elements in int32.
     """
     if num_rows > MOST_ROWS:
         raise NotImplementedError(
@@ -77,29 +77,29 @@ def scores_by_distance(list_ptr, reach, head, first, BLOCK_M: tl.constexpr, BLOC
 
 
 @triton.jit
-def add_gradient(grads, ds, first, R: tl.constexpr, GROUPS: tl.constexpr):
-    """``grads`` (``[GROUPS, 16]``, by bucket) plus ``ds`` of queries and keys ``first + i - j``
+def add_gradient(grads, ds, first, R: tl.constexpr, BLOCKS_R: tl.constexpr):
+    """``grads`` (``[BLOCKS_R, 16]``, by bucket) plus ``ds`` of queries and keys ``first + i - j``
     apart, which is zero where there are none.
     """
     BLOCK_M: tl.constexpr = ds.shape[0]
     BLOCK_N: tl.constexpr = ds.shape[1]
     tl.static_assert(BLOCK_M <= BLOCK_N)
-    # Row i is turned by i, so that what is in column c is on the diagonal of c, or on the one that
+    # Row i is rotated by i, so that what is in column c is on the diagonal of c, or on the one that
     # is BLOCK_N before.
-    place = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    turned = tl.gather(ds, place % BLOCK_N, 1)
-    near = tl.sum(tl.where(place < BLOCK_N, turned, 0.0), 0)
-    far = tl.sum(tl.where(place < BLOCK_N, 0.0, turned), 0)
+    column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    rotated = tl.gather(ds, column % BLOCK_N, 1)
+    near = tl.sum(tl.where(column < BLOCK_N, rotated, 0.0), 0)
+    far = tl.sum(tl.where(column < BLOCK_N, 0.0, rotated), 0)
     distance = tl.abs(first - tl.arange(0, BLOCK_N))
     far_distance = tl.abs(first + BLOCK_N - tl.arange(0, BLOCK_N))
     bucket = recency_bucket(distance, R)
     far_bucket = recency_bucket(far_distance, R)
     lowest = tl.minimum(tl.min(bucket), tl.min(far_bucket))
     highest = tl.maximum(tl.max(bucket), tl.max(far_bucket))
-    for group in range(lowest // 16, highest // 16 + 1):
-        r = (group * 16 + tl.arange(0, 16))[:, None]
+    for block in range(lowest // 16, highest // 16 + 1):
+        r = (block * 16 + tl.arange(0, 16))[:, None]
         of_bucket = tl.where(bucket[None, :] == r, near[None, :], 0.0)
         of_bucket += tl.where(far_bucket[None, :] == r, far[None, :], 0.0)
         sums = tl.sum(of_bucket, 1)
-        grads += tl.where(tl.arange(0, GROUPS)[:, None] == group, sums[None, :], 0.0)
+        grads += tl.where(tl.arange(0, BLOCKS_R)[:, None] == block, sums[None, :], 0.0)
     return grads

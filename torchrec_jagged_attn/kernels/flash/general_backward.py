@@ -69,7 +69,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _grad_of_queries(
-    acc, residual, delta, rows, args, place, first, last, alone, C: tl.constexpr,
+    acc, residual, delta, rows, args, tile, first, last, alone, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``.
@@ -77,13 +77,13 @@ def _grad_of_queries(
     They are ``alone`` if they are all that the rows see, in one tile.
     """
     for start in range(first, last, C.BLOCK_N):
-        k = load_keys(args.inputs.k, place, start, C, MASKED)
-        v = load_values(args.inputs.v, place, start, C, MASKED)
+        k = load_keys(args.inputs.k, tile, start, C, MASKED)
+        v = load_values(args.inputs.v, tile, start, C, MASKED)
         p, visible = key_weights(
-            rows.q, k, rows.maximum, rows.inverse, args, place, start, C, MASKED
+            rows.q, k, rows.maximum, rows.inverse, args, tile, start, C, MASKED
         )
         dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
-        dp = drop_pairs(dp, args, place, start, C)
+        dp = drop_pairs(dp, args, tile, start, C)
         if MASKED:
             if args.window is not None:  # which may hide from keys what makes this infinite or NaN
                 dp = tl.where(visible, dp, 0.0)
@@ -114,10 +114,10 @@ def grad_q_kernel(
     args = Arguments(
         inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale
     )
-    listed, place = locate_queries(args, C)
+    listed, tile = locate_queries(args, C)
     if not listed:
         return
-    row, count, head = place.row, place.count, place.head
+    row, count, head = tile.row, tile.count, tile.head
     i = tl.arange(0, C.BLOCK_M)
     stat = (row + i) * C.H + head
     q = load_queries(inputs.q, row, count, head, C)
@@ -126,10 +126,10 @@ def grad_q_kernel(
     maximum, inverse = load_softmax_stats(args, stat, i < count, C)
     rows = Rows(q, grad_out, maximum, inverse)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    seen_by_all, seen_by_any = seen_keys(place, C)
+    seen_by_all, seen_by_any = seen_keys(tile, C)
     acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
     residual = tl.zeros([C.BLOCK_M], tl.float32)  # Σ ds: zero, but for the rounding of out
-    first, whole = seen_from(window, place, C)
+    first, whole = seen_from(window, tile, C)
     full = first
     alone = seen_by_any - first <= C.BLOCK_N
     if not C.BIASED:
@@ -137,13 +137,13 @@ def grad_q_kernel(
         if window is not None:
             whole = tl.minimum(whole, full)
             acc, residual, delta = _grad_of_queries(
-                acc, residual, delta, rows, args, place, first, whole, alone, C, MASKED=True
+                acc, residual, delta, rows, args, tile, first, whole, alone, C, MASKED=True
             )
         acc, residual, delta = _grad_of_queries(
-            acc, residual, delta, rows, args, place, whole, full, alone, C, MASKED=False
+            acc, residual, delta, rows, args, tile, whole, full, alone, C, MASKED=False
         )
     acc, residual, delta = _grad_of_queries(
-        acc, residual, delta, rows, args, place, full, seen_by_any, alone, C, MASKED=True
+        acc, residual, delta, rows, args, tile, full, seen_by_any, alone, C, MASKED=True
     )
     # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
     tl.store(grads.delta + stat, delta + residual, mask=i < count)
@@ -410,15 +410,15 @@ def grad_relative_kernel(
     num_rows = (row + count - begin).to(tl.int32)
     num_tiles, num_key_tiles = tl.cdiv(num_rows, BLOCK), tl.cdiv(num_keys, BLOCK)
     i, j = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
-    sums = tl.zeros([C.GROUPS, 16], tl.float32)
+    sums = tl.zeros([C.BLOCKS_R, 16], tl.float32)
     highest = (row - begin).to(tl.int32) // BLOCK
-    first_turn, turns = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
+    first_step, end_step = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
     if window is not None:  # others have no pair that is seen
-        most, step = num_keys - num_rows + highest * BLOCK, num_tiles * BLOCK
-        first_turn = tl.cdiv(window_begin(most - BLOCK + 1, window), step)
-        turns = tl.minimum(turns, tl.cdiv(tl.maximum(most + BLOCK, 0), step))
-    for turn in range(first_turn, turns):
-        diagonal = highest - turn * num_tiles
+        most, stride = num_keys - num_rows + highest * BLOCK, num_tiles * BLOCK
+        first_step = tl.cdiv(window_begin(most - BLOCK + 1, window), stride)
+        end_step = tl.minimum(end_step, tl.cdiv(tl.maximum(most + BLOCK, 0), stride))
+    for step in range(first_step, end_step):
+        diagonal = highest - step * num_tiles
         first = num_keys - num_rows + diagonal * BLOCK
         low, high = tl.maximum(diagonal, 0), tl.minimum(num_tiles, num_key_tiles + diagonal)
         bias = scores_by_distance(biases.by_distance, reach, head, first, BLOCK, BLOCK)
@@ -462,6 +462,6 @@ def grad_relative_kernel(
         if window is not None:
             acc = tl.where(first + i[:, None] - j[None, :] < window, acc, 0.0)
             acc *= tl.where(window > 1, 1.0, 0.0)
-        sums = add_gradient(sums, acc, first, C.R, C.GROUPS)
-    r = tl.arange(0, C.GROUPS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        sums = add_gradient(sums, acc, first, C.R, C.BLOCKS_R)
+    r = tl.arange(0, C.BLOCKS_R)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(grads.relative + tl.program_id(0).to(tl.int64) * C.R + r, sums, mask=r < C.R)

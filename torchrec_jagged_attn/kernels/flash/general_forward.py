@@ -39,17 +39,17 @@ __all__ = ["forward_kernel"]
 
 
 @triton.jit
-def _scores(q, args, place, start, C: tl.constexpr, MASKED: tl.constexpr):
+def _scores(q, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr):
     """``(products, bias, visible)`` of the tile's queries with the keys from ``start`` on."""
-    k = load_keys(args.inputs.k, place, start, C, MASKED)
+    k = load_keys(args.inputs.k, tile, start, C, MASKED)
     products = product(q, tl.trans(k), C.PRECISION)  # [BLOCK_M, BLOCK_N]
-    bias, visible = key_bias(args, place, start, C)
+    bias, visible = key_bias(args, tile, start, C)
     return products, bias, visible
 
 
 @triton.jit
 def _attend(
-    acc, p, maximum, total, q, args, place, first, last, C: tl.constexpr, MASKED: tl.constexpr
+    acc, p, maximum, total, q, args, tile, first, last, C: tl.constexpr, MASKED: tl.constexpr
 ):
     """Attend over the tiles of keys before ``last``, from the later ones down to ``first``.
 
@@ -57,10 +57,10 @@ def _attend(
     ``last`` on, whose values are added up here; what is returned are those of the tile ``first``.
     """
     for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
-        products, bias, visible = _scores(q, args, place, start, C, MASKED)
-        row, count = place.base + start + C.BLOCK_N, place.num_keys - start - C.BLOCK_N
+        products, bias, visible = _scores(q, args, tile, start, C, MASKED)
+        row, count = tile.base + start + C.BLOCK_N, tile.num_keys - start - C.BLOCK_N
         v = load_rows(
-            args.inputs.v, row, count, place.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D
+            args.inputs.v, row, count, tile.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D
         )
         # A product whose sum is next needed in the next iteration would stay in flight till then,
         # and ptxas wait after every instruction (C7515).
@@ -68,7 +68,7 @@ def _attend(
         p, rescale, maximum, total = online_softmax(
             products, args.factor, bias, visible, maximum, total, C.BIASED, MASKED
         )
-        p = drop_pairs(p, args, place, start, C)
+        p = drop_pairs(p, args, tile, start, C)
         acc *= rescale[:, None]
     return acc, p, maximum, total
 
@@ -87,10 +87,10 @@ def forward_kernel(
 ):
     """One tile of query rows of one head, over all keys of its sample."""
     args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, window, factor, None)
-    listed, place = locate_queries(args, C)
+    listed, tile = locate_queries(args, C)
     if not listed:
         return
-    row, count, head, num_keys = place.row, place.count, place.head, place.num_keys
+    row, count, head, num_keys = tile.row, tile.count, tile.head, tile.num_keys
     i = tl.arange(0, C.BLOCK_M)
     stat = (row + i) * C.H + head
     maximum = tl.full([C.BLOCK_M], -float("inf"), tl.float32)
@@ -101,32 +101,32 @@ def forward_kernel(
         store_softmax_stats(outputs.stats, num_stats, stat, i < count, maximum, total, C.EXACT)
         return
     q = load_queries(inputs.q, row, count, head, C)
-    seen_by_all, seen_by_any = seen_keys(place, C)
-    first, whole = seen_from(window, place, C)
+    seen_by_all, seen_by_any = seen_keys(tile, C)
+    first, whole = seen_from(window, tile, C)
     # From the last tile of keys to the first: those that not all rows see come first.
     start = tl.maximum(tl.cdiv(seen_by_any, C.BLOCK_N) - 1, 0) * C.BLOCK_N
-    products, bias, visible = _scores(q, args, place, start, C, MASKED=True)
+    products, bias, visible = _scores(q, args, tile, start, C, MASKED=True)
     p, _, maximum, total = online_softmax(
         products, factor, bias, visible, maximum, total, C.BIASED, True
     )
-    p = drop_pairs(p, args, place, start, C)
+    p = drop_pairs(p, args, tile, start, C)
     full = first
     if not C.BIASED:
         full = tl.minimum(seen_by_all // C.BLOCK_N * C.BLOCK_N, start)
         whole = tl.minimum(whole, full)
     if C.BIASED or C.CAUSAL:
         acc, p, maximum, total = _attend(
-            acc, p, maximum, total, q, args, place, full, start, C, MASKED=True
+            acc, p, maximum, total, q, args, tile, full, start, C, MASKED=True
         )
     if not C.BIASED:
         acc, p, maximum, total = _attend(
-            acc, p, maximum, total, q, args, place, whole, full, C, MASKED=False
+            acc, p, maximum, total, q, args, tile, whole, full, C, MASKED=False
         )
         if window is not None:
             acc, p, maximum, total = _attend(
-                acc, p, maximum, total, q, args, place, first, whole, C, MASKED=True
+                acc, p, maximum, total, q, args, tile, first, whole, C, MASKED=True
             )
-    v = load_values(inputs.v, place, first, C)
+    v = load_values(inputs.v, tile, first, C)
     acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
     out = tl.div_rn(acc, tl.where(total > 0, total, 1.0)[:, None])
     store_rows(outputs.out, out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)

@@ -56,7 +56,7 @@ def _mend_query_gradients(args, sample, row, end, head, C: tl.constexpr):
     count, grad_q_ptr = end - row, args.grads.q
     grad_q = load_rows(grad_q_ptr, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
     if tl.max(tl.where(is_finite(grad_q), 0, 1)) > 0:
-        place, q, maximum, inverse = load_block(args, sample, row, end, head, C)
+        tile, q, maximum, inverse = load_block(args, sample, row, end, head, C)
         grad_out = load_rows(
             args.grads.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D
         )
@@ -64,20 +64,20 @@ def _mend_query_gradients(args, sample, row, end, head, C: tl.constexpr):
         delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
         acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
         bad = nothing_bad(args.window, C.BLOCK_M, C.BLOCK_D)
-        first, _whole = seen_from(args.window, place, C)
-        last = tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M)
+        first, _whole = seen_from(args.window, tile, C)
+        last = tl.minimum(tile.num_keys, tile.diagonal + C.BLOCK_M)
         for start in range(first, last, C.BLOCK_N):
             j = start + tl.arange(0, C.BLOCK_N)
-            k = load_keys(args.inputs.k, place, start, C)
-            v = load_values(args.inputs.v, place, start, C)
-            p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
+            k = load_keys(args.inputs.k, tile, start, C)
+            v = load_values(args.inputs.v, tile, start, C)
+            p, _ = key_weights(q, k, maximum, inverse, args, tile, start, C)
             dp = product(grad_out, tl.trans(v), C.PRECISION)
-            dp = drop_pairs(dp, args, place, start, C)
-            seen = seen_pairs(args.window, place, j[None, :])
+            dp = drop_pairs(dp, args, tile, start, C)
+            seen = seen_pairs(args.window, tile, j[None, :])
             ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
             k, bad = without_bad(k, j, seen, bad, args.window, C)
             acc = multiply(ds.to(k.dtype), k, acc, C.PRECISION)
-        hidden = ~is_finite(grad_q) & is_hidden(bad, place.high, args.window)
+        hidden = ~is_finite(grad_q) & is_hidden(bad, tile.high, args.window)
         grad_q = tl.where(hidden, (acc * args.scale).to(grad_q.dtype), grad_q)
         store_rows(grad_q_ptr, grad_q, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
 
@@ -221,12 +221,12 @@ def mend_gradients(
     out, stats = outputs
     options = options_of(constants, out)
     num_samples, lanes = samples.q_offsets.numel() - 1, options["LANES"]
-    q_shift, q_groups = lanes_of(out.shape[0], num_samples, tiles[0], lanes)
-    kv_shift, kv_groups = lanes_of(grads.k.shape[0], num_samples, tiles[1], lanes)
-    num_q_programs = q_groups * constants.H
+    q_shift, q_per_head = lanes_of(out.shape[0], num_samples, tiles[0], lanes)
+    kv_shift, kv_per_head = lanes_of(grads.k.shape[0], num_samples, tiles[1], lanes)
+    num_q_programs = q_per_head * constants.H
     by_keys = grads.bias is not None or grads.tables is not None
     _launch(
-        (num_q_programs + kv_groups * constants.HK,),
+        (num_q_programs + kv_per_head * constants.HK,),
         (
             inputs, biases, outputs, grads, samples, num_samples, num_q_programs, q_shift, kv_shift,
             stats[0].numel(), reach, window, factor, scale,

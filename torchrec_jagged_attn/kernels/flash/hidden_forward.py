@@ -34,7 +34,7 @@ from torchrec_jagged_attn.kernels.flash.records import (
     Samples,
 )
 from torchrec_jagged_attn.kernels.flash.tiles import (
-    Place,
+    QueryTile,
     drop_pairs,
     is_finite,
     key_weights,
@@ -76,7 +76,7 @@ def mend_tiles(
     args,
     offsets_ptr,
     num_samples,
-    group,
+    program,
     head,
     shift,
     STRIDE: tl.constexpr,
@@ -95,11 +95,11 @@ def mend_tiles(
     Args:
         ptr: of the rows, ``D`` wide and ``STRIDE`` apart.
         offsets_ptr: ``[B + 1]``, of these rows.
-        group: number of the group of samples whose lanes these are.
+        program: number of the program among those of the head: which samples are its own.
         MEND: computes STEP rows; it takes ``(args, sample, row, end, head, C)``.
     """
     lanes = tl.arange(0, C.LANES)
-    sample = group * (C.LANES >> shift) + (lanes >> shift)
+    sample = program * (C.LANES >> shift) + (lanes >> shift)
     number = lanes & ((1 << shift) - 1)
     begin = tl.load(offsets_ptr + sample, mask=sample < num_samples, other=0).to(tl.int64)
     end = tl.load(offsets_ptr + sample + 1, mask=sample < num_samples, other=0).to(tl.int64)
@@ -122,7 +122,7 @@ def mend_tiles(
 
 @triton.jit
 def load_block(args, sample, row, end, head, C: tl.constexpr):
-    """``(place, q, maximum, inverse)``: a block of queries, and what :func:`key_weights` needs."""
+    """``(tile, q, maximum, inverse)``: a block of queries, and what :func:`key_weights` needs."""
     offsets_ptr = args.samples.kv_offsets
     base = tl.load(offsets_ptr + sample).to(tl.int64)
     num_keys = (tl.load(offsets_ptr + sample + 1).to(tl.int64) - base).to(tl.int32)
@@ -133,9 +133,9 @@ def load_block(args, sample, row, end, head, C: tl.constexpr):
     q = load_queries(args.inputs.q, row, count, head, C)
     stat = (row + i) * C.H + head
     draws = query_draws(args.biases.dropout, stat)
-    place = Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head, draws)
+    tile = QueryTile(sample, row, count, base, num_keys, high, diagonal, head, kv_head, draws)
     maximum, inverse = load_softmax_stats(args, stat, i < count, C)
-    return place, q, maximum, inverse
+    return tile, q, maximum, inverse
 
 
 @triton.jit
@@ -179,21 +179,21 @@ def _mend_outputs(args, sample, row, end, head, C: tl.constexpr):
     count, out_ptr = end - row, args.outputs.out
     out = load_rows(out_ptr, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
     if tl.max(tl.where(is_finite(out), 0, 1)) > 0:
-        place, q, maximum, inverse = load_block(args, sample, row, end, head, C)
+        tile, q, maximum, inverse = load_block(args, sample, row, end, head, C)
         acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
         bad = nothing_bad(args.window, C.BLOCK_M, C.BLOCK_D)
-        first, _whole = seen_from(args.window, place, C)
-        last = tl.minimum(place.num_keys, place.diagonal + C.BLOCK_M)
+        first, _whole = seen_from(args.window, tile, C)
+        last = tl.minimum(tile.num_keys, tile.diagonal + C.BLOCK_M)
         for start in range(first, last, C.BLOCK_N):
-            k = load_keys(args.inputs.k, place, start, C)
-            v = load_values(args.inputs.v, place, start, C)
-            p, _ = key_weights(q, k, maximum, inverse, args, place, start, C)
-            p = drop_pairs(p, args, place, start, C)
+            k = load_keys(args.inputs.k, tile, start, C)
+            v = load_values(args.inputs.v, tile, start, C)
+            p, _ = key_weights(q, k, maximum, inverse, args, tile, start, C)
+            p = drop_pairs(p, args, tile, start, C)
             j = start + tl.arange(0, C.BLOCK_N)
-            seen = seen_pairs(args.window, place, j[None, :])
+            seen = seen_pairs(args.window, tile, j[None, :])
             v, bad = without_bad(v, j, seen, bad, args.window, C)
             acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
-        hidden = ~is_finite(out) & is_hidden(bad, place.high, args.window)
+        hidden = ~is_finite(out) & is_hidden(bad, tile.high, args.window)
         out = tl.where(hidden, acc.to(out.dtype), out)
         store_rows(out_ptr, out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
 
@@ -214,9 +214,9 @@ def mend_outputs_kernel(
 ):
     """One head of the tiles of Q_TILE queries of some samples."""
     args = Arguments(inputs, biases, outputs, None, samples, num_stats, reach, window, factor, None)
-    group, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
+    program, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     mend_tiles(
-        outputs.out, args, samples.q_offsets, num_samples, group, head, shift, C.H * C.DV, C.DV,
+        outputs.out, args, samples.q_offsets, num_samples, program, head, shift, C.H * C.DV, C.DV,
         C.Q_TILE, C.BLOCK_M, False, _mend_outputs, C,
     )  # fmt: skip
 
@@ -225,9 +225,9 @@ _launch = Launcher(mend_outputs_kernel)
 
 
 def lanes_of(num_rows: int, num_samples: int, tile: int, lanes: int) -> tuple[int, int]:
-    """How many lanes the tiles of a sample get, as a power of two, and how many groups that makes.
+    """How many lanes the tiles of a sample get, as a power of two, and programs a head.
 
-    About as many as the tiles of twice the mean sample: others take turns.
+    About as many as the tiles of twice the mean sample; of longer samples a lane has several.
     """
     tiles = num_rows // max(1, num_samples * tile)
     shift = min(tiles.bit_length(), lanes.bit_length() - 1)
@@ -268,9 +268,9 @@ def mend_outputs(
     out, stats = outputs
     options = options_of(constants, out)
     num_samples = samples.q_offsets.numel() - 1
-    shift, groups = lanes_of(out.shape[0], num_samples, tile, options["LANES"])
+    shift, per_head = lanes_of(out.shape[0], num_samples, tile, options["LANES"])
     _launch(
-        (groups * constants.H,),
+        (per_head * constants.H,),
         (
             inputs, biases, outputs, samples, num_samples, shift, stats[0].numel(), reach, window,
             factor,

@@ -1,16 +1,16 @@
 """Backward of jagged flash attention on Hopper, of half precision, in Gluon.
 
 A program stays on its multiprocessor and takes one tile of keys after the other, with all queries
-that see it: five products for each pair of tiles. Two groups of four warps have half of the keys
-each: scores and their gradients lie transposed in their registers, keys by queries, from where they
-are multiplied with the rows of ``grad_out`` and ``q``. A third group has the gradient of queries,
-to which the gradients of scores come through shared memory. At width 128 there are no registers
-for a third one: the two then have half of the width each, one tile of queries behind, so that
-neither waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of
-them all.
+that see it: five products for each pair of tiles. Two warpgroups have half of the keys each. Scores
+and their gradients lie transposed in their registers, keys by queries, from where they are
+multiplied with the rows of ``grad_out`` and ``q``. A third one has the gradient of queries, to
+which the gradients of scores come through shared memory. At width 128 there are no registers for a
+third one: the two then have half of the width each, one tile of queries behind, so that neither
+waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of them
+all.
 
 Tiles of keys add to a gradient of queries in fp32, in global memory, one after the other, so that
-sums are the same bit for bit: each waits for its turn, which a fourth role looks out for, and a
+sums are the same bit for bit. Each waits for its turn, which a fourth role looks out for, and a
 fifth passes on. The last one writes the gradient. Tiles are taken in an order in which a turn has
 come long before it is needed, and the one before has always begun.
 """
@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
-    GROUP_ROWS,
+    WG_ROWS,
     as_operand,
     tell,
     wait_for_last_kernel,
@@ -61,7 +61,7 @@ from torchrec_jagged_attn.kernels.flash.hopper_turns import (
     Board,
     KeyTile,
     Sums,
-    add_part,
+    add_slice,
     await_turns,
     next_tile,
     pass_turns,
@@ -112,7 +112,7 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
     # taken have begun: none waits for a program that has no multiprocessor yet.
     work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
     n = work * 0
-    turn = work * 0
+    step = work * 0
     while work < num_work:
         kv_head = work % C.HK
         tile_ptr = tiles_ptr + (1 + work // C.HK) * FIELDS
@@ -126,11 +126,11 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
         slot = base // C.BLOCK_M + sample.to(gl.int32)
         sum_slot = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
         tile = KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
-        wait_empty(board, turn)
-        tell(board.places, turn, tile, TILES)
-        give(board, turn)
-        wait_empty(rings.k, turn)
-        fill(rings.k, turn, inputs.k, row + count, count, kv_head)
+        wait_empty(board, step)
+        tell(board.fields, step, tile, TILES)
+        give(board, step)
+        wait_empty(rings.k, step)
+        fill(rings.k, step, inputs.k, row + count, count, kv_head)
         first, end = query_tiles(tile, window, C)
         is_new = gl.to_tensor(True)
         for member in range(C.H // C.HK):
@@ -147,20 +147,20 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
                     rings.stats.index(stage),
                 )
                 if is_new:
-                    wait_empty(rings.v, turn)
-                    fill(rings.v, turn, inputs.v, row + count, count, kv_head)
+                    wait_empty(rings.v, step)
+                    fill(rings.v, step, inputs.v, row + count, count, kv_head)
                     is_new = gl.to_tensor(False)
                 wait_empty(rings.grad_out, n)
                 fill(rings.grad_out, n, inputs.grad_out, q_end, remaining, head)
                 n += 1
         if is_new:
-            wait_empty(rings.v, turn)
-            fill(rings.v, turn, inputs.v, row + count, count, kv_head)
-        turn += 1
+            wait_empty(rings.v, step)
+            fill(rings.v, step, inputs.v, row + count, count, kv_head)
+        step += 1
         work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-    wait_empty(board, turn)
-    tell(board.places, turn, (work, work, work, work, -1, work, work, work), TILES)
-    give(board, turn)
+    wait_empty(board, step)
+    tell(board.fields, step, (work, work, work, work, -1, work, work, work), TILES)
+    give(board, step)
 
 
 @gluon.jit
@@ -192,9 +192,9 @@ def _add_queries(
     factor,
     scale,
     C: gl.constexpr,
-    GROUP: gl.constexpr,
+    WG: gl.constexpr,
 ):
-    """What tiles of queries give to a group's keys: ``first`` to ``end`` of ``bounds``.
+    """What tiles of queries give to a warpgroup's keys: ``first`` to ``end`` of ``bounds``.
 
     Those from ``seeing_all`` to ``whole_end`` see all of these keys. (They have no loop of their
     own: of the addresses of products in two loops, ptxas 12.8 makes some only on the way into the
@@ -205,22 +205,22 @@ def _add_queries(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = k.dtype
-    zeros = gl.zeros([GROUP_ROWS, BLOCK_M], gl.float32, layout)
-    if not C.OWN_GROUP:
-        k_part = k_tile.slice(GROUP * BLOCK_M, BLOCK_M, dim=1)
+    zeros = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
+    if not C.OWN_WG:
+        k_slice = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         q = read(rings.q, n)
-        if not C.OWN_GROUP:  # of the last tile, to which the other group has given its part by now
+        if not C.OWN_WG:  # of the tile before: the other warpgroup has given its ds by now
             if m > first:
                 wait_full(weights, n - 1)
-            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_part, zeros)
+            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_slice, zeros)
         products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if not C.OWN_GROUP:
+        if not C.OWN_WG:
             dq = warpgroup_mma_wait(1, deps=(dq,))
             if m > first:
                 release(weights, n - 1)
-                add_part(sums, dq, m - 1, n - 1, tile, head, scale, C, GROUP)
-        if C.OWN_GROUP:
+                add_slice(sums, dq, m - 1, n - 1, tile, head, scale, C, WG)
+        if C.OWN_WG:
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = rings.stats.index(n % rings.stats.shape[0])
@@ -228,7 +228,7 @@ def _add_queries(
         if C.BY_DISTANCE:  # rows beyond the sample keep their infinity, whatever the score
             score = scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
             lse = gl.where(lse < float("inf"), lse - score, lse)
-        products = warpgroup_mma_wait(1 if C.OWN_GROUP else 0, deps=(products,))
+        products = warpgroup_mma_wait(1 if C.OWN_WG else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
         is_cut = m < seeing_all
         if window is not None:
@@ -241,7 +241,7 @@ def _add_queries(
                 if window is not None:
                     visible = visible & (i[None, :] - high < window)
             p = gl.where(visible, p, 0.0)
-        if not C.OWN_GROUP:
+        if not C.OWN_WG:
             p = p.to(dtype)  # registers for both would not do
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -251,7 +251,7 @@ def _add_queries(
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p.to(gl.float32) * (dp - delta)).to(dtype)
         wait_empty(weights, n)
-        weights.tiles.index(n % WEIGHT_STAGES).slice(GROUP * GROUP_ROWS, GROUP_ROWS).store(ds)
+        weights.tiles.index(n % WEIGHT_STAGES).slice(WG * WG_ROWS, WG_ROWS).store(ds)
         fence_async_shared()
         give(weights, n)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, layout, 2))
@@ -261,75 +261,73 @@ def _add_queries(
         acc_k, ds_operand = warpgroup_mma_wait(0, deps=(acc_k, ds_operand))
         release(rings.q, n)
         n += 1
-    if (not C.OWN_GROUP) and first < end:
+    if (not C.OWN_WG) and first < end:
         wait_full(weights, n - 1)
-        dq = _multiply_weights(weights, n - 1, k_part, zeros)
+        dq = _multiply_weights(weights, n - 1, k_slice, zeros)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         release(weights, n - 1)
-        add_part(sums, dq, end - 1, n - 1, tile, head, scale, C, GROUP)
+        add_slice(sums, dq, end - 1, n - 1, tile, head, scale, C, WG)
     return acc_k, acc_v, n
 
 
 @gluon.jit
-def _store(outs, desc, value, end, remaining, head, GROUP: gl.constexpr):
+def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
     """Write the rows of a warpgroup."""
     tma.store_wait(0)
-    out = outs.index(GROUP)
+    out = outs.index(WG)
     out.reshape(value.shape).store(value.to(outs.dtype))
     fence_async_shared()
     copy_out(desc, end, remaining, head, out)
 
 
 @gluon.jit
-def _grad_of_keys(operands, scalars, C: gl.constexpr, GROUP: gl.constexpr):
+def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     """What four warps do: gradients of their half of each tile's keys and values."""
     grad_k_desc, grad_v_desc, rings, weights, sums, outs, board = operands
     by_distance_ptr, reach, window, factor, scale = scalars
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    skipped: gl.constexpr = GROUP * GROUP_ROWS
-    r = (skipped + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout)))[:, None]
-    turn = gl.to_tensor(0)
+    skipped: gl.constexpr = WG * WG_ROWS
+    r = (skipped + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout)))[:, None]
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         row, count, num_rows = tile.row, tile.remaining, tile.num_rows
         first, end = query_tiles(tile, window, C)
         own, high = r < count, r + (num_rows - count)
         seeing_all = first
         if C.CAUSAL:
-            last_key = num_rows - count + (skipped + GROUP_ROWS - 1)
+            last_key = num_rows - count + (skipped + WG_ROWS - 1)
             seeing_all = gl.maximum(gl.cdiv(gl.maximum(last_key, 0), C.BLOCK_M), first)
-        if count < skipped + GROUP_ROWS:
+        if count < skipped + WG_ROWS:
             seeing_all = end
         seeing_all = gl.minimum(seeing_all, end)
         whole_end = end
         if window is not None:
             first_key = num_rows - count + skipped
             whole_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
-        acc_k = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
-        acc_v = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_width)
-        wait_full(rings.k, turn)
-        wait_full(rings.v, turn)
-        k_tile = rows(rings.k, turn)
-        k, v = k_tile.slice(skipped, GROUP_ROWS), rows(rings.v, turn).slice(skipped, GROUP_ROWS)
+        acc_k = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
+        acc_v = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
+        wait_full(rings.k, step)
+        wait_full(rings.v, step)
+        k_tile = rows(rings.k, step)
+        k, v = k_tile.slice(skipped, WG_ROWS), rows(rings.v, step).slice(skipped, WG_ROWS)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             acc_k, acc_v, n = _add_queries(
                 acc_k, acc_v, k, v, k_tile, rings, weights, sums, n,
                 (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
-                num_rows - count + skipped, window, factor, scale, C, GROUP,
+                num_rows - count + skipped, window, factor, scale, C, WG,
             )  # fmt: skip
-        release(rings.k, turn)
-        release(rings.v, turn)
+        release(rings.k, step)
+        release(rings.v, step)
         if count > skipped:
-            _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, GROUP)
-            _store(
-                outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, GROUP
-            )
-        turn += 1
-        tile = next_tile(board, turn)
+            _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, WG)
+            _store(outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, WG)
+        step += 1
+        tile = next_tile(board, step)
     tma.store_wait(0)
 
 
@@ -338,12 +336,12 @@ def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr)
     """What four warps do: what a tile's keys give to the gradients of queries."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     zeros = gl.zeros([C.BLOCK_M, C.BLOCK_D], gl.float32, layout)
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
-        k = read(keys, turn)
+        k = read(keys, step)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             for m in range(first, end):
@@ -351,11 +349,11 @@ def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr)
                 acc = _multiply_weights(weights, n, k, zeros)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 release(weights, n)
-                add_part(sums, acc, m, n, tile, head, scale, C, 0)
+                add_slice(sums, acc, m, n, tile, head, scale, C, 0)
                 n += 1
-        release(keys, turn)
-        turn += 1
-        tile = next_tile(board, turn)
+        release(keys, step)
+        step += 1
+        tile = next_tile(board, step)
     tma.store_wait(0)
 
 
@@ -381,31 +379,31 @@ def backward_kernel(
     C: gl.constexpr,  # HopperConstants
 ):
     """Tiles of keys of one head, with all queries of their sample, until the list is done."""
-    PARTS: gl.constexpr = C.BLOCK_D // 64
+    SLICES: gl.constexpr = C.BLOCK_D // 64
     queries = make_ring(q_desc, C.STAGES)
     grads = make_ring(grad_out_desc, C.STAGES)
-    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_GROUP else 2)
+    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_WG else 2)
     values = make_ring(v_desc, C.KV_STAGES)
     stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
-    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_GROUP else 5)
-    places = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
+    fields = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, PARTS)
+    ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, SLICES)
     ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
-    granted = make_barriers(TURN_STAGES, 1, PARTS)
-    added = make_barriers(TURN_STAGES, PARTS, 1)
-    grad_shape: gl.constexpr = [PARTS] + grad_q_desc.block_type.shape  # noqa: RUF005
+    granted = make_barriers(TURN_STAGES, 1, SLICES)
+    added = make_barriers(TURN_STAGES, SLICES, 1)
+    grad_shape: gl.constexpr = [SLICES] + grad_q_desc.block_type.shape  # noqa: RUF005
     grad_tile = gl.allocate_shared_memory(grad_q_desc.dtype, grad_shape, grad_q_desc.layout)
     shape: gl.constexpr = [2] + grad_k_desc.block_type.shape  # noqa: RUF005
     outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)
     inputs = Descriptors(q_desc, k_desc, v_desc, grad_out_desc, stats_desc)
     rings = Rings(queries, stats, keys, values, grads)
-    board = Board(known, forgotten, places)
+    board = Board(known, forgotten, fields)
     weights = Ring(ds_full, ds_empty, ds)
     sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc, window)
     of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)
     scalars = (by_distance_ptr, reach, window, factor, scale)
-    if C.OWN_GROUP:
+    if C.OWN_WG:
         gl.warp_specialize(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
@@ -458,7 +456,6 @@ def backward(
     # Only samples of several tiles of keys have sums of several.
     of_sums = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
     sums = q.new_empty(of_sums * H, BLOCK_M * width, dtype=torch.float32)
-    group = GROUP_ROWS.value
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
@@ -466,8 +463,8 @@ def backward(
         jagged_rows(grads.out, BLOCK_M, width),
         Descriptor(row_stats, list(row_stats.shape), [2 * BLOCK_M, 1], [1, 2 * BLOCK_M], _FLAT),
         jagged_rows(grads.q, BLOCK_M, 64),
-        jagged_rows(grads.k, group, width),
-        jagged_rows(grads.v, group, width),
+        jagged_rows(grads.k, WG_ROWS.value, width),
+        jagged_rows(grads.v, WG_ROWS.value, width),
     )
     reach = 0 if by_distance is None else by_distance.shape[1] // 2
     list_or_other = sums if by_distance is None else by_distance
@@ -484,7 +481,7 @@ def backward(
             BLOCK_N=BLOCK_N,
             KV_STAGES=2 if is_narrow else 1,
             STAGES=4 if is_narrow else 2,
-            OWN_GROUP=is_narrow,
+            OWN_WG=is_narrow,
             num_warps=4,
             **overlap_options(devices.launches_overlap(q.device)),
         ),

@@ -4,7 +4,7 @@ It computes what ``general_forward.py`` does, as many FLOPs, without biases but 
 (``distance_bias.py``). The floor is the rate of the tensor cores.
 
 The kernel is persistent: a program stays on its multiprocessor and works on one tile of queries
-after the other. One warp only loads rows, ahead of two groups of four warps. Each group attends for
+after the other. One warp only loads rows, ahead of two warpgroups of four warps. Each attends for
 half of a tile's queries. It multiplies the weights of one tile of keys with the values while it
 computes the weights of the next tile.
 
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.arguments import FlashOutputs
 from torchrec_jagged_attn.kernels.common.gluon import (
-    GROUP_ROWS,
+    WG_ROWS,
     as_operand,
     multiply_keys,
     next_tile,
@@ -68,22 +68,22 @@ window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Rings(NamedTuple):
-    """Rings of what is read, and ``places``: where each tile of ``q`` lies, see ``next_tile``."""
+    """Rings of what is read, and ``fields``: where each tile of ``q`` lies, see ``next_tile``."""
 
     q: Any
     k: Any
     v: Any
-    places: Any
+    fields: Any
 
 
 class Scores(NamedTuple):
-    """What turns products into scores.
+    """How scores are made of products.
 
     Attributes:
         zero_ptr: where the list of the head has the distance 0, see ``distance_bias.py``.
-        diagonal: the key that is as far from the last key as the group's first query is from the
-            last query.
-        high: end of the keys that each query sees, a scalar or ``[GROUP_ROWS, 1]``.
+        diagonal: the key that is as far from the last key as the warpgroup's first query is from
+            the last query.
+        high: end of the keys that each query sees, a scalar or ``[WG_ROWS, 1]``.
         window: how many keys each query sees at most, or ``None``.
     """
 
@@ -120,7 +120,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
     work = gl.program_id(0)
     n = work * 0
-    turn = work * 0
+    step = work * 0
     while work < num_work:
         head = work % C.H
         tile_ptr = tiles_ptr + (1 + work // C.H) * FIELDS
@@ -130,10 +130,10 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
         num_keys = gl.load(tile_ptr + 4).to(gl.int32)
         # Which program takes a tile depends on time, and nothing on which program it is.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-        wait_empty(rings.q, turn)
-        tell(rings.places, turn, (row, count, num_keys, head), C.STAGES)
-        fill(rings.q, turn, q_desc, row + count, count, head)
-        turn += 1
+        wait_empty(rings.q, step)
+        tell(rings.fields, step, (row, count, num_keys, head), C.STAGES)
+        fill(rings.q, step, q_desc, row + count, count, head)
+        step += 1
         kv_head = head // (C.H // C.HK)
         last = _last_keys(count, num_keys, C)
         first = _first_keys(count, num_keys, window, C)
@@ -144,9 +144,9 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
             wait_empty(rings.v, n)
             fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
-    wait_empty(rings.q, turn)
-    tell(rings.places, turn, (work, work, work, -1), C.STAGES)
-    give(rings.q, turn)
+    wait_empty(rings.q, step)
+    tell(rings.fields, step, (work, work, work, -1), C.STAGES)
+    give(rings.q, step)
 
 
 @gluon.jit
@@ -215,7 +215,7 @@ def _attend_to(
 
 @gluon.jit
 def _leave_out(rings, n, num_tiles):
-    """Let tiles of keys and values pass that are only for the other group."""
+    """Let tiles of keys and values pass that are only for the other warpgroup."""
     for tile in range(num_tiles):
         wait_full(rings.k, n + tile)
         release(rings.k, n + tile)
@@ -236,23 +236,23 @@ def _attend(
     window,
     factor,
     C: gl.constexpr,
-    GROUP: gl.constexpr,
+    WG: gl.constexpr,
 ):
     """What four warps do: attend for their half of each tile's queries."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     by_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     by_query: gl.constexpr = gl.SliceLayout(1, by_keys)
-    skipped: gl.constexpr = GROUP * GROUP_ROWS
-    r = skipped + gl.arange(0, GROUP_ROWS, by_query)
+    skipped: gl.constexpr = WG * WG_ROWS
+    r = skipped + gl.arange(0, WG_ROWS, by_query)
     n = num_stats * 0
-    turn = num_stats * 0
-    row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
+    step = num_stats * 0
+    row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
     while head >= 0:
         last = _last_keys(count, num_keys, C)
         first = _first_keys(count, num_keys, window, C)
         if count <= skipped:
-            release(rings.q, turn)
+            release(rings.q, step)
             n = _leave_out(rings, n, (last - first) // BLOCK_N + 1)
         else:
             high = num_keys
@@ -263,15 +263,15 @@ def _attend(
             full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
             whole = first
             if window is not None:
-                end = gl.minimum(num_keys, num_keys - count + skipped + GROUP_ROWS)
+                end = gl.minimum(num_keys, num_keys - count + skipped + WG_ROWS)
                 whole = gl.cdiv(window_begin(end, window), BLOCK_N) * BLOCK_N
                 whole = gl.minimum(whole, full)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)
-            q = rows(rings.q, turn).slice(skipped, GROUP_ROWS)
-            maximum = gl.full([GROUP_ROWS], -float("inf"), gl.float32, by_query)
-            total = gl.zeros([GROUP_ROWS], gl.float32, by_query)
-            acc = gl.zeros([GROUP_ROWS, C.BLOCK_D], gl.float32, by_values)
+            q = rows(rings.q, step).slice(skipped, WG_ROWS)
+            maximum = gl.full([WG_ROWS], -float("inf"), gl.float32, by_query)
+            total = gl.zeros([WG_ROWS], gl.float32, by_query)
+            acc = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_values)
             products = warpgroup_mma_wait(0, deps=(multiply_keys(q, rings.k, n),))
             release(rings.k, n)
             weights, _, maximum, total = _softmax(
@@ -289,7 +289,7 @@ def _attend(
                 acc, p, maximum, total, n = _attend_to(
                     acc, p, maximum, total, q, rings, n, first, whole, scores, C, MASKED=True
                 )
-            release(rings.q, turn)
+            release(rings.q, step)
             acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             release(rings.v, n)
@@ -298,14 +298,14 @@ def _attend(
             inverse = 1.0 / gl.where(total > 0, total, 1.0)
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, by_values))
             tma.store_wait(0)
-            out = outs.index(GROUP)
-            out.reshape([GROUP_ROWS, C.BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
+            out = outs.index(WG)
+            out.reshape([WG_ROWS, C.BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
             fence_async_shared()
             copy_out(out_desc, row + count, count - skipped, head, out)
             stat = (row.to(gl.int64) + r) * C.H + head
             store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
-        turn += 1
-        row, count, num_keys, head = next_tile(rings.places, rings.q, turn)
+        step += 1
+        row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
     tma.store_wait(0)
 
 
@@ -328,10 +328,10 @@ def forward_kernel(
     queries = make_ring(q_desc, C.STAGES)
     keys = make_ring(k_desc, C.STAGES)
     values = make_ring(v_desc, C.STAGES)
-    places = gl.allocate_shared_memory(
+    fields = gl.allocate_shared_memory(
         gl.int32, [4 * C.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    rings = Rings(queries, keys, values, places)
+    rings = Rings(queries, keys, values, fields)
     shape: gl.constexpr = [2] + out_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
     outs = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
     gl.warp_specialize(
@@ -372,7 +372,7 @@ def forward(
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
         jagged_rows(v, BLOCK_N, width),
-        jagged_rows(out, GROUP_ROWS.value, width),
+        jagged_rows(out, WG_ROWS.value, width),
     )
     num_work = (tiles.shape[0] - 1) * constants.H
     _launch(

@@ -7,7 +7,7 @@ q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradie
 nothing that forward kept. There is a kernel for each size of samples:
 
     up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
-    33 to 64         four warps, products of a group of them (``wgmma``)
+    33 to 64         four warps, products of a warpgroup (``wgmma``)
 
 Rows are 64 wide in shared memory: twice that would leave a single warp too few registers.
 """
@@ -34,8 +34,8 @@ from torchrec_jagged_attn.kernels.common.gluon import (
     as_operand,
     as_rows,
     launch_dependents,
-    products_by_group,
     products_by_warp,
+    products_by_warpgroup,
     thread_barrier,
     wait_for_last_kernel,
 )
@@ -100,8 +100,8 @@ def _rows(tile, ROWS: gl.constexpr):
 
 @gluon.constexpr_function
 def _sums_layout(columns, warps):
-    """How a product lies in registers: of one warp, or of a group of four."""
-    return products_by_warp(warps) if warps == 1 else products_by_group(columns, warps)
+    """How a product lies in registers: of one warp, or of a warpgroup."""
+    return products_by_warp(warps) if warps == 1 else products_by_warpgroup(columns, warps)
 
 
 @gluon.jit
@@ -172,9 +172,9 @@ def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS
 
 
 @gluon.jit
-def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C: gl.constexpr):
+def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexpr):
     """Begin to copy what an item is to be attended by, if it is taken."""
-    q_end, num_rows, kv_end, num_keys, head, taken = place
+    q_end, num_rows, kv_end, num_keys, head, taken = item
     if taken:
         barrier = barriers.index(0)
         mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
@@ -183,9 +183,9 @@ def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C: gl.constex
 
 
 @gluon.jit
-def _read_values(v_desc, tiles, barriers, place, C: gl.constexpr):
+def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
     """Begin to copy an item's values, if it is taken."""
-    _, _, kv_end, num_keys, head, taken = place
+    _, _, kv_end, num_keys, head, taken = item
     if taken:
         barrier = barriers.index(1)
         mbarrier.expect(barrier, v_desc.block_type.nbytes)
@@ -193,22 +193,22 @@ def _read_values(v_desc, tiles, barriers, place, C: gl.constexpr):
 
 
 @gluon.jit
-def _attend(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexpr):
-    """Attend for an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
+def _attend(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+    """Attend for an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
 
     Those of the ``following`` one are copied as soon as there is room.
     """
     q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
     num_stats, window, factor = numbers
-    q_end, num_rows, _, num_keys, head, _ = place
-    mbarrier.wait(barriers.index(0), turn & 1)
+    q_end, num_rows, _, num_keys, head, _ = item
+    mbarrier.wait(barriers.index(0), step & 1)
     q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
     products = _multiply(q, k.permute((1, 0)))
     thread_barrier()
     _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, False)
     p, maximum, total = _softmax(products, factor, visible)
-    mbarrier.wait(barriers.index(1), turn & 1)
+    mbarrier.wait(barriers.index(1), step & 1)
     acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
     tma.store_wait(0)
     thread_barrier()
@@ -255,39 +255,39 @@ def forward_kernel(
     )  # fmt: skip
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
-    turn = n * 0
-    place = _locate(n, end, samples, C, False)
+    step = n * 0
+    item = _locate(n, end, samples, C, False)
     fence_async_shared()
     thread_barrier()
-    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, place, C)
-    _read_values(v_desc, tiles, barriers, place, C)
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C)
+    _read_values(v_desc, tiles, barriers, item, C)
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, False)
-        if place.taken:
-            if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= C.BLOCK_M // 2:
-                _attend(operands, place, following, turn, C, C.BLOCK_M // 2)
+        if item.taken:
+            if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= C.BLOCK_M // 2:
+                _attend(operands, item, following, step, C, C.BLOCK_M // 2)
             else:
-                _attend(operands, place, following, turn, C, C.BLOCK_M)
-            turn += 1
+                _attend(operands, item, following, step, C, C.BLOCK_M)
+            step += 1
         else:
             _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
             _read_values(v_desc, tiles, barriers, following, C)
-        place = following
+        item = following
     tma.store_wait(0)
     if C.OVERLAP:
         wait_for_last_kernel()
 
 
 @gluon.jit
-def _read_all(inputs, tiles, barriers, stage, place, C: gl.constexpr):
+def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
     """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
 
     None of a side to which there is no other: what is infinite there has a gradient of zero, too.
     """
     q_desc, k_desc, v_desc, grad_out_desc = inputs
-    kv_head = place.head // (C.H // C.HK)
-    q_end, num_rows, kv_end, num_keys, head, taken = place
+    kv_head = item.head // (C.H // C.HK)
+    q_end, num_rows, kv_end, num_keys, head, taken = item
     num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
     if taken:
         barrier = barriers.index(stage)
@@ -310,17 +310,17 @@ def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.constexpr):
-    """Gradients of an item of at most ROWS rows, whose rows are the ``turn``-th to be copied.
+def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+    """Gradients of an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
 
     They leave from where the rows were, as soon as these are not needed.
     """
     inputs, grads, tiles, weights, sums, barriers, window, factor, scale = operands
     grad_q_desc, grad_k_desc, grad_v_desc = grads
-    q_end, num_rows, kv_end, num_keys, head, _ = place
+    q_end, num_rows, kv_end, num_keys, head, _ = item
     MEMBERS: gl.constexpr = C.H // C.HK
-    stage = turn % C.STAGES
-    mbarrier.wait(barriers.index(stage), (turn // C.STAGES) & 1)
+    stage = step % C.STAGES
+    mbarrier.wait(barriers.index(stage), (step // C.STAGES) & 1)
     q_tile, k_tile = tiles.index(stage * 4), tiles.index(stage * 4 + 1)
     v_tile, grad_out_tile = tiles.index(stage * 4 + 2), tiles.index(stage * 4 + 3)
     q, k = _rows(q_tile, ROWS), _rows(k_tile, ROWS)
@@ -330,7 +330,7 @@ def _differentiate(operands, place, following, turn, C: gl.constexpr, ROWS: gl.c
     if C.STAGES == 2:
         tma.store_wait(0)
         thread_barrier()
-        _read_all(inputs, tiles, barriers, (turn + 1) % C.STAGES, following, C)
+        _read_all(inputs, tiles, barriers, (step + 1) % C.STAGES, following, C)
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
@@ -408,23 +408,23 @@ def backward_kernel(
     operands = (inputs, grads, tiles, weights, sums, barriers, window, factor, scale)
     n = gl.program_id(0) * C.ITEMS
     end = gl.minimum(n + C.ITEMS, num_items)
-    turn = n * 0
-    place = _locate(n, end, samples, C, True)
+    step = n * 0
+    item = _locate(n, end, samples, C, True)
     fence_async_shared()
     thread_barrier()
-    _read_all(inputs, tiles, barriers, turn, place, C)
+    _read_all(inputs, tiles, barriers, step, item, C)
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, True)
-        if place.taken:
-            if C.HALVES and gl.maximum(place.num_rows, place.num_keys) <= BLOCK // 2:
-                _differentiate(operands, place, following, turn, C, BLOCK // 2)
+        if item.taken:
+            if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= BLOCK // 2:
+                _differentiate(operands, item, following, step, C, BLOCK // 2)
             else:
-                _differentiate(operands, place, following, turn, C, BLOCK)
-            turn += 1
+                _differentiate(operands, item, following, step, C, BLOCK)
+            step += 1
         else:  # where nothing has been read, and what is to be written has left
-            _read_all(inputs, tiles, barriers, turn % C.STAGES, following, C)
-        place = following
+            _read_all(inputs, tiles, barriers, step % C.STAGES, following, C)
+        item = following
     tma.store_wait(0)
     if C.OVERLAP:
         wait_for_last_kernel()

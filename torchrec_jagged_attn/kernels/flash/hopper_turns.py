@@ -30,7 +30,7 @@ __all__ = [
     "Board",
     "KeyTile",
     "Sums",
-    "add_part",
+    "add_slice",
     "await_turns",
     "next_tile",
     "pass_turns",
@@ -53,8 +53,8 @@ class KeyTile(NamedTuple):
         num_rows: how many queries the sample has.
         kv_head: the head; negative once there are no more tiles.
         number: how many tiles of keys the sample has before it.
-        slot: place of the sample's first tile of queries among the turns.
-        sum_slot: its place among the sums.
+        slot: number of the sample's first tile of queries among the turns.
+        sum_slot: its number among the sums.
     """
 
     row: Any
@@ -68,21 +68,21 @@ class KeyTile(NamedTuple):
 
 
 class Board(NamedTuple):
-    """Barriers of the tiles of keys that a program takes, and ``places``: a KeyTile for each."""
+    """Barriers of the tiles of keys that a program takes, and ``fields``: a KeyTile for each."""
 
     full: Any
     empty: Any
-    places: Any
+    fields: Any
 
 
 class Sums(NamedTuple):
     """Where the gradient of queries is summed, and the barriers of turns.
 
     Attributes:
-        sums_ptr: ``[slots, H, parts, ...]`` fp32.
+        sums_ptr: ``[slots, H, slices, ...]`` fp32, in slices of columns.
         granted: of tiles of queries whose turn has come.
         added: of those to which this tile of keys has added.
-        tiles: ``[parts, *box]`` in shared memory, from where a gradient leaves.
+        tiles: ``[slices, *box]`` in shared memory, from where a gradient leaves.
         desc: of the gradient.
         window: how many keys each query sees at most, or ``None``.
     """
@@ -96,15 +96,15 @@ class Sums(NamedTuple):
 
 
 @gluon.jit
-def next_tile(board, turn):
-    """This turn's KeyTile, once it is known."""
-    wait_full(board, turn)
-    places = board.places
-    row, count = hear(places, turn, 0, TILES), hear(places, turn, 1, TILES)
-    base, num_rows = hear(places, turn, 2, TILES), hear(places, turn, 3, TILES)
-    kv_head, number = hear(places, turn, 4, TILES), hear(places, turn, 5, TILES)
-    slot, sum_slot = hear(places, turn, 6, TILES), hear(places, turn, 7, TILES)
-    release(board, turn)
+def next_tile(board, step):
+    """This step's KeyTile, once it is known."""
+    wait_full(board, step)
+    fields = board.fields
+    row, count = hear(fields, step, 0, TILES), hear(fields, step, 1, TILES)
+    base, num_rows = hear(fields, step, 2, TILES), hear(fields, step, 3, TILES)
+    kv_head, number = hear(fields, step, 4, TILES), hear(fields, step, 5, TILES)
+    slot, sum_slot = hear(fields, step, 6, TILES), hear(fields, step, 7, TILES)
+    release(board, step)
     return KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
 
 
@@ -142,14 +142,14 @@ def _is_last(m, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.constexpr):
-    """Add what a tile gives to a part of the ``m``-th gradient of queries, when it is its turn.
+def add_slice(sums, acc, m, n, tile, head, scale, C: gl.constexpr, SLICE: gl.constexpr):
+    """Add what a tile gives to a slice of the ``m``-th gradient of queries, when it is its turn.
 
     The last tile writes the gradient, the others leave sums.
     """
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
-    PARTS: gl.constexpr = sums.tiles.shape[0]
+    SLICES: gl.constexpr = sums.tiles.shape[0]
     slot = (tile.sum_slot + m) * C.H + head
     last = _is_last(m, tile, C)
     num_before = _num_before(m, tile, sums.window, C)
@@ -157,7 +157,7 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
     flat = acc.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     flat = flat.reshape([ROWS * WIDTH])
     at = gl.arange(0, ROWS * WIDTH, flat.type.layout)
-    ptrs = sums.sums_ptr + (slot.to(gl.int64) * PARTS + PART) * (ROWS * WIDTH) + at
+    ptrs = sums.sums_ptr + (slot.to(gl.int64) * SLICES + SLICE) * (ROWS * WIDTH) + at
     if last:
         tma.store_wait(0)
     wait_full(sums.granted, n)
@@ -167,11 +167,11 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
             flat += gl.load(ptrs, cache_modifier=".cg")
         total = flat.reshape([4, WIDTH // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
         total = gl.convert_layout(total.reshape([ROWS, WIDTH]), acc.type.layout)
-        out = sums.tiles.index(PART)
+        out = sums.tiles.index(SLICE)
         out.reshape([ROWS, WIDTH]).store((total * scale).to(sums.tiles.dtype))
         fence_async_shared()
         end, remaining = tile.base + tile.num_rows, tile.num_rows - m * ROWS
-        copy_out(sums.desc, end, remaining, head, out, PART * WIDTH)
+        copy_out(sums.desc, end, remaining, head, out, SLICE * WIDTH)
     elif num_before > 0:
         gl.atomic_add(ptrs, flat, sem="relaxed", scope="gpu")
     else:
@@ -183,9 +183,9 @@ def add_part(sums, acc, m, n, tile, head, scale, C: gl.constexpr, PART: gl.const
 @gluon.jit
 def await_turns(turns_ptr, granted, board, window, C: gl.constexpr):
     """What one warp does: look out for a tile's turn to add to each gradient of queries."""
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
         for member in range(C.H // C.HK):
@@ -199,16 +199,16 @@ def await_turns(turns_ptr, granted, board, window, C: gl.constexpr):
                     seen = gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu")
                 give(granted, n)
                 n += 1
-        turn += 1
-        tile = next_tile(board, turn)
+        step += 1
+        tile = next_tile(board, step)
 
 
 @gluon.jit
 def pass_turns(turns_ptr, added, board, window, C: gl.constexpr, PASSER: gl.constexpr):
     """What one warp does: give every other turn to the next tile once this one has added."""
-    turn = gl.to_tensor(0)
+    step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, turn)
+    tile = next_tile(board, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
         for member in range(C.H // C.HK):
@@ -221,5 +221,5 @@ def pass_turns(turns_ptr, added, board, window, C: gl.constexpr, PASSER: gl.cons
                         gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
                     release(added, n)
                 n += 1
-        turn += 1
-        tile = next_tile(board, turn)
+        step += 1
+        tile = next_tile(board, step)

@@ -173,8 +173,8 @@ class Plan:
             whole.
         long_samples: the path of all others.
         most_short: the most rows of a sample that is short; 0 where none is.
-        together: as how many rows of the other side samples have whose tiles of keys take turns in
-            the list, see ``list_tiles``.
+        together: how many rows of the other side samples have whose tiles of keys are interleaved
+            in the list, see ``list_tiles``.
         constants: of every general kernel, but for strides and tiles.
     """
 
@@ -242,7 +242,7 @@ class Plan:
             tile["num_stages"] = 1
         elif self._is_small:
             tile = self._small | {"num_stages": 1, "PRECISION": _precision_of_wholes(self.call)}
-        return tile | {"GROUPS": padded_width(self.call.distance_buckets) // 16}
+        return tile | {"BLOCKS_R": padded_width(self.call.distance_buckets) // 16}
 
     @property
     def _in_parts(self) -> bool:

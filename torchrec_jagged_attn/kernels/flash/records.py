@@ -45,7 +45,7 @@ class Constants(NamedTuple):
     GRAD_V_STRIDE: int | None = None
     BLOCK_M: int | None = None  # queries of a tile
     BLOCK_N: int | None = None  # keys of a tile
-    GROUPS: int | None = None  # of 16 buckets of distances
+    BLOCKS_R: int | None = None  # of 16 buckets of distances
     Q_TILE: int | None = None  # queries of which one is looked at, see ``hidden_forward.py``
     KV_TILE: int | None = None  # keys of which one is
     LANES: int | None = None  # rows that are looked at together
@@ -75,7 +75,7 @@ class HopperConstants(NamedTuple):
     BLOCK_N: int | None = None  # keys of a tile
     STAGES: int | None = None  # tiles in shared memory; in backward, of queries
     KV_STAGES: int | None = None  # of keys, in backward
-    OWN_GROUP: bool = False  # whether the gradient of queries has a warpgroup of its own
+    OWN_WG: bool = False  # whether the gradient of queries has a warpgroup of its own
     HALVES: bool = False  # whether samples of up to half a tile are computed as such
     ITEMS: int | None = None  # heads of samples that a program computes
     OVERLAP: bool = False  # whether launches overlap

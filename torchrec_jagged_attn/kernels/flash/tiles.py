@@ -15,7 +15,7 @@ from torchrec_jagged_attn.kernels.common.tile_list import locate_tile
 from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
 
 __all__ = [
-    "Place",
+    "QueryTile",
     "drop_pairs",
     "is_finite",
     "key_bias",
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 
-class Place(NamedTuple):
-    """Where a tile of queries of a head and the keys of its sample are, see ``locate_tile``.
+class QueryTile(NamedTuple):
+    """A tile of queries of a head, and the keys of its sample, see ``locate_tile``.
 
     Attributes:
         row: first query of the tile.
@@ -64,25 +64,27 @@ class Place(NamedTuple):
 
 @triton.jit
 def locate_queries(args, C: tl.constexpr):
-    """Whether the program has a tile of queries, and its :class:`Place`."""
-    tile, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
+    """Whether the program has a tile of queries, and its :class:`QueryTile`."""
+    index, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
-        args.samples.tiles, tile, C.CAUSAL, False, C.BLOCK_M
+        args.samples.tiles, index, C.CAUSAL, False, C.BLOCK_M
     )
     if C.CAUSAL:
         high = high[:, None]
     kv_head = head // (C.H // C.HK)
     draws = query_draws(args.biases.dropout, (row + tl.arange(0, C.BLOCK_M)) * C.H + head)
-    return listed, Place(sample, row, count, base, num_keys, high, diagonal, head, kv_head, draws)
+    return listed, QueryTile(
+        sample, row, count, base, num_keys, high, diagonal, head, kv_head, draws
+    )
 
 
 @triton.jit
-def seen_keys(place, C: tl.constexpr):
+def seen_keys(tile, C: tl.constexpr):
     """How many keys all queries of a tile see, and how many any of them does."""
-    by_all, by_any = place.num_keys, place.num_keys
+    by_all, by_any = tile.num_keys, tile.num_keys
     if C.CAUSAL:
-        by_all = tl.maximum(tl.minimum(by_all, by_all - place.count + 1), 0)
-        by_any = tl.minimum(by_any, by_any - place.count + C.BLOCK_M)
+        by_all = tl.maximum(tl.minimum(by_all, by_all - tile.count + 1), 0)
+        by_any = tl.minimum(by_any, by_any - tile.count + C.BLOCK_M)
     return by_all, by_any
 
 
@@ -93,14 +95,14 @@ def window_begin(end, window):
 
 
 @triton.jit
-def seen_from(window, place, C: tl.constexpr):
+def seen_from(window, tile, C: tl.constexpr):
     """Where the first tile begins that any query of a tile sees, and the first that no query's
     window cuts.
     """
-    by_any, by_last = place.num_keys * 0, place.num_keys * 0
+    by_any, by_last = tile.num_keys * 0, tile.num_keys * 0
     if window is not None:
-        _, end = seen_keys(place, C)
-        by_any = window_begin(place.diagonal + 1, window) // C.BLOCK_N * C.BLOCK_N
+        _, end = seen_keys(tile, C)
+        by_any = window_begin(tile.diagonal + 1, window) // C.BLOCK_N * C.BLOCK_N
         by_last = tl.cdiv(window_begin(end, window), C.BLOCK_N) * C.BLOCK_N
     return by_any, by_last
 
@@ -162,20 +164,18 @@ def load_queries(q_ptr, row, count, head, C: tl.constexpr):
 
 
 @triton.jit
-def load_keys(k_ptr, place, start, C: tl.constexpr, MASKED: tl.constexpr = True):
+def load_keys(k_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True):
     """Keys ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
-    row, count = place.base + start, place.num_keys - start
-    return load_rows(
-        k_ptr, row, count, place.kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D, MASKED
-    )
+    row, count = tile.base + start, tile.num_keys - start
+    return load_rows(k_ptr, row, count, tile.kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D, MASKED)
 
 
 @triton.jit
-def load_values(v_ptr, place, start, C: tl.constexpr, MASKED: tl.constexpr = True):
+def load_values(v_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True):
     """Values ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
-    row, count = place.base + start, place.num_keys - start
+    row, count = tile.base + start, tile.num_keys - start
     return load_rows(
-        v_ptr, row, count, place.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D, MASKED
+        v_ptr, row, count, tile.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D, MASKED
     )
 
 
@@ -186,32 +186,32 @@ def is_finite(x):
 
 
 @triton.jit
-def seen_pairs(window, place, j):
+def seen_pairs(window, tile, j):
     """Which of the keys ``j`` each query sees, whatever their biases."""
-    seen = j < place.high
+    seen = j < tile.high
     if window is not None:
-        seen = seen & (j >= window_begin(place.high, window))
+        seen = seen & (j >= window_begin(tile.high, window))
     return seen
 
 
 @triton.jit
-def key_bias(args, place, start, C: tl.constexpr):
+def key_bias(args, tile, start, C: tl.constexpr):
     """Biases of the keys from ``start`` on for a tile of queries, and which keys these see.
 
     The biases are times log2(e), as the scores are. A bias of ``-inf`` hides its key.
     """
     j = start + tl.arange(0, C.BLOCK_N)[None, :]
-    visible = seen_pairs(args.window, place, j)
+    visible = seen_pairs(args.window, tile, j)
     bias = 0.0
     if C.BIASED:
         bias = load_bias(
-            args.biases, args.samples.kv_offsets, place.sample, place.base + j,
-            j < place.num_keys, place.head, C.H, C.H, C.P, C.A, C.PRIOR,
+            args.biases, args.samples.kv_offsets, tile.sample, tile.base + j,
+            j < tile.num_keys, tile.head, C.H, C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
         bias *= LOG2E
         if C.R > 0:
             bias += scores_by_distance(
-                args.biases.by_distance, args.reach, place.head, place.diagonal - start,
+                args.biases.by_distance, args.reach, tile.head, tile.diagonal - start,
                 C.BLOCK_M, C.BLOCK_N,
             )  # fmt: skip
         visible = visible & (bias != -float("inf"))
@@ -255,10 +255,10 @@ def online_softmax(
 
 
 @triton.jit
-def drop_pairs(x, args, place, start, C: tl.constexpr):
+def drop_pairs(x, args, tile, start, C: tl.constexpr):
     """:func:`drop_weights` of ``x`` ``[BLOCK_M, BLOCK_N]``, of the keys from ``start`` on."""
-    n = place.base + start + tl.arange(0, C.BLOCK_N)
-    return drop_weights(x, args.biases.dropout, place.draws[:, None], n[None, :])
+    n = tile.base + start + tl.arange(0, C.BLOCK_N)
+    return drop_weights(x, args.biases.dropout, tile.draws[:, None], n[None, :])
 
 
 @triton.jit
@@ -321,10 +321,10 @@ def softmax_of_stats(
 
 @triton.jit
 def key_weights(
-    q, k, maximum, inverse, args, place, start, C: tl.constexpr, MASKED: tl.constexpr = True
+    q, k, maximum, inverse, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True
 ):
     """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on, and which are visible."""
-    bias, visible = key_bias(args, place, start, C)
+    bias, visible = key_bias(args, tile, start, C)
     products = product(q, tl.trans(k), C.PRECISION)
     p = softmax_of_stats(
         products, args.factor, bias, visible, maximum[:, None], inverse[:, None], C, MASKED

@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.common.gluon import (
-    GROUP_ROWS,
+    WG_ROWS,
     multiply_keys,
     next_tile,
-    products_by_group,
+    products_by_warpgroup,
     tell,
     thread_barrier,
     wait_for_last_kernel,
@@ -53,7 +53,7 @@ from torchrec_jagged_attn.kernels.common.tma import (
 
 __all__ = ["pair_bmm"]
 
-BLOCK_M = 128  # rows of x of a tile, half of them of each group
+BLOCK_M = 128  # rows of x of a tile, half of them of each warpgroup
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
@@ -64,18 +64,18 @@ LOW = gl.constexpr(2**30)
 # eight of this one, $4 to $7; $8 is 0 to 7 ($9 to $15 are the same).
 SHIFT = gl.constexpr("""{
     .reg .pred p, q;
-    .reg .b32 a<4>, b<6>, c<5>, part, left;
+    .reg .b32 a<4>, b<6>, c<5>, bits, left;
     shfl.sync.up.b32 a0, $4, 1, 0, 0xffffffff;
     shfl.sync.up.b32 a1, $5, 1, 0, 0xffffffff;
     shfl.sync.up.b32 a2, $6, 1, 0, 0xffffffff;
     shfl.sync.up.b32 a3, $7, 1, 0, 0xffffffff;
-    and.b32 part, $8, 4;
-    setp.ne.u32 p, part, 0;
-    and.b32 part, $8, 2;
-    setp.ne.u32 q, part, 0;
-    and.b32 part, $8, 1;
-    shl.b32 part, part, 4;
-    sub.u32 left, 32, part;
+    and.b32 bits, $8, 4;
+    setp.ne.u32 p, bits, 0;
+    and.b32 bits, $8, 2;
+    setp.ne.u32 q, bits, 0;
+    and.b32 bits, $8, 1;
+    shl.b32 bits, bits, 4;
+    sub.u32 left, 32, bits;
     selp.b32 b0, a0, a2, p;
     selp.b32 b1, a1, a3, p;
     selp.b32 b2, a2, $4, p;
@@ -100,13 +100,13 @@ class Rings(NamedTuple):
 
     Attributes:
         ends: the first and the last eight rows of y, two tiles of each sample.
-        places: where each tile of x lies, see ``next_tile``.
+        fields: where each tile of x lies, see ``next_tile``.
     """
 
     x: Any
     y: Any
     ends: Any
-    places: Any
+    fields: Any
 
 
 @gluon.jit
@@ -142,7 +142,7 @@ def _load(
     num_work = gl.load(tiles_ptr).to(gl.int32)
     work = gl.program_id(0)
     n = work * 0
-    turn = work * 0
+    step = work * 0
     while work < num_work:
         tile_ptr = tiles_ptr + (1 + work) * FIELDS
         sample, row = gl.load(tile_ptr), gl.load(tile_ptr + 1)
@@ -156,21 +156,21 @@ def _load(
         high = first // LOW
         low = first - high * LOW
         y_end = base + num_n
-        wait_empty(xs, turn)
-        tell(rings.places, turn, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
-        fill(xs, turn, x_desc, row.to(gl.int32) + count, count, 0)
-        wait_empty(ends, 2 * turn)
-        fill(ends, 2 * turn, ends_desc, y_end, num_n, 0)
-        wait_empty(ends, 2 * turn + 1)
-        fill(ends, 2 * turn + 1, ends_desc, y_end, gl.minimum(num_n, VECTOR), 0)
-        turn += 1
+        wait_empty(xs, step)
+        tell(rings.fields, step, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
+        fill(xs, step, x_desc, row.to(gl.int32) + count, count, 0)
+        wait_empty(ends, 2 * step)
+        fill(ends, 2 * step, ends_desc, y_end, num_n, 0)
+        wait_empty(ends, 2 * step + 1)
+        fill(ends, 2 * step + 1, ends_desc, y_end, gl.minimum(num_n, VECTOR), 0)
+        step += 1
         for tile in range(_num_tiles(num_n, BLOCK_N)):
             wait_empty(ys, n)
             fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0)
             n += 1
-    wait_empty(xs, turn)
-    tell(rings.places, turn, (work, work, work, -1), STAGES)
-    give(xs, turn)
+    wait_empty(xs, step)
+    tell(rings.fields, step, (work, work, work, -1), STAGES)
+    give(xs, step)
 
 
 @gluon.constexpr_function
@@ -183,10 +183,10 @@ def _vectors_layout(columns):
 
 @gluon.jit
 def _locate_rows(first, num_n, skipped, layout: gl.constexpr):
-    """``(r, begin, shift)`` of a group's rows: their places in the tile, and where they begin in
-    the output, ``shift`` elements (0 to 7) after the vector ``begin``.
+    """``(r, begin, shift)`` of a warpgroup's rows: their numbers in the tile, and where they begin
+    in the output, ``shift`` elements (0 to 7) after the vector ``begin``.
     """
-    r = skipped + gl.arange(0, GROUP_ROWS, layout)
+    r = skipped + gl.arange(0, WG_ROWS, layout)
     at = first + r.to(gl.int64) * num_n
     begin = at // VECTOR * VECTOR
     return r, begin, (at - begin).to(gl.int32)
@@ -210,7 +210,7 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
 
     They are products with the first and the last eight rows of y, two tiles of the ring.
     """
-    layout: gl.constexpr = products_by_group(VECTOR, 4)
+    layout: gl.constexpr = products_by_warpgroup(VECTOR, 4)
     r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, layout))
     x = gl.convert_layout(x, gl.DotOperandLayout(0, layout, 2))
     head, x = _multiply_tile(x, ends, n)
@@ -228,30 +228,30 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
 
 
 @gluon.jit
-def _multiply(out_ptr, rings, GROUP: gl.constexpr):
+def _multiply(out_ptr, rings, WG: gl.constexpr):
     """What four warps do: products of their half of each tile's rows."""
     xs, ys, ends = rings.x, rings.y, rings.ends
     BLOCK_N: gl.constexpr = ys.tiles.shape[3]
     vectors: gl.constexpr = _vectors_layout(BLOCK_N)
-    skipped: gl.constexpr = GROUP * GROUP_ROWS
+    skipped: gl.constexpr = WG * WG_ROWS
     c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, vectors))
-    nothing = gl.full([GROUP_ROWS, BLOCK_N], 0, gl.int32, vectors)
-    turn = gl.program_id(0) * 0
-    n = turn
-    count, num_n, low, high = next_tile(rings.places, xs, turn)
+    nothing = gl.full([WG_ROWS, BLOCK_N], 0, gl.int32, vectors)
+    step = gl.program_id(0) * 0
+    n = step
+    count, num_n, low, high = next_tile(rings.fields, xs, step)
     while high >= 0:
         num_tiles = _num_tiles(num_n, BLOCK_N)
         if count <= skipped:
-            release(xs, turn)
+            release(xs, step)
             n = _leave_out(ys, n, num_tiles)
-            _leave_out(ends, 2 * turn, 2)
+            _leave_out(ends, 2 * step, 2)
         else:
-            x = rows(xs, turn).slice(skipped, GROUP_ROWS)
-            x = x.load(gl.DotOperandLayout(0, products_by_group(BLOCK_N, 4), 2))
+            x = rows(xs, step).slice(skipped, WG_ROWS)
+            x = x.load(gl.DotOperandLayout(0, products_by_warpgroup(BLOCK_N, 4), 2))
             thread_barrier()
-            release(xs, turn)
+            release(xs, step)
             first = high.to(gl.int64) * LOW + low
-            _store_ends(out_ptr, x, ends, 2 * turn, first, count, num_n, skipped)
+            _store_ends(out_ptr, x, ends, 2 * step, first, count, num_n, skipped)
             r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, vectors))
             inside = (r < count)[:, None]
             by_vector = shift[:, None] + nothing
@@ -266,13 +266,13 @@ def _multiply(out_ptr, rings, GROUP: gl.constexpr):
                 new = ((c >= VECTOR) | (start == 0))[None, :]
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
                 gl.store(ptrs, out, mask=inside & whole & new)
-        turn += 1
-        count, num_n, low, high = next_tile(rings.places, xs, turn)
+        step += 1
+        count, num_n, low, high = next_tile(rings.fields, xs, step)
 
 
 @gluon.jit
 def _leave_out(ring, n, num_tiles):
-    """Let tiles pass that are only for the other group."""
+    """Let tiles pass that are only for the other warpgroup."""
     for tile in range(num_tiles):
         wait_full(ring, n + tile)
         release(ring, n + tile)
@@ -296,10 +296,10 @@ def pairs_kernel(
     xs = make_ring(x_desc, STAGES)
     ys = make_ring(y_desc, STAGES_Y)
     ends = make_ring(ends_desc, 2 * STAGES)
-    places = gl.allocate_shared_memory(
+    fields = gl.allocate_shared_memory(
         gl.int32, [4 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    rings = Rings(xs, ys, ends, places)
+    rings = Rings(xs, ys, ends, fields)
     gl.warp_specialize(
         [
             (_multiply, (out_ptr, rings, 0)),

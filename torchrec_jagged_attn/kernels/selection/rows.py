@@ -11,9 +11,9 @@ numbers before these, which is quicker than to wait for another's sum. In its sa
 kernel counts. Without scores and segments, these numbers follow from lengths, and nothing is
 searched.
 
-These kernels are bound by launches and latency. With N rows, S segments, scores of e bytes and room
-for C rows, they must read N·e bytes, and write 8·(N + C) bytes of places and rows, 12 for each
-sample and segment, and the new offsets. Scores are read again where rows are placed, from a cache.
+These kernels are bound by launches and latency. With N rows, scores of e bytes and room for C rows,
+they must read N·e bytes. They must write 8·(N + C) bytes of places and rows, 12 for each sample and
+segment, and the new offsets. Scores are read again where rows are placed, from a cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The activation unit of DIN: a small network weighs each history row, and rows are pooled by it.
 
-With the first weight in parts ``[H1, D]`` by what it meets, each sample has a matrix and a vector
+With the first weight in blocks ``[H1, D]`` by what it meets, each sample has a matrix and a vector
 
     M = W_u - W_d + W_p · diag(q)           c = (W_q + W_d) · q + b_1
 
@@ -80,15 +80,15 @@ class Gradients(NamedTuple):
     """What the main kernel of backward writes.
 
     Attributes:
-        parts: ``[programs, SIZE]`` fp32, each program's sums: ``∂W_u``, ``∂W_p``, ``∂W_q``, those
-            of ``bias_1``, ``weight_2``, ``bias_2``, ``weight_3``, ``bias_3`` and of the tables; and
-            ``∂M`` and ``∂c`` of the chunk that it is at.
+        partials: ``[programs, SIZE]`` fp32, each program's sums: ``∂W_u``, ``∂W_p``, ``∂W_q``,
+            those of ``bias_1``, ``weight_2``, ``bias_2``, ``weight_3``, ``bias_3`` and of the
+            tables; and ``∂M`` and ``∂c`` of the chunk that it is at.
         query: ``[B, D]``.
         history: ``[N, D]``.
         prior_weights: ``[N]``, or None.
     """
 
-    parts: Any
+    partials: Any
     query: Any
     history: Any
     prior_weights: Any
@@ -119,7 +119,7 @@ class Constants(NamedTuple):
 
 @triton.jit
 def _activate(x, C: tl.constexpr, EXACT: tl.constexpr):
-    """The activation of ``x``; to the last places of fp32 if EXACT."""
+    """The activation of ``x``; to the last bits of fp32 if EXACT."""
     if C.ACTIVATION == "relu":
         return tl.where(x > 0, x, 0.0 * x)  # NaN stays
     if EXACT:
@@ -154,8 +154,8 @@ def _keep(x, y, C: tl.constexpr):
 
 @triton.jit
 def _first_layer(layers, C: tl.constexpr):
-    """Pointers ``[BLOCK_1, BLOCK_D]`` to the part of ``weight_1`` that meets the query, and which
-    elements there are; the other parts follow every ``D`` columns.
+    """Pointers ``[BLOCK_1, BLOCK_D]`` to the block of ``weight_1`` that meets the query, and which
+    elements there are; the other blocks follow every ``D`` columns.
     """
     h, d = tl.arange(0, C.BLOCK_1), tl.arange(0, C.BLOCK_D)
     mask = (h < C.H_1)[:, None] & (d < C.D)[None, :]
@@ -323,12 +323,12 @@ def _store_matrix(ptr, x, C: tl.constexpr):
 
 
 @triton.jit
-def _add_first_layer(parts_ptr, layers, of_matrix, of_constant, q, C: tl.constexpr):
+def _add_first_layer(partials_ptr, layers, of_matrix, of_constant, q, C: tl.constexpr):
     """Add to a program's sums what the gradients of ``M`` and ``c`` give; returns that of ``q``.
 
     Some rows at a time, by way of memory: registers do not hold all that is added up.
     """
-    own_ptr = parts_ptr + (C.SIZE - C.H_1 * C.D - C.H_1)
+    own_ptr = partials_ptr + (C.SIZE - C.H_1 * C.D - C.H_1)
     d = tl.arange(0, C.BLOCK_D)
     h = tl.arange(0, C.BLOCK_1)
     _store_matrix(own_ptr, of_matrix, C)
@@ -346,10 +346,10 @@ def _add_first_layer(parts_ptr, layers, of_matrix, of_constant, q, C: tl.constex
         of_query += tl.load(ptrs + 2 * C.D, mask=some, other=0.0).to(tl.float32)
         of_product = tl.load(ptrs + 3 * C.D, mask=some, other=0.0).to(tl.float32)
         grad_q += tl.sum(rows * of_product + constants[:, None] * of_query, 0)
-        _add_to(parts_ptr + at, rows, some)
-        _add_to(parts_ptr + C.H_1 * C.D + at, rows * q[None, :], some)
-        _add_to(parts_ptr + 2 * C.H_1 * C.D + at, constants[:, None] * q[None, :], some)
-        _add_to(parts_ptr + 3 * C.H_1 * C.D + row, constants, row < C.H_1)
+        _add_to(partials_ptr + at, rows, some)
+        _add_to(partials_ptr + C.H_1 * C.D + at, rows * q[None, :], some)
+        _add_to(partials_ptr + 2 * C.H_1 * C.D + at, constants[:, None] * q[None, :], some)
+        _add_to(partials_ptr + 3 * C.H_1 * C.D + row, constants, row < C.H_1)
     tl.debug_barrier()
     return grad_q
 
@@ -393,7 +393,7 @@ def _backward_kernel(
     dtype = history_ptr.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
     first = tl.program_id(0).to(tl.int64) * share
-    parts_ptr = grads.parts + tl.program_id(0).to(tl.int64) * C.SIZE
+    partials_ptr = grads.partials + tl.program_id(0).to(tl.int64) * C.SIZE
     w_2, b_2, w_3, b_3 = _later_layers(layers, dtype, C)
     d = tl.arange(0, C.BLOCK_D)
     grad_w_2 = tl.zeros([C.BLOCK_2, C.BLOCK_1], tl.float32)
@@ -411,13 +411,13 @@ def _backward_kernel(
         end_of_sample = tl.load(offsets_ptr + sample + 1).to(tl.int64)
         length = end_of_sample - row
         chunks = count_chunks(length, 1, C.CHUNK, C.CHUNK)
-        place = row + C.PER_SAMPLE * sample
+        own_begin = row + C.PER_SAMPLE * sample
         q = _load_row(query_ptr, sample, C)
         g = _load_row(grad_out_ptr, sample, C)
         matrix, constant = _fold(layers, q, C)
         matrix = matrix.to(dtype)
-        last = _first_from(place, first + share, length, chunks)
-        for chunk in range(_first_from(place, first, length, chunks), last):
+        last = _first_from(own_begin, first + share, length, chunks)
+        for chunk in range(_first_from(own_begin, first, length, chunks), last):
             begin = row + length * chunk // chunks
             end = row + length * (chunk + 1) // chunks
             of_matrix = tl.zeros([C.BLOCK_1, C.BLOCK_D], tl.float32)
@@ -463,60 +463,60 @@ def _backward_kernel(
                 grad_u = (weight * (prior * other))[:, None] * g[None, :]
                 grad_u = multiply(of_x_1, matrix, grad_u, C.PRECISION)
                 tl.store(grads.history + at, grad_u, mask=mask)
-            grad_q = _add_first_layer(parts_ptr, layers, of_matrix, of_constant, q, C)
+            grad_q = _add_first_layer(partials_ptr, layers, of_matrix, of_constant, q, C)
             slot = tl.where(chunks > 1, row // C.CHUNK + chunk, -1)
             _store_row(grads.query, sums_ptr, sample, slot, grad_q, C)
         sample += 1
         row = end_of_sample
     h_1, h_2 = tl.arange(0, C.BLOCK_1), tl.arange(0, C.BLOCK_2)
-    parts_ptr += 3 * C.H_1 * C.D + C.H_1
+    partials_ptr += 3 * C.H_1 * C.D + C.H_1
     mask = (h_2 < C.H_2)[:, None] & (h_1 < C.H_1)[None, :]
-    tl.store(parts_ptr + h_2[:, None] * C.H_1 + h_1[None, :], grad_w_2, mask=mask)
-    parts_ptr += C.H_2 * C.H_1
-    tl.store(parts_ptr + h_2, tl.sum(grad_b_2, 0), mask=h_2 < C.H_2)
-    tl.store(parts_ptr + C.H_2 + h_2, tl.sum(grad_w_3, 0), mask=h_2 < C.H_2)
-    parts_ptr += 2 * C.H_2
-    tl.store(parts_ptr, tl.sum(grad_b_3, 0))
+    tl.store(partials_ptr + h_2[:, None] * C.H_1 + h_1[None, :], grad_w_2, mask=mask)
+    partials_ptr += C.H_2 * C.H_1
+    tl.store(partials_ptr + h_2, tl.sum(grad_b_2, 0), mask=h_2 < C.H_2)
+    tl.store(partials_ptr + C.H_2 + h_2, tl.sum(grad_w_3, 0), mask=h_2 < C.H_2)
+    partials_ptr += 2 * C.H_2
+    tl.store(partials_ptr, tl.sum(grad_b_3, 0))
     if C.P > 0:
         bucket = tl.arange(0, C.BLOCK_P)
-        tl.store(parts_ptr + 1 + bucket, of_positions, mask=bucket < C.P)
+        tl.store(partials_ptr + 1 + bucket, of_positions, mask=bucket < C.P)
     if C.A > 0:
         bucket = tl.arange(0, C.BLOCK_A)
-        tl.store(parts_ptr + 1 + C.P + bucket, of_ages, mask=bucket < C.A)
+        tl.store(partials_ptr + 1 + C.P + bucket, of_ages, mask=bucket < C.A)
 
 
 @triton.jit
-def _sum_of(parts_ptr, i, mask, num_programs, SIZE: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+def _sum_of(partials_ptr, i, mask, num_programs, SIZE: tl.constexpr, BLOCK_PROGRAMS: tl.constexpr):
     """The elements ``i`` of the sum of all programs' sums."""
-    acc = tl.zeros([BLOCK_PARTS, i.shape[0]], tl.float32)
-    for first in range(0, num_programs, BLOCK_PARTS):
-        part = first + tl.arange(0, BLOCK_PARTS)
-        there = (part < num_programs)[:, None] & mask[None, :]
-        acc += tl.load(parts_ptr + part[:, None] * SIZE + i[None, :], mask=there, other=0.0)
+    acc = tl.zeros([BLOCK_PROGRAMS, i.shape[0]], tl.float32)
+    for first in range(0, num_programs, BLOCK_PROGRAMS):
+        program = first + tl.arange(0, BLOCK_PROGRAMS)
+        there = (program < num_programs)[:, None] & mask[None, :]
+        acc += tl.load(partials_ptr + program[:, None] * SIZE + i[None, :], mask=there, other=0.0)
     return tl.sum(acc, 0)
 
 
 @triton.jit
 def _add_up(
     out_ptr,  # [NUM], or None
-    parts_ptr,  # [programs, SIZE] fp32, from the first of NUM on
+    partials_ptr,  # [programs, SIZE] fp32, from the first of NUM on
     num_programs,
     NUM: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
 ):
     """This program's BLOCK elements of an output."""
     if out_ptr is not None:
         if tl.program_id(0) * BLOCK < NUM:
             i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-            out = _sum_of(parts_ptr, i, i < NUM, num_programs, SIZE, BLOCK_PARTS)
+            out = _sum_of(partials_ptr, i, i < NUM, num_programs, SIZE, BLOCK_PROGRAMS)
             tl.store(out_ptr + i, out, mask=i < NUM)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
-def _add_parts_kernel(
-    parts_ptr,  # [programs, SIZE] fp32
+def _add_partials_kernel(
+    partials_ptr,  # [programs, SIZE] fp32
     grads,  # Layers
     position_bias_ptr,  # [P, 1]
     age_bias_ptr,  # [A, 1]
@@ -528,49 +528,49 @@ def _add_parts_kernel(
     A: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    BLOCK_PROGRAMS: tl.constexpr,
 ):
     """Gradients, one for each number along the second axis of programs, of all programs' sums."""
     output = tl.program_id(1)
     NUM: tl.constexpr = H_1 * D
-    rest_ptr = parts_ptr + 3 * NUM
+    later_ptr = partials_ptr + 3 * NUM
     LATER: tl.constexpr = H_1 + H_2 * H_1 + 2 * H_2
     if output == 0:
         if tl.program_id(0) * BLOCK < NUM:
             i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             mask = i < NUM
             ptrs = grads.weight_1 + i // D * (4 * D) + i % D
-            of_row = _sum_of(parts_ptr, i, mask, num_programs, SIZE, BLOCK_PARTS)
-            of_query = _sum_of(parts_ptr + 2 * NUM, i, mask, num_programs, SIZE, BLOCK_PARTS)
+            of_row = _sum_of(partials_ptr, i, mask, num_programs, SIZE, BLOCK_PROGRAMS)
+            of_query = _sum_of(partials_ptr + 2 * NUM, i, mask, num_programs, SIZE, BLOCK_PROGRAMS)
             tl.store(ptrs, of_query, mask=mask)
             tl.store(ptrs + D, of_row, mask=mask)
             tl.store(ptrs + 2 * D, of_query - of_row, mask=mask)
-            of_product = _sum_of(parts_ptr + NUM, i, mask, num_programs, SIZE, BLOCK_PARTS)
+            of_product = _sum_of(partials_ptr + NUM, i, mask, num_programs, SIZE, BLOCK_PROGRAMS)
             tl.store(ptrs + 3 * D, of_product, mask=mask)
     elif output == 1:
-        _add_up(grads.bias_1, rest_ptr, num_programs, H_1, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.bias_1, later_ptr, num_programs, H_1, SIZE, BLOCK, BLOCK_PROGRAMS)
     elif output == 2:
-        rest_ptr += H_1
-        _add_up(grads.weight_2, rest_ptr, num_programs, H_2 * H_1, SIZE, BLOCK, BLOCK_PARTS)
+        later_ptr += H_1
+        _add_up(grads.weight_2, later_ptr, num_programs, H_2 * H_1, SIZE, BLOCK, BLOCK_PROGRAMS)
     elif output == 3:
-        rest_ptr += H_1 + H_2 * H_1
-        _add_up(grads.bias_2, rest_ptr, num_programs, H_2, SIZE, BLOCK, BLOCK_PARTS)
+        later_ptr += H_1 + H_2 * H_1
+        _add_up(grads.bias_2, later_ptr, num_programs, H_2, SIZE, BLOCK, BLOCK_PROGRAMS)
     elif output == 4:
-        rest_ptr += H_1 + H_2 * H_1 + H_2
-        _add_up(grads.weight_3, rest_ptr, num_programs, H_2, SIZE, BLOCK, BLOCK_PARTS)
+        later_ptr += H_1 + H_2 * H_1 + H_2
+        _add_up(grads.weight_3, later_ptr, num_programs, H_2, SIZE, BLOCK, BLOCK_PROGRAMS)
     elif output == 5:
-        _add_up(grads.bias_3, rest_ptr + LATER, num_programs, 1, SIZE, BLOCK, BLOCK_PARTS)
+        _add_up(grads.bias_3, later_ptr + LATER, num_programs, 1, SIZE, BLOCK, BLOCK_PROGRAMS)
     elif output == 6:
-        rest_ptr += LATER + 1
-        _add_up(position_bias_ptr, rest_ptr, num_programs, P, SIZE, BLOCK, BLOCK_PARTS)
+        later_ptr += LATER + 1
+        _add_up(position_bias_ptr, later_ptr, num_programs, P, SIZE, BLOCK, BLOCK_PROGRAMS)
     else:
-        rest_ptr += LATER + 1 + P
-        _add_up(age_bias_ptr, rest_ptr, num_programs, A, SIZE, BLOCK, BLOCK_PARTS)
+        later_ptr += LATER + 1 + P
+        _add_up(age_bias_ptr, later_ptr, num_programs, A, SIZE, BLOCK, BLOCK_PROGRAMS)
 
 
 _forward = Launcher(_forward_kernel)
 _backward = Launcher(_backward_kernel)
-_add_parts = Launcher(_add_parts_kernel)
+_add_partials = Launcher(_add_partials_kernel)
 
 
 def forward(args: ActivationUnitArguments) -> ActivationUnitOutputs:
@@ -603,11 +603,11 @@ def backward(
     if args.prior_weights is not None and needs_prior_weights:
         grad_prior = args.prior_weights.new_empty(args.prior_weights.shape)
     grad_query, grad_history = query.new_empty(query.shape), history.new_empty(history.shape)
-    parts = query.new_zeros(num_programs, size, dtype=torch.float32)
+    partials = query.new_zeros(num_programs, size, dtype=torch.float32)
     if num_samples:
         num_slots = num_rows // CHUNK
         sums = query.new_empty(num_slots, width, dtype=torch.float32)
-        grads = Gradients(parts, grad_query, grad_history, grad_prior)
+        grads = Gradients(partials, grad_query, grad_history, grad_prior)
         taken = (*_read(args), grads, sums, offsets, num_samples, share)
         _backward((num_programs,), (grad_out.contiguous(), *taken), kernel)
         add_chunks(sums, grad_query, offsets, width, CHUNK)
@@ -615,10 +615,10 @@ def backward(
     of_tables = [
         None if x is None else x.new_empty(x.shape) for x in (args.position_bias, args.age_bias)
     ]
-    _add_parts(
+    _add_partials(
         (-(-size // BLOCK), 8),
-        (parts, of_layers, *of_tables, num_programs),
-        _parts_constants(kernel["C"]),
+        (partials, of_layers, *of_tables, num_programs),
+        _partials_constants(kernel["C"]),
     )
     return ActivationUnitGradients(grad_query, grad_history, *of_layers, *of_tables, grad_prior)
 
@@ -726,10 +726,10 @@ def _fitting_precision(precision: str, elements: int, backward: bool, shared_mem
 
 
 @functools.cache
-def _parts_constants(c: Constants) -> dict[str, Any]:
-    """Compile-time arguments of ``_add_parts_kernel``."""
+def _partials_constants(c: Constants) -> dict[str, Any]:
+    """Compile-time arguments of ``_add_partials_kernel``."""
     return {
         **{name: getattr(c, name) for name in ("D", "H_1", "H_2", "P", "A", "SIZE")},
         "BLOCK": BLOCK,
-        "BLOCK_PARTS": 16,
+        "BLOCK_PROGRAMS": 16,
     }

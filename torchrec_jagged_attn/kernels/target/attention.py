@@ -4,9 +4,9 @@ Keys and values are the same rows ``x``. With R query rows per sample (targets �
 order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
-    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, where one block holds the
-               query rows of a sample, in half precision or by the kernels of ``warp_parts.py``;
-               else reads x once more for each block: 14·N·R·D FLOPs
+    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs. This is where one block
+               holds the query rows of a sample, in half precision or by the kernels of
+               ``warp_parts.py``. Else it reads x once more for each block: 14·N·R·D FLOPs
 
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
@@ -483,12 +483,12 @@ def sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
         "COLUMNS": SUMMED_COLUMNS,
         **overlap_options(overlap),
     }
-    num_groups = max(1, min(num_tables, 32))
-    groups = tables.new_empty(num_groups, buckets, num_heads)
+    num_partials = max(1, min(num_tables, 32))
+    partials = tables.new_empty(num_partials, buckets, num_heads)
     programs = -(-size // SUMMED_COLUMNS)
-    _sum_tables((programs, num_groups), (tables, groups, num_tables, targets, size), constants)
+    _sum_tables((programs, num_partials), (tables, partials, num_tables, targets, size), constants)
     out = tables.new_empty(buckets, num_heads)
-    _sum_tables((programs, 1), (groups, out, num_groups, 1, size), constants)
+    _sum_tables((programs, 1), (partials, out, num_partials, 1, size), constants)
     return out
 
 

@@ -124,7 +124,7 @@ def combine_gradients_kernel(
 @triton.jit(do_not_specialize=["num_tables", "num_targets"])
 def sum_tables_kernel(
     tables_ptr,  # [tables, buckets, targets, H] fp32
-    out_ptr,  # [groups, buckets, H] fp32
+    out_ptr,  # [partial sums, buckets, H] fp32
     num_tables,
     num_targets,
     size,  # buckets · H
@@ -133,14 +133,14 @@ def sum_tables_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sums over targets and a group of tables, BLOCK of them at a time, of COLUMNS elements."""
+    """Partial sums over targets and tables, BLOCK tables at a time, of COLUMNS elements."""
     if OVERLAP:
         cuda.gdc_wait()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    group = tl.program_id(1)
-    of_group = tl.cdiv(num_tables, tl.num_programs(1))
-    begin = group * of_group
-    end = tl.minimum(begin + of_group, num_tables)
+    partial = tl.program_id(1)
+    of_partial = tl.cdiv(num_tables, tl.num_programs(1))
+    begin = partial * of_partial
+    end = tl.minimum(begin + of_partial, num_tables)
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for target in range(num_targets):
         at = (column // H * num_targets + target) * H + column % H
@@ -149,4 +149,4 @@ def sum_tables_kernel(
             mask = (table < end)[:, None] & (column < size)[None, :]
             ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
             total += tl.load(ptrs, mask=mask, other=0.0)
-    tl.store(out_ptr + group * size + column, tl.sum(total, 0), mask=column < size)
+    tl.store(out_ptr + partial * size + column, tl.sum(total, 0), mask=column < size)

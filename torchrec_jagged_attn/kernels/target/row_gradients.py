@@ -50,8 +50,8 @@ class Places(NamedTuple):
     Attributes:
         targets: ``[N]``: the row that a place names, if no other place names it, else -1.
         places: ``[2, N]`` int32: those that name a row follow each other; and the sample of each.
-        starts: int32, for each group of PLACES_OF_PROGRAM in ``places`` a bit for each of them:
-            whether those of a row that several name begin there.
+        starts: int32 words, each with the bits of PLACES_OF_PROGRAM in ``places``: whether those of
+            a row that several name begin there.
         bounds: ``[2, U]`` int32, where those of each row begin and end in ``places``; zeros of a
             row that none names.
     """
@@ -106,8 +106,8 @@ def find_places_kernel(
     tl.store(found.targets + n, tl.where(is_alone, row, -1), mask=there)
     bits = (begins & (is_alone == 0)).to(tl.int32) << index % PLACES
     bits = tl.sum(tl.reshape(bits, [BLOCK // PLACES, PLACES]), 1)
-    group = tl.program_id(0) * (BLOCK // PLACES) + tl.arange(0, BLOCK // PLACES)
-    tl.store(found.starts + group, bits, mask=group < tl.cdiv(num_places, PLACES))
+    word = tl.program_id(0) * (BLOCK // PLACES) + tl.arange(0, BLOCK // PLACES)
+    tl.store(found.starts + word, bits, mask=word < tl.cdiv(num_places, PLACES))
     tl.store(found.bounds + row, at, mask=begins)
     tl.store(found.bounds + num_rows + last_row, at, mask=begins & (at > 0))
     tl.store(found.bounds + num_rows + row, at + 1, mask=at == num_places - 1)
@@ -259,8 +259,8 @@ def rows_kernel(
     later = program < num_slots
     first = (program - num_slots) * PLACES
     if first >= num_places:
-        group = program - num_slots - (num_places + PLACES - 1) // PLACES
-        _store_zeros(grad_ptr, found, group * ZEROS, num_rows, C, ZEROS)
+        block = program - num_slots - (num_places + PLACES - 1) // PLACES
+        _store_zeros(grad_ptr, found, block * ZEROS, num_rows, C, ZEROS)
         return
     if later:
         first = program * C.CHUNK

@@ -28,11 +28,12 @@ BLOCK_ELEMENTS = 2048  # of a program
 
 @triton.jit
 def _log2(length):
-    """``whole + part`` of lengths of at least one, in fp32; ``part`` is between -0.5 and 0.5, and
-    off by less than a unit in its last place.
+    """``whole + fraction`` of lengths of at least one, in fp32.
+
+    ``fraction`` is between -0.5 and 0.5, and off by less than a unit in its last place.
 
     By the series of artanh, of a quotient ``s`` and what its rounding left. A GPU's own logarithm
-    is off by more where ``part`` is small.
+    is off by more where ``fraction`` is small.
     """
     bits = length.to(tl.int32, bitcast=True)
     whole = ((bits >> 23) - 127).to(tl.float32)
@@ -46,21 +47,22 @@ def _log2(length):
     y = tl.fma(square, LOG2E * (2 / 9), LOG2E * (2 / 7))
     y = tl.fma(square, y, LOG2E * (2 / 5))
     y = tl.fma(square, y, LOG2E * (2 / 3))
-    part = tl.fma(low, LOG2E * 2, s * (square * y))
-    return whole, tl.fma(s, LOG2E * 2, part)
+    fraction = tl.fma(low, LOG2E * 2, s * (square * y))
+    return whole, tl.fma(s, LOG2E * 2, fraction)
 
 
 @triton.jit
-def _power(whole, part, p):
-    """``2^((whole + part) · p)``, off by less than two units in its last place up to ``|p| = 5``.
+def _power(whole, fraction, p):
+    """``2^((whole + fraction) · p)``, by the nearest power of two and the series of e.
 
-    By the nearest power of two and the series of e. Sums are fused with products here, not where a
-    compiler chooses to: all that is compiled of it has the same bits.
+    It is off by less than two units in its last place up to ``|p| = 5``. Sums are fused with
+    products here, not where a compiler chooses to: all that is compiled of it has the same bits.
     """
-    exponent = tl.fma(whole, p, part * p)
+    exponent = tl.fma(whole, p, fraction * p)
     nearest = tl.floor(exponent + 0.5)
-    rest = tl.fma(part, p, tl.fma(whole, p, -nearest))
-    x = tl.where(tl.abs(exponent) > 160.0, 0.0, rest * LN2)  # what is so large is 0 or infinite
+    remainder = tl.fma(fraction, p, tl.fma(whole, p, -nearest))
+    # What is so large is 0 or infinite.
+    x = tl.where(tl.abs(exponent) > 160.0, 0.0, remainder * LN2)
     y = tl.full(x.shape, 1.0, tl.float32)
     for k in tl.static_range(7, 0, -1):
         y = tl.fma(x * (1.0 / k), y, 1.0)
@@ -80,11 +82,11 @@ def _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E: tl.co
         sample = find_samples(args.query_offsets, r, num_samples, num_steps)
     begin, end = tl.load(args.offsets + sample), tl.load(args.offsets + sample + 1)
     length = tl.maximum(end - begin, 1).to(tl.float32)
-    whole, part = _log2(length)
+    whole, fraction = _log2(length)
     factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
     if args.power is not None:
         power = tl.load(args.power + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
-        factor = _power(whole[:, None], part[:, None], power)
+        factor = _power(whole[:, None], fraction[:, None], power)
     if args.seed is not None:
         # In single steps, each rounded to the nearest, so that each device drops the same.
         root = tl.sqrt_rn(length)
@@ -93,7 +95,7 @@ def _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E: tl.co
         draws = element_draws(draws[:, None], e.to(tl.int64)[None, :])
         is_dropped = draws.to(tl.int64) < limit[:, None]
         factor = tl.where(is_dropped, 0.0, factor * (1.0 + tl.div_rn(args.odds, root))[:, None])
-    return factor, (whole + part) * LN2
+    return factor, (whole + fraction) * LN2
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
@@ -123,7 +125,7 @@ def _backward_kernel(
     args,  # LengthArguments
     grad_out_ptr,  # [R, E]
     grad_x_ptr,  # [R, E]
-    parts_ptr,  # [row blocks, E] fp32, or None
+    partials_ptr,  # [row blocks, E] fp32, or None
     num_rows,
     num_samples,
     num_steps,
@@ -132,7 +134,7 @@ def _backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """BLOCK_R rows, BLOCK_E columns, and their part of the gradient of the power."""
+    """BLOCK_R rows, BLOCK_E columns, and their partial sum of the gradient of the power."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     factor, log = _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E)
@@ -140,10 +142,10 @@ def _backward_kernel(
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
     grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32) * factor
     tl.store(grad_x_ptr + at, grad, mask=mask)
-    if parts_ptr is not None:
+    if partials_ptr is not None:
         x = tl.load(args.x + at, mask=mask, other=0.0).to(tl.float32)
-        part = tl.sum(grad * x * log[:, None], 0)
-        tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * E + e, part, mask=e < E)
+        partial = tl.sum(grad * x * log[:, None], 0)
+        tl.store(partials_ptr + tl.program_id(0).to(tl.int64) * E + e, partial, mask=e < E)
 
 
 _forward = Launcher(_forward_kernel)
@@ -161,16 +163,16 @@ def forward(args: LengthArguments) -> Tensor:
 
 def backward(grad_out: Tensor, args: LengthArguments, needs_power: bool) -> LengthGradients:
     """Gradients; that of the power only where it is asked for."""
-    grad_x, parts = args.x.new_empty(args.x.shape), None
+    grad_x, partials = args.x.new_empty(args.x.shape), None
     grid, sizes, constants = _launch(args)
     if args.power is not None and needs_power:
-        parts = args.x.new_empty(grid[0], args.x.shape[-1], dtype=torch.float32)
+        partials = args.x.new_empty(grid[0], args.x.shape[-1], dtype=torch.float32)
     if sizes[0]:
-        taken = (_read(args), grad_out.contiguous(), grad_x, parts, *sizes)
+        taken = (_read(args), grad_out.contiguous(), grad_x, partials, *sizes)
         _backward(grid, taken, constants)
-    if parts is None or args.power is None:
+    if partials is None or args.power is None:
         return LengthGradients(grad_x, None)
-    return LengthGradients(grad_x, parts.sum(0).to(args.power.dtype))
+    return LengthGradients(grad_x, partials.sum(0).to(args.power.dtype))
 
 
 def _read(args: LengthArguments) -> LengthArguments:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_group
+from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_warpgroup
 from torchrec_jagged_attn.kernels.common.tma import copy_out
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
@@ -98,8 +98,8 @@ def backward_kernel(
     C: gl.constexpr,  # Constants
 ):
     """Gradients of one chunk of a sample's history, of all its query rows and of tables."""
-    mma: gl.constexpr = products_by_group(C.BLOCK_R, gl.num_warps())
-    of_columns: gl.constexpr = products_by_group(COLUMNS, gl.num_warps())
+    mma: gl.constexpr = products_by_warpgroup(C.BLOCK_R, gl.num_warps())
+    of_columns: gl.constexpr = products_by_warpgroup(COLUMNS, gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, of_columns, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty

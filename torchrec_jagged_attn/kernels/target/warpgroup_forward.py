@@ -3,8 +3,8 @@
 History rows are on the M side of ``wgmma`` products: for scores, ``[rows, queries]``, and,
 transposed, for outputs, ``[width, queries]``. They are read once: N·D·e bytes, 4·N·R·D FLOPs.
 
-The softmax is online, but the reference that is taken off scores follows their maximum only where
-that rises far above it: the warps need not agree on it in each tile. The last program of a sample
+The softmax is online, but the shift that is taken off scores follows their maximum only where that
+rises far above it: the warps need not agree on it in each tile. The last program of a sample
 combines its chunks: see ``warp_combine.py``.
 """
 
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torchrec_jagged_attn.kernels.common.gluon import products_by_group, thread_barrier
+from torchrec_jagged_attn.kernels.common.gluon import products_by_warpgroup, thread_barrier
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_outputs,
@@ -49,15 +49,15 @@ from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
 
 __all__ = ["forward_kernel"]
 
-MARGIN = gl.constexpr(10.0)  # how far scores may be above their reference, in base 2
+MARGIN = gl.constexpr(10.0)  # how far scores may be above their shift, in base 2
 LOWEST = gl.constexpr(-3e38)
 
 
 @gluon.jit
-def _raise_reference(scores, reference, total, acc):
-    """Make the largest scores so far the reference of weights, also of those that are summed up."""
-    largest = gl.maximum(reference, gl.max(scores, 0))
-    rescale = gl.exp2(reference - largest)[None, :]
+def _raise_shift(scores, shift, total, acc):
+    """Make the largest scores so far the shift, also of the weights that are summed up."""
+    largest = gl.maximum(shift, gl.max(scores, 0))
+    rescale = gl.exp2(shift - largest)[None, :]
     return largest, total * rescale, acc * rescale
 
 
@@ -77,7 +77,7 @@ def forward_kernel(
     C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    mma: gl.constexpr = products_by_group(C.BLOCK_R, gl.num_warps())
+    mma: gl.constexpr = products_by_warpgroup(C.BLOCK_R, gl.num_warps())
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     chunk = find_listed_chunk(samples, num_samples, num_slots, C, PROGRAMS)
@@ -108,7 +108,7 @@ def forward_kernel(
         zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
         acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
         total = zeros  # each row's own: summed up once
-        reference = gl.full([C.BLOCK_R], LOWEST, gl.float32, by_query)
+        shift = gl.full([C.BLOCK_R], LOWEST, gl.float32, by_query)
         async_copy.wait_group(0)
         fence_async_shared()
         for tile in range(gl.cdiv(end - begin, C.BLOCK_N)):
@@ -126,7 +126,7 @@ def forward_kernel(
             scores = gl.where(visible, scores, -float("inf"))
             numbers = (chunk.first + n)[:, None]
             if C.SCORE == "softmax":
-                below = scores - reference[None, :]
+                below = scores - shift[None, :]
                 p = gl.exp2(below)
                 weights.store(drop_weights(p, biases.dropout, draws, numbers).to(dtype))
                 fence_async_shared()
@@ -134,8 +134,8 @@ def forward_kernel(
                 largest.store(of_warps)
                 thread_barrier()
                 if gl.max(largest.load(all_in_each), 0) > MARGIN:
-                    reference, total, acc = _raise_reference(scores, reference, total, acc)
-                    p = gl.exp2(scores - reference[None, :])
+                    shift, total, acc = _raise_shift(scores, shift, total, acc)
+                    p = gl.exp2(scores - shift[None, :])
                     weights.store(drop_weights(p, biases.dropout, draws, numbers).to(dtype))
                     fence_async_shared()
                     thread_barrier()
@@ -149,7 +149,7 @@ def forward_kernel(
             acc = warpgroup_mma_wait(0, deps=(acc,))
 
         total = gl.sum(total, 0)
-        maximum = reference / LOG2E
+        maximum = shift / LOG2E
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)
         if slot >= 0:

@@ -104,7 +104,7 @@ def copy_next(ring, n, desc, last, remaining):
 
 
 @gluon.jit
-def _query_places(tile, count, D: gl.constexpr):
+def _query_elements(tile, count, D: gl.constexpr):
     """Where the rows of ``tile`` are from the first one of ``count``, and which there are."""
     layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
     r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
@@ -115,17 +115,17 @@ def _query_places(tile, count, D: gl.constexpr):
 @gluon.jit
 def copy_queries(tile, ptr, count, D: gl.constexpr):
     """Begin to copy ``count`` rows of width D from ``ptr`` on to ``tile``; zeros around them."""
-    places, there = _query_places(tile, count, D)
-    async_copy.async_copy_global_to_shared(tile, ptr + places, mask=there)
+    elements, there = _query_elements(tile, count, D)
+    async_copy.async_copy_global_to_shared(tile, ptr + elements, mask=there)
 
 
 @gluon.jit
 def store_transposed(ptr, value, tile, count, D: gl.constexpr):
     """Store the columns of ``value`` as ``count`` rows from ``ptr`` on, by way of ``tile``."""
-    places, there = _query_places(tile, count, D)
+    elements, there = _query_elements(tile, count, D)
     tile.permute((1, 0)).store(value)
     layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
-    gl.store(ptr + places, tile.load(layout), mask=there)
+    gl.store(ptr + elements, tile.load(layout), mask=there)
 
 
 @gluon.jit
