@@ -456,9 +456,12 @@ class LengthArguments(NamedTuple):
         offsets: ``[B + 1]`` of the histories.
         query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
         power: ``[E]``, or ``None`` for zeros.
-        seed: ``[1]`` int64, or ``None``: then nothing is dropped. Or a ``row_dropout`` ``[2]``, of
-            which the seed is read: draws of rows are others. Those of weights are not: the seed of
-            a ``dropout`` must be another.
+        bias: ``[E]``, or ``None`` for zeros.
+        addend: in the shape and dtype of ``x``, or ``None`` for zeros.
+        noise: ``[]`` fp32, or ``None`` for none: the deviation where a history has one row.
+        seed: ``[1]`` int64, or ``None``: then there is no noise, and nothing is dropped. Or a
+            ``row_dropout`` ``[2]``, of which the seed is read: draws of rows are others. Those of
+            weights are not: the seed of a ``dropout`` must be another.
         odds: that an element is dropped where a history has one row.
     """
 
@@ -466,6 +469,9 @@ class LengthArguments(NamedTuple):
     offsets: Tensor
     query_offsets: Tensor | None
     power: Tensor | None
+    bias: Tensor | None
+    addend: Tensor | None
+    noise: Tensor | None
     seed: Tensor | None
     odds: float
 
@@ -481,6 +487,8 @@ class LengthGradients(NamedTuple):
 
     x: Tensor
     power: Tensor | None
+    bias: Tensor | None
+    addend: Tensor | None
 
 
 class ProjectionRows(NamedTuple):

@@ -201,13 +201,22 @@ def test_tables_keep_every_field_they_share():
 
 
 def test_attentions_keep_what_restrains_them():
-    dropouts = {"row_dropout": 0.1, "dropout": 0.2, "output_dropout": 0.3}
-    config = plain_config("item", "hist", **dropouts, length_power=True)
+    kept = {
+        "row_dropout": 0.1,
+        "dropout": 0.2,
+        "output_dropout": 0.3,
+        "output_noise": 0.4,
+        "feedforward_dim": 5,
+    }
+    learned = {"length_power": True, "length_bias": True}
+    config = plain_config("item", "hist", **kept | learned)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,) = collection.pooling.attentions
-    for name, p in dropouts.items():
-        assert getattr(attention, name) == p, name
-    assert attention.length_power.shape == (attention.embed_dim,)
+    for name, value in kept.items():
+        assert getattr(attention, name) == value, name
+    for name in learned:
+        assert getattr(attention, name).shape == (attention.embed_dim,), name
+    assert attention.linear1.weight.shape == (5, attention.embed_dim)
 
 
 def test_table_without_feature_names_serves_its_own_name():

@@ -1,4 +1,4 @@
-"""What keeps ``JaggedTargetAttention`` from overfitting: dropped outputs, powers of the length."""
+"""What ``JaggedTargetAttention`` does to pooled rows: dropout, noise, and what lengths teach."""
 
 import pytest
 import torch
@@ -7,11 +7,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import example
-from tests.plain import plain_attention
+from tests.plain import UNRESTRAINED, plain_attention
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules import target_attention
-from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
+from torchrec_jagged_attn.modules.target_attention import (
+    OUTPUT_DROPOUT,
+    OUTPUT_NOISE,
+    ROW_DROPOUT,
+)
 from torchrec_jagged_attn.ops.dropout import draw_dropout
 
 
@@ -58,6 +62,28 @@ def test_output_dropout(score, jagged, device):
     of_kept, of_dropped = (torch.autograd.grad(draw(1)[x].sum(), target)[0] for x in (kept, ~kept))
     assert of_kept.any()
     assert not of_dropped.any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu", "din"])
+def test_output_noise(score, device):
+    """A fraction of the root mean square of all outputs, by the root of the length."""
+    torch.manual_seed(0)
+    module = plain_attention(64, 1, score=score, output_noise=0.5, device=device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    lengths = torch.tensor([1, 4, 100]).repeat_interleave(100)
+    history = rows_of(lengths, 64, device)
+    target = torch.randn(300, 64, device=device, requires_grad=True)
+    expected = module.eval()(target, history)
+    module.train()
+    out = module(target, history)
+    noise = (out - expected).detach().double().view(3, -1).std(1)
+    deviations = expected.detach().double().square().mean().sqrt() * torch.tensor([0.5, 0.25, 0.05])
+    torch.testing.assert_close(noise, deviations.to(device).double(), rtol=0.05, atol=0)
+    weights = torch.randn_like(out)
+    of_out, of_expected = (torch.autograd.grad(x, target, weights)[0] for x in (out, expected))
+    assert torch.equal(of_out, of_expected)
+    assert not torch.equal(module(target, history), out)
 
 
 @pytest.mark.parametrize("score", ["softmax", "din"])
@@ -112,10 +138,31 @@ def test_output_dropout_is_scripted(device):
 # What is the default
 
 
+def restraints_of(module):
+    """What is dropped and added, and which parameters of the length there are."""
+    learned = {name.split(".")[0] for name, _ in module.named_parameters()}
+    return {
+        "row_dropout": module.row_dropout,
+        "output_dropout": module.output_dropout,
+        "output_noise": module.output_noise,
+        "length_power": "length_power" in learned,
+        "length_bias": "length_bias" in learned,
+        "feedforward_dim": module.linear1.out_features if "linear1" in learned else 0,
+    }
+
+
+DEFAULTS = {
+    "row_dropout": ROW_DROPOUT,
+    "output_dropout": OUTPUT_DROPOUT,
+    "output_noise": OUTPUT_NOISE,
+    "length_power": True,
+    "length_bias": True,
+    "feedforward_dim": 32,
+}
+
+
 def test_restrained_where_rows_are_not_projected():
-    module = JaggedTargetAttention(16, 2)
-    assert (module.row_dropout, module.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
-    assert module.length_power.shape == (16,)
+    assert restraints_of(JaggedTargetAttention(16, 2)) == DEFAULTS
 
 
 @pytest.mark.parametrize(
@@ -124,17 +171,13 @@ def test_restrained_where_rows_are_not_projected():
     ids=str,
 )
 def test_not_restrained_elsewhere(options):
-    module = JaggedTargetAttention(16, 2, **options)
-    assert (module.row_dropout, module.output_dropout) == (0, 0)
-    assert module.length_power is None
+    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == UNRESTRAINED
 
 
-def test_each_restraint_is_left_out_by_its_option():
-    module = JaggedTargetAttention(16, 2, row_dropout=0.0)
-    assert (module.row_dropout, module.output_dropout) == (0, OUTPUT_DROPOUT)
-    module = JaggedTargetAttention(16, 2, output_dropout=0.0, length_power=False)
-    assert (module.row_dropout, module.output_dropout) == (ROW_DROPOUT, 0)
-    assert module.length_power is None
+@pytest.mark.parametrize("name", list(DEFAULTS))
+def test_each_restraint_is_left_out_by_its_option(name):
+    module = JaggedTargetAttention(16, 2, **{name: UNRESTRAINED[name]})
+    assert restraints_of(module) == DEFAULTS | {name: UNRESTRAINED[name]}
 
 
 def test_restrained_modules_are_compiled_once_and_traced(device):
@@ -156,29 +199,44 @@ def test_restrained_modules_are_compiled_once_and_traced(device):
     torch.testing.assert_close(traced(target, history), module(target, history))
 
 
-# Powers of the length
+# What is learned of the length
+
+LEARNED = {"length_power": True, "length_bias": True, "feedforward_dim": 24}
 
 
-def with_and_without_powers(device, **options):
-    """A module with ``length_power``, and one without, whose other parameters are the same."""
+def with_and_without(device, **options):
+    """A module that learns of lengths, and one that does not, of the same parameters but those."""
     torch.manual_seed(0)
-    module = plain_attention(16, 2, length_power=True, device=device, **options)
+    module = plain_attention(16, 2, device=device, **LEARNED | options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     without = plain_attention(16, 2, device=device, **options)
-    state = module.state_dict()
-    del state["length_power"]
-    without.load_state_dict(state)
+    kept = without.state_dict()
+    without.load_state_dict({name: x for name, x in module.state_dict().items() if name in kept})
     return module, without
+
+
+def formula(module, pooled, length):
+    """Of pooled rows and the lengths of their histories, ``[..., 1]``, in fp64."""
+    # An empty history counts as one of one row.
+    at_least_one, pooled = length.clamp(min=1).double(), pooled.double()
+    row = pooled * at_least_one ** module.length_power.double()
+    row = row + module.length_bias.double() * at_least_one.log()
+    weights = [x.double() for x in (module.linear1.weight, module.linear2.weight)]
+    biases = [x.double() for x in (module.linear1.bias, module.linear2.bias)]
+    hidden = nn.functional.gelu(nn.functional.linear(row, weights[0], biases[0]))
+    return row + length.double() / (length + 100) * nn.functional.linear(
+        hidden, weights[1], biases[1]
+    )
 
 
 @pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])
 @pytest.mark.parametrize("targets", ["one", "three", "jagged"])
-def test_length_power(targets, value_projection, device):
-    module, without = with_and_without_powers(device, value_projection=value_projection)
-    lengths = [5, 0, 40, 1]
+def test_what_is_learned_of_the_length(targets, value_projection, device):
+    module, without = with_and_without(device, value_projection=value_projection)
+    lengths = [5, 0, 40, 1, 300]
     target, history = example(module, lengths, device, jagged=targets == "jagged")
-    length = torch.tensor(lengths, device=device).clamp(min=1)  # an empty one counts as one row
+    length = torch.tensor(lengths, device=device)
     if targets == "jagged":
         length = length.repeat_interleave(target.lengths())[:, None]
     elif targets == "three":
@@ -187,39 +245,39 @@ def test_length_power(targets, value_projection, device):
         length, target = length[:, None], target[:, 0]
     rows = history.values().requires_grad_()
     out = module(target, history)
-    expected = without(target, history) * length**module.length_power
+    expected = formula(module, without(target, history), length).float()
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
-    gradients = [
-        torch.autograd.grad(x, [rows, module.length_power], weights) for x in (out, expected)
-    ]
-    torch.testing.assert_close(*gradients)
+    learned = [module.length_power, module.length_bias, *module.linear1.parameters()]
+    leaves = [rows, *learned, *module.linear2.parameters()]
+    gradients = [torch.autograd.grad(x, leaves, weights) for x in (out, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
-def test_length_power_changes_nothing_at_first(device):
-    module, without = with_and_without_powers(device)
+def test_the_length_changes_nothing_at_first(device):
+    module, without = with_and_without(device)
     module.reset_parameters()
-    without.load_state_dict(module.state_dict(), strict=False)
+    kept = without.state_dict()
+    without.load_state_dict({name: x for name, x in module.state_dict().items() if name in kept})
     arguments = example(module, [5, 0, 40], device)
     assert torch.equal(module(*arguments), without(*arguments))
 
 
 def test_empty_histories_stay_zeros(device):
-    """Also one whose rows are all removed, compiled, and in half precision."""
-    module, _ = with_and_without_powers(device)
+    """While training, compiled, and in half precision."""
+    module, _ = with_and_without(device, output_noise=0.5)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    target, history = example(module, [3, 0, 4], device)
-    weights = torch.tensor([1.0] * 3 + [0.0] * 4, device=device)
+    target, history = example(module, [3, 0], device)
     for same in (module, compiled):
         for dtype in (None, torch.bfloat16):
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                out = same(target, history, prior_weights=weights)
+                out = same(target, history)
             assert out[0].any()
-            assert not out[1:].any()
+            assert not out[1].any()
 
 
-def test_length_power_travels(device):
-    module, _ = with_and_without_powers(device)
+def test_what_is_learned_of_the_length_travels(device):
+    module, _ = with_and_without(device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)
     for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
@@ -228,11 +286,14 @@ def test_length_power_travels(device):
             torch.testing.assert_close(same(*arguments), module(*arguments))
 
 
-def test_length_power_keeps_the_dtype(device):
+def test_the_length_keeps_the_dtype(device):
     for dtype in supported_dtypes(device):
-        module, without = with_and_without_powers(device, dtype=dtype)
+        module, without = with_and_without(device, dtype=dtype)
         target, history = example(module, [5, 0, 300], device)
         history = JaggedTensor(history.values().to(dtype), lengths=history.lengths())
-        length = torch.tensor([5, 1, 300], device=device).view(3, 1, 1)
-        exact = without(target, history).double() * length ** module.length_power.double()
-        torch.testing.assert_close(module(target, history), exact.to(dtype))
+        length = torch.tensor([5, 0, 300], device=device).view(3, 1, 1)
+        out, exact = module(target, history), formula(module, without(target, history), length)
+        assert out.dtype == dtype
+        # Products, one after the other, each of which is rounded.
+        bound = 8 * torch.finfo(dtype).eps * exact.abs().max().item()
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound)

@@ -1,4 +1,4 @@
-"""What the length of a history does to its pooled row: powers of it, and what is dropped."""
+"""What the length of a history does to its pooled row: factors, summands, noise and dropout."""
 
 import pytest
 import torch
@@ -13,56 +13,83 @@ from torchrec_jagged_attn.testing import assert_close, offsets_of, outputs_and_g
 
 LENGTHS = torch.tensor([5, 0, 1, 700, 40, 3])
 TARGETS = torch.tensor([2, 1, 0, 80, 0, 9])
+LEARNED = ("x", "power", "bias", "addend")
 
 
 def inputs_of(layout, width, device="cpu", dtype=torch.float32):
     shape = {"one": (6, width), "three": (6, 3, width), "jagged": (92, width)}[layout]
     generator = torch.Generator().manual_seed(0)
-    power_dtype = torch.promote_types(dtype, torch.float32)
+    column_dtype = torch.promote_types(dtype, torch.float32)
+
+    def draw(*shape, scale=1.0, dtype=dtype):
+        return torch.randn(shape, generator=generator).mul(scale).to(device, dtype)
+
     return {
-        "x": torch.randn(shape, generator=generator).to(device, dtype),
+        "x": draw(*shape),
         "offsets": offsets_of(LENGTHS, torch.int64, device),
         "query_offsets": offsets_of(TARGETS, torch.int64, device) if layout == "jagged" else None,
-        "power": torch.randn(width, generator=generator).mul(0.2).to(device, power_dtype),
+        "power": draw(width, scale=0.2, dtype=column_dtype),
+        "bias": draw(width, dtype=column_dtype),
+        "addend": draw(*shape),
+        "noise": None,
         "seed": None,
         "odds": 0.0,
     }
 
 
-def drawn(device, p=0.6):
-    """The last two inputs where elements are dropped."""
-    return {"seed": torch.tensor([-(2**62) + 7], device=device), "odds": p / (1 - p)}
+def drawn(device, p=0.6, noise=0.5):
+    """The last three inputs where there is noise, and elements are dropped."""
+    return {
+        "noise": torch.tensor(noise, device=device) if noise else None,
+        "seed": torch.tensor([-(2**62) + 7], device=device),
+        "odds": p / (1 - p),
+    }
 
 
-def scale(x, offsets, query_offsets, power, seed, odds):
-    return call_scale_by_length(x, offsets, query_offsets, power, seed, odds)
+def scale(**inputs):
+    return call_scale_by_length(*LengthArguments(**inputs))
+
+
+def of_ones(x, lengths, **inputs):
+    """Of ``x`` with histories of these ``lengths``, and what else is given."""
+    others = dict.fromkeys(("query_offsets", "power", "bias", "addend", "noise", "seed"))
+    offsets = offsets_of(lengths, torch.int64, x.device)
+    return scale(**others | {"odds": 0.0} | inputs, x=x, offsets=offsets)
 
 
 def lengths_of(x, query_offsets):
-    """Of the history of each row, an empty one counted as one row."""
-    lengths = LENGTHS.clamp(min=1)
-    lengths = lengths if query_offsets is None else lengths.repeat_interleave(TARGETS)
+    """Of the history of each row."""
+    lengths = LENGTHS if query_offsets is None else LENGTHS.repeat_interleave(TARGETS)
     return lengths.view(-1, *[1] * (x.dim() - 1)).to(x.device)
 
 
-def factors_of(x, query_offsets, seed, odds):
-    """What drops, taken as given, and the formula of what it makes larger."""
+def draws_of(x, query_offsets, noise, seed, odds):
+    """Noise, and which elements are kept, taken as given, and the formula of what is kept."""
     arguments = LengthArguments(
-        torch.ones_like(x, dtype=torch.float64, device="cpu"),
-        offsets_of(LENGTHS, torch.int64, "cpu"),
-        None if query_offsets is None else query_offsets.cpu(),
-        None,
-        seed.cpu(),
-        odds,
+        x=torch.zeros_like(x, dtype=torch.float64, device="cpu"),
+        offsets=offsets_of(LENGTHS, torch.int64, "cpu"),
+        query_offsets=None if query_offsets is None else query_offsets.cpu(),
+        power=None,
+        bias=None,
+        addend=None,
+        noise=None if noise is None else noise.detach().cpu(),
+        seed=seed.cpu(),
+        odds=0.0,
     )
-    is_kept = cpu.forward(arguments).to(x.device) != 0
-    return is_kept * (1 + odds / lengths_of(x, query_offsets).double().sqrt())
+    drawn_noise = cpu.forward(arguments).to(x.device)
+    ones = arguments._replace(x=torch.ones_like(arguments.x), noise=None, odds=odds)
+    is_kept = cpu.forward(ones).to(x.device) != 0
+    root = lengths_of(x, query_offsets).clamp(min=1).double().sqrt()
+    return drawn_noise, is_kept * (1 + odds / root)
 
 
-def oracle(x, offsets, query_offsets, power, seed, odds):
-    out = x * lengths_of(x, query_offsets).to(power.dtype) ** power
+def oracle(x, offsets, query_offsets, power, bias, addend, noise, seed, odds):
+    length = lengths_of(x, query_offsets).to(power.dtype)
+    log = length.clamp(min=1).log()
+    out = x * torch.exp(log * power) + bias * log + addend * (length / (length + 100))
     if seed is not None:
-        out = out * factors_of(x, query_offsets, seed, odds)
+        drawn_noise, kept = draws_of(x, query_offsets, noise, seed, odds)
+        out = (out + drawn_noise) * kept
     return out.to(x.dtype)
 
 
@@ -78,11 +105,12 @@ def test_matches_the_formula(layout, width, drops, device):
         grad_out = torch.randn(inputs["x"].shape, generator=torch.Generator().manual_seed(1))
         grad_out = grad_out.to(device, dtype)
         actual = outputs_and_gradients(scale, inputs, grad_out)
-        doubled = {name: inputs[name].double() for name in ("x", "power")}
+        doubled = {name: inputs[name].double() for name in LEARNED}
         expected = outputs_and_gradients(oracle, inputs | doubled, grad_out.double())
         plain = outputs_and_gradients(oracle, inputs, grad_out)
-        for name, x in actual.items():
-            assert x.dtype == (inputs["power"].dtype if name == "power" else dtype)
+        for name in ("out", *LEARNED):
+            x = actual[name]
+            assert x.dtype == (dtype if name == "out" else inputs[name].dtype)
             if dtype == torch.float64:  # in which the oracle rounds as often
                 torch.testing.assert_close(x, expected[name], rtol=1e-12, atol=1e-12)
             else:
@@ -95,9 +123,9 @@ def test_drops_as_often_as_asked_for(p, device):
     num_samples, num_targets, width = 100, 3, 200
     num_rows = num_samples * num_targets
     for length in (1, 9, 400):
-        offsets = torch.arange(num_samples + 1, device=device, dtype=torch.int32) * length
         x = torch.ones(num_samples, num_targets, width, device=device)
-        out = call_scale_by_length(x, offsets, None, None, *drawn(device, p).values()).flatten(0, 1)
+        lengths = torch.full((num_samples,), length)
+        out = of_ones(x, lengths, **drawn(device, p, noise=None)).flatten(0, 1)
         dropped = (out == 0).double()
         rate = p / (p + (1 - p) * length**0.5)
         deviation = (rate * (1 - rate)) ** 0.5
@@ -108,11 +136,31 @@ def test_drops_as_often_as_asked_for(p, device):
         assert torch.allclose(out[out != 0], torch.tensor(1 / (1 - rate), device=device))
 
 
+@pytest.mark.parametrize("deviation", [0.1, 3.0])
+def test_noise_is_as_large_as_asked_for(deviation, device):
+    """It falls with the root of the length, and knows nothing of what is dropped."""
+    lengths = torch.tensor([1, 9, 400, 0]).repeat_interleave(100)
+    x = torch.zeros(400, 300, device=device)
+    noise = of_ones(x, lengths, **drawn(device, p=0.0, noise=deviation))
+    of_one, others = noise[:100], noise.double().view(4, -1)
+    expected = torch.tensor([1, 1 / 3, 1 / 20, 0], dtype=torch.float64, device=device) * deviation
+    # 30,000 draws a length: five standard deviations.
+    assert ((others.std(1) - expected).abs() <= 0.02 * expected).all()
+    assert (others.mean(1).abs() <= 0.03 * expected).all()
+    assert of_one.abs().max() < deviation * 3**0.5 * 1.0001
+    for axis in (0, 1):
+        assert 0.5 < of_one.mean(axis).std() / deviation * of_one.shape[axis] ** 0.5 < 1.5
+    dropped = of_ones(x + 1, lengths, **drawn(device, p=0.5, noise=None))[:100] == 0
+    assert of_one[dropped].mean().abs() < 0.05 * deviation
+
+
 def test_drops_independently_of_rows():
     """With one seed."""
     dropout = torch.tensor([1, 2**31])
-    arguments = LengthArguments(torch.ones(400, 300), torch.arange(401), None, None, dropout, 1.0)
-    outputs = (cpu.forward(arguments) == 0).double()
+    outputs = of_ones(
+        torch.ones(400, 300), torch.ones(400, dtype=torch.int64), seed=dropout, odds=1.0
+    )
+    outputs = (outputs == 0).double()
     for rows in (dropped_rows(dropout, 400), ~dropped_rows(dropout, 400)):
         errors = (outputs[rows].mean(0) - 0.5) / (0.25 / rows.sum()) ** 0.5
         assert errors.abs().max() < 5
@@ -135,15 +183,16 @@ def test_repeats_are_equal_to_the_bit(device, nan_filled_memory):
         assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("needs", [["x"], ["power"], ["x", "power"]], ids=str)
+@pytest.mark.parametrize("needs", [["x"], ["power"], ["bias"], ["addend"], LEARNED], ids=str)
 def test_any_strides(needs, device):
     """Of all, also of gradients, of which those that are asked for are made."""
     inputs = inputs_of("three", 24, device) | drawn(device)
     grad_out = torch.randn(6, 3, 24, device=device)
     expected = outputs_and_gradients(scale, inputs, grad_out)
-    inputs["x"] = inputs["x"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    inputs["power"] = torch.stack([inputs["power"]] * 2, 1)[:, 0]
-    inputs["offsets"] = torch.stack([inputs["offsets"]] * 2, 1)[:, 0]
+    for name in ("x", "addend"):
+        inputs[name] = inputs[name].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for name in ("power", "bias", "offsets"):
+        inputs[name] = torch.stack([inputs[name]] * 2, 1)[:, 0]
     for name in needs:
         inputs[name].requires_grad_()
     out = scale(**inputs)
@@ -178,10 +227,8 @@ def test_powers_are_as_exact_as_their_dtype(device):
     """Off by less than two units in the last place, of lengths that fp32 has."""
     short, long = torch.arange(1, 3000), 2 ** torch.arange(2, 24)
     lengths = torch.cat([short, long - 1, long, long + 1, (long * 1.4142).long()])
-    offsets = offsets_of(lengths, torch.int64, device)
     power = torch.linspace(-5, 5, 64, device=device)
-    x = torch.ones(len(lengths), 64, device=device)
-    out = call_scale_by_length(x, offsets, None, power, None, 0.0)
+    out = of_ones(torch.ones(len(lengths), 64, device=device), lengths, power=power)
     exact = lengths.double().to(device).unsqueeze(1) ** power.double()
     last_place = torch.finfo(torch.float32).eps * 2.0 ** exact.log2().floor()
     assert ((out - exact).abs() / last_place).max() < 2
@@ -190,8 +237,7 @@ def test_powers_are_as_exact_as_their_dtype(device):
 def test_powers_of_the_largest_numbers(device):
     """What fp32 can hold is neither infinite nor zero."""
     power = torch.tensor([127.9, -127.9, -140.0, 128.1, -151.0], device=device)
-    offsets = torch.tensor([0, 2], device=device)
-    out = call_scale_by_length(torch.ones(1, 5, device=device), offsets, None, power, None, 0.0)
+    out = of_ones(torch.ones(1, 5, device=device), torch.tensor([2]), power=power)
     exact = 2.0 ** power.double()
     torch.testing.assert_close(out[0, :3].double(), exact[:3], rtol=1e-2, atol=0)
     assert out[0, 3:].tolist() == [torch.inf, 0]
@@ -200,31 +246,40 @@ def test_powers_of_the_largest_numbers(device):
 def test_powers_without_measure(device):
     """They give zeros and infinities, no NaN; of a history of one row, ones."""
     power = torch.tensor([200.0, -200.0, 3e38, -3e38], device=device)
-    inputs = {"x": torch.ones(6, 4, device=device), "power": power}
-    out = scale(**inputs_of("one", 4, device) | inputs)
+    x = torch.ones(6, 4, device=device)
     long = torch.tensor([torch.inf, 0, torch.inf, 0], device=device)
-    assert torch.equal(out, torch.where(lengths_of(inputs["x"], None) == 1, 1.0, long))
+    is_long = lengths_of(x, None) > 1
+    assert torch.equal(of_ones(x, LENGTHS, power=power), torch.where(is_long, long, 1.0))
+
+
+def test_empty_histories_of_zeros_stay_zeros(device):
+    inputs = inputs_of("one", 16, device) | drawn(device, p=0.1)
+    inputs["x"][LENGTHS == 0] = 0
+    out = scale(**inputs)
+    assert not out[LENGTHS == 0].any()
+    assert out[LENGTHS != 0].any(1).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (2, 0, 16)])
 def test_no_rows(shape, device):
-    x = torch.zeros(shape, device=device, requires_grad=True)
-    power = torch.zeros(16, device=device, requires_grad=True)
-    offsets = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
-    out = call_scale_by_length(x, offsets, None, power, *drawn(device).values())
+    x, addend = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
+    power, bias = (torch.zeros(16, device=device, requires_grad=True) for _ in range(2))
+    lengths = torch.zeros(shape[0], dtype=torch.int64)
+    out = of_ones(x, lengths, power=power, bias=bias, addend=addend, **drawn(device))
     assert out.shape == shape
     out.sum().backward()
-    assert x.grad.shape == shape
+    assert x.grad.shape == addend.grad.shape == shape
     assert torch.equal(power.grad, torch.zeros_like(power))
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
 @pytest.mark.reference
 def test_gradcheck():
     inputs = inputs_of("jagged", 3, dtype=torch.float64) | drawn("cpu")
-    leaves = [inputs[name].requires_grad_() for name in ("x", "power")]
+    leaves = [inputs[name].requires_grad_() for name in LEARNED]
 
-    def call(x, power):
-        return scale(**inputs | {"x": x, "power": power})
+    def call(*leaves):
+        return scale(**inputs | dict(zip(LEARNED, leaves, strict=True)))
 
     assert torch.autograd.gradcheck(call, leaves)
 
@@ -233,6 +288,6 @@ def test_opcheck(device):
     for layout in ("three", "jagged"):
         inputs = inputs_of(layout, 16, device) | drawn(device)
         inputs["x"] = inputs["x"].mT.contiguous().mT
-        for name in ("x", "power"):
+        for name in LEARNED:
             inputs[name].requires_grad_()
         opcheck(torch.ops.torchrec_jagged_attn.scale_by_length.default, tuple(inputs.values()))

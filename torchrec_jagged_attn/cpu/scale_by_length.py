@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,42 +13,81 @@ from torchrec_jagged_attn.cpu.dropout import are_among, element_draws
 
 __all__ = ["backward", "forward"]
 
+HALF = 100  # rows of a history whose addend counts a half
+
 
 def forward(args: LengthArguments) -> Tensor:
     """``out``, in the shape and dtype of ``x``."""
-    return (args.x.contiguous() * _factors(args, _lengths(args))).to(args.x.dtype)
-
-
-def backward(grad_out: Tensor, args: LengthArguments, needs_power: bool) -> LengthGradients:
-    """Gradients; that of the power only where it is asked for."""
     length = _lengths(args)
-    grad = grad_out.contiguous() * _factors(args, length)
-    grad_power = None
-    if args.power is not None and needs_power:
-        of_rows = grad * args.x * length.log()
-        grad_power = of_rows.flatten(0, -2).sum(0).to(args.power.dtype)
-    return LengthGradients(grad.to(args.x.dtype), grad_power)
+    out = args.x.contiguous() * _powers(args, length)
+    if args.bias is not None:
+        out = out + args.bias.to(out.dtype) * _logarithm(length)
+    if args.addend is not None:
+        out = out + args.addend * (length / (length + HALF))
+    if args.noise is not None and args.seed is not None:
+        # Of fp32, so that each device draws the same.
+        scale = args.noise.float() / length.float().clamp(min=1).sqrt()
+        bits = _draws(args, first=args.x.shape[-1]) ^ -(2**31)
+        noise = bits.float() * (math.sqrt(12) / 2**32) * scale
+        out = out + torch.where(length == 0, 0, noise)
+    return _dropped(out, args, length).to(args.x.dtype)
+
+
+def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> LengthGradients:
+    """Gradients; those of power and bias only where one of them is asked for."""
+    length = _lengths(args)
+    grad = _dropped(grad_out.contiguous().to(length.dtype), args, length)
+    grad_addend = None
+    if args.addend is not None:
+        grad_addend = (grad * (length / (length + HALF))).to(args.x.dtype)
+    grad_x = grad * _powers(args, length)
+
+    def summed(of_rows: Tensor, column: Tensor | None) -> Tensor | None:
+        if column is None or not needs_columns:
+            return None
+        return (of_rows * _logarithm(length)).flatten(0, -2).sum(0).to(column.dtype)
+
+    return LengthGradients(
+        x=grad_x.to(args.x.dtype),
+        power=summed(grad_x * args.x, args.power),
+        bias=summed(grad, args.bias),
+        addend=grad_addend,
+    )
 
 
 def _lengths(args: LengthArguments) -> Tensor:
-    """``[..., 1]``, of the history of each row of ``x``, at least one."""
-    lengths = args.offsets.diff().clamp(min=1).to(compute_dtype(args.x))
+    """``[..., 1]``, of the history of each row of ``x``."""
+    lengths = args.offsets.diff().to(compute_dtype(args.x))
     if args.query_offsets is not None:
         lengths = lengths.repeat_interleave(args.query_offsets.diff(), output_size=len(args.x))
     return lengths.view(-1, *[1] * (args.x.dim() - 1))
 
 
-def _factors(args: LengthArguments, length: Tensor) -> Tensor:
+def _logarithm(length: Tensor) -> Tensor:
+    return length.clamp(min=1).log()
+
+
+def _powers(args: LengthArguments, length: Tensor) -> Tensor:
     """What ``x`` is multiplied with."""
-    factors = torch.ones_like(length)
-    if args.power is not None:
-        factors = length ** args.power.to(length.dtype)
-    if args.seed is None:
-        return factors
+    if args.power is None:
+        return torch.ones_like(length)
+    return length.clamp(min=1) ** args.power.to(length.dtype)
+
+
+def _draws(args: LengthArguments, first: int = 0) -> Tensor:
+    """32 bits of each element of ``x``, whose columns have the numbers from ``first`` on."""
+    assert args.seed is not None
+    rows = torch.arange(args.x.shape[:-1].numel(), device=args.x.device)
+    columns = torch.arange(first, first + args.x.shape[-1], device=args.x.device)
+    return element_draws(args.seed[0], rows, columns).view(args.x.shape)
+
+
+def _dropped(x: Tensor, args: LengthArguments, length: Tensor) -> Tensor:
+    """``x`` with elements dropped, and the others divided by their probability to be kept."""
+    if args.seed is None or args.odds == 0:
+        return x
     # In fp32, step by step, so that each device drops the same.
+    length = length.clamp(min=1)
     odds, root = length.new_full((), args.odds, dtype=torch.float32), length.float().sqrt()
     limit = (odds / (root + odds) * 2**32).long()
-    rows = torch.arange(args.x.shape[:-1].numel(), device=length.device)
-    columns = torch.arange(args.x.shape[-1], device=length.device)
-    draws = element_draws(args.seed[0], rows, columns).view(args.x.shape)
-    return torch.where(are_among(draws, limit), 0, factors * (1 + args.odds / length.sqrt()))
+    return torch.where(are_among(_draws(args), limit), 0, x * (1 + args.odds / length.sqrt()))

@@ -21,6 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_width,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.modules.length_layers import LengthLayers, apply_length_layers
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     Learned,
@@ -28,6 +29,7 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     UnitLayers,
     check_codes,
     check_inputs,
+    check_length_layers,
     check_over_codes,
     check_unit,
     ids_of_codes,
@@ -44,7 +46,6 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     is_explicit,
     multi_head_target_attention,
 )
-from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length, scale_by_length
 from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
@@ -52,8 +53,8 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = ["JaggedTargetAttention"]
 
 
-ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
-"""What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
+ROW_DROPOUT, OUTPUT_DROPOUT, OUTPUT_NOISE = 0.2, 0.6, 0.5
+"""What :class:`JaggedTargetAttention` drops and adds unless told; by ``benchmarks/quality.py``."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -63,9 +64,10 @@ class JaggedTargetAttention(nn.Module):
     kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
     switch. Scores have a learned bias by position in the history (``recency_bias``, see
     :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``),
-    where ``row_dropout``, ``output_dropout`` and ``length_power`` keep them from overfitting. With
-    ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the same
-    parameter names and shapes. Targets may have a width of their own, too. Where they are few,
+    where ``row_dropout``, ``output_dropout`` and ``output_noise`` keep them from overfitting, and
+    ``length_power``, ``length_bias`` and ``feedforward_dim`` let them say more the longer a history
+    is. With ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the
+    same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
     no key and no value is made: the projections are absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
@@ -133,18 +135,32 @@ class JaggedTargetAttention(nn.Module):
             length: ``p`` gives it back, as far as it helps, from a mean at 0 to a sum at 1. Prior
             weights and dropout do not change ``n``. ``None``, the default, multiplies for a softmax
             whose values are not projected.
+        length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
+            ``c`` of each column, that starts at zero. ``None`` as for ``length_power``.
+        output_noise: while training, the deviation of noise that is added to pooled rows, as a
+            fraction below one of their root mean square in the batch. So large it is where a
+            history has one row. It falls with the root of the length, and an empty history has
+            none. ``None``, the default, is 0.5 for a softmax whose values are not projected, else
+            0.
+        feedforward_dim: ``F``, width of the hidden layer of a feed-forward network with GELU of the
+            row ``y`` that the options above have made, or 0 for none: ``y + n / (n + 100)
+            (linear2(gelu(linear1(y))))``. So it counts little where histories are short. The last
+            layer starts at zero. Elements are dropped after it. ``None``, the default, is ``2 E``
+            for a softmax whose values are not projected, else 0.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, ``length_power`` is
-            neither a bool nor None, or ``history_codes`` is of another type.
+        TypeError: ``embed_dim``, ``num_heads``, ``target_dim`` or ``feedforward_dim`` is no int,
+            ``length_power`` or ``length_bias`` is neither a bool nor None, or ``history_codes`` is
+            of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
-            ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
-            ``output_dropout`` is no probability below one. ``age_bias`` goes without
-            ``recency_bias``. Without a value projection, ``history_dim`` is not ``embed_dim``. Of
-            another score than the softmax, keys and values are explicit, or ``length_power`` is
-            true. For ``"din"``, there are several heads, widths that differ, projected values, no
+            ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout``,
+            ``output_dropout`` or ``output_noise`` is not from 0 to below 1, or ``feedforward_dim``
+            is negative. ``age_bias`` goes without ``recency_bias``. Without a value projection,
+            ``history_dim`` is not ``embed_dim``. Of another score than the softmax, keys and values
+            are explicit, or ``length_power``, ``length_bias`` or ``feedforward_dim`` is asked for.
+            For ``"din"``, there are several heads, widths that differ, projected values, no
             ``bias``, a ``dropout`` or an unknown ``activation``. With ``history_codes``, the
             ``history_dim`` is another, keys and values are explicit, values are not projected, or
             the score is ``"din"``.
@@ -178,7 +194,10 @@ class JaggedTargetAttention(nn.Module):
         row_dropout: float | None = None,
         dropout: float = 0.0,
         output_dropout: float | None = None,
+        output_noise: float | None = None,
         length_power: bool | None = None,
+        length_bias: bool | None = None,
+        feedforward_dim: int | None = None,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -201,12 +220,7 @@ class JaggedTargetAttention(nn.Module):
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
                 f"'explicit' and score={score!r}"
             )
-        if length_power is not None and not isinstance(length_power, bool):
-            raise TypeError(f"length_power must be a bool or None, got {length_power!r}")
-        if length_power and score != "softmax":
-            raise ValueError(
-                f"length_power must be None or False unless score is 'softmax', got {score!r}"
-            )
+        check_length_layers(score, length_power, length_bias, feedforward_dim)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -233,8 +247,10 @@ class JaggedTargetAttention(nn.Module):
             row_dropout = ROW_DROPOUT if is_restrained else 0.0
         if output_dropout is None:
             output_dropout = OUTPUT_DROPOUT if is_restrained else 0.0
-        if length_power is None:
-            length_power = is_restrained
+        if output_noise is None:
+            output_noise = OUTPUT_NOISE if is_restrained else 0.0
+        if feedforward_dim is None:
+            feedforward_dim = 2 * embed_dim if is_restrained else 0
         if score == "din":
             check_unit(
                 embed_dim, num_heads, self.history_dim, self.target_dim, value_projection, bias,
@@ -251,10 +267,13 @@ class JaggedTargetAttention(nn.Module):
         self.row_dropout = row_dropout
         self.dropout = dropout
         self.output_dropout = output_dropout
+        self.output_noise = output_noise
+        self.feedforward_dim = feedforward_dim
         # Integers: compilers take a float for one that varies, and compile it twice.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
         self._output_drops = drops_of(output_dropout, "output_dropout")
+        self._output_noise = drops_of(output_noise, "output_noise")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -301,7 +320,17 @@ class JaggedTargetAttention(nn.Module):
         self.recency_bias = (
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
-        self.length_power = parameter(embed_dim) if length_power else None
+        self.length_power = self.length_bias = self.linear1 = self.linear2 = None
+        if is_restrained if length_power is None else length_power:
+            self.length_power = parameter(embed_dim)
+        if is_restrained if length_bias is None else length_bias:
+            self.length_bias = parameter(embed_dim)
+        if feedforward_dim > 0:  # read like ``out_proj``
+            sizes = (embed_dim, feedforward_dim), (feedforward_dim, embed_dim)
+            self.linear1, self.linear2 = (
+                NonDynamicallyQuantizableLinear(*pair, bias=bias, device=device, dtype=dtype)
+                for pair in sizes
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -311,8 +340,13 @@ class JaggedTargetAttention(nn.Module):
                 getattr(self, f"history_{name}").copy_(value)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
-        if self.length_power is not None:
-            nn.init.zeros_(self.length_power)
+        for parameter in (self.length_power, self.length_bias):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+        if self.linear1 is not None and self.linear2 is not None:
+            self.linear1.reset_parameters()
+            for parameter in self.linear2.parameters():
+                nn.init.zeros_(parameter)
         if self.unit is not None:
             layers = _layers_of(self.unit)
             for layer in layers:
@@ -407,7 +441,6 @@ class JaggedTargetAttention(nn.Module):
                 third.bias,
                 position_bias,
                 age_bias,
-                self.length_power,
             )
             return _pool_by_unit(
                 target, history, timestamps, prior_weights, indices, unit, self._options()
@@ -428,10 +461,17 @@ class JaggedTargetAttention(nn.Module):
             age_bias,
             self.history_mean,
             self.history_basis,
-            self.length_power,
         )
+        weight_1 = bias_1 = weight_2 = bias_2 = None
+        if self.linear1 is not None and self.linear2 is not None:
+            weight_1, bias_1 = self.linear1.weight, self.linear1.bias
+            weight_2, bias_2 = self.linear2.weight, self.linear2.bias
+        of_length = LengthLayers(
+            self.length_power, self.length_bias, weight_1, bias_1, weight_2, bias_2
+        )
+        options = self._options()
         return _attend(
-            target, history, timestamps, prior_weights, indices, learned, self._options()
+            target, history, timestamps, prior_weights, indices, learned, of_length, options
         )
 
     def _options(self) -> Options:
@@ -447,6 +487,7 @@ class JaggedTargetAttention(nn.Module):
             row_drops=self._drops if self.training else 0,
             weight_drops=self._weight_drops if self.training else 0,
             output_drops=self._output_drops if self.training else 0,
+            output_noise=self._output_noise if self.training else 0,
         )
 
     @torch.no_grad()
@@ -459,8 +500,9 @@ class JaggedTargetAttention(nn.Module):
     ) -> JaggedTensor:
         """What each head of each target gives each row of its history, to be looked at.
 
-        The weights that :meth:`forward` sums up the rows by, with nothing dropped, before
-        ``length_power``, but for rounding. No key is made, and they have no gradient.
+        The weights that :meth:`forward` sums up the rows by, but for rounding: with nothing
+        dropped, and before the length does anything to the sum. No key is made, and they have no
+        gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
@@ -534,7 +576,8 @@ class JaggedTargetAttention(nn.Module):
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
             f"dropout={self.dropout}, output_dropout={self.output_dropout}, "
-            f"length_power={self.length_power is not None}"
+            f"output_noise={self.output_noise}, length_power={self.length_power is not None}, "
+            f"length_bias={self.length_bias is not None}, feedforward_dim={self.feedforward_dim}"
             + (
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -557,6 +600,7 @@ def _attend(
     prior_weights: Tensor | None,
     indices: Tensor | None,
     learned: Learned,
+    of_length: LengthLayers,
     options: Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
@@ -621,35 +665,14 @@ def _attend(
         pooled = call_multi_head_target_attention(*inputs)
     else:
         pooled = _multi_head_target_attention(*inputs)[0]
-    return _scale_by_length(
-        pooled, offsets, query_offsets, learned.length_power, drawn, options.output_drops
-    )
+    return apply_length_layers(pooled, offsets, query_offsets, of_length, drawn, options)
 
 
 def _draw(options: Options, device: torch.device) -> Tensor | None:
     """Which rows are dropped; its seed is that of outputs, too, whose draws are others."""
-    if options.row_drops > 0 or options.output_drops > 0:
+    if options.row_drops > 0 or options.output_drops > 0 or options.output_noise > 0:
         return draw_dropout(options.row_drops, device)
     return None
-
-
-def _scale_by_length(
-    pooled: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    power: Tensor | None,
-    seed: Tensor | None,
-    drops: int,
-) -> Tensor:
-    """``pooled``, as ``length_power`` and ``output_dropout`` say. See the op."""
-    if power is None and drops == 0:
-        return pooled
-    if drops == 0:
-        seed = None
-    inputs = (pooled, offsets, query_offsets, power, seed, drops / (2**32 - drops))
-    if not is_scripting():
-        return call_scale_by_length(*inputs)
-    return _scale_by_length_op(*inputs)
 
 
 def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
@@ -732,7 +755,8 @@ def _pool_by_unit(
         pooled = call_activation_unit(*inputs).to(dtype)
     else:
         pooled = _activation_unit(*inputs).to(dtype)
-    return _scale_by_length(pooled, offsets, None, unit.length_power, drawn, options.output_drops)
+    of_length = LengthLayers(None, None, None, None, None, None)
+    return apply_length_layers(pooled, offsets, None, of_length, drawn, options)
 
 
 def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
@@ -750,4 +774,3 @@ def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
 _activation_unit = activation_unit.overloadpacket
-_scale_by_length_op = scale_by_length.overloadpacket

@@ -1,6 +1,7 @@
 """What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
+from numbers import Integral
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,6 +31,7 @@ __all__ = [
     "UnitLayers",
     "check_codes",
     "check_inputs",
+    "check_length_layers",
     "check_over_codes",
     "check_unit",
     "ids_of_codes",
@@ -49,7 +51,6 @@ class Learned(NamedTuple):
     age_bias: Tensor | None
     history_mean: Tensor | None
     history_basis: Tensor | None
-    length_power: Tensor | None
 
 
 class UnitLayers(NamedTuple):
@@ -63,11 +64,10 @@ class UnitLayers(NamedTuple):
     bias_3: Tensor
     position_bias: Tensor | None
     age_bias: Tensor | None
-    length_power: Tensor | None
 
 
 class Options(NamedTuple):
-    """What a module was made with, and what it drops now."""
+    """What a module was made with, and what it drops now: of 2^32 draws, as of noise of 2^32."""
 
     target_dim: int
     history_dim: int
@@ -80,6 +80,7 @@ class Options(NamedTuple):
     row_drops: int
     weight_drops: int
     output_drops: int
+    output_noise: int
 
 
 def check_unit(
@@ -106,6 +107,29 @@ def check_unit(
             raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
     check_hidden_dims(hidden_dims, embed_dim)
     check_activation(activation)
+
+
+def check_length_layers(
+    score: str, length_power: bool | None, length_bias: bool | None, feedforward_dim: int | None
+) -> None:
+    """What a length does is learned of pooled rows whose weights have a sum in common."""
+    for name, value in (("length_power", length_power), ("length_bias", length_bias)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool or None, got {value!r}")
+        if value and score != "softmax":
+            raise ValueError(
+                f"{name} must be None or False unless score is 'softmax', got {score!r}"
+            )
+    if feedforward_dim is None:
+        return
+    if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, Integral):
+        raise TypeError(f"feedforward_dim must be an int or None, got {feedforward_dim!r}")
+    if feedforward_dim < 0:
+        raise ValueError(f"feedforward_dim must be at least 0, got {feedforward_dim}")
+    if feedforward_dim and score != "softmax":
+        raise ValueError(
+            f"feedforward_dim must be None or 0 unless score is 'softmax', got {score!r}"
+        )
 
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:

@@ -1,8 +1,9 @@
 """What the length of a history does to its pooled row: ``ops/scale_by_length.py`` has the formula.
 
-Forward reads and writes each element once; backward reads two and writes one, and each program
-writes a row of fp32 sums for the gradient of the power. With few rows, as here, both are
-launch-bound. Sums have one order, whatever the GPU.
+Forward reads and writes each element once; backward reads two and writes one. An addend is read,
+and its gradient written, once more. Each program of backward writes a row of fp32 sums for the
+gradient of the power, and one for that of the bias. With few rows, as here, both are launch-bound.
+Sums have one order, whatever the GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E
 __all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = 2048  # of a program
+HALF = tl.constexpr(100.0)  # rows of a history whose addend counts a half
+ROOT_OF_12 = tl.constexpr(12**0.5)  # one by the deviation of what is uniform between 0 and 1
 
 
 @triton.jit
@@ -72,30 +75,54 @@ def _power(whole, fraction, p):
 
 
 @triton.jit
-def _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E: tl.constexpr):
-    """Of the rows ``r`` and columns ``e``: what ``x`` is multiplied with, and the logarithms of the
-    lengths.
-    """
+def _lengths(args, r, num_rows, num_samples, num_steps, num_targets):
+    """Of the histories of the rows ``r``, in fp32."""
     r = tl.minimum(r, num_rows - 1)
     sample = r // num_targets
     if args.query_offsets is not None:
         sample = find_samples(args.query_offsets, r, num_samples, num_steps)
     begin, end = tl.load(args.offsets + sample), tl.load(args.offsets + sample + 1)
-    length = tl.maximum(end - begin, 1).to(tl.float32)
-    whole, fraction = _log2(length)
-    factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
+    return (end - begin).to(tl.float32)
+
+
+@triton.jit
+def _powers(args, whole, fraction, e, E: tl.constexpr):
+    """What ``x`` is multiplied with, of lengths whose logarithms are given."""
+    factor = tl.full([whole.shape[0], e.shape[0]], 1.0, tl.float32)
     if args.power is not None:
         power = tl.load(args.power + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
         factor = _power(whole[:, None], fraction[:, None], power)
+    return factor
+
+
+@triton.jit
+def _kept(args, r, e, length):
+    """What all is multiplied with: zero for what is dropped. Lengths are at least one."""
+    factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
     if args.seed is not None:
         # In single steps, each rounded to the nearest, so that each device drops the same.
         root = tl.sqrt_rn(length)
         limit = (tl.div_rn(args.odds, root + args.odds) * 4294967296.0).to(tl.int64)
-        draws = query_draws(args.seed, r)
-        draws = element_draws(draws[:, None], e.to(tl.int64)[None, :])
-        is_dropped = draws.to(tl.int64) < limit[:, None]
-        factor = tl.where(is_dropped, 0.0, factor * (1.0 + tl.div_rn(args.odds, root))[:, None])
-    return factor, (whole + fraction) * LN2
+        draws = element_draws(query_draws(args.seed, r)[:, None], e.to(tl.int64)[None, :])
+        factor *= (1.0 + tl.div_rn(args.odds, root))[:, None]
+        factor = tl.where(draws.to(tl.int64) < limit[:, None], 0.0, factor)
+    return factor
+
+
+@triton.jit
+def _noise(args, r, e, length, E: tl.constexpr):
+    """Its columns are drawn as if they followed those that are dropped."""
+    draws = element_draws(query_draws(args.seed, r)[:, None], (E + e).to(tl.int64)[None, :])
+    uniform = (draws ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.float32)
+    scale = tl.div_rn(tl.load(args.noise), tl.sqrt_rn(tl.maximum(length, 1.0)))
+    scale = tl.where(length == 0, 0.0, scale)
+    return uniform * (ROOT_OF_12 / 4294967296.0) * scale[:, None]
+
+
+@triton.jit
+def _share(length):
+    """What an addend counts."""
+    return tl.div_rn(length, length + HALF)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
@@ -113,19 +140,28 @@ def _forward_kernel(
     """BLOCK_R rows, BLOCK_E columns."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    factor, _ = _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E)
+    length = _lengths(args, r, num_rows, num_samples, num_steps, num_targets)
+    at_least_one = tl.maximum(length, 1.0)
+    whole, fraction = _log2(at_least_one)
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
     x = tl.load(args.x + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, x * factor, mask=mask)
+    out = x * _powers(args, whole, fraction, e, E)
+    if args.bias is not None:
+        bias = tl.load(args.bias + e, mask=e < E, other=0.0).to(tl.float32)
+        out += bias[None, :] * ((whole + fraction) * LN2)[:, None]
+    if args.addend is not None:
+        out += tl.load(args.addend + at, mask=mask, other=0.0).to(tl.float32) * _share(length)
+    if args.noise is not None:
+        out += _noise(args, r, e, length, E)
+    tl.store(out_ptr + at, out * _kept(args, r, e, at_least_one), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
 def _backward_kernel(
     args,  # LengthArguments
     grad_out_ptr,  # [R, E]
-    grad_x_ptr,  # [R, E]
-    partials_ptr,  # [row blocks, E] fp32, or None
+    grads,  # LengthGradients; of power and bias partial sums [row blocks, E] fp32
     num_rows,
     num_samples,
     num_steps,
@@ -134,18 +170,27 @@ def _backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """BLOCK_R rows, BLOCK_E columns, and their partial sum of the gradient of the power."""
+    """BLOCK_R rows, BLOCK_E columns, and their partial sums of the gradients of power and bias."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    factor, log = _factors(args, r, e, num_rows, num_samples, num_steps, num_targets, E)
+    length = _lengths(args, r, num_rows, num_samples, num_steps, num_targets)
+    at_least_one = tl.maximum(length, 1.0)
+    whole, fraction = _log2(at_least_one)
+    log = ((whole + fraction) * LN2)[:, None]
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
-    grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32) * factor
-    tl.store(grad_x_ptr + at, grad, mask=mask)
-    if partials_ptr is not None:
+    grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    grad *= _kept(args, r, e, at_least_one)
+    sums_at = tl.program_id(0).to(tl.int64) * E + e
+    if grads.addend is not None:
+        tl.store(grads.addend + at, grad * _share(length), mask=mask)
+    if grads.bias is not None:
+        tl.store(grads.bias + sums_at, tl.sum(grad * log, 0), mask=e < E)
+    grad *= _powers(args, whole, fraction, e, E)
+    tl.store(grads.x + at, grad, mask=mask)
+    if grads.power is not None:
         x = tl.load(args.x + at, mask=mask, other=0.0).to(tl.float32)
-        partial = tl.sum(grad * x * log[:, None], 0)
-        tl.store(partials_ptr + tl.program_id(0).to(tl.int64) * E + e, partial, mask=e < E)
+        tl.store(grads.power + sums_at, tl.sum(grad * x * log, 0), mask=e < E)
 
 
 _forward = Launcher(_forward_kernel)
@@ -161,18 +206,26 @@ def forward(args: LengthArguments) -> Tensor:
     return out
 
 
-def backward(grad_out: Tensor, args: LengthArguments, needs_power: bool) -> LengthGradients:
-    """Gradients; that of the power only where it is asked for."""
-    grad_x, partials = args.x.new_empty(args.x.shape), None
-    grid, sizes, constants = _launch(args)
-    if args.power is not None and needs_power:
-        partials = args.x.new_empty(grid[0], args.x.shape[-1], dtype=torch.float32)
+def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> LengthGradients:
+    """Gradients; those of power and bias only where one of them is asked for."""
+    x, (grid, sizes, constants) = args.x, _launch(args)
+    power, bias = (x if needs_columns else None for x in (args.power, args.bias))
+
+    def partial_sums(of: Tensor | None) -> Tensor | None:
+        return None if of is None else of.new_empty(grid[0], x.shape[-1], dtype=torch.float32)
+
+    def summed(partials: Tensor | None, like: Tensor | None) -> Tensor | None:
+        return None if partials is None or like is None else partials.sum(0).to(like.dtype)
+
+    grads = LengthGradients(
+        x=x.new_empty(x.shape),
+        power=partial_sums(power),
+        bias=partial_sums(bias),
+        addend=None if args.addend is None else x.new_empty(x.shape),
+    )
     if sizes[0]:
-        taken = (_read(args), grad_out.contiguous(), grad_x, partials, *sizes)
-        _backward(grid, taken, constants)
-    if partials is None or args.power is None:
-        return LengthGradients(grad_x, None)
-    return LengthGradients(grad_x, partials.sum(0).to(args.power.dtype))
+        _backward(grid, (_read(args), grad_out.contiguous(), grads, *sizes), constants)
+    return grads._replace(power=summed(grads.power, power), bias=summed(grads.bias, bias))
 
 
 def _read(args: LengthArguments) -> LengthArguments:
