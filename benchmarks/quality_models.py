@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ __all__ = ["POOLINGS", "Ranker"]
 
 HEADS = 4
 SIMILAR = 16  # rows that ``sim`` attends to
+POOLED_ALONE: dict[str, Any] = {"output_noise": 0.0, "length_bias": False, "feedforward_dim": 0}
+"""Attention whose output is what it pools, but for a power of the length."""
 
 
 class Ranker(nn.Module):
@@ -119,10 +122,10 @@ class ActivationUnit(nn.Module):
 class Attention(nn.Module):
     """Layers of self-attention, and then target attention."""
 
-    def __init__(self, width: int, layers: int = 0, **options) -> None:
+    def __init__(self, width: int, num_heads: int = HEADS, layers: int = 0, **options) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(HistoryEncoderLayer(width, HEADS) for _ in range(layers)))
-        self.attention = JaggedTargetAttention(width, HEADS, **options)
+        self.attention = JaggedTargetAttention(width, num_heads, **options)
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
         return self.attention(targets, self.layers(rows))
@@ -186,7 +189,9 @@ class Similar(nn.Module):
     def __init__(self, width: int, max_history: int) -> None:
         super().__init__()
         self.max_history = max_history
-        self.attention = JaggedTargetAttention(width, HEADS, length_power=False)
+        self.attention = JaggedTargetAttention(
+            width, HEADS, **POOLED_ALONE | {"length_power": False}
+        )
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
         x, is_row = padded(rows, self.max_history)
@@ -215,17 +220,20 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
         max_history, functools.partial(recency, half_life=half_life)
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
-    "attention": lambda width, half_life, max_history: Attention(width),
+    "attention": lambda width, half_life, max_history: Attention(width, 2 * HEADS),
+    "attention-power": lambda width, half_life, max_history: Attention(width, **POOLED_ALONE),
     "attention-dropout": lambda width, half_life, max_history: Attention(
-        width, output_dropout=0.0, length_power=False
+        width, output_dropout=0.0, length_power=False, **POOLED_ALONE
     ),
     "attention-unrestrained": lambda width, half_life, max_history: Attention(
-        width, row_dropout=0.0, output_dropout=0.0, length_power=False
+        width, row_dropout=0.0, output_dropout=0.0, length_power=False, **POOLED_ALONE
     ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True
     ),
-    "attention-no-bias": lambda width, half_life, max_history: Attention(width, recency_bias=False),
+    "attention-no-bias": lambda width, half_life, max_history: Attention(
+        width, recency_bias=False, **POOLED_ALONE
+    ),
     "attention-mha": lambda width, half_life, max_history: Attention(
         width, recency_bias=False, value_projection=True
     ),
@@ -233,7 +241,9 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-silu": lambda width, half_life, max_history: Attention(width, score="silu"),
     "attention-din": lambda width, half_life, max_history: FusedActivationUnit(width),
     "attention-sigmoid": lambda width, half_life, max_history: Attention(width, score="sigmoid"),
-    "encoder+attention": lambda width, half_life, max_history: Attention(width, layers=1),
+    "encoder+attention": lambda width, half_life, max_history: Attention(
+        width, layers=1, **POOLED_ALONE
+    ),
     "causal-encoder": lambda width, half_life, max_history: CausalEncoder(width),
     "causal-encoder-dropout": lambda width, half_life, max_history: CausalEncoder(
         width, dropout=0.1

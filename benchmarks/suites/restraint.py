@@ -2,10 +2,11 @@
 
     python benchmarks/run.py restraint --graph --host --csv benchmarks/results/restraint.csv
 
-``ours`` drops rows and outputs, and multiplies these by powers of the length. ``ours-elementwise``
-drops rows, too, and does the rest by PyTorch's own ops. ``ours-unrestrained`` does none of the
-three: a bound of what they cost. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So
-little is dropped that the oracle drops nothing.
+``ours`` drops rows and outputs, adds noise, and has all that it learns of the length of a history.
+``ours-power`` has powers of the length alone, without noise. ``ours-elementwise`` drops rows, too,
+and does the rest by PyTorch's own ops. ``ours-unrestrained`` does none of this: a bound of what it
+costs. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So little is dropped and added
+that the oracle does neither.
 """
 
 import functools
@@ -26,8 +27,17 @@ from torchrec_jagged_attn.testing import (
     make_target_inputs,
 )
 
-POWER = "length_power"
+POWER, BIAS = "length_power", "length_bias"
+LAYERS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias")
+LEARNED = (POWER, BIAS, *LAYERS)
 RARELY = 1e-9  # four of 2^32 draws
+NONE = {
+    "output_dropout": 0.0,
+    "output_noise": 0.0,
+    "length_power": False,
+    "length_bias": False,
+    "feedforward_dim": 0,
+}
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -48,8 +58,16 @@ def make_inputs(case: Case, device: str) -> Inputs:
         "in_proj_bias": weight(case.width, scale=1.0),
         base.POSITION_WEIGHT: weight(buckets, case.num_heads, scale=1.0),
         POWER: weight(case.width, scale=0.1),
+        BIAS: weight(case.width, scale=0.1),
     }
+    for name, shape in zip(LAYERS, layer_shapes(case.width), strict=True):
+        leaves[name] = weight(*shape, scale=shape[-1] ** -0.5)
     return Inputs.even(case, leaves, drawn["offsets"])
+
+
+def layer_shapes(width: int) -> list[tuple[int, ...]]:
+    """Of the weights and biases of the feed-forward network."""
+    return [(2 * width, width), (2 * width,), (width, 2 * width), (width,)]
 
 
 def lengths_of(x: Inputs) -> Tensor:
@@ -74,9 +92,14 @@ def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
 
 
 def scale(x: Inputs, pooled: Tensor) -> Tensor:
-    """Times powers of the length."""
-    lengths = lengths_of(x).to(torch.promote_types(pooled.dtype, torch.float32))
-    return (pooled * torch.exp(lengths.log() * x.leaves[POWER])).to(pooled.dtype)
+    """What the length does to a pooled row."""
+    dtype = torch.promote_types(pooled.dtype, torch.float32)
+    lengths, (power, bias, *layers) = lengths_of(x).to(dtype), (x.leaves[name] for name in LEARNED)
+    row = pooled * torch.exp(lengths.log() * power) + bias * lengths.log()
+    row = row.to(pooled.dtype)
+    hidden = F.gelu(F.linear(row, layers[0], layers[1]))
+    share = lengths / (lengths + 100)
+    return (row + share * F.linear(hidden, layers[2], layers[3])).to(pooled.dtype)
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
@@ -84,13 +107,13 @@ def cost(x: Inputs) -> dict[str, Cost]:
     num_rows, width = x.leaves["history"].shape
     num_targets, size = x.leaves["target"].shape[0], x.case.dtype.itemsize
     pairs = 2 * num_rows * width * x.case.num_heads  # of each product
-    products = 4 * num_targets * width**2
+    products = 12 * num_targets * width**2
     return {
         "forward": Cost(
-            size * width * (num_rows + 2 * num_targets + 2 * width), 2 * pairs + products
+            size * width * (num_rows + 2 * num_targets + 6 * width), 2 * pairs + products
         ),
         "backward": Cost(
-            size * width * (2 * num_rows + 3 * num_targets + 4 * width), 5 * pairs + 2 * products
+            size * width * (2 * num_rows + 3 * num_targets + 12 * width), 5 * pairs + 2 * products
         ),
     }
 
@@ -104,24 +127,25 @@ def module_of(x: Inputs, **options: float | bool) -> Callable[[], Tensor]:
     from torchrec_jagged_attn import JaggedTargetAttention
 
     module = JaggedTargetAttention(x.case.width, x.case.num_heads, device="meta", **options)
-    weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
-    kept = {name: leaf for name, leaf in weights.items() if name != POWER or options[POWER]}
-    module.load_state_dict(kept, assign=True)
+    wanted = module.state_dict()
+    module.load_state_dict({name: x.leaves[name] for name in wanted}, assign=True)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
     return lambda: module(x.leaves["target"], history)
 
 
 def restrain(x: Inputs, pooled: Tensor) -> Tensor:
-    """Powers of the length and dropout of outputs, by PyTorch's own ops."""
-    odds = RARELY / (1 - RARELY)
-    kept = 1 / (1 + lengths_of(x).float().rsqrt() * odds)
+    """What ``ours`` does to a pooled row, by PyTorch's own ops."""
+    odds, root = RARELY / (1 - RARELY), lengths_of(x).float().sqrt()
+    deviation = RARELY * pooled.detach().float().square().mean().sqrt() / root
+    noise = torch.rand_like(pooled, dtype=torch.float32) * deviation
+    kept = 1 / (1 + odds / root)
     is_kept = torch.rand_like(pooled, dtype=torch.float32) < kept
-    return (scale(x, pooled) * (is_kept / kept)).to(pooled.dtype)
+    return (scale(x, (pooled + noise).to(pooled.dtype)) * (is_kept / kept)).to(pooled.dtype)
 
 
 def elementwise(x: Inputs) -> Callable[[], Tensor]:
     """Rows dropped by the kernels, the rest by PyTorch."""
-    attend = module_of(x, row_dropout=RARELY, output_dropout=0.0, length_power=False)
+    attend = module_of(x, row_dropout=RARELY, **NONE)
     return lambda: restrain(x, attend())
 
 
@@ -131,11 +155,10 @@ def padded(x: Inputs) -> Callable[[], Tensor]:
     return lambda: restrain(x, over_keys(x, attend))
 
 
-def unrestrained(x: Inputs) -> Relaid:
-    """Of no power, and so without its gradient."""
-    own = replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name != POWER})
-    call = module_of(own, row_dropout=0.0, output_dropout=0.0, length_power=False)
-    return Relaid(call, own.leaves, inputs=own)
+def without(x: Inputs, names: tuple[str, ...], **options: float | bool) -> Relaid:
+    """A module that does not have these parameters, and so without their gradients."""
+    own = replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name not in names})
+    return Relaid(module_of(own, **options), own.leaves, inputs=own)
 
 
 def case_of(name: str, num_samples: int, longest: int) -> Case:
@@ -158,10 +181,15 @@ SUITE = Suite(
     cost=cost,
     providers={
         "ours": lambda x: module_of(
-            x, row_dropout=RARELY, output_dropout=RARELY, length_power=True
+            x, row_dropout=RARELY, output_dropout=RARELY, output_noise=RARELY
+        ),
+        "ours-power": lambda x: without(
+            x,
+            (BIAS, *LAYERS),
+            **NONE | {"row_dropout": RARELY, "output_dropout": RARELY, "length_power": True},
         ),
         "ours-elementwise": elementwise,
-        "ours-unrestrained": unrestrained,
+        "ours-unrestrained": lambda x: without(x, LEARNED, row_dropout=0.0, **NONE),
         "linear+padded-sdpa": padded,
     },
 )
