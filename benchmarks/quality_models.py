@@ -221,6 +221,7 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
     "attention": lambda width, half_life, max_history: Attention(width, 2 * HEADS),
+    "attention-4-heads": lambda width, half_life, max_history: Attention(width),
     "attention-power": lambda width, half_life, max_history: Attention(width, **POOLED_ALONE),
     "attention-dropout": lambda width, half_life, max_history: Attention(
         width, output_dropout=0.0, length_power=False, **POOLED_ALONE

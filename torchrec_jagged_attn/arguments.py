@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "ACTIVATIONS",
+    "LENGTH_OF_HALF",
     "NARROW_FORMATS",
     "SCORES",
     "ActivationUnitArguments",
@@ -35,6 +36,9 @@ __all__ = [
     "TargetOutputs",
 ]
 
+
+LENGTH_OF_HALF = 100
+"""Rows of a history whose feed-forward network counts a half."""
 
 SCORES = ("softmax", "silu", "sigmoid")
 """What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
@@ -458,10 +462,10 @@ class LengthArguments(NamedTuple):
         power: ``[E]``, or ``None`` for zeros.
         bias: ``[E]``, or ``None`` for zeros.
         addend: in the shape and dtype of ``x``, or ``None`` for zeros.
-        noise: ``[]`` fp32, or ``None`` for none: the deviation where a history has one row.
         seed: ``[1]`` int64, or ``None``: then there is no noise, and nothing is dropped. Or a
             ``row_dropout`` ``[2]``, of which the seed is read: draws of rows are others. Those of
             weights are not: the seed of a ``dropout`` must be another.
+        noise: its deviation where a history has one row.
         odds: that an element is dropped where a history has one row.
     """
 
@@ -471,8 +475,8 @@ class LengthArguments(NamedTuple):
     power: Tensor | None
     bias: Tensor | None
     addend: Tensor | None
-    noise: Tensor | None
     seed: Tensor | None
+    noise: float
     odds: float
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError, target_attention_recency
 from suites import target_attention as base
 from suites._attention import PEERS, Attend
+from torchrec_jagged_attn.arguments import LENGTH_OF_HALF
 from torchrec_jagged_attn.testing import (
     Case,
     flash_attention_oracle,
@@ -71,8 +72,8 @@ def layer_shapes(width: int) -> list[tuple[int, ...]]:
 
 
 def lengths_of(x: Inputs) -> Tensor:
-    """``[B, 1]``, of an empty history one."""
-    return x.offsets.diff().clamp(min=1).unsqueeze(1)
+    """``[B, 1]``."""
+    return x.offsets.diff().unsqueeze(1)
 
 
 def over_keys(x: Inputs, attend: Attend) -> Tensor:
@@ -87,19 +88,26 @@ def over_keys(x: Inputs, attend: Attend) -> Tensor:
 
 def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
     """By one of the package's test formulas."""
-    pooled = over_keys(x, target_attention_recency.biased(x, base.formula(x, attention)))
-    return scale(x, pooled) if POWER in x.leaves else pooled
+    return scale(x, over_keys(x, target_attention_recency.biased(x, base.formula(x, attention))))
 
 
-def scale(x: Inputs, pooled: Tensor) -> Tensor:
-    """What the length does to a pooled row."""
-    dtype = torch.promote_types(pooled.dtype, torch.float32)
-    lengths, (power, bias, *layers) = lengths_of(x).to(dtype), (x.leaves[name] for name in LEARNED)
-    row = pooled * torch.exp(lengths.log() * power) + bias * lengths.log()
+def scale(x: Inputs, pooled: Tensor, deviation: float = 0.0) -> Tensor:
+    """What the length does to a pooled row, with the parameters that ``x`` has, and with noise."""
+    lengths = lengths_of(x).to(torch.promote_types(pooled.dtype, torch.float32))
+    log, row = lengths.clamp(min=1).log(), pooled
+    if POWER in x.leaves:
+        row = row * torch.exp(log * x.leaves[POWER])
+    if BIAS in x.leaves:
+        row = row + log * x.leaves[BIAS]
+    if deviation:
+        uniform = torch.rand_like(pooled, dtype=torch.float32) * 12**0.5 - 3**0.5
+        row = row + uniform * (deviation * lengths.clamp(min=1).rsqrt())
     row = row.to(pooled.dtype)
-    hidden = F.gelu(F.linear(row, layers[0], layers[1]))
-    share = lengths / (lengths + 100)
-    return (row + share * F.linear(hidden, layers[2], layers[3])).to(pooled.dtype)
+    if LAYERS[0] in x.leaves:
+        weight_1, bias_1, weight_2, bias_2 = (x.leaves[name] for name in LAYERS)
+        addend = F.linear(F.gelu(F.linear(row, weight_1, bias_1)), weight_2, bias_2)
+        row = row + lengths / (lengths + LENGTH_OF_HALF) * addend
+    return row.to(pooled.dtype)
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
@@ -135,12 +143,10 @@ def module_of(x: Inputs, **options: float | bool) -> Callable[[], Tensor]:
 
 def restrain(x: Inputs, pooled: Tensor) -> Tensor:
     """What ``ours`` does to a pooled row, by PyTorch's own ops."""
-    odds, root = RARELY / (1 - RARELY), lengths_of(x).float().sqrt()
-    deviation = RARELY * pooled.detach().float().square().mean().sqrt() / root
-    noise = torch.rand_like(pooled, dtype=torch.float32) * deviation
-    kept = 1 / (1 + odds / root)
+    odds = RARELY / (1 - RARELY)
+    kept = 1 / (1 + lengths_of(x).clamp(min=1).float().rsqrt() * odds)
     is_kept = torch.rand_like(pooled, dtype=torch.float32) < kept
-    return (scale(x, (pooled + noise).to(pooled.dtype)) * (is_kept / kept)).to(pooled.dtype)
+    return (scale(x, pooled, RARELY) * (is_kept / kept)).to(pooled.dtype)
 
 
 def elementwise(x: Inputs) -> Callable[[], Tensor]:

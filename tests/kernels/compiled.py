@@ -216,9 +216,11 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16, **options: A
 
 
 def by_length(*shape: int, query_offsets: Tensor | None = None) -> None:
-    x, power = zeros(*shape), zeros(shape[-1], dtype=FP32)
+    x, addend, width = zeros(*shape), zeros(*shape), shape[-1]
+    power, bias = zeros(width, dtype=FP32), zeros(width, dtype=FP32)
     seed = torch.tensor([0])
-    call_scale_by_length(x, OFFSETS, query_offsets, power, seed, 1.0).sum().backward()
+    inputs = x, OFFSETS, query_offsets, power, bias, addend, seed
+    call_scale_by_length(*inputs, 0.5, 1.0).sum().backward()
 
 
 def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: Any = "sigmoid"):

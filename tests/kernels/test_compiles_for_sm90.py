@@ -11,6 +11,7 @@ from tests.kernels.compiled import (
     layer,
     ops_on,
 )
+from tests.plain import UNRESTRAINED
 
 pytestmark = pytest.mark.reference  # nothing is compiled where kernels are interpreted
 
@@ -29,7 +30,7 @@ def test_launches_of_a_layer() -> None:
     names = {}
     for value_projection in (True, False):
         with ops_on(90) as launches:
-            layer(value_projection, output_dropout=0.0, length_power=False)
+            layer(value_projection, **UNRESTRAINED)
             names[value_projection] = [x.kernel.fn.__name__ for x in launches]
     in_place_of = {
         "_own_columns_kernel": "_from_heads_kernel",

@@ -66,7 +66,7 @@ def test_output_dropout(score, jagged, device):
 
 @pytest.mark.parametrize("score", ["softmax", "silu", "din"])
 def test_output_noise(score, device):
-    """A fraction of the root mean square of all outputs, by the root of the length."""
+    """In units of one by the root of the width, by the root of the length."""
     torch.manual_seed(0)
     module = plain_attention(64, 1, score=score, output_noise=0.5, device=device)
     for parameter in module.parameters():
@@ -78,8 +78,8 @@ def test_output_noise(score, device):
     module.train()
     out = module(target, history)
     noise = (out - expected).detach().double().view(3, -1).std(1)
-    deviations = expected.detach().double().square().mean().sqrt() * torch.tensor([0.5, 0.25, 0.05])
-    torch.testing.assert_close(noise, deviations.to(device).double(), rtol=0.05, atol=0)
+    deviations = torch.tensor([0.5, 0.25, 0.05], dtype=torch.float64, device=device) / 64**0.5
+    torch.testing.assert_close(noise, deviations, rtol=0.05, atol=0)
     weights = torch.randn_like(out)
     of_out, of_expected = (torch.autograd.grad(x, target, weights)[0] for x in (out, expected))
     assert torch.equal(of_out, of_expected)

@@ -884,10 +884,19 @@ def test_prior_weights_travel(value_projection, device):
         ({"feedforward_dim": 8.0}, TypeError, "feedforward_dim must be an int or None, got 8.0"),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
-            for name in ("row_dropout", "dropout", "output_dropout", "output_noise")
+            for name in ("row_dropout", "dropout", "output_dropout")
             for p in (-0.1, 1.0)
         ),
         ({"dropout": "0.1"}, TypeError, "dropout must be a number, got '0.1'"),
+        *(
+            (
+                {"output_noise": deviation},
+                ValueError,
+                f"output_noise must be at least 0 and at most 1000, got {deviation}",
+            )
+            for deviation in (-0.1, float("nan"))
+        ),
+        ({"output_noise": "0.1"}, TypeError, "output_noise must be a number, got '0.1'"),
         (
             {"value_projection": False, "history_dim": 12},
             ValueError,

@@ -31,8 +31,8 @@ def inputs_of(layout, width, device="cpu", dtype=torch.float32):
         "power": draw(width, scale=0.2, dtype=column_dtype),
         "bias": draw(width, dtype=column_dtype),
         "addend": draw(*shape),
-        "noise": None,
         "seed": None,
+        "noise": 0.0,
         "odds": 0.0,
     }
 
@@ -40,8 +40,8 @@ def inputs_of(layout, width, device="cpu", dtype=torch.float32):
 def drawn(device, p=0.6, noise=0.5):
     """The last three inputs where there is noise, and elements are dropped."""
     return {
-        "noise": torch.tensor(noise, device=device) if noise else None,
         "seed": torch.tensor([-(2**62) + 7], device=device),
+        "noise": noise,
         "odds": p / (1 - p),
     }
 
@@ -52,9 +52,9 @@ def scale(**inputs):
 
 def of_ones(x, lengths, **inputs):
     """Of ``x`` with histories of these ``lengths``, and what else is given."""
-    others = dict.fromkeys(("query_offsets", "power", "bias", "addend", "noise", "seed"))
+    others = dict.fromkeys(("query_offsets", "power", "bias", "addend", "seed"))
     offsets = offsets_of(lengths, torch.int64, x.device)
-    return scale(**others | {"odds": 0.0} | inputs, x=x, offsets=offsets)
+    return scale(**others | {"noise": 0.0, "odds": 0.0} | inputs, x=x, offsets=offsets)
 
 
 def lengths_of(x, query_offsets):
@@ -63,7 +63,7 @@ def lengths_of(x, query_offsets):
     return lengths.view(-1, *[1] * (x.dim() - 1)).to(x.device)
 
 
-def draws_of(x, query_offsets, noise, seed, odds):
+def draws_of(x, query_offsets, seed, noise, odds):
     """Noise, and which elements are kept, taken as given, and the formula of what is kept."""
     arguments = LengthArguments(
         x=torch.zeros_like(x, dtype=torch.float64, device="cpu"),
@@ -72,23 +72,23 @@ def draws_of(x, query_offsets, noise, seed, odds):
         power=None,
         bias=None,
         addend=None,
-        noise=None if noise is None else noise.detach().cpu(),
         seed=seed.cpu(),
+        noise=noise,
         odds=0.0,
     )
     drawn_noise = cpu.forward(arguments).to(x.device)
-    ones = arguments._replace(x=torch.ones_like(arguments.x), noise=None, odds=odds)
+    ones = arguments._replace(x=torch.ones_like(arguments.x), noise=0.0, odds=odds)
     is_kept = cpu.forward(ones).to(x.device) != 0
     root = lengths_of(x, query_offsets).clamp(min=1).double().sqrt()
     return drawn_noise, is_kept * (1 + odds / root)
 
 
-def oracle(x, offsets, query_offsets, power, bias, addend, noise, seed, odds):
+def oracle(x, offsets, query_offsets, power, bias, addend, seed, noise, odds):
     length = lengths_of(x, query_offsets).to(power.dtype)
     log = length.clamp(min=1).log()
     out = x * torch.exp(log * power) + bias * log + addend * (length / (length + 100))
     if seed is not None:
-        drawn_noise, kept = draws_of(x, query_offsets, noise, seed, odds)
+        drawn_noise, kept = draws_of(x, query_offsets, seed, noise, odds)
         out = (out + drawn_noise) * kept
     return out.to(x.dtype)
 
@@ -125,7 +125,7 @@ def test_drops_as_often_as_asked_for(p, device):
     for length in (1, 9, 400):
         x = torch.ones(num_samples, num_targets, width, device=device)
         lengths = torch.full((num_samples,), length)
-        out = of_ones(x, lengths, **drawn(device, p, noise=None)).flatten(0, 1)
+        out = of_ones(x, lengths, **drawn(device, p, noise=0.0)).flatten(0, 1)
         dropped = (out == 0).double()
         rate = p / (p + (1 - p) * length**0.5)
         deviation = (rate * (1 - rate)) ** 0.5
@@ -150,7 +150,7 @@ def test_noise_is_as_large_as_asked_for(deviation, device):
     assert of_one.abs().max() < deviation * 3**0.5 * 1.0001
     for axis in (0, 1):
         assert 0.5 < of_one.mean(axis).std() / deviation * of_one.shape[axis] ** 0.5 < 1.5
-    dropped = of_ones(x + 1, lengths, **drawn(device, p=0.5, noise=None))[:100] == 0
+    dropped = of_ones(x + 1, lengths, **drawn(device, p=0.5, noise=0.0))[:100] == 0
     assert of_one[dropped].mean().abs() < 0.05 * deviation
 
 

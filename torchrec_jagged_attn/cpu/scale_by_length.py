@@ -7,13 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
+from torchrec_jagged_attn.arguments import LENGTH_OF_HALF, LengthArguments, LengthGradients
 from torchrec_jagged_attn.cpu.attention import compute_dtype
 from torchrec_jagged_attn.cpu.dropout import are_among, element_draws
 
 __all__ = ["backward", "forward"]
-
-HALF = 100  # rows of a history whose addend counts a half
 
 
 def forward(args: LengthArguments) -> Tensor:
@@ -23,10 +21,11 @@ def forward(args: LengthArguments) -> Tensor:
     if args.bias is not None:
         out = out + args.bias.to(out.dtype) * _logarithm(length)
     if args.addend is not None:
-        out = out + args.addend * (length / (length + HALF))
-    if args.noise is not None and args.seed is not None:
-        # Of fp32, so that each device draws the same.
-        scale = args.noise.float() / length.float().clamp(min=1).sqrt()
+        out = out + args.addend * (length / (length + LENGTH_OF_HALF))
+    if args.seed is not None and args.noise > 0:
+        # In fp32, step by step, so that each device draws the same.
+        scale = length.new_full((), args.noise, dtype=torch.float32)
+        scale = scale / length.float().clamp(min=1).sqrt()
         bits = _draws(args, first=args.x.shape[-1]) ^ -(2**31)
         noise = bits.float() * (math.sqrt(12) / 2**32) * scale
         out = out + torch.where(length == 0, 0, noise)
@@ -39,7 +38,7 @@ def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> Le
     grad = _dropped(grad_out.contiguous().to(length.dtype), args, length)
     grad_addend = None
     if args.addend is not None:
-        grad_addend = (grad * (length / (length + HALF))).to(args.x.dtype)
+        grad_addend = (grad * (length / (length + LENGTH_OF_HALF))).to(args.x.dtype)
     grad_x = grad * _powers(args, length)
 
     def summed(of_rows: Tensor, column: Tensor | None) -> Tensor | None:

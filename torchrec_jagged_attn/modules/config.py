@@ -73,12 +73,12 @@ class TargetAttentionConfig:
             set to zero, by the length of its history; as in :class:`JaggedTargetAttention`.
         length_power: whether an attention's output is multiplied by a learned power of the length
             of its history; as in :class:`JaggedTargetAttention`.
-        output_noise: while training, how large noise is that is added to the rows that an attention
-            pools; as in :class:`JaggedTargetAttention`.
+        output_noise: while training, how large noise is that is added to an attention's output; as
+            in :class:`JaggedTargetAttention`.
         length_bias: whether a learned multiple of the logarithm of the length is added to an
             attention's output; as in :class:`JaggedTargetAttention`.
         feedforward_dim: width of the hidden layer of an attention's feed-forward network, or 0 for
-            none; as in :class:`JaggedTargetAttention`. ``None`` is twice the width of the history.
+            none; as in :class:`JaggedTargetAttention`. ``None`` as there.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in

@@ -1,6 +1,7 @@
 """What ``JaggedTargetAttention`` does to a pooled row by the length of its history."""
 
 # torch.jit.script reads annotations of records, so they are no strings here.
+import math
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -36,21 +37,17 @@ def apply_length_layers(
     network of that row added; then elements dropped. See the op ``scale_by_length``.
     """
     weight_1, weight_2 = layers.weight_1, layers.weight_2
-    drops = options.output_drops
-    noise: Tensor | None = None
-    if options.output_noise > 0:
-        mean_square = pooled.detach().float().square().mean()
-        noise = mean_square.sqrt() * (options.output_noise * 2.0**-32)
+    drops, noise = options.output_drops, options.output_noise
     if weight_1 is None or weight_2 is None:
-        if layers.power is None and layers.bias is None and noise is None and drops == 0:
+        if layers.power is None and layers.bias is None and drops == 0 and noise == 0:
             return pooled
         return _scale(
-            pooled, offsets, query_offsets, layers.power, layers.bias, None, noise, seed, drops
+            pooled, offsets, query_offsets, layers.power, layers.bias, None, seed, noise, drops
         )
-    row = _scale(pooled, offsets, query_offsets, layers.power, layers.bias, None, noise, seed, 0)
+    row = _scale(pooled, offsets, query_offsets, layers.power, layers.bias, None, seed, noise, 0)
     hidden = F.gelu(F.linear(row, weight_1, layers.bias_1))
     addend = F.linear(hidden, weight_2, layers.bias_2)
-    return _scale(row, offsets, query_offsets, None, None, addend, None, seed, drops)
+    return _scale(row, offsets, query_offsets, None, None, addend, seed, 0, drops)
 
 
 def _scale(
@@ -60,14 +57,14 @@ def _scale(
     power: Tensor | None,
     bias: Tensor | None,
     addend: Tensor | None,
-    noise: Tensor | None,
     seed: Tensor | None,
+    noise: int,
     drops: int,
 ) -> Tensor:
-    if drops == 0 and noise is None:
+    if drops == 0 and noise == 0:
         seed = None
-    odds = drops / (2**32 - drops)
-    inputs = (x, offsets, query_offsets, power, bias, addend, noise, seed, odds)
+    odds, deviation = drops / (2**32 - drops), noise / (2**32 * math.sqrt(x.shape[-1]))
+    inputs = (x, offsets, query_offsets, power, bias, addend, seed, deviation, odds)
     if not is_scripting():
         return call_scale_by_length(*inputs)
     return _scale_by_length_op(*inputs)

@@ -33,6 +33,7 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     check_over_codes,
     check_unit,
     ids_of_codes,
+    noise_of,
 )
 from torchrec_jagged_attn.ops.activation_unit import (
     activation_unit,
@@ -83,7 +84,7 @@ class JaggedTargetAttention(nn.Module):
         num_heads: ``H``, a divisor of ``embed_dim``.
         history_dim: ``D``, width of history rows; ``embed_dim`` by default.
         target_dim: ``C``, width of targets; ``embed_dim`` by default.
-        bias: whether the projections have biases.
+        bias: whether the projections have biases, and the feed-forward network.
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
@@ -105,9 +106,10 @@ class JaggedTargetAttention(nn.Module):
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
-            the identity. An empty history gives zeros. Parameters are then ``q_proj_weight`` ``[E,
-            C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of
-            queries alone: a bias of keys changes nothing. ``None``, the default, projects where it
+            the identity, and what the length adds. An empty history gives zeros. In place of
+            those of the projections, parameters are ``q_proj_weight`` ``[E, C]``, ``k_proj_weight``
+            ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of queries alone: a bias of keys
+            changes nothing. ``None``, the default, projects where it
             has to: where ``D`` is not ``E``, with ``init="mha"`` or ``history_codes``; never for
             ``"din"``.
         history_codes: how the history is packed in digits, if it is: its values are then ``[N,
@@ -137,11 +139,10 @@ class JaggedTargetAttention(nn.Module):
             whose values are not projected.
         length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
             ``c`` of each column, that starts at zero. ``None`` as for ``length_power``.
-        output_noise: while training, the deviation of noise that is added to pooled rows, as a
-            fraction below one of their root mean square in the batch. So large it is where a
-            history has one row. It falls with the root of the length, and an empty history has
-            none. ``None``, the default, is 0.5 for a softmax whose values are not projected, else
-            0.
+        output_noise: while training, the deviation of uniform noise that is added to the output, in
+            units of ``1 / sqrt(E)``, with which tables often start. So large it is where a history
+            has one row. It falls with the root of the length, and an empty history has none.
+            ``None``, the default, is 0.5 for a softmax whose values are not projected, else 0.
         feedforward_dim: ``F``, width of the hidden layer of a feed-forward network with GELU of the
             row ``y`` that the options above have made, or 0 for none: ``y + n / (n + 100)
             (linear2(gelu(linear1(y))))``. So it counts little where histories are short. The last
@@ -155,15 +156,15 @@ class JaggedTargetAttention(nn.Module):
             ``length_power`` or ``length_bias`` is neither a bool nor None, or ``history_codes`` is
             of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
-            ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout``,
-            ``output_dropout`` or ``output_noise`` is not from 0 to below 1, or ``feedforward_dim``
-            is negative. ``age_bias`` goes without ``recency_bias``. Without a value projection,
-            ``history_dim`` is not ``embed_dim``. Of another score than the softmax, keys and values
-            are explicit, or ``length_power``, ``length_bias`` or ``feedforward_dim`` is asked for.
-            For ``"din"``, there are several heads, widths that differ, projected values, no
-            ``bias``, a ``dropout`` or an unknown ``activation``. With ``history_codes``, the
-            ``history_dim`` is another, keys and values are explicit, values are not projected, or
-            the score is ``"din"``.
+            ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
+            ``output_dropout`` is no probability below one, ``output_noise`` is negative or over
+            1000, or ``feedforward_dim`` is negative. ``age_bias`` goes without ``recency_bias``.
+            Without a value projection, ``history_dim`` is not ``embed_dim``. Of another score than
+            the softmax, keys and values are explicit, or ``length_power``, ``length_bias`` or
+            ``feedforward_dim`` is asked for. For ``"din"``, there are several heads, widths that
+            differ, projected values, no ``bias``, a ``dropout`` or an unknown ``activation``. With
+            ``history_codes``, the ``history_dim`` is another, keys and values are explicit, values
+            are not projected, or the score is ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -249,6 +250,10 @@ class JaggedTargetAttention(nn.Module):
             output_dropout = OUTPUT_DROPOUT if is_restrained else 0.0
         if output_noise is None:
             output_noise = OUTPUT_NOISE if is_restrained else 0.0
+        if length_power is None:
+            length_power = is_restrained
+        if length_bias is None:
+            length_bias = is_restrained
         if feedforward_dim is None:
             feedforward_dim = 2 * embed_dim if is_restrained else 0
         if score == "din":
@@ -273,7 +278,7 @@ class JaggedTargetAttention(nn.Module):
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
         self._output_drops = drops_of(output_dropout, "output_dropout")
-        self._output_noise = drops_of(output_noise, "output_noise")
+        self._output_noise = noise_of(output_noise, "output_noise")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -320,11 +325,9 @@ class JaggedTargetAttention(nn.Module):
         self.recency_bias = (
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
-        self.length_power = self.length_bias = self.linear1 = self.linear2 = None
-        if is_restrained if length_power is None else length_power:
-            self.length_power = parameter(embed_dim)
-        if is_restrained if length_bias is None else length_bias:
-            self.length_bias = parameter(embed_dim)
+        self.length_power = parameter(embed_dim) if length_power else None
+        self.length_bias = parameter(embed_dim) if length_bias else None
+        self.linear1 = self.linear2 = None
         if feedforward_dim > 0:  # read like ``out_proj``
             sizes = (embed_dim, feedforward_dim), (feedforward_dim, embed_dim)
             self.linear1, self.linear2 = (
@@ -398,9 +401,9 @@ class JaggedTargetAttention(nn.Module):
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
             prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
-                target, see :func:`jagged_target_attention`. Zero removes the row, and a history
-                whose rows are all removed is an empty one; but positions, ages and lengths count
-                it.
+                target, see :func:`jagged_target_attention`. Zero removes the row; but positions,
+                ages and lengths count it. A history whose rows are all removed is pooled as an
+                empty one: what is left is what its length adds.
             indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``
                 then, stands at each place of the samples. They are read where they lie, forward and
                 backward; only explicit keys and values are made of a copy ``[N, D]``. Lengths,

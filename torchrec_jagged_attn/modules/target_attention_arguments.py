@@ -1,7 +1,7 @@
 """What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,6 +35,7 @@ __all__ = [
     "check_over_codes",
     "check_unit",
     "ids_of_codes",
+    "noise_of",
 ]
 
 
@@ -130,6 +131,15 @@ def check_length_layers(
         raise ValueError(
             f"feedforward_dim must be None or 0 unless score is 'softmax', got {score!r}"
         )
+
+
+def noise_of(deviation: float, name: str) -> int:
+    """``deviation``, the argument ``name``, in units of 2^-32."""
+    if not isinstance(deviation, Real):
+        raise TypeError(f"{name} must be a number, got {deviation!r}")
+    if not 0 <= deviation <= 1000:
+        raise ValueError(f"{name} must be at least 0 and at most 1000, got {deviation!r}")
+    return int(deviation * 2**32)
 
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:

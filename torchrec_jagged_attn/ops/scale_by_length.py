@@ -53,7 +53,7 @@ scale_by_length, call_scale_by_length = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("noise", "seed"),
+    non_differentiable=("seed",),
     axes=dict.fromkeys(("x", "offsets", "query_offsets", "addend", "out"), 0),
     saves_outputs=False,
 )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
+from torchrec_jagged_attn.arguments import LENGTH_OF_HALF, LengthArguments, LengthGradients
 from torchrec_jagged_attn.kernels.common.dropout import element_draws, query_draws
 from torchrec_jagged_attn.kernels.common.jagged import find_samples
 from torchrec_jagged_attn.kernels.common.launch import Launcher
@@ -25,7 +25,7 @@ from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E
 __all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = 2048  # of a program
-HALF = tl.constexpr(100.0)  # rows of a history whose addend counts a half
+HALF = tl.constexpr(float(LENGTH_OF_HALF))
 ROOT_OF_12 = tl.constexpr(12**0.5)  # one by the deviation of what is uniform between 0 and 1
 
 
@@ -96,10 +96,10 @@ def _powers(args, whole, fraction, e, E: tl.constexpr):
 
 
 @triton.jit
-def _kept(args, r, e, length):
+def _kept(args, r, e, length, DROPS: tl.constexpr):
     """What all is multiplied with: zero for what is dropped. Lengths are at least one."""
     factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
-    if args.seed is not None:
+    if DROPS:
         # In single steps, each rounded to the nearest, so that each device drops the same.
         root = tl.sqrt_rn(length)
         limit = (tl.div_rn(args.odds, root + args.odds) * 4294967296.0).to(tl.int64)
@@ -114,7 +114,7 @@ def _noise(args, r, e, length, E: tl.constexpr):
     """Its columns are drawn as if they followed those that are dropped."""
     draws = element_draws(query_draws(args.seed, r)[:, None], (E + e).to(tl.int64)[None, :])
     uniform = (draws ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.float32)
-    scale = tl.div_rn(tl.load(args.noise), tl.sqrt_rn(tl.maximum(length, 1.0)))
+    scale = tl.div_rn(args.noise, tl.sqrt_rn(tl.maximum(length, 1.0)))
     scale = tl.where(length == 0, 0.0, scale)
     return uniform * (ROOT_OF_12 / 4294967296.0) * scale[:, None]
 
@@ -136,6 +136,8 @@ def _forward_kernel(
     E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    NOISE: tl.constexpr,  # whether there is noise
+    DROPS: tl.constexpr,  # whether elements are dropped
 ):
     """BLOCK_R rows, BLOCK_E columns."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -152,9 +154,9 @@ def _forward_kernel(
         out += bias[None, :] * ((whole + fraction) * LN2)[:, None]
     if args.addend is not None:
         out += tl.load(args.addend + at, mask=mask, other=0.0).to(tl.float32) * _share(length)
-    if args.noise is not None:
+    if NOISE:
         out += _noise(args, r, e, length, E)
-    tl.store(out_ptr + at, out * _kept(args, r, e, at_least_one), mask=mask)
+    tl.store(out_ptr + at, out * _kept(args, r, e, at_least_one, DROPS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
@@ -169,6 +171,7 @@ def _backward_kernel(
     E: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    DROPS: tl.constexpr,  # whether elements are dropped
 ):
     """BLOCK_R rows, BLOCK_E columns, and their partial sums of the gradients of power and bias."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -180,7 +183,7 @@ def _backward_kernel(
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
     grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    grad *= _kept(args, r, e, at_least_one)
+    grad *= _kept(args, r, e, at_least_one, DROPS)
     sums_at = tl.program_id(0).to(tl.int64) * E + e
     if grads.addend is not None:
         tl.store(grads.addend + at, grad * _share(length), mask=mask)
@@ -202,7 +205,8 @@ def forward(args: LengthArguments) -> Tensor:
     out = args.x.new_empty(args.x.shape)
     grid, sizes, constants = _launch(args)
     if sizes[0]:
-        _forward(grid, (_read(args), out, *sizes), constants)
+        noise = args.seed is not None and args.noise > 0
+        _forward(grid, (_read(args), out, *sizes), constants | {"NOISE": noise})
     return out
 
 
@@ -239,14 +243,15 @@ def _launch(
     *shape, width = args.x.shape
     num_targets = shape[1] if len(shape) == 2 else 1
     num_rows = shape[0] * num_targets
-    constants = _constants(width)
+    constants = _constants(width, args.seed is not None and args.odds > 0)
     programs = -(-num_rows // constants["BLOCK_R"]), -(-width // constants["BLOCK_E"])
     num_samples = args.offsets.shape[0] - 1
     return programs, (num_rows, num_samples, num_samples.bit_length(), num_targets), constants
 
 
 @functools.cache
-def _constants(width: int) -> dict[str, int]:
+def _constants(width: int, drops: bool) -> dict[str, int]:
     """Compile-time arguments of both kernels."""
     block_e = min(128, padded_width(width))
-    return {"E": width, "BLOCK_R": BLOCK_ELEMENTS // block_e, "BLOCK_E": block_e}
+    block_r = BLOCK_ELEMENTS // block_e
+    return {"E": width, "BLOCK_R": block_r, "BLOCK_E": block_e, "DROPS": drops}
