@@ -254,15 +254,7 @@ class Ranker(nn.Module):
             init_fn=functools.partial(nn.init.normal_, std=width**-0.5),
         )
         attention = TargetAttentionConfig(
-            "item",
-            "history",
-            num_heads=2,
-            row_dropout=0.0,
-            output_dropout=0.0,
-            output_noise=0.0,
-            length_power=False,
-            length_bias=False,
-            feedforward_dim=0,
+            "item", "history", num_heads=2, row_dropout=0.0, output_dropout=0.0, length_power=False
         )
         self.selection = selection
         self.collection = TargetAttentionEmbeddingBagCollection(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ __all__ = ["POOLINGS", "Ranker"]
 
 HEADS = 4
 SIMILAR = 16  # rows that ``sim`` attends to
-POOLED_ALONE: dict[str, Any] = {"output_noise": 0.0, "length_bias": False, "feedforward_dim": 0}
-"""Attention whose output is what it pools, but for a power of the length."""
 
 
 class Ranker(nn.Module):
@@ -189,9 +186,7 @@ class Similar(nn.Module):
     def __init__(self, width: int, max_history: int) -> None:
         super().__init__()
         self.max_history = max_history
-        self.attention = JaggedTargetAttention(
-            width, HEADS, **POOLED_ALONE | {"length_power": False}
-        )
+        self.attention = JaggedTargetAttention(width, HEADS, length_power=False)
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
         x, is_row = padded(rows, self.max_history)
@@ -220,21 +215,20 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
         max_history, functools.partial(recency, half_life=half_life)
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
-    "attention": lambda width, half_life, max_history: Attention(width, 2 * HEADS),
-    "attention-4-heads": lambda width, half_life, max_history: Attention(width),
-    "attention-power": lambda width, half_life, max_history: Attention(width, **POOLED_ALONE),
+    "attention": lambda width, half_life, max_history: Attention(width),
+    "attention-length": lambda width, half_life, max_history: Attention(
+        width, 2 * HEADS, output_noise=0.5, length_bias=True, feedforward_dim=2 * width
+    ),
     "attention-dropout": lambda width, half_life, max_history: Attention(
-        width, output_dropout=0.0, length_power=False, **POOLED_ALONE
+        width, output_dropout=0.0, length_power=False
     ),
     "attention-unrestrained": lambda width, half_life, max_history: Attention(
-        width, row_dropout=0.0, output_dropout=0.0, length_power=False, **POOLED_ALONE
+        width, row_dropout=0.0, output_dropout=0.0, length_power=False
     ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True
     ),
-    "attention-no-bias": lambda width, half_life, max_history: Attention(
-        width, recency_bias=False, **POOLED_ALONE
-    ),
+    "attention-no-bias": lambda width, half_life, max_history: Attention(width, recency_bias=False),
     "attention-mha": lambda width, half_life, max_history: Attention(
         width, recency_bias=False, value_projection=True
     ),
@@ -242,9 +236,7 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-silu": lambda width, half_life, max_history: Attention(width, score="silu"),
     "attention-din": lambda width, half_life, max_history: FusedActivationUnit(width),
     "attention-sigmoid": lambda width, half_life, max_history: Attention(width, score="sigmoid"),
-    "encoder+attention": lambda width, half_life, max_history: Attention(
-        width, layers=1, **POOLED_ALONE
-    ),
+    "encoder+attention": lambda width, half_life, max_history: Attention(width, layers=1),
     "causal-encoder": lambda width, half_life, max_history: CausalEncoder(width),
     "causal-encoder-dropout": lambda width, half_life, max_history: CausalEncoder(
         width, dropout=0.1

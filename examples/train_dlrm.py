@@ -245,7 +245,6 @@ def build_model(
             encoder_layers=args.encoder_layers,
             row_dropout=dropout,
             output_dropout=dropout,
-            output_noise=dropout,
         )
         collection = TargetAttentionEmbeddingBagCollection(
             tables, [attention], candidates=candidates

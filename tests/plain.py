@@ -1,5 +1,5 @@
-"""Target attention without dropout and noise, so that training computes as it does in evaluation;
-and of pooled rows alone, to which their length does nothing.
+"""Target attention without dropout and powers of the length, so that training computes as it does
+in evaluation.
 """
 
 import functools
@@ -8,14 +8,7 @@ from torchrec_jagged_attn import JaggedTargetAttention, TargetAttentionConfig
 
 __all__ = ["plain_attention", "plain_config"]
 
-UNRESTRAINED = {
-    "row_dropout": 0.0,
-    "output_dropout": 0.0,
-    "output_noise": 0.0,
-    "length_power": False,
-    "length_bias": False,
-    "feedforward_dim": 0,
-}
+UNRESTRAINED = {"row_dropout": 0.0, "output_dropout": 0.0, "length_power": False}
 
 plain_attention = functools.partial(JaggedTargetAttention, **UNRESTRAINED)
 plain_config = functools.partial(TargetAttentionConfig, **UNRESTRAINED)

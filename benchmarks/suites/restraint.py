@@ -2,11 +2,11 @@
 
     python benchmarks/run.py restraint --graph --host --csv benchmarks/results/restraint.csv
 
-``ours`` drops rows and outputs, adds noise, and has all that it learns of the length of a history.
-``ours-power`` has powers of the length alone, without noise. ``ours-elementwise`` drops rows, too,
-and does the rest by PyTorch's own ops. ``ours-unrestrained`` does none of this: a bound of what it
-costs. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So little is dropped and added
-that the oracle does neither.
+``ours`` drops rows and outputs, and multiplies these by powers of the length. ``ours-length`` also
+adds noise, a bias and a feed-forward network by the length. ``ours-elementwise`` drops rows, too,
+and does the rest of all that by PyTorch's own ops. ``ours-unrestrained`` does none of it: a bound
+of what it costs. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So little is dropped
+and added that the oracle does neither.
 """
 
 import functools
@@ -32,13 +32,8 @@ POWER, BIAS = "length_power", "length_bias"
 LAYERS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias")
 LEARNED = (POWER, BIAS, *LAYERS)
 RARELY = 1e-9  # four of 2^32 draws
-NONE = {
-    "output_dropout": 0.0,
-    "output_noise": 0.0,
-    "length_power": False,
-    "length_bias": False,
-    "feedforward_dim": 0,
-}
+DROPOUT = {"row_dropout": RARELY, "output_dropout": RARELY}
+NONE = {"row_dropout": 0.0, "output_dropout": 0.0, "length_power": False}
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -142,7 +137,7 @@ def module_of(x: Inputs, **options: float | bool) -> Callable[[], Tensor]:
 
 
 def restrain(x: Inputs, pooled: Tensor) -> Tensor:
-    """What ``ours`` does to a pooled row, by PyTorch's own ops."""
+    """What ``ours-length`` does to a pooled row, by PyTorch's own ops."""
     odds = RARELY / (1 - RARELY)
     kept = 1 / (1 + lengths_of(x).clamp(min=1).float().rsqrt() * odds)
     is_kept = torch.rand_like(pooled, dtype=torch.float32) < kept
@@ -151,7 +146,7 @@ def restrain(x: Inputs, pooled: Tensor) -> Tensor:
 
 def elementwise(x: Inputs) -> Callable[[], Tensor]:
     """Rows dropped by the kernels, the rest by PyTorch."""
-    attend = module_of(x, row_dropout=RARELY, **NONE)
+    attend = module_of(x, **NONE | {"row_dropout": RARELY})
     return lambda: restrain(x, attend())
 
 
@@ -186,16 +181,12 @@ SUITE = Suite(
     plain=functools.partial(formula, attention=flash_attention_plain),
     cost=cost,
     providers={
-        "ours": lambda x: module_of(
-            x, row_dropout=RARELY, output_dropout=RARELY, output_noise=RARELY
-        ),
-        "ours-power": lambda x: without(
-            x,
-            (BIAS, *LAYERS),
-            **NONE | {"row_dropout": RARELY, "output_dropout": RARELY, "length_power": True},
+        "ours": lambda x: without(x, (BIAS, *LAYERS), **NONE | DROPOUT | {"length_power": True}),
+        "ours-length": lambda x: module_of(
+            x, **DROPOUT, output_noise=RARELY, length_bias=True, feedforward_dim=2 * x.case.width
         ),
         "ours-elementwise": elementwise,
-        "ours-unrestrained": lambda x: without(x, LEARNED, row_dropout=0.0, **NONE),
+        "ours-unrestrained": lambda x: without(x, LEARNED, **NONE),
         "linear+padded-sdpa": padded,
     },
 )

@@ -266,14 +266,11 @@ def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: 
 
 
 def test_an_explained_output_is_the_sum_of_its_events(run: Path):
-    """Of each head its own columns of the rows, by the weights of all events; before the length."""
+    """Of each head its own columns of the rows, by the weights of all events, and by the length."""
     scorer, requests, _ = loaded(run, CPU)
     dense, ids, lengths = requests.tensors([requests.check(REQUEST)])
     attended = []
     attention = scorer.dlrm.sparse_arch.embedding_bag_collection.pooling.attentions[0]
-    of_linear2 = attention.linear2.parameters()
-    for of_length in (attention.length_power, attention.length_bias, *of_linear2):
-        torch.nn.init.zeros_(of_length)
     attention.register_forward_hook(lambda _, inputs, out: attended.append((inputs[1], out)))
     with torch.no_grad():
         scorer(dense, ids, lengths)
@@ -281,6 +278,7 @@ def test_an_explained_output_is_the_sum_of_its_events(run: Path):
     ((history, out),) = attended
     columns = history.values().unflatten(1, (attention.num_heads, -1))
     sums = torch.einsum("lch,lhd->chd", weights, columns).flatten(1)
+    sums *= len(history.values()) ** attention.length_power.detach()
     torch.testing.assert_close(sums, out[:-1])  # the last one is nobody's
 
 

@@ -11,11 +11,7 @@ from tests.plain import UNRESTRAINED, plain_attention
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules import target_attention
-from torchrec_jagged_attn.modules.target_attention import (
-    OUTPUT_DROPOUT,
-    OUTPUT_NOISE,
-    ROW_DROPOUT,
-)
+from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
 from torchrec_jagged_attn.ops.dropout import draw_dropout
 
 
@@ -138,6 +134,14 @@ def test_output_dropout_is_scripted(device):
 # What is the default
 
 
+MORE = {"output_noise": 0.0, "length_bias": False, "feedforward_dim": 0}
+DEFAULTS = MORE | {
+    "row_dropout": ROW_DROPOUT,
+    "output_dropout": OUTPUT_DROPOUT,
+    "length_power": True,
+}
+
+
 def restraints_of(module):
     """What is dropped and added, and which parameters of the length there are."""
     learned = {name.split(".")[0] for name, _ in module.named_parameters()}
@@ -151,16 +155,6 @@ def restraints_of(module):
     }
 
 
-DEFAULTS = {
-    "row_dropout": ROW_DROPOUT,
-    "output_dropout": OUTPUT_DROPOUT,
-    "output_noise": OUTPUT_NOISE,
-    "length_power": True,
-    "length_bias": True,
-    "feedforward_dim": 32,
-}
-
-
 def test_restrained_where_rows_are_not_projected():
     assert restraints_of(JaggedTargetAttention(16, 2)) == DEFAULTS
 
@@ -171,18 +165,20 @@ def test_restrained_where_rows_are_not_projected():
     ids=str,
 )
 def test_not_restrained_elsewhere(options):
-    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == UNRESTRAINED
+    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == MORE | UNRESTRAINED
 
 
-@pytest.mark.parametrize("name", list(DEFAULTS))
+@pytest.mark.parametrize("name", list(UNRESTRAINED))
 def test_each_restraint_is_left_out_by_its_option(name):
     module = JaggedTargetAttention(16, 2, **{name: UNRESTRAINED[name]})
     assert restraints_of(module) == DEFAULTS | {name: UNRESTRAINED[name]}
 
 
 def test_restrained_modules_are_compiled_once_and_traced(device):
-    module = JaggedTargetAttention(64, 2, device=device)
-    nn.init.normal_(module.length_power)
+    more = {"output_noise": 0.5, "length_bias": True, "feedforward_dim": 24}
+    module = JaggedTargetAttention(64, 2, **more, device=device)
+    for parameter in (module.length_power, module.length_bias, module.linear2.weight):
+        nn.init.normal_(parameter)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     traced = torch.fx.symbolic_trace(module)

@@ -869,19 +869,19 @@ def test_prior_weights_travel(value_projection, device):
             "length_power must be None or False unless score is 'softmax', got 'silu'",
         ),
         ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
-        ({"length_bias": 1}, TypeError, "length_bias must be a bool or None, got 1"),
+        ({"length_bias": 1}, TypeError, "length_bias must be a bool, got 1"),
         (
             {"length_bias": True, "score": "sigmoid", "prior_weights": None},
             ValueError,
-            "length_bias must be None or False unless score is 'softmax', got 'sigmoid'",
+            "length_bias must be False unless score is 'softmax', got 'sigmoid'",
         ),
         (
             {"feedforward_dim": 8, "score": "silu", "prior_weights": None},
             ValueError,
-            "feedforward_dim must be None or 0 unless score is 'softmax', got 'silu'",
+            "feedforward_dim must be 0 unless score is 'softmax', got 'silu'",
         ),
         ({"feedforward_dim": -1}, ValueError, "feedforward_dim must be at least 0, got -1"),
-        ({"feedforward_dim": 8.0}, TypeError, "feedforward_dim must be an int or None, got 8.0"),
+        ({"feedforward_dim": 8.0}, TypeError, "feedforward_dim must be an int, got 8.0"),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
             for name in ("row_dropout", "dropout", "output_dropout")

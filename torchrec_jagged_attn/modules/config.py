@@ -78,7 +78,7 @@ class TargetAttentionConfig:
         length_bias: whether a learned multiple of the logarithm of the length is added to an
             attention's output; as in :class:`JaggedTargetAttention`.
         feedforward_dim: width of the hidden layer of an attention's feed-forward network, or 0 for
-            none; as in :class:`JaggedTargetAttention`. ``None`` as there.
+            none; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -120,9 +120,9 @@ class TargetAttentionConfig:
     output_dropout: float | None = None
     length_power: bool | None = None
     encoder_dropout: float = 0.0
-    output_noise: float | None = None
-    length_bias: bool | None = None
-    feedforward_dim: int | None = None
+    output_noise: float = 0.0
+    length_bias: bool = False
+    feedforward_dim: int = 0
 
     @property
     def targets(self) -> list[str]:

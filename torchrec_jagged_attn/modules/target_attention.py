@@ -54,8 +54,8 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = ["JaggedTargetAttention"]
 
 
-ROW_DROPOUT, OUTPUT_DROPOUT, OUTPUT_NOISE = 0.2, 0.6, 0.5
-"""What :class:`JaggedTargetAttention` drops and adds unless told; by ``benchmarks/quality.py``."""
+ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
+"""What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -65,10 +65,9 @@ class JaggedTargetAttention(nn.Module):
     kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
     switch. Scores have a learned bias by position in the history (``recency_bias``, see
     :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``),
-    where ``row_dropout``, ``output_dropout`` and ``output_noise`` keep them from overfitting, and
-    ``length_power``, ``length_bias`` and ``feedforward_dim`` let them say more the longer a history
-    is. With ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the
-    same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
+    where ``row_dropout``, ``output_dropout`` and ``length_power`` keep them from overfitting. With
+    ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the same
+    parameter names and shapes. Targets may have a width of their own, too. Where they are few,
     no key and no value is made: the projections are absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
@@ -138,16 +137,14 @@ class JaggedTargetAttention(nn.Module):
             weights and dropout do not change ``n``. ``None``, the default, multiplies for a softmax
             whose values are not projected.
         length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
-            ``c`` of each column, that starts at zero. ``None`` as for ``length_power``.
+            ``c`` of each column, that starts at zero.
         output_noise: while training, the deviation of uniform noise that is added to the output, in
             units of ``1 / sqrt(E)``, with which tables often start. So large it is where a history
             has one row. It falls with the root of the length, and an empty history has none.
-            ``None``, the default, is 0.5 for a softmax whose values are not projected, else 0.
         feedforward_dim: ``F``, width of the hidden layer of a feed-forward network with GELU of the
             row ``y`` that the options above have made, or 0 for none: ``y + n / (n + 100)
             (linear2(gelu(linear1(y))))``. So it counts little where histories are short. The last
-            layer starts at zero. Elements are dropped after it. ``None``, the default, is ``2 E``
-            for a softmax whose values are not projected, else 0.
+            layer starts at zero. Elements are dropped after it.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -195,10 +192,10 @@ class JaggedTargetAttention(nn.Module):
         row_dropout: float | None = None,
         dropout: float = 0.0,
         output_dropout: float | None = None,
-        output_noise: float | None = None,
+        output_noise: float = 0.0,
         length_power: bool | None = None,
-        length_bias: bool | None = None,
-        feedforward_dim: int | None = None,
+        length_bias: bool = False,
+        feedforward_dim: int = 0,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -248,14 +245,8 @@ class JaggedTargetAttention(nn.Module):
             row_dropout = ROW_DROPOUT if is_restrained else 0.0
         if output_dropout is None:
             output_dropout = OUTPUT_DROPOUT if is_restrained else 0.0
-        if output_noise is None:
-            output_noise = OUTPUT_NOISE if is_restrained else 0.0
         if length_power is None:
             length_power = is_restrained
-        if length_bias is None:
-            length_bias = is_restrained
-        if feedforward_dim is None:
-            feedforward_dim = 2 * embed_dim if is_restrained else 0
         if score == "din":
             check_unit(
                 embed_dim, num_heads, self.history_dim, self.target_dim, value_projection, bias,
