@@ -226,6 +226,52 @@ def formula(module, pooled, length):
     )
 
 
+def test_the_network_sees_the_noise(device):
+    module, without = with_and_without(device, output_noise=0.5)
+    without.eval()
+    target, history = example(module, [400] * 100, device)
+    length = torch.full((100, 1, 1), 400, device=device)
+
+    def noise():
+        out = module(target, history).double()
+        return (out - formula(module, without(target, history), length)).std().item()
+
+    alone = 0.5 / (16 * 400) ** 0.5
+    assert noise() > 1.2 * alone
+    nn.init.zeros_(module.linear1.weight)
+    assert noise() == pytest.approx(alone, rel=0.05)
+
+
+@pytest.mark.parametrize("targets", ["three", "jagged"])
+def test_noise_of_targets_differs(targets, device):
+    module, _ = with_and_without(device, output_noise=0.5)
+    target, history = example(module, [5, 40, 1], device, jagged=targets == "jagged")
+    out, again = module(target, history), module(target, history)
+    noise = (out - again).flatten(0, -2)
+    assert (noise != 0).all()
+    assert len(noise.unique(dim=0)) == len(noise)
+
+
+def test_layers_of_the_length_may_have_no_biases(device):
+    module, _ = with_and_without(device, bias=False)
+    names = {name for name, _ in module.named_parameters()}
+    assert {"linear1.weight", "linear2.weight", "length_bias"} <= names
+    assert not {"linear1.bias", "linear2.bias"} & names
+    out = module(*example(module, [5, 0, 40], device))
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert out[[0, 2]].all()
+
+
+def test_of_rows_that_are_all_removed_the_length_is_left(device):
+    module, _ = with_and_without(device)
+    target, history = example(module, [5, 1], device)
+    weights = torch.zeros(6, device=device)
+    out = module(target, history, prior_weights=weights)
+    length = torch.tensor([5, 1], device=device).view(2, 1, 1)
+    expected = formula(module, torch.zeros_like(out), length).float()
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])
 @pytest.mark.parametrize("targets", ["one", "three", "jagged"])
 def test_what_is_learned_of_the_length(targets, value_projection, device):
