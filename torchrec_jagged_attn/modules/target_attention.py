@@ -130,6 +130,9 @@ class JaggedTargetAttention(nn.Module):
             of ``n`` rows, it is ``p / (p + (1 - p) sqrt(n))``, so that what is known of few events
             is trusted less. What is kept is divided by the probability to keep it. ``None``, the
             default, is 0.6 for a softmax whose values are not projected, else 0.
+        output_noise: while training, the deviation of uniform noise that is added to the output, in
+            units of ``1 / sqrt(E)``, with which tables often start. So large it is where a history
+            has one row. It falls with the root of the length, and an empty history has none.
         length_power: whether outputs are multiplied by ``n^p``, of a history of ``n`` rows (an
             empty one has the factor 1), with a learned parameter ``length_power`` ``[E]``, ``p`` of
             each column, that starts at zero. The weights of a softmax sum to one, whatever the
@@ -138,20 +141,17 @@ class JaggedTargetAttention(nn.Module):
             whose values are not projected.
         length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
             ``c`` of each column, that starts at zero.
-        output_noise: while training, the deviation of uniform noise that is added to the output, in
-            units of ``1 / sqrt(E)``, with which tables often start. So large it is where a history
-            has one row. It falls with the root of the length, and an empty history has none.
-        feedforward_dim: ``F``, width of the hidden layer of a feed-forward network with GELU of the
-            row ``y`` that the options above have made, or 0 for none: ``y + n / (n + 100)
-            (linear2(gelu(linear1(y))))``. So it counts little where histories are short. The last
-            layer starts at zero. Elements are dropped after it.
+        feedforward_dim: ``F``, width of the hidden layer of a feed-forward network, or 0 for none.
+            It makes ``y + n / (n + 100) · linear2(gelu(linear1(y)))`` of the row ``y`` that length
+            and noise have made, so that it counts little where a history is short. Its last layer
+            starts at zero. Elements are dropped after it.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads``, ``target_dim`` or ``feedforward_dim`` is no int,
-            ``length_power`` or ``length_bias`` is neither a bool nor None, or ``history_codes`` is
-            of another type.
+            ``length_power`` is neither a bool nor None, ``length_bias`` no bool, ``output_noise``
+            no number, or ``history_codes`` of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
             ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
             ``output_dropout`` is no probability below one, ``output_noise`` is negative or over

@@ -68,7 +68,7 @@ class UnitLayers(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a module was made with, and what it drops now: of 2^32 draws, as of noise of 2^32."""
+    """What a module was made with, and what it drops and adds now, in units of 2^-32."""
 
     target_dim: int
     history_dim: int
