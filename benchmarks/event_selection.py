@@ -254,7 +254,14 @@ class Ranker(nn.Module):
             init_fn=functools.partial(nn.init.normal_, std=width**-0.5),
         )
         attention = TargetAttentionConfig(
-            "item", "history", num_heads=2, row_dropout=0.0, output_dropout=0.0, length_power=False
+            "item",
+            "history",
+            num_heads=2,
+            row_dropout=0.0,
+            output_dropout=0.0,
+            output_noise=0.0,
+            length_power=False,
+            length_bias=False,
         )
         self.selection = selection
         self.collection = TargetAttentionEmbeddingBagCollection(

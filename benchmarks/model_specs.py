@@ -89,21 +89,20 @@ POOLINGS = {
     "din": "DIN's activation unit, padded",
     "attention-din": 'the same fused, with recency (`score="din"`)',
     "attention": "attention, as it comes",
-    "attention-length": (
-        "attention, `num_heads=8, output_noise=0.5, length_bias=True, feedforward_dim=64`"
-    ),
-    "attention-dropout": "attention, `output_dropout=0.0, length_power=False`",
-    "attention-unrestrained": "attention, that and `row_dropout=0.0`",
+    "attention-length": "the same, `num_heads=8, feedforward_dim=64`",
+    "attention-power": "(a) attention, `output_noise=0.0, length_bias=False`",
+    "attention-dropout": "(b) as (a), `output_dropout=0.0, length_power=False`",
+    "attention-unrestrained": "as (b), `row_dropout=0.0`",
     "attention-values": "attention, `value_projection=True`",
-    "attention-no-bias": "attention, `recency_bias=False`",
+    "attention-no-bias": "as (a), `recency_bias=False`",
     "attention-mha": "attention with both, as `nn.MultiheadAttention`",
     "attention-padded": "`nn.MultiheadAttention`, padded",
     "attention-silu": 'attention, `score="silu"`',
     "attention-sigmoid": 'attention, `score="sigmoid"`',
-    "encoder+attention": "a self-attention layer, then attention",
+    "encoder+attention": "a self-attention layer, then (a)",
     "causal-encoder": "two causal self-attention layers, the last row",
     "causal-encoder-dropout": "the same, `dropout=0.1`",
-    "sim": "attention over the 16 most similar rows",
+    "sim": "(a), `length_power=False`, over the 16 most similar rows",
 }
 """Those of ``quality.py``, in words."""
 LOGS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ __all__ = ["POOLINGS", "Ranker"]
 
 HEADS = 4
 SIMILAR = 16  # rows that ``sim`` attends to
+POWER_ALONE: dict[str, Any] = {"output_noise": 0.0, "length_bias": False}
+"""Attention as most of its variants were measured."""
 
 
 class Ranker(nn.Module):
@@ -186,7 +189,7 @@ class Similar(nn.Module):
     def __init__(self, width: int, max_history: int) -> None:
         super().__init__()
         self.max_history = max_history
-        self.attention = JaggedTargetAttention(width, HEADS, length_power=False)
+        self.attention = JaggedTargetAttention(width, HEADS, length_power=False, **POWER_ALONE)
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
         x, is_row = padded(rows, self.max_history)
@@ -217,18 +220,21 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
     "attention": lambda width, half_life, max_history: Attention(width),
     "attention-length": lambda width, half_life, max_history: Attention(
-        width, 2 * HEADS, output_noise=0.5, length_bias=True, feedforward_dim=2 * width
+        width, 2 * HEADS, feedforward_dim=2 * width
     ),
+    "attention-power": lambda width, half_life, max_history: Attention(width, **POWER_ALONE),
     "attention-dropout": lambda width, half_life, max_history: Attention(
-        width, output_dropout=0.0, length_power=False
+        width, output_dropout=0.0, length_power=False, **POWER_ALONE
     ),
     "attention-unrestrained": lambda width, half_life, max_history: Attention(
-        width, row_dropout=0.0, output_dropout=0.0, length_power=False
+        width, row_dropout=0.0, output_dropout=0.0, length_power=False, **POWER_ALONE
     ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True
     ),
-    "attention-no-bias": lambda width, half_life, max_history: Attention(width, recency_bias=False),
+    "attention-no-bias": lambda width, half_life, max_history: Attention(
+        width, recency_bias=False, **POWER_ALONE
+    ),
     "attention-mha": lambda width, half_life, max_history: Attention(
         width, recency_bias=False, value_projection=True
     ),
@@ -236,7 +242,9 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-silu": lambda width, half_life, max_history: Attention(width, score="silu"),
     "attention-din": lambda width, half_life, max_history: FusedActivationUnit(width),
     "attention-sigmoid": lambda width, half_life, max_history: Attention(width, score="sigmoid"),
-    "encoder+attention": lambda width, half_life, max_history: Attention(width, layers=1),
+    "encoder+attention": lambda width, half_life, max_history: Attention(
+        width, layers=1, **POWER_ALONE
+    ),
     "causal-encoder": lambda width, half_life, max_history: CausalEncoder(width),
     "causal-encoder-dropout": lambda width, half_life, max_history: CausalEncoder(
         width, dropout=0.1

@@ -245,6 +245,7 @@ def build_model(
             encoder_layers=args.encoder_layers,
             row_dropout=dropout,
             output_dropout=dropout,
+            output_noise=dropout,
         )
         collection = TargetAttentionEmbeddingBagCollection(
             tables, [attention], candidates=candidates

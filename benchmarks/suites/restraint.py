@@ -2,11 +2,11 @@
 
     python benchmarks/run.py restraint --graph --host --csv benchmarks/results/restraint.csv
 
-``ours`` drops rows and outputs, and multiplies these by powers of the length. ``ours-length`` also
-adds noise, a bias and a feed-forward network by the length. ``ours-elementwise`` drops rows, too,
-and does the rest of all that by PyTorch's own ops. ``ours-unrestrained`` does none of it: a bound
-of what it costs. ``linear+padded-sdpa`` does all but dropping rows in PyTorch. So little is dropped
-and added that the oracle does neither.
+``ours`` drops rows and outputs, adds noise, multiplies outputs by powers of the length and adds a
+bias by it. ``ours-power`` has neither noise nor bias, and ``ours-length`` also a feed-forward
+network. ``ours-elementwise`` drops rows, too, and does the rest of all that by PyTorch's own ops.
+``ours-unrestrained`` does none of it: a bound of what it costs. ``linear+padded-sdpa`` does all but
+dropping rows in PyTorch. So little is dropped and added that the oracle does neither.
 """
 
 import functools
@@ -32,8 +32,14 @@ POWER, BIAS = "length_power", "length_bias"
 LAYERS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias")
 LEARNED = (POWER, BIAS, *LAYERS)
 RARELY = 1e-9  # four of 2^32 draws
-DROPOUT = {"row_dropout": RARELY, "output_dropout": RARELY}
-NONE = {"row_dropout": 0.0, "output_dropout": 0.0, "length_power": False}
+DROPOUT = {"row_dropout": RARELY, "output_dropout": RARELY, "output_noise": RARELY}
+NONE = {
+    "row_dropout": 0.0,
+    "output_dropout": 0.0,
+    "output_noise": 0.0,
+    "length_power": False,
+    "length_bias": False,
+}
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -181,10 +187,13 @@ SUITE = Suite(
     plain=functools.partial(formula, attention=flash_attention_plain),
     cost=cost,
     providers={
-        "ours": lambda x: without(x, (BIAS, *LAYERS), **NONE | DROPOUT | {"length_power": True}),
-        "ours-length": lambda x: module_of(
-            x, **DROPOUT, output_noise=RARELY, length_bias=True, feedforward_dim=2 * x.case.width
+        "ours": lambda x: without(x, LAYERS, **DROPOUT),
+        "ours-power": lambda x: without(
+            x,
+            (BIAS, *LAYERS),
+            **NONE | {"row_dropout": RARELY, "output_dropout": RARELY, "length_power": True},
         ),
+        "ours-length": lambda x: module_of(x, **DROPOUT, feedforward_dim=2 * x.case.width),
         "ours-elementwise": elementwise,
         "ours-unrestrained": lambda x: without(x, LEARNED, **NONE),
         "linear+padded-sdpa": padded,

@@ -869,11 +869,11 @@ def test_prior_weights_travel(value_projection, device):
             "length_power must be None or False unless score is 'softmax', got 'silu'",
         ),
         ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
-        ({"length_bias": 1}, TypeError, "length_bias must be a bool, got 1"),
+        ({"length_bias": 1}, TypeError, "length_bias must be a bool or None, got 1"),
         (
             {"length_bias": True, "score": "sigmoid", "prior_weights": None},
             ValueError,
-            "length_bias must be False unless score is 'softmax', got 'sigmoid'",
+            "length_bias must be None or False unless score is 'softmax', got 'sigmoid'",
         ),
         (
             {"feedforward_dim": 8, "score": "silu", "prior_weights": None},

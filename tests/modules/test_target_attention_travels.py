@@ -44,8 +44,7 @@ def assert_exports(module, device):
 
 
 def test_exports_without_a_value_projection(path, device):
-    more = {"length_bias": True, "feedforward_dim": 24}
-    module = JaggedTargetAttention(16, 2, value_projection=False, **more, **path)
+    module = JaggedTargetAttention(16, 2, value_projection=False, feedforward_dim=24, **path)
     for parameter in (module.length_power, module.length_bias, module.linear2.weight):
         nn.init.normal_(parameter)
     assert_exports(module, device)

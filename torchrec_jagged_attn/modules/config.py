@@ -120,8 +120,8 @@ class TargetAttentionConfig:
     output_dropout: float | None = None
     length_power: bool | None = None
     encoder_dropout: float = 0.0
-    output_noise: float = 0.0
-    length_bias: bool = False
+    output_noise: float | None = None
+    length_bias: bool | None = None
     feedforward_dim: int = 0
 
     @property

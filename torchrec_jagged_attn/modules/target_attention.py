@@ -54,8 +54,8 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = ["JaggedTargetAttention"]
 
 
-ROW_DROPOUT, OUTPUT_DROPOUT = 0.2, 0.6
-"""What :class:`JaggedTargetAttention` drops unless told; by ``benchmarks/quality.py``."""
+ROW_DROPOUT, OUTPUT_DROPOUT, OUTPUT_NOISE = 0.2, 0.6, 0.5
+"""What :class:`JaggedTargetAttention` drops and adds unless told; by ``benchmarks/quality.py``."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -65,7 +65,8 @@ class JaggedTargetAttention(nn.Module):
     kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
     switch. Scores have a learned bias by position in the history (``recency_bias``, see
     :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``),
-    where ``row_dropout``, ``output_dropout`` and ``length_power`` keep them from overfitting. With
+    where ``row_dropout``, ``output_dropout`` and ``output_noise`` keep them from overfitting, and
+    ``length_power`` and ``length_bias`` give back what a softmax does not know, the length. With
     ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the same
     parameter names and shapes. Targets may have a width of their own, too. Where they are few,
     no key and no value is made: the projections are absorbed on the targets' side,
@@ -133,6 +134,7 @@ class JaggedTargetAttention(nn.Module):
         output_noise: while training, the deviation of uniform noise that is added to the output, in
             units of ``1 / sqrt(E)``, with which tables often start. So large it is where a history
             has one row. It falls with the root of the length, and an empty history has none.
+            ``None``, the default, is 0.5 for a softmax whose values are not projected, else 0.
         length_power: whether outputs are multiplied by ``n^p``, of a history of ``n`` rows (an
             empty one has the factor 1), with a learned parameter ``length_power`` ``[E]``, ``p`` of
             each column, that starts at zero. The weights of a softmax sum to one, whatever the
@@ -140,7 +142,7 @@ class JaggedTargetAttention(nn.Module):
             weights and dropout do not change ``n``. ``None``, the default, multiplies for a softmax
             whose values are not projected.
         length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
-            ``c`` of each column, that starts at zero.
+            ``c`` of each column, that starts at zero. ``None`` is as for ``length_power``.
         feedforward_dim: ``F``, width of the hidden layer of a feed-forward network, or 0 for none.
             It makes ``y + n / (n + 100) · linear2(gelu(linear1(y)))`` of the row ``y`` that length
             and noise have made, so that it counts little where a history is short. Its last layer
@@ -150,8 +152,8 @@ class JaggedTargetAttention(nn.Module):
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads``, ``target_dim`` or ``feedforward_dim`` is no int,
-            ``length_power`` is neither a bool nor None, ``length_bias`` no bool, ``output_noise``
-            no number, or ``history_codes`` of another type.
+            ``length_power`` or ``length_bias`` is neither a bool nor None, ``output_noise`` no
+            number, or ``history_codes`` of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
             ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
             ``output_dropout`` is no probability below one, ``output_noise`` is negative or over
@@ -192,9 +194,9 @@ class JaggedTargetAttention(nn.Module):
         row_dropout: float | None = None,
         dropout: float = 0.0,
         output_dropout: float | None = None,
-        output_noise: float = 0.0,
+        output_noise: float | None = None,
         length_power: bool | None = None,
-        length_bias: bool = False,
+        length_bias: bool | None = None,
         feedforward_dim: int = 0,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
@@ -245,8 +247,12 @@ class JaggedTargetAttention(nn.Module):
             row_dropout = ROW_DROPOUT if is_restrained else 0.0
         if output_dropout is None:
             output_dropout = OUTPUT_DROPOUT if is_restrained else 0.0
+        if output_noise is None:
+            output_noise = OUTPUT_NOISE if is_restrained else 0.0
         if length_power is None:
             length_power = is_restrained
+        if length_bias is None:
+            length_bias = is_restrained
         if score == "din":
             check_unit(
                 embed_dim, num_heads, self.history_dim, self.target_dim, value_projection, bias,

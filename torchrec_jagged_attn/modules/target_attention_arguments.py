@@ -111,20 +111,19 @@ def check_unit(
 
 
 def check_length_layers(
-    score: str, length_power: bool | None, length_bias: bool, feedforward_dim: int
+    score: str, length_power: bool | None, length_bias: bool | None, feedforward_dim: int
 ) -> None:
     """What a length does is learned of pooled rows whose weights have a sum in common."""
-    if length_power is not None and not isinstance(length_power, bool):
-        raise TypeError(f"length_power must be a bool or None, got {length_power!r}")
-    if not isinstance(length_bias, bool):
-        raise TypeError(f"length_bias must be a bool, got {length_bias!r}")
+    for name, value in (("length_power", length_power), ("length_bias", length_bias)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool or None, got {value!r}")
     if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, Integral):
         raise TypeError(f"feedforward_dim must be an int, got {feedforward_dim!r}")
     if feedforward_dim < 0:
         raise ValueError(f"feedforward_dim must be at least 0, got {feedforward_dim}")
     for name, value, without in (
         ("length_power", length_power, "None or False"),
-        ("length_bias", length_bias, "False"),
+        ("length_bias", length_bias, "None or False"),
         ("feedforward_dim", feedforward_dim, "0"),
     ):
         if value and score != "softmax":
