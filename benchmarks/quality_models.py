@@ -16,8 +16,8 @@ __all__ = ["POOLINGS", "Ranker"]
 
 HEADS = 4
 SIMILAR = 16  # rows that ``sim`` attends to
-POWER_ALONE: dict[str, Any] = {"output_noise": 0.0, "length_bias": False}
-"""Attention as most of its variants were measured."""
+EARLIER: dict[str, Any] = {"output_noise": 0.0, "length_bias": False}
+"""What the default did not have when most variants were measured."""
 
 
 class Ranker(nn.Module):
@@ -189,7 +189,7 @@ class Similar(nn.Module):
     def __init__(self, width: int, max_history: int) -> None:
         super().__init__()
         self.max_history = max_history
-        self.attention = JaggedTargetAttention(width, HEADS, length_power=False, **POWER_ALONE)
+        self.attention = JaggedTargetAttention(width, HEADS, length_power=False, **EARLIER)
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
         x, is_row = padded(rows, self.max_history)
@@ -222,18 +222,18 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-length": lambda width, half_life, max_history: Attention(
         width, 2 * HEADS, feedforward_dim=2 * width
     ),
-    "attention-power": lambda width, half_life, max_history: Attention(width, **POWER_ALONE),
+    "attention-power": lambda width, half_life, max_history: Attention(width, **EARLIER),
     "attention-dropout": lambda width, half_life, max_history: Attention(
-        width, output_dropout=0.0, length_power=False, **POWER_ALONE
+        width, output_dropout=0.0, length_power=False, **EARLIER
     ),
     "attention-unrestrained": lambda width, half_life, max_history: Attention(
-        width, row_dropout=0.0, output_dropout=0.0, length_power=False, **POWER_ALONE
+        width, row_dropout=0.0, output_dropout=0.0, length_power=False, **EARLIER
     ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True
     ),
     "attention-no-bias": lambda width, half_life, max_history: Attention(
-        width, recency_bias=False, **POWER_ALONE
+        width, recency_bias=False, **EARLIER
     ),
     "attention-mha": lambda width, half_life, max_history: Attention(
         width, recency_bias=False, value_projection=True
@@ -243,7 +243,7 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-din": lambda width, half_life, max_history: FusedActivationUnit(width),
     "attention-sigmoid": lambda width, half_life, max_history: Attention(width, score="sigmoid"),
     "encoder+attention": lambda width, half_life, max_history: Attention(
-        width, layers=1, **POWER_ALONE
+        width, layers=1, **EARLIER
     ),
     "causal-encoder": lambda width, half_life, max_history: CausalEncoder(width),
     "causal-encoder-dropout": lambda width, half_life, max_history: CausalEncoder(

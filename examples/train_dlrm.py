@@ -98,8 +98,9 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--encoder-layers", type=number(int, 0, 100), default=0,
                        help="in which a history attends to itself, before the attention")
     model.add_argument("--no-dropout", action="store_true",
-                       help="attention drops nothing while training: several ranks then compute "
-                            "what one does, and a resumed training what one without a stop does")
+                       help="attention drops nothing, and adds no noise, while training: several "
+                            "ranks then compute what one does, and a resumed training what one "
+                            "without a stop does")
     model.add_argument("--half-life", type=number(float, 0.01, 1000), default=3,
                        help="events over which the weight halves in recency pooling; the best on "
                             "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")

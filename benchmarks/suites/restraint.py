@@ -3,10 +3,11 @@
     python benchmarks/run.py restraint --graph --host --csv benchmarks/results/restraint.csv
 
 ``ours`` drops rows and outputs, adds noise, multiplies outputs by powers of the length and adds a
-bias by it. ``ours-power`` has neither noise nor bias, and ``ours-length`` also a feed-forward
-network. ``ours-elementwise`` drops rows, too, and does the rest of all that by PyTorch's own ops.
-``ours-unrestrained`` does none of it: a bound of what it costs. ``linear+padded-sdpa`` does all but
-dropping rows in PyTorch. So little is dropped and added that the oracle does neither.
+bias by it. ``ours-power`` is without noise and bias. ``ours-length`` is ``ours`` with a
+feed-forward network. ``ours-elementwise`` drops rows, and does the rest of ``ours-length`` by
+PyTorch's own ops. ``ours-unrestrained`` does none of it: a bound of what it costs.
+``linear+padded-sdpa`` does all of ``ours-length`` but dropping rows in PyTorch. So little is
+dropped and added that the oracle does neither.
 """
 
 import functools
@@ -112,7 +113,10 @@ def scale(x: Inputs, pooled: Tensor, deviation: float = 0.0) -> Tensor:
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Read history once, and in backward again, and write its gradient; the rest is per target."""
+    """Read history once, and in backward again, and write its gradient; the rest is per target.
+
+    Of that is the network, which ``ours-length`` alone of ours has.
+    """
     num_rows, width = x.leaves["history"].shape
     num_targets, size = x.leaves["target"].shape[0], x.case.dtype.itemsize
     pairs = 2 * num_rows * width * x.case.num_heads  # of each product

@@ -47,11 +47,14 @@ def make_collection(device: torch.device, **options: Any) -> TargetAttentionEmbe
         num_heads=2,
         init="mha",
         length_power=options.get("score", "softmax") == "softmax",
+        length_bias=options.get("score", "softmax") == "softmax",
         **options,
     )
     collection = TargetAttentionEmbeddingBagCollection(tables, config, candidates="jagged")
-    if (length_power := collection.pooling.attentions[0].length_power) is not None:
-        torch.nn.init.normal_(length_power)
+    (attention,) = collection.pooling.attentions
+    for parameter in (attention.length_power, attention.length_bias):
+        if parameter is not None:
+            torch.nn.init.normal_(parameter)
     return collection.to(device).eval()
 
 

@@ -24,7 +24,7 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, ROW_DROPOUT
+from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, OUTPUT_NOISE, ROW_DROPOUT
 from torchrec_jagged_attn.testing import assert_close
 
 
@@ -33,7 +33,9 @@ def test_encoder_layers_drop_no_rows_unless_told():
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
     assert (attention.row_dropout, attention.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
+    assert attention.output_noise == OUTPUT_NOISE
     assert attention.length_power is not None
+    assert attention.length_bias is not None
     assert (layer.self_attn.row_dropout, layer.dropout.p) == (0, 0)
     config = dataclasses.replace(config, encoder_dropout=0.1, row_dropout=0.3, dropout=0.2)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)

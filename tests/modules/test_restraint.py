@@ -134,7 +134,8 @@ def test_output_dropout_is_scripted(device):
 # What is the default
 
 
-DEFAULTS = {
+NONE = UNRESTRAINED | {"feedforward_dim": 0}
+DEFAULTS = NONE | {
     "row_dropout": ROW_DROPOUT,
     "output_dropout": OUTPUT_DROPOUT,
     "output_noise": OUTPUT_NOISE,
@@ -152,6 +153,7 @@ def restraints_of(module):
         "output_noise": module.output_noise,
         "length_power": "length_power" in learned,
         "length_bias": "length_bias" in learned,
+        "feedforward_dim": module.linear1.out_features if "linear1" in learned else 0,
     }
 
 
@@ -165,7 +167,7 @@ def test_restrained_where_rows_are_not_projected():
     ids=str,
 )
 def test_not_restrained_elsewhere(options):
-    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == UNRESTRAINED
+    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == NONE
 
 
 @pytest.mark.parametrize("name", list(UNRESTRAINED))
@@ -269,6 +271,30 @@ def test_of_rows_that_are_all_removed_the_length_is_left(device):
     length = torch.tensor([5, 1], device=device).view(2, 1, 1)
     expected = formula(module, torch.zeros_like(out), length).float()
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("name", list(LEARNED))
+def test_each_is_learned_alone(name, device):
+    """Of the others, the formula is given zeros."""
+    module, without = with_and_without(device)
+    alone = plain_attention(16, 2, **{name: LEARNED[name]}, device=device)
+    state = module.state_dict()
+    alone.load_state_dict({key: state[key] for key in alone.state_dict()})
+    learned = {key.split(".")[0] for key in alone.state_dict()}
+    of_length = {"length_power", "length_bias", "linear1", "linear2"}
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.split(".")[0] in of_length - learned:
+                parameter.zero_()
+    target, history = example(module, [5, 0, 40], device)
+    rows = history.values().requires_grad_()
+    out = alone(target, history)
+    length = torch.tensor([5, 0, 40], device=device).view(3, 1, 1)
+    expected = formula(module, without(target, history), length).float()
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    of_out, of_expected = (torch.autograd.grad(x, rows, weights)[0] for x in (out, expected))
+    torch.testing.assert_close(of_out, of_expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("value_projection", [False, True], ids=["rows", "values"])

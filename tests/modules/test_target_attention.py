@@ -881,7 +881,10 @@ def test_prior_weights_travel(value_projection, device):
             "feedforward_dim must be 0 unless score is 'softmax', got 'silu'",
         ),
         ({"feedforward_dim": -1}, ValueError, "feedforward_dim must be at least 0, got -1"),
-        ({"feedforward_dim": 8.0}, TypeError, "feedforward_dim must be an int, got 8.0"),
+        *(
+            ({"feedforward_dim": dim}, TypeError, f"feedforward_dim must be an int, got {dim}")
+            for dim in (8.0, True)
+        ),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
             for name in ("row_dropout", "dropout", "output_dropout")
@@ -894,7 +897,7 @@ def test_prior_weights_travel(value_projection, device):
                 ValueError,
                 f"output_noise must be at least 0 and at most 1000, got {deviation}",
             )
-            for deviation in (-0.1, float("nan"))
+            for deviation in (-0.1, 1000.5, float("nan"))
         ),
         ({"output_noise": "0.1"}, TypeError, "output_noise must be a number, got '0.1'"),
         (

@@ -73,8 +73,8 @@ class TargetAttentionConfig:
             set to zero, by the length of its history; as in :class:`JaggedTargetAttention`.
         length_power: whether an attention's output is multiplied by a learned power of the length
             of its history; as in :class:`JaggedTargetAttention`.
-        output_noise: while training, how large noise is that is added to an attention's output; as
-            in :class:`JaggedTargetAttention`.
+        output_noise: while training, the size of the noise that is added to an attention's output;
+            as in :class:`JaggedTargetAttention`.
         length_bias: whether a learned multiple of the logarithm of the length is added to an
             attention's output; as in :class:`JaggedTargetAttention`.
         feedforward_dim: width of the hidden layer of an attention's feed-forward network, or 0 for

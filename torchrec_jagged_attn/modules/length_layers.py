@@ -46,7 +46,7 @@ def apply_length_layers(
         )
     row = _scale(pooled, offsets, query_offsets, layers.power, layers.bias, None, seed, noise, 0)
     hidden = F.gelu(F.linear(row, weight_1, layers.bias_1))
-    addend = F.linear(hidden, weight_2, layers.bias_2)
+    addend = F.linear(hidden, weight_2, layers.bias_2).to(row.dtype)  # autocast, if scripted
     return _scale(row, offsets, query_offsets, None, None, addend, seed, 0, drops)
 
 

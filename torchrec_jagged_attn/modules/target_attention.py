@@ -84,7 +84,7 @@ class JaggedTargetAttention(nn.Module):
         num_heads: ``H``, a divisor of ``embed_dim``.
         history_dim: ``D``, width of history rows; ``embed_dim`` by default.
         target_dim: ``C``, width of targets; ``embed_dim`` by default.
-        bias: whether the projections have biases, and the feed-forward network.
+        bias: whether the projections and the feed-forward network have biases.
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
@@ -106,12 +106,11 @@ class JaggedTargetAttention(nn.Module):
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
-            the identity, and what the length adds. An empty history gives zeros. In place of
-            those of the projections, parameters are ``q_proj_weight`` ``[E, C]``, ``k_proj_weight``
-            ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of queries alone: a bias of keys
-            changes nothing. ``None``, the default, projects where it
-            has to: where ``D`` is not ``E``, with ``init="mha"`` or ``history_codes``; never for
-            ``"din"``.
+            the identity, but for what the length does to it. An empty history gives zeros. In place
+            of those of the projections, parameters are ``q_proj_weight`` ``[E, C]``,
+            ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of queries
+            alone: a bias of keys changes nothing. ``None``, the default, projects where it has to:
+            where ``D`` is not ``E``, with ``init="mha"`` or ``history_codes``; never for ``"din"``.
         history_codes: how the history is packed in digits, if it is: its values are then ``[N,
             num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
             decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
@@ -669,7 +668,7 @@ def _attend(
 
 
 def _draw(options: Options, device: torch.device) -> Tensor | None:
-    """Which rows are dropped; its seed is that of outputs, too, whose draws are others."""
+    """Which rows are dropped; outputs and noise have its seed, too, and other draws."""
     if options.row_drops > 0 or options.output_drops > 0 or options.output_noise > 0:
         return draw_dropout(options.row_drops, device)
     return None

@@ -1,4 +1,4 @@
-"""What is dropped, by counter-based generators: nothing of it is stored.
+"""What is dropped, and noise, by counter-based generators: nothing of it is stored.
 
 A row's number is the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14), so that forward,
 backward and every device draw the same for it. Of weights, the counter is the number of the query
