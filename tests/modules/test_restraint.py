@@ -27,17 +27,21 @@ def rows_of(lengths, width, device):
     )
 
 
+def of_three_lengths(device, **options):
+    """A module of one head, and 100 targets of each of the lengths 1, 4 and 100."""
+    torch.manual_seed(0)
+    module = plain_attention(64, 1, device=device, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    history = rows_of(torch.tensor([1, 4, 100]).repeat_interleave(100), 64, device)
+    return module, torch.randn(300, 64, device=device, requires_grad=True), history
+
+
 @pytest.mark.parametrize(
     ("score", "jagged"), [("softmax", False), ("softmax", True), ("silu", False), ("din", False)]
 )
 def test_output_dropout(score, jagged, device):
-    torch.manual_seed(0)
-    module = plain_attention(64, 1, score=score, output_dropout=0.5, device=device)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    lengths = torch.tensor([1, 4, 100]).repeat_interleave(100)
-    history = rows_of(lengths, 64, device)
-    target = torch.randn(300, 64, device=device, requires_grad=True)
+    module, target, history = of_three_lengths(device, score=score, output_dropout=0.5)
     targets = JaggedTensor(target, offsets=torch.arange(301, device=device)) if jagged else target
     expected = module.eval()(targets, history)
     module.train()
@@ -48,7 +52,7 @@ def test_output_dropout(score, jagged, device):
 
     out = draw(1)
     kept = out != 0
-    rates = rates_of_dropped_outputs(0.5, lengths).to(device)
+    rates = rates_of_dropped_outputs(0.5, history.lengths())
     # 6,400 draws a length: five standard deviations.
     assert ((~kept).view(3, -1).double().mean(1) - rates[::100]).abs().max() < 0.032
     scale = (1 / (1 - rates)).float().unsqueeze(1)
@@ -63,13 +67,7 @@ def test_output_dropout(score, jagged, device):
 @pytest.mark.parametrize("score", ["softmax", "silu", "din"])
 def test_output_noise(score, device):
     """In units of one by the root of the width, by the root of the length."""
-    torch.manual_seed(0)
-    module = plain_attention(64, 1, score=score, output_noise=0.5, device=device)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    lengths = torch.tensor([1, 4, 100]).repeat_interleave(100)
-    history = rows_of(lengths, 64, device)
-    target = torch.randn(300, 64, device=device, requires_grad=True)
+    module, target, history = of_three_lengths(device, score=score, output_noise=0.5)
     expected = module.eval()(target, history)
     module.train()
     out = module(target, history)
@@ -208,9 +206,14 @@ def with_and_without(device, **options):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     without = plain_attention(16, 2, device=device, **options)
-    kept = without.state_dict()
-    without.load_state_dict({name: x for name, x in module.state_dict().items() if name in kept})
+    load_own(without, module)
     return module, without
+
+
+def load_own(module, other):
+    """Parameters of ``other`` that ``module`` has, too."""
+    state = other.state_dict()
+    module.load_state_dict({name: state[name] for name in module.state_dict()})
 
 
 def formula(module, pooled, length):
@@ -278,8 +281,7 @@ def test_each_is_learned_alone(name, device):
     """Of the others, the formula is given zeros."""
     module, without = with_and_without(device)
     alone = plain_attention(16, 2, **{name: LEARNED[name]}, device=device)
-    state = module.state_dict()
-    alone.load_state_dict({key: state[key] for key in alone.state_dict()})
+    load_own(alone, module)
     learned = {key.split(".")[0] for key in alone.state_dict()}
     of_length = {"length_power", "length_bias", "linear1", "linear2"}
     with torch.no_grad():
@@ -324,8 +326,7 @@ def test_what_is_learned_of_the_length(targets, value_projection, device):
 def test_the_length_changes_nothing_at_first(device):
     module, without = with_and_without(device)
     module.reset_parameters()
-    kept = without.state_dict()
-    without.load_state_dict({name: x for name, x in module.state_dict().items() if name in kept})
+    load_own(without, module)
     arguments = example(module, [5, 0, 40], device)
     assert torch.equal(module(*arguments), without(*arguments))
 

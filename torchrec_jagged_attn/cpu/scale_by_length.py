@@ -21,7 +21,7 @@ def forward(args: LengthArguments) -> Tensor:
     if args.bias is not None:
         out = out + args.bias.to(out.dtype) * _logarithm(length)
     if args.addend is not None:
-        out = out + args.addend * (length / (length + LENGTH_OF_HALF))
+        out = out + args.addend * _share(length)
     if args.seed is not None and args.noise > 0:
         # In fp32, step by step, so that each device draws the same.
         scale = length.new_full((), args.noise, dtype=torch.float32)
@@ -36,22 +36,18 @@ def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> Le
     """Gradients; those of power and bias only where one of them is asked for."""
     length = _lengths(args)
     grad = _dropped(grad_out.contiguous().to(length.dtype), args, length)
-    grad_addend = None
+    grad_x, of_addend, of_power, of_bias = grad * _powers(args, length), None, None, None
     if args.addend is not None:
-        grad_addend = (grad * (length / (length + LENGTH_OF_HALF))).to(args.x.dtype)
-    grad_x = grad * _powers(args, length)
+        of_addend = (grad * _share(length)).to(args.x.dtype)
+    if args.power is not None and needs_columns:
+        of_power = _summed(grad_x * args.x * _logarithm(length), args.power)
+    if args.bias is not None and needs_columns:
+        of_bias = _summed(grad * _logarithm(length), args.bias)
+    return LengthGradients(grad_x.to(args.x.dtype), of_power, of_bias, of_addend)
 
-    def summed(of_rows: Tensor, column: Tensor | None) -> Tensor | None:
-        if column is None or not needs_columns:
-            return None
-        return (of_rows * _logarithm(length)).flatten(0, -2).sum(0).to(column.dtype)
 
-    return LengthGradients(
-        x=grad_x.to(args.x.dtype),
-        power=summed(grad_x * args.x, args.power),
-        bias=summed(grad, args.bias),
-        addend=grad_addend,
-    )
+def _summed(of_rows: Tensor, column: Tensor) -> Tensor:
+    return of_rows.flatten(0, -2).sum(0).to(column.dtype)
 
 
 def _lengths(args: LengthArguments) -> Tensor:
@@ -64,6 +60,11 @@ def _lengths(args: LengthArguments) -> Tensor:
 
 def _logarithm(length: Tensor) -> Tensor:
     return length.clamp(min=1).log()
+
+
+def _share(length: Tensor) -> Tensor:
+    """What an addend counts."""
+    return length / (length + LENGTH_OF_HALF)
 
 
 def _powers(args: LengthArguments, length: Tensor) -> Tensor:

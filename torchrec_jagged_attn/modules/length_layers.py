@@ -36,18 +36,17 @@ def apply_length_layers(
     """``pooled`` times powers and with biases of the length, and noise; then the feed-forward
     network of that row added; then elements dropped. See the op ``scale_by_length``.
     """
+    row, noise = pooled, options.output_noise
+    power, bias = layers.power, layers.bias
+    addend: Tensor | None = None
     weight_1, weight_2 = layers.weight_1, layers.weight_2
-    drops, noise = options.output_drops, options.output_noise
-    if weight_1 is None or weight_2 is None:
-        if layers.power is None and layers.bias is None and drops == 0 and noise == 0:
-            return pooled
-        return _scale(
-            pooled, offsets, query_offsets, layers.power, layers.bias, None, seed, noise, drops
-        )
-    row = _scale(pooled, offsets, query_offsets, layers.power, layers.bias, None, seed, noise, 0)
-    hidden = F.gelu(F.linear(row, weight_1, layers.bias_1))
-    addend = F.linear(hidden, weight_2, layers.bias_2).to(row.dtype)  # autocast, if scripted
-    return _scale(row, offsets, query_offsets, None, None, addend, seed, 0, drops)
+    if weight_1 is not None and weight_2 is not None:
+        row = _scale(row, offsets, query_offsets, power, bias, None, seed, noise, 0)
+        hidden = F.gelu(F.linear(row, weight_1, layers.bias_1))
+        addend = F.linear(hidden, weight_2, layers.bias_2).to(row.dtype)  # autocast, if scripted
+        power, bias, noise = None, None, 0
+    drops = options.output_drops
+    return _scale(row, offsets, query_offsets, power, bias, addend, seed, noise, drops)
 
 
 def _scale(
@@ -61,8 +60,11 @@ def _scale(
     noise: int,
     drops: int,
 ) -> Tensor:
+    """By the op, unless there is nothing to do."""
     if drops == 0 and noise == 0:
         seed = None
+        if power is None and bias is None and addend is None:
+            return x
     odds, deviation = drops / (2**32 - drops), noise / (2**32 * math.sqrt(x.shape[-1]))
     inputs = (x, offsets, query_offsets, power, bias, addend, seed, deviation, odds)
     if not is_scripting():
