@@ -122,7 +122,9 @@ class ActivationUnit(nn.Module):
 class Attention(nn.Module):
     """Layers of self-attention, and then target attention."""
 
-    def __init__(self, width: int, num_heads: int = HEADS, layers: int = 0, **options) -> None:
+    def __init__(
+        self, width: int, num_heads: int | None = HEADS, layers: int = 0, **options
+    ) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(HistoryEncoderLayer(width, HEADS) for _ in range(layers)))
         self.attention = JaggedTargetAttention(width, num_heads, **options)
@@ -218,10 +220,8 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
         max_history, functools.partial(recency, half_life=half_life)
     ),
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
-    "attention": lambda width, half_life, max_history: Attention(width),
-    "attention-length": lambda width, half_life, max_history: Attention(
-        width, 2 * HEADS, feedforward_dim=2 * width
-    ),
+    "attention": lambda width, half_life, max_history: Attention(width, None),
+    "attention-4-heads": lambda width, half_life, max_history: Attention(width),
     "attention-power": lambda width, half_life, max_history: Attention(width, **EARLIER),
     "attention-dropout": lambda width, half_life, max_history: Attention(
         width, output_dropout=0.0, length_power=False, **EARLIER

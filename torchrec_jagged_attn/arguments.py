@@ -14,7 +14,6 @@ from torch import Tensor
 
 __all__ = [
     "ACTIVATIONS",
-    "LENGTH_OF_HALF",
     "NARROW_FORMATS",
     "SCORES",
     "ActivationUnitArguments",
@@ -36,9 +35,6 @@ __all__ = [
     "TargetOutputs",
 ]
 
-
-LENGTH_OF_HALF = 100
-"""Rows of a history whose feed-forward network counts a half."""
 
 SCORES = ("softmax", "silu", "sigmoid")
 """What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
@@ -461,7 +457,6 @@ class LengthArguments(NamedTuple):
         query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
         power: ``[E]``, or ``None`` for zeros.
         bias: ``[E]``, or ``None`` for zeros.
-        addend: in the shape and dtype of ``x``, or ``None`` for zeros.
         seed: ``[1]`` int64, or ``None``: then there is no noise, and nothing is dropped. Or a
             ``row_dropout`` ``[2]``, of which the seed is read: draws of rows are others. Those of
             weights are not: the seed of a ``dropout`` must be another.
@@ -474,7 +469,6 @@ class LengthArguments(NamedTuple):
     query_offsets: Tensor | None
     power: Tensor | None
     bias: Tensor | None
-    addend: Tensor | None
     seed: Tensor | None
     noise: float
     odds: float
@@ -492,7 +486,6 @@ class LengthGradients(NamedTuple):
     x: Tensor
     power: Tensor | None
     bias: Tensor | None
-    addend: Tensor | None
 
 
 class ProjectionRows(NamedTuple):

@@ -3,11 +3,10 @@
     python benchmarks/run.py restraint --graph --host --csv benchmarks/results/restraint.csv
 
 ``ours`` drops rows and outputs, adds noise, multiplies outputs by powers of the length and adds a
-bias by it. ``ours-power`` is without noise and bias. ``ours-length`` is ``ours`` with a
-feed-forward network. ``ours-elementwise`` drops rows, and does the rest of ``ours-length`` by
-PyTorch's own ops. ``ours-unrestrained`` does none of it: a bound of what it costs.
-``linear+padded-sdpa`` does all of ``ours-length`` but dropping rows in PyTorch. So little is
-dropped and added that the oracle does neither.
+bias by it. ``ours-power`` is without noise and bias. ``ours-elementwise`` drops rows, and does the
+rest by PyTorch's own ops. ``ours-unrestrained`` does none of it: a bound of what it costs.
+``linear+padded-sdpa`` does all but dropping rows in PyTorch. So little is dropped and added that
+the oracle does neither.
 """
 
 import functools
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError, target_attention_recency
 from suites import target_attention as base
 from suites._attention import PEERS, Attend
-from torchrec_jagged_attn.arguments import LENGTH_OF_HALF
 from torchrec_jagged_attn.testing import (
     Case,
     flash_attention_oracle,
@@ -30,8 +28,6 @@ from torchrec_jagged_attn.testing import (
 )
 
 POWER, BIAS = "length_power", "length_bias"
-LAYERS = ("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias")
-LEARNED = (POWER, BIAS, *LAYERS)
 RARELY = 1e-9  # four of 2^32 draws
 DROPOUT = {"row_dropout": RARELY, "output_dropout": RARELY, "output_noise": RARELY}
 NONE = {
@@ -63,14 +59,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
         POWER: weight(case.width, scale=0.1),
         BIAS: weight(case.width, scale=0.1),
     }
-    for name, shape in zip(LAYERS, layer_shapes(case.width), strict=True):
-        leaves[name] = weight(*shape, scale=shape[-1] ** -0.5)
     return Inputs.even(case, leaves, drawn["offsets"])
-
-
-def layer_shapes(width: int) -> list[tuple[int, ...]]:
-    """Of the weights and biases of the feed-forward network."""
-    return [(2 * width, width), (2 * width,), (width, 2 * width), (width,)]
 
 
 def lengths_of(x: Inputs) -> Tensor:
@@ -104,29 +93,21 @@ def scale(x: Inputs, pooled: Tensor, deviation: float = 0.0) -> Tensor:
     if deviation:
         uniform = torch.rand_like(pooled, dtype=torch.float32) * 12**0.5 - 3**0.5
         row = row + uniform * (deviation * lengths.clamp(min=1).rsqrt())
-    row = row.to(pooled.dtype)
-    if LAYERS[0] in x.leaves:
-        weight_1, bias_1, weight_2, bias_2 = (x.leaves[name] for name in LAYERS)
-        addend = F.linear(F.gelu(F.linear(row, weight_1, bias_1)), weight_2, bias_2)
-        row = row + lengths / (lengths + LENGTH_OF_HALF) * addend
     return row.to(pooled.dtype)
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Read history once, and in backward again, and write its gradient; the rest is per target.
-
-    Of that is the network, which ``ours-length`` alone of ours has.
-    """
+    """Read history once, and in backward again, and write its gradient; the rest is per target."""
     num_rows, width = x.leaves["history"].shape
     num_targets, size = x.leaves["target"].shape[0], x.case.dtype.itemsize
     pairs = 2 * num_rows * width * x.case.num_heads  # of each product
-    products = 12 * num_targets * width**2
+    products = 4 * num_targets * width**2
     return {
         "forward": Cost(
-            size * width * (num_rows + 2 * num_targets + 6 * width), 2 * pairs + products
+            size * width * (num_rows + 2 * num_targets + 2 * width), 2 * pairs + products
         ),
         "backward": Cost(
-            size * width * (2 * num_rows + 3 * num_targets + 12 * width), 5 * pairs + 2 * products
+            size * width * (2 * num_rows + 3 * num_targets + 4 * width), 5 * pairs + 2 * products
         ),
     }
 
@@ -147,7 +128,7 @@ def module_of(x: Inputs, **options: float | bool) -> Callable[[], Tensor]:
 
 
 def restrain(x: Inputs, pooled: Tensor) -> Tensor:
-    """What ``ours-length`` does to a pooled row, by PyTorch's own ops."""
+    """What ``ours`` does to a pooled row, by PyTorch's own ops."""
     odds = RARELY / (1 - RARELY)
     kept = 1 / (1 + lengths_of(x).clamp(min=1).float().rsqrt() * odds)
     is_kept = torch.rand_like(pooled, dtype=torch.float32) < kept
@@ -172,10 +153,17 @@ def without(x: Inputs, names: tuple[str, ...], **options: float | bool) -> Relai
     return Relaid(module_of(own, **options), own.leaves, inputs=own)
 
 
-def case_of(name: str, num_samples: int, longest: int) -> Case:
-    """One target, four heads, 128 numbers wide."""
+def case_of(name: str, num_samples: int, longest: int, num_heads: int) -> Case:
+    """One target, 128 numbers wide."""
     return Case(
-        name, num_samples, longest, 4, 128, lengths="uniform", dtype=torch.bfloat16, large=True
+        name,
+        num_samples,
+        longest,
+        num_heads,
+        128,
+        lengths="uniform",
+        dtype=torch.bfloat16,
+        large=True,
     )
 
 
@@ -183,23 +171,27 @@ SUITE = Suite(
     name="restraint",
     measures="JaggedTargetAttention as it comes, training",
     cases={
-        "restraint-64": case_of("restraint-64", 64, 50),
-        "restraint-4k": case_of("restraint-4k", 4096, 200),
+        name: case_of(name, *sizes)
+        for name, sizes in {
+            "restraint-64": (64, 50, 4),
+            "restraint-64-x8": (64, 50, 8),
+            "restraint-4k": (4096, 200, 4),
+            "restraint-4k-x8": (4096, 200, 8),
+        }.items()
     },
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=flash_attention_oracle),
     plain=functools.partial(formula, attention=flash_attention_plain),
     cost=cost,
     providers={
-        "ours": lambda x: without(x, LAYERS, **DROPOUT),
+        "ours": lambda x: module_of(x, **DROPOUT),
         "ours-power": lambda x: without(
             x,
-            (BIAS, *LAYERS),
+            (BIAS,),
             **NONE | {"row_dropout": RARELY, "output_dropout": RARELY, "length_power": True},
         ),
-        "ours-length": lambda x: module_of(x, **DROPOUT, feedforward_dim=2 * x.case.width),
         "ours-elementwise": elementwise,
-        "ours-unrestrained": lambda x: without(x, LEARNED, **NONE),
+        "ours-unrestrained": lambda x: without(x, (POWER, BIAS), **NONE),
         "linear+padded-sdpa": padded,
     },
 )

@@ -216,10 +216,10 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16, **options: A
 
 
 def by_length(*shape: int, query_offsets: Tensor | None = None) -> None:
-    x, addend, width = zeros(*shape), zeros(*shape), shape[-1]
+    x, width = zeros(*shape), shape[-1]
     power, bias = zeros(width, dtype=FP32), zeros(width, dtype=FP32)
     seed = torch.tensor([0])
-    inputs = x, OFFSETS, query_offsets, power, bias, addend, seed
+    inputs = x, OFFSETS, query_offsets, power, bias, seed
     call_scale_by_length(*inputs, 0.5, 1.0).sum().backward()
 
 

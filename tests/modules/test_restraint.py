@@ -132,8 +132,7 @@ def test_output_dropout_is_scripted(device):
 # What is the default
 
 
-NONE = UNRESTRAINED | {"feedforward_dim": 0}
-DEFAULTS = NONE | {
+DEFAULTS = {
     "row_dropout": ROW_DROPOUT,
     "output_dropout": OUTPUT_DROPOUT,
     "output_noise": OUTPUT_NOISE,
@@ -144,14 +143,13 @@ DEFAULTS = NONE | {
 
 def restraints_of(module):
     """What is dropped and added, and which parameters of the length there are."""
-    learned = {name.split(".")[0] for name, _ in module.named_parameters()}
+    learned = module.state_dict()
     return {
         "row_dropout": module.row_dropout,
         "output_dropout": module.output_dropout,
         "output_noise": module.output_noise,
         "length_power": "length_power" in learned,
         "length_bias": "length_bias" in learned,
-        "feedforward_dim": module.linear1.out_features if "linear1" in learned else 0,
     }
 
 
@@ -165,7 +163,7 @@ def test_restrained_where_rows_are_not_projected():
     ids=str,
 )
 def test_not_restrained_elsewhere(options):
-    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == NONE
+    assert restraints_of(JaggedTargetAttention(16, 2, **options)) == UNRESTRAINED
 
 
 @pytest.mark.parametrize("name", list(UNRESTRAINED))
@@ -174,9 +172,18 @@ def test_each_restraint_is_left_out_by_its_option(name):
     assert restraints_of(module) == DEFAULTS | {name: UNRESTRAINED[name]}
 
 
+@pytest.mark.parametrize(
+    ("embed_dim", "num_heads"),
+    [(1, 1), (4, 1), (8, 2), (12, 1), (16, 4), (18, 1), (24, 2), (32, 8), (48, 4), (128, 8)],
+)
+def test_as_many_heads_as_have_a_multiple_of_four_columns(embed_dim, num_heads):
+    assert JaggedTargetAttention(embed_dim).num_heads == num_heads
+    assert JaggedTargetAttention(embed_dim, score="din").num_heads == 1
+
+
 def test_restrained_modules_are_compiled_once_and_traced(device):
-    module = JaggedTargetAttention(64, 2, feedforward_dim=24, device=device)
-    for parameter in (module.length_power, module.length_bias, module.linear2.weight):
+    module = JaggedTargetAttention(64, 2, device=device)
+    for parameter in (module.length_power, module.length_bias):
         nn.init.normal_(parameter)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
@@ -196,7 +203,7 @@ def test_restrained_modules_are_compiled_once_and_traced(device):
 
 # What is learned of the length
 
-LEARNED = {"length_power": True, "length_bias": True, "feedforward_dim": 24}
+LEARNED = {"length_power": True, "length_bias": True}
 
 
 def with_and_without(device, **options):
@@ -219,31 +226,19 @@ def load_own(module, other):
 def formula(module, pooled, length):
     """Of pooled rows and the lengths of their histories, ``[..., 1]``, in fp64."""
     # An empty history counts as one of one row.
-    at_least_one, pooled = length.clamp(min=1).double(), pooled.double()
-    row = pooled * at_least_one ** module.length_power.double()
-    row = row + module.length_bias.double() * at_least_one.log()
-    weights = [x.double() for x in (module.linear1.weight, module.linear2.weight)]
-    biases = [x.double() for x in (module.linear1.bias, module.linear2.bias)]
-    hidden = nn.functional.gelu(nn.functional.linear(row, weights[0], biases[0]))
-    return row + length.double() / (length + 100) * nn.functional.linear(
-        hidden, weights[1], biases[1]
-    )
+    at_least_one = length.clamp(min=1).double()
+    row = pooled.double() * at_least_one ** module.length_power.double()
+    return row + module.length_bias.double() * at_least_one.log()
 
 
-def test_the_network_sees_the_noise(device):
+def test_noise_is_in_units_of_the_width(device):
+    """Beside what is learned of the length."""
     module, without = with_and_without(device, output_noise=0.5)
     without.eval()
     target, history = example(module, [400] * 100, device)
     length = torch.full((100, 1, 1), 400, device=device)
-
-    def noise():
-        out = module(target, history).double()
-        return (out - formula(module, without(target, history), length)).std().item()
-
-    alone = 0.5 / (16 * 400) ** 0.5
-    assert noise() > 1.2 * alone
-    nn.init.zeros_(module.linear1.weight)
-    assert noise() == pytest.approx(alone, rel=0.05)
+    noise = module(target, history) - formula(module, without(target, history), length)
+    assert noise.std().item() == pytest.approx(0.5 / (16 * 400) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("targets", ["three", "jagged"])
@@ -254,16 +249,6 @@ def test_noise_of_targets_differs(targets, device):
     noise = (out - again).flatten(0, -2)
     assert (noise != 0).all()
     assert len(noise.unique(dim=0)) == len(noise)
-
-
-def test_layers_of_the_length_may_have_no_biases(device):
-    module, _ = with_and_without(device, bias=False)
-    names = {name for name, _ in module.named_parameters()}
-    assert {"linear1.weight", "linear2.weight", "length_bias"} <= names
-    assert not {"linear1.bias", "linear2.bias"} & names
-    out = module(*example(module, [5, 0, 40], device))
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    assert out[[0, 2]].all()
 
 
 def test_of_rows_that_are_all_removed_the_length_is_left(device):
@@ -282,12 +267,8 @@ def test_each_is_learned_alone(name, device):
     module, without = with_and_without(device)
     alone = plain_attention(16, 2, **{name: LEARNED[name]}, device=device)
     load_own(alone, module)
-    learned = {key.split(".")[0] for key in alone.state_dict()}
-    of_length = {"length_power", "length_bias", "linear1", "linear2"}
-    with torch.no_grad():
-        for key, parameter in module.named_parameters():
-            if key.split(".")[0] in of_length - learned:
-                parameter.zero_()
+    for other in LEARNED.keys() - {name}:
+        nn.init.zeros_(getattr(module, other))
     target, history = example(module, [5, 0, 40], device)
     rows = history.values().requires_grad_()
     out = alone(target, history)
@@ -317,8 +298,7 @@ def test_what_is_learned_of_the_length(targets, value_projection, device):
     expected = formula(module, without(target, history), length).float()
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
-    learned = [module.length_power, module.length_bias, *module.linear1.parameters()]
-    leaves = [rows, *learned, *module.linear2.parameters()]
+    leaves = [rows, module.length_power, module.length_bias]
     gradients = [torch.autograd.grad(x, leaves, weights) for x in (out, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 

@@ -44,8 +44,8 @@ def assert_exports(module, device):
 
 
 def test_exports_without_a_value_projection(path, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, feedforward_dim=24, **path)
-    for parameter in (module.length_power, module.length_bias, module.linear2.weight):
+    module = JaggedTargetAttention(16, 2, value_projection=False, **path)
+    for parameter in (module.length_power, module.length_bias):
         nn.init.normal_(parameter)
     assert_exports(module, device)
 
@@ -317,8 +317,7 @@ def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
 
 def test_stays_whole_under_dynamic_quantization():
     """Of linear layers, which would take the weights that are read out of them."""
-    module = projected(16, 2, feedforward_dim=24)
-    nn.init.normal_(module.linear2.weight)
+    module = projected(16, 2)
     arguments = example(module, [5, 0, 40])
     quantized_module = torch.ao.quantization.quantize_dynamic(module)
     assert torch.equal(quantized_module(*arguments), module(*arguments))

@@ -172,8 +172,8 @@ def attend_by_module(leaves):
 
 def scale(leaves):
     offsets = torch.tensor([0, 2, 5], device=leaves[1].device)
-    power, others = leaves[1].mean(0), (leaves[1][0], leaves[0], None)
-    return call_scale_by_length(leaves[0], offsets, None, power, *others, 0.0, 0.0)
+    power, bias = leaves[1].mean(0), leaves[1][0]
+    return call_scale_by_length(leaves[0], offsets, None, power, bias, None, 0.0, 0.0)
 
 
 def multiply(leaves):

@@ -13,7 +13,7 @@ from torchrec_jagged_attn.testing import assert_close, offsets_of, outputs_and_g
 
 LENGTHS = torch.tensor([5, 0, 1, 700, 40, 3])
 TARGETS = torch.tensor([2, 1, 0, 80, 0, 9])
-LEARNED = ("x", "power", "bias", "addend")
+LEARNED = ("x", "power", "bias")
 
 
 def inputs_of(layout, width, device="cpu", dtype=torch.float32):
@@ -30,7 +30,6 @@ def inputs_of(layout, width, device="cpu", dtype=torch.float32):
         "query_offsets": offsets_of(TARGETS, torch.int64, device) if layout == "jagged" else None,
         "power": draw(width, scale=0.2, dtype=column_dtype),
         "bias": draw(width, dtype=column_dtype),
-        "addend": draw(*shape),
         "seed": None,
         "noise": 0.0,
         "odds": 0.0,
@@ -52,7 +51,7 @@ def scale(**inputs):
 
 def of_ones(x, lengths, **inputs):
     """Of ``x`` with histories of these ``lengths``, and what else is given."""
-    others = dict.fromkeys(("query_offsets", "power", "bias", "addend", "seed"))
+    others = dict.fromkeys(("query_offsets", "power", "bias", "seed"))
     offsets = offsets_of(lengths, torch.int64, x.device)
     return scale(**others | {"noise": 0.0, "odds": 0.0} | inputs, x=x, offsets=offsets)
 
@@ -71,7 +70,6 @@ def draws_of(x, query_offsets, seed, noise, odds):
         query_offsets=None if query_offsets is None else query_offsets.cpu(),
         power=None,
         bias=None,
-        addend=None,
         seed=seed.cpu(),
         noise=noise,
         odds=0.0,
@@ -83,10 +81,9 @@ def draws_of(x, query_offsets, seed, noise, odds):
     return drawn_noise, is_kept * (1 + odds / root)
 
 
-def oracle(x, offsets, query_offsets, power, bias, addend, seed, noise, odds):
-    length = lengths_of(x, query_offsets).to(power.dtype)
-    log = length.clamp(min=1).log()
-    out = x * torch.exp(log * power) + bias * log + addend * (length / (length + 100))
+def oracle(x, offsets, query_offsets, power, bias, seed, noise, odds):
+    log = lengths_of(x, query_offsets).to(power.dtype).clamp(min=1).log()
+    out = x * torch.exp(log * power) + bias * log
     if seed is not None:
         drawn_noise, kept = draws_of(x, query_offsets, seed, noise, odds)
         out = (out + drawn_noise) * kept
@@ -185,14 +182,13 @@ def test_repeats_are_equal_to_the_bit(device, nan_filled_memory):
         assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("needs", [["x"], ["power"], ["bias"], ["addend"], LEARNED], ids=str)
+@pytest.mark.parametrize("needs", [["x"], ["power"], ["bias"], LEARNED], ids=str)
 def test_any_strides(needs, device):
     """Of all, also of gradients, of which those that are asked for are made."""
     inputs = inputs_of("three", 24, device) | drawn(device)
     grad_out = torch.randn(6, 3, 24, device=device)
     expected = outputs_and_gradients(scale, inputs, grad_out)
-    for name in ("x", "addend"):
-        inputs[name] = inputs[name].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    inputs["x"] = inputs["x"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
     for name in ("power", "bias", "offsets"):
         inputs[name] = torch.stack([inputs[name]] * 2, 1)[:, 0]
     for name in needs:
@@ -264,13 +260,13 @@ def test_empty_histories_of_zeros_stay_zeros(device):
 
 @pytest.mark.parametrize("shape", [(0, 16), (0, 3, 16), (2, 0, 16)])
 def test_no_rows(shape, device):
-    x, addend = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
+    x = torch.zeros(shape, device=device, requires_grad=True)
     power, bias = (torch.zeros(16, device=device, requires_grad=True) for _ in range(2))
     lengths = torch.zeros(shape[0], dtype=torch.int64)
-    out = of_ones(x, lengths, power=power, bias=bias, addend=addend, **drawn(device))
+    out = of_ones(x, lengths, power=power, bias=bias, **drawn(device))
     assert out.shape == shape
     out.sum().backward()
-    assert x.grad.shape == addend.grad.shape == shape
+    assert x.grad.shape == shape
     assert torch.equal(power.grad, torch.zeros_like(power))
     assert torch.equal(bias.grad, torch.zeros_like(bias))
 

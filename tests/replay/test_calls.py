@@ -381,12 +381,11 @@ def of_scaled(lengths, device):
         "x": draw(len(lengths), 3, 8, device=device),
         "power": draw(8, device=device, seed=1),
         "bias": draw(8, device=device, seed=2),
-        "addend": draw(len(lengths), 3, 8, device=device, seed=3),
     }
     seed = torch.tensor([7], device=device)
 
-    def scale(x, power, bias, addend, offsets):
-        return call_scale_by_length(x, offsets, None, power, bias, addend, seed, 0.5, 0.5)
+    def scale(x, power, bias, offsets):
+        return call_scale_by_length(x, offsets, None, power, bias, seed, 0.5, 0.5)
 
     return scale, leaves, {"offsets": offsets_of(lengths, device)}
 
@@ -398,7 +397,7 @@ def of_scaled_jagged(lengths, device):
     }
 
     def scale(x, power, offsets):
-        return call_scale_by_length(x, 2 * offsets, offsets, power, None, None, None, 0.0, 0.0)
+        return call_scale_by_length(x, 2 * offsets, offsets, power, None, None, 0.0, 0.0)
 
     return scale, leaves, {"offsets": offsets_of(lengths, device)}
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import LENGTH_OF_HALF, LengthArguments, LengthGradients
+from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
 from torchrec_jagged_attn.cpu.attention import compute_dtype
 from torchrec_jagged_attn.cpu.dropout import are_among, element_draws
 
@@ -20,8 +20,6 @@ def forward(args: LengthArguments) -> Tensor:
     out = args.x.contiguous() * _powers(args, length)
     if args.bias is not None:
         out = out + args.bias.to(out.dtype) * _logarithm(length)
-    if args.addend is not None:
-        out = out + args.addend * _share(length)
     if args.seed is not None and args.noise > 0:
         # In fp32, step by step, so that each device draws the same.
         scale = length.new_full((), args.noise, dtype=torch.float32)
@@ -32,18 +30,16 @@ def forward(args: LengthArguments) -> Tensor:
     return _dropped(out, args, length).to(args.x.dtype)
 
 
-def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> LengthGradients:
-    """Gradients; those of power and bias only where one of them is asked for."""
+def backward(grad_out: Tensor, args: LengthArguments, needs: LengthArguments) -> LengthGradients:
+    """Gradients; those of power and bias only where ``needs`` asks for them."""
     length = _lengths(args)
     grad = _dropped(grad_out.contiguous().to(length.dtype), args, length)
-    grad_x, of_addend, of_power, of_bias = grad * _powers(args, length), None, None, None
-    if args.addend is not None:
-        of_addend = (grad * _share(length)).to(args.x.dtype)
-    if args.power is not None and needs_columns:
+    grad_x, of_power, of_bias = grad * _powers(args, length), None, None
+    if args.power is not None and needs.power:
         of_power = _summed(grad_x * args.x * _logarithm(length), args.power)
-    if args.bias is not None and needs_columns:
+    if args.bias is not None and needs.bias:
         of_bias = _summed(grad * _logarithm(length), args.bias)
-    return LengthGradients(grad_x.to(args.x.dtype), of_power, of_bias, of_addend)
+    return LengthGradients(grad_x.to(args.x.dtype), of_power, of_bias)
 
 
 def _summed(of_rows: Tensor, column: Tensor) -> Tensor:
@@ -60,11 +56,6 @@ def _lengths(args: LengthArguments) -> Tensor:
 
 def _logarithm(length: Tensor) -> Tensor:
     return length.clamp(min=1).log()
-
-
-def _share(length: Tensor) -> Tensor:
-    """What an addend counts."""
-    return length / (length + LENGTH_OF_HALF)
 
 
 def _powers(args: LengthArguments, length: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class TargetAttentionConfig:
             ``candidates="jagged"``, with any number.
         history: feature, or features, oldest id first, pooled by attention to ``target``. Several
             must have equal lengths: they describe the same events.
-        num_heads: ``H``, a divisor of the summed width of the histories.
+        num_heads: ``H``, a divisor of the summed width of the histories; ``None`` as in
+            :class:`JaggedTargetAttention`.
         timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any
             unit. It is not embedded, so no table may hold it. It is read after the lookups, so a
             pipeline must not be told ``free_features_storage_early=True``.
@@ -77,8 +78,6 @@ class TargetAttentionConfig:
             as in :class:`JaggedTargetAttention`.
         length_bias: whether a learned multiple of the logarithm of the length is added to an
             attention's output; as in :class:`JaggedTargetAttention`.
-        feedforward_dim: width of the hidden layer of an attention's feed-forward network, or 0 for
-            none; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -95,13 +94,13 @@ class TargetAttentionConfig:
 
     Example:
         >>> config = TargetAttentionConfig(target=["item", "tag"], history=["items", "tags"])
-        >>> config.num_heads
-        4
+        >>> config.histories
+        ['items', 'tags']
     """
 
     target: str | list[str]
     history: str | list[str]
-    num_heads: int = 4
+    num_heads: int | None = None
     timestamps: str | None = None
     recency_bias: bool = True
     init: Literal["recency", "mha"] = "recency"
@@ -122,7 +121,6 @@ class TargetAttentionConfig:
     encoder_dropout: float = 0.0
     output_noise: float | None = None
     length_bias: bool | None = None
-    feedforward_dim: int = 0
 
     @property
     def targets(self) -> list[str]:
@@ -216,10 +214,11 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
     else:
         embed_dim = check_codes(config.history_codes, None)
         _check_over_codes(config, config.history_codes, tables)
-    if config.num_heads < 1 or embed_dim % config.num_heads != 0:
+    num_heads = 1 if config.num_heads is None else config.num_heads
+    if num_heads < 1 or embed_dim % num_heads != 0:
         raise ValueError(
             f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
-            f"got {config.num_heads}"
+            f"got {num_heads}"
         )
     if config.encoder_layers < 0:
         raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")

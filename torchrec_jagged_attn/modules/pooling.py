@@ -23,7 +23,11 @@ from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feat
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
-from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
+from torchrec_jagged_attn.modules.target_attention_arguments import (
+    check_codes,
+    check_target_heads,
+    ids_of_codes,
+)
 from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionPooling"]
@@ -112,7 +116,7 @@ class TargetAttentionPooling(nn.Module):
                 *(
                     HistoryEncoderLayer(
                         attention.width,
-                        config.num_heads,
+                        attention.num_heads,
                         dropout=config.encoder_dropout,
                         causal=config.encoder_causal,
                         window=config.encoder_window,
@@ -129,7 +133,7 @@ class TargetAttentionPooling(nn.Module):
         self.attentions = nn.ModuleList(
             JaggedTargetAttention(
                 attention.width,
-                config.num_heads,
+                attention.num_heads,
                 target_dim=_width(attention.targets),
                 recency_bias=config.recency_bias,
                 age_bias=config.timestamps is not None,
@@ -142,7 +146,6 @@ class TargetAttentionPooling(nn.Module):
                 output_noise=config.output_noise,
                 length_power=config.length_power,
                 length_bias=config.length_bias,
-                feedforward_dim=config.feedforward_dim,
                 history_codes=config.history_codes,
                 hidden_dims=config.hidden_dims,
                 activation=config.activation,
@@ -296,6 +299,7 @@ class _Attention(NamedTuple):
         features: keys of the KeyedJaggedTensor that the history has.
         keys: of the output.
         width: of all these.
+        num_heads: of it, and of its encoder layers.
         num_bytes: of a row of codes; 0 where rows are looked up.
         timestamps: key of the KeyedJaggedTensor, if there are any.
         takes_indices: whether it takes rows by index.
@@ -307,6 +311,7 @@ class _Attention(NamedTuple):
     features: list[str]
     keys: list[str]
     width: int
+    num_heads: int
     num_bytes: int
     timestamps: str | None
     takes_indices: bool
@@ -334,9 +339,10 @@ def _attention(
         features, keys = config.histories, config.histories[:1]
         width = check_codes(config.history_codes, None)
         num_bytes = ids_of_codes(config.history_codes).num_bytes
+    num_heads = check_target_heads(config.num_heads, width, config.score)
     return _Attention(
-        targets, histories, features, keys, width, num_bytes, config.timestamps, takes_indices,
-        user_key,
+        targets, histories, features, keys, width, num_heads, num_bytes, config.timestamps,
+        takes_indices, user_key,
     )  # fmt: skip
 
 

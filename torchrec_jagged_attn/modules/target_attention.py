@@ -2,6 +2,7 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import itertools
+import math
 from numbers import Integral
 from typing import Literal
 
@@ -14,14 +15,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.arguments import SCORES, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
-    check_heads,
     check_packed_values,
     check_score,
     check_tensor,
     check_width,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.modules.length_layers import LengthLayers, apply_length_layers
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     Learned,
@@ -29,8 +28,9 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     UnitLayers,
     check_codes,
     check_inputs,
-    check_length_layers,
+    check_learned_of_length,
     check_over_codes,
+    check_target_heads,
     check_unit,
     ids_of_codes,
     noise_of,
@@ -47,6 +47,7 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     is_explicit,
     multi_head_target_attention,
 )
+from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length, scale_by_length
 from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
@@ -81,10 +82,11 @@ class JaggedTargetAttention(nn.Module):
 
     Args:
         embed_dim: ``E``, width of outputs.
-        num_heads: ``H``, a divisor of ``embed_dim``.
+        num_heads: ``H``, a divisor of ``embed_dim``. ``None``, the default, is 8, 4, 2 or 1: as
+            many as leave each head a multiple of four columns; for ``"din"``, 1.
         history_dim: ``D``, width of history rows; ``embed_dim`` by default.
         target_dim: ``C``, width of targets; ``embed_dim`` by default.
-        bias: whether the projections and the feed-forward network have biases.
+        bias: whether the projections have biases.
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
         init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
@@ -142,27 +144,22 @@ class JaggedTargetAttention(nn.Module):
             whose values are not projected.
         length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
             ``c`` of each column, that starts at zero. ``None`` is as for ``length_power``.
-        feedforward_dim: ``F``, width of the hidden layer of a feed-forward network, or 0 for none.
-            It makes ``y + n / (n + 100) · linear2(gelu(linear1(y)))`` of the row ``y`` that length
-            and noise have made, so that it counts little where a history is short. Its last layer
-            starts at zero. Elements are dropped after it.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads``, ``target_dim`` or ``feedforward_dim`` is no int,
-            ``length_power`` or ``length_bias`` is neither a bool nor None, ``output_noise`` no
-            number, or ``history_codes`` of another type.
+        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, ``length_power`` or
+            ``length_bias`` is neither a bool nor None, ``output_noise`` no number, or
+            ``history_codes`` of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
             ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
-            ``output_dropout`` is no probability below one, ``output_noise`` is negative or over
-            1000, or ``feedforward_dim`` is negative. ``age_bias`` goes without ``recency_bias``.
-            Without a value projection, ``history_dim`` is not ``embed_dim``. Of another score than
-            the softmax, keys and values are explicit, or ``length_power``, ``length_bias`` or
-            ``feedforward_dim`` is asked for. For ``"din"``, there are several heads, widths that
-            differ, projected values, no ``bias``, a ``dropout`` or an unknown ``activation``. With
-            ``history_codes``, the ``history_dim`` is another, keys and values are explicit, values
-            are not projected, or the score is ``"din"``.
+            ``output_dropout`` is no probability below one, or ``output_noise`` is negative or over
+            1000. ``age_bias`` goes without ``recency_bias``. Without a value projection,
+            ``history_dim`` is not ``embed_dim``. Of another score than the softmax, keys and values
+            are explicit, or ``length_power`` or ``length_bias`` is asked for. For ``"din"``, there
+            are several heads, widths that differ, projected values, no ``bias``, a ``dropout`` or
+            an unknown ``activation``. With ``history_codes``, the ``history_dim`` is another, keys
+            and values are explicit, values are not projected, or the score is ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -179,7 +176,7 @@ class JaggedTargetAttention(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        num_heads: int,
+        num_heads: int | None = None,
         *,
         history_dim: int | None = None,
         target_dim: int | None = None,
@@ -196,7 +193,6 @@ class JaggedTargetAttention(nn.Module):
         output_noise: float | None = None,
         length_power: bool | None = None,
         length_bias: bool | None = None,
-        feedforward_dim: int = 0,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -204,7 +200,7 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_heads(num_heads, embed_dim)
+        num_heads = check_target_heads(num_heads, embed_dim, score)
         if age_bias and not recency_bias:
             raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
         if init not in ("recency", "mha"):
@@ -219,7 +215,7 @@ class JaggedTargetAttention(nn.Module):
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
                 f"'explicit' and score={score!r}"
             )
-        check_length_layers(score, length_power, length_bias, feedforward_dim)
+        check_learned_of_length(score, length_power, length_bias)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -269,7 +265,6 @@ class JaggedTargetAttention(nn.Module):
         self.dropout = dropout
         self.output_dropout = output_dropout
         self.output_noise = output_noise
-        self.feedforward_dim = feedforward_dim
         # Integers: compilers take a float for one that varies, and compile it twice.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
@@ -323,13 +318,6 @@ class JaggedTargetAttention(nn.Module):
         )
         self.length_power = parameter(embed_dim) if length_power else None
         self.length_bias = parameter(embed_dim) if length_bias else None
-        self.linear1 = self.linear2 = None
-        if feedforward_dim > 0:  # read like ``out_proj``
-            sizes = (embed_dim, feedforward_dim), (feedforward_dim, embed_dim)
-            self.linear1, self.linear2 = (
-                NonDynamicallyQuantizableLinear(*pair, bias=bias, device=device, dtype=dtype)
-                for pair in sizes
-            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -341,10 +329,6 @@ class JaggedTargetAttention(nn.Module):
             self.recency_bias.reset_parameters()
         for parameter in (self.length_power, self.length_bias):
             if parameter is not None:
-                nn.init.zeros_(parameter)
-        if self.linear1 is not None and self.linear2 is not None:
-            self.linear1.reset_parameters()
-            for parameter in self.linear2.parameters():
                 nn.init.zeros_(parameter)
         if self.unit is not None:
             layers = _layers_of(self.unit)
@@ -460,17 +444,11 @@ class JaggedTargetAttention(nn.Module):
             age_bias,
             self.history_mean,
             self.history_basis,
+            self.length_power,
+            self.length_bias,
         )
-        weight_1 = bias_1 = weight_2 = bias_2 = None
-        if self.linear1 is not None and self.linear2 is not None:
-            weight_1, bias_1 = self.linear1.weight, self.linear1.bias
-            weight_2, bias_2 = self.linear2.weight, self.linear2.bias
-        of_length = LengthLayers(
-            self.length_power, self.length_bias, weight_1, bias_1, weight_2, bias_2
-        )
-        options = self._options()
         return _attend(
-            target, history, timestamps, prior_weights, indices, learned, of_length, options
+            target, history, timestamps, prior_weights, indices, learned, self._options()
         )
 
     def _options(self) -> Options:
@@ -576,7 +554,7 @@ class JaggedTargetAttention(nn.Module):
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
             f"dropout={self.dropout}, output_dropout={self.output_dropout}, "
             f"output_noise={self.output_noise}, length_power={self.length_power is not None}, "
-            f"length_bias={self.length_bias is not None}, feedforward_dim={self.feedforward_dim}"
+            f"length_bias={self.length_bias is not None}"
             + (
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -599,7 +577,6 @@ def _attend(
     prior_weights: Tensor | None,
     indices: Tensor | None,
     learned: Learned,
-    of_length: LengthLayers,
     options: Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
@@ -664,7 +641,30 @@ def _attend(
         pooled = call_multi_head_target_attention(*inputs)
     else:
         pooled = _multi_head_target_attention(*inputs)[0]
-    return apply_length_layers(pooled, offsets, query_offsets, of_length, drawn, options)
+    power, bias = learned.length_power, learned.length_bias
+    return _scale_by_length(pooled, offsets, query_offsets, power, bias, drawn, options)
+
+
+def _scale_by_length(
+    x: Tensor,
+    offsets: Tensor,
+    query_offsets: Tensor | None,
+    power: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """By the op of this name, unless there is nothing to do."""
+    drops, noise = options.output_drops, options.output_noise
+    if drops == 0 and noise == 0:
+        seed = None
+        if power is None and bias is None:
+            return x
+    odds, deviation = drops / (2**32 - drops), noise / (2**32 * math.sqrt(x.shape[-1]))
+    inputs = (x, offsets, query_offsets, power, bias, seed, deviation, odds)
+    if not is_scripting():
+        return call_scale_by_length(*inputs)
+    return _scale_by_length_op(*inputs)
 
 
 def _draw(options: Options, device: torch.device) -> Tensor | None:
@@ -754,8 +754,7 @@ def _pool_by_unit(
         pooled = call_activation_unit(*inputs).to(dtype)
     else:
         pooled = _activation_unit(*inputs).to(dtype)
-    of_length = LengthLayers(None, None, None, None, None, None)
-    return apply_length_layers(pooled, offsets, None, of_length, drawn, options)
+    return _scale_by_length(pooled, offsets, None, None, None, drawn, options)
 
 
 def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
@@ -773,3 +772,4 @@ def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
 _activation_unit = activation_unit.overloadpacket
+_scale_by_length_op = scale_by_length.overloadpacket

@@ -1,7 +1,8 @@
 """What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
-from numbers import Integral, Real
+import math
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,9 +10,11 @@ from torch import Tensor
 from torchrec_jagged_attn.checks import (
     check_activation,
     check_float,
+    check_heads,
     check_hidden_dims,
     check_indices,
     check_indices_values,
+    check_int,
     check_offsets_metadata,
     check_packed,
     check_prior_weights,
@@ -31,8 +34,9 @@ __all__ = [
     "UnitLayers",
     "check_codes",
     "check_inputs",
-    "check_length_layers",
+    "check_learned_of_length",
     "check_over_codes",
+    "check_target_heads",
     "check_unit",
     "ids_of_codes",
     "noise_of",
@@ -52,6 +56,8 @@ class Learned(NamedTuple):
     age_bias: Tensor | None
     history_mean: Tensor | None
     history_basis: Tensor | None
+    length_power: Tensor | None
+    length_bias: Tensor | None
 
 
 class UnitLayers(NamedTuple):
@@ -84,6 +90,15 @@ class Options(NamedTuple):
     output_noise: int
 
 
+def check_target_heads(num_heads: int | None, embed_dim: int, score: str) -> int:
+    """How many heads there are, if ``num_heads`` divides ``embed_dim`` or is left open."""
+    if num_heads is None:
+        check_int(embed_dim, "embed_dim", 1)
+        return 1 if score == "din" else max(1, math.gcd(embed_dim, 32) // 4)
+    check_heads(num_heads, embed_dim)
+    return num_heads
+
+
 def check_unit(
     embed_dim: int,
     num_heads: int,
@@ -110,24 +125,17 @@ def check_unit(
     check_activation(activation)
 
 
-def check_length_layers(
-    score: str, length_power: bool | None, length_bias: bool | None, feedforward_dim: int
+def check_learned_of_length(
+    score: str, length_power: bool | None, length_bias: bool | None
 ) -> None:
     """What a length does is learned of pooled rows whose weights have a sum in common."""
     for name, value in (("length_power", length_power), ("length_bias", length_bias)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool or None, got {value!r}")
-    if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, Integral):
-        raise TypeError(f"feedforward_dim must be an int, got {feedforward_dim!r}")
-    if feedforward_dim < 0:
-        raise ValueError(f"feedforward_dim must be at least 0, got {feedforward_dim}")
-    for name, value, without in (
-        ("length_power", length_power, "None or False"),
-        ("length_bias", length_bias, "None or False"),
-        ("feedforward_dim", feedforward_dim, "0"),
-    ):
         if value and score != "softmax":
-            raise ValueError(f"{name} must be {without} unless score is 'softmax', got {score!r}")
+            raise ValueError(
+                f"{name} must be None or False unless score is 'softmax', got {score!r}"
+            )
 
 
 def noise_of(deviation: float, name: str) -> int:

@@ -1,15 +1,15 @@
 """What the length of a history does to the row that is pooled of it: one op with one gradient.
 
-Of ``n`` rows, with a power ``p`` and a bias ``c`` of each column ``e``, an addend ``a``, noise of
-deviation ``s``, and odds ``o``:
+Of ``n`` rows, with a power ``p`` and a bias ``c`` of each column ``e``, noise of deviation ``s``,
+and odds ``o``:
 
-    y_re   = x_re · n^p_e + c_e · log n + a_re · n / (n + 100) + ε_re · s / √n
+    y_re   = x_re · n^p_e + c_e · log n + ε_re · s / √n
     out_re = y_re · keep_re · (1 + o / √n)
 
-An empty history counts as one of one row, but has neither addend nor noise. ``ε`` is uniform, of
-deviation one. An element is kept, ``keep_re = 1``, with a probability of ``1 / (1 + o / √n)``, else
-it is zero: the odds of being dropped fall with the root of the length. All draws of an element
-follow from a seed, its row and its column; they are made again in backward.
+An empty history counts as one of one row, but has no noise. ``ε`` is uniform, of deviation one. An
+element is kept, ``keep_re = 1``, with a probability of ``1 / (1 + o / √n)``, else it is zero: the
+odds of being dropped fall with the root of the length. All draws of an element follow from a seed,
+its row and its column. Those of what is dropped are made again in backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _fake(args: LengthArguments) -> LengthOutputs:
 def _backward(
     grad_out: Tensor, args: LengthArguments, outputs: LengthOutputs, needs: LengthArguments
 ) -> LengthGradients:
-    return _implementation(args.x).backward(grad_out, args, bool(needs.power or needs.bias))
+    return _implementation(args.x).backward(grad_out, args, needs)
 
 
 def _implementation(x: Tensor) -> ModuleType:
@@ -54,6 +54,6 @@ scale_by_length, call_scale_by_length = register_op(
     fake=_fake,
     backward=_backward,
     non_differentiable=("seed",),
-    axes=dict.fromkeys(("x", "offsets", "query_offsets", "addend", "out"), 0),
+    axes=dict.fromkeys(("x", "offsets", "query_offsets", "out"), 0),
     saves_outputs=False,
 )

@@ -1,9 +1,8 @@
 """What the length of a history does to its pooled row: ``ops/scale_by_length.py`` has the formula.
 
-Forward reads and writes each element once; backward reads two and writes one. An addend is read,
-and its gradient written, once more. Each program of backward writes a row of fp32 sums for the
-gradient of the power, and one for that of the bias. With few rows, as here, both are launch-bound.
-Sums have one order, whatever the GPU.
+Forward reads and writes each element once; backward reads two and writes one. Each program of
+backward writes a row of fp32 sums for the gradient of the power, and one for that of the bias. With
+few rows, as here, both are launch-bound. Sums have one order, whatever the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import LENGTH_OF_HALF, LengthArguments, LengthGradients
+from torchrec_jagged_attn.arguments import LengthArguments, LengthGradients
 from torchrec_jagged_attn.kernels.common.dropout import element_draws, query_draws
 from torchrec_jagged_attn.kernels.common.jagged import find_samples
 from torchrec_jagged_attn.kernels.common.launch import Launcher
@@ -25,7 +24,6 @@ from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E
 __all__ = ["backward", "forward"]
 
 BLOCK_ELEMENTS = 2048  # of a program
-HALF = tl.constexpr(float(LENGTH_OF_HALF))
 ROOT_OF_12 = tl.constexpr(12**0.5)  # one by the deviation of what is uniform between 0 and 1
 
 
@@ -96,33 +94,25 @@ def _powers(args, whole, fraction, e, E: tl.constexpr):
 
 
 @triton.jit
-def _kept(args, r, e, length, DROPS: tl.constexpr):
-    """What all is multiplied with: zero for what is dropped. Lengths are at least one."""
-    factor = tl.full([r.shape[0], e.shape[0]], 1.0, tl.float32)
+def _kept(args, draws, e, root, DROPS: tl.constexpr):
+    """What all is multiplied with: zero for what is dropped. ``root`` is that of the length."""
+    factor = tl.full([root.shape[0], e.shape[0]], 1.0, tl.float32)
     if DROPS:
         # In single steps, each rounded to the nearest, so that each device drops the same.
-        root = tl.sqrt_rn(length)
         limit = (tl.div_rn(args.odds, root + args.odds) * 4294967296.0).to(tl.int64)
-        draws = element_draws(query_draws(args.seed, r)[:, None], e.to(tl.int64)[None, :])
+        bits = element_draws(draws[:, None], e.to(tl.int64)[None, :])
         factor *= (1.0 + tl.div_rn(args.odds, root))[:, None]
-        factor = tl.where(draws.to(tl.int64) < limit[:, None], 0.0, factor)
+        factor = tl.where(bits.to(tl.int64) < limit[:, None], 0.0, factor)
     return factor
 
 
 @triton.jit
-def _noise(args, r, e, length, E: tl.constexpr):
+def _noise(args, draws, e, length, root, E: tl.constexpr):
     """Its columns are drawn as if they followed those that are dropped."""
-    draws = element_draws(query_draws(args.seed, r)[:, None], (E + e).to(tl.int64)[None, :])
-    uniform = (draws ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.float32)
-    scale = tl.div_rn(args.noise, tl.sqrt_rn(tl.maximum(length, 1.0)))
-    scale = tl.where(length == 0, 0.0, scale)
+    bits = element_draws(draws[:, None], (E + e).to(tl.int64)[None, :])
+    uniform = (bits ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.float32)
+    scale = tl.where(length == 0, 0.0, tl.div_rn(args.noise, root))
     return uniform * (ROOT_OF_12 / 4294967296.0) * scale[:, None]
-
-
-@triton.jit
-def _share(length):
-    """What an addend counts."""
-    return tl.div_rn(length, length + HALF)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
@@ -144,6 +134,7 @@ def _forward_kernel(
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     length = _lengths(args, r, num_rows, num_samples, num_steps, num_targets)
     at_least_one = tl.maximum(length, 1.0)
+    root = tl.sqrt_rn(at_least_one)
     whole, fraction = _log2(at_least_one)
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
@@ -152,11 +143,10 @@ def _forward_kernel(
     if args.bias is not None:
         bias = tl.load(args.bias + e, mask=e < E, other=0.0).to(tl.float32)
         out += bias[None, :] * ((whole + fraction) * LN2)[:, None]
-    if args.addend is not None:
-        out += tl.load(args.addend + at, mask=mask, other=0.0).to(tl.float32) * _share(length)
+    draws = query_draws(args.seed, r)
     if NOISE:
-        out += _noise(args, r, e, length, E)
-    tl.store(out_ptr + at, out * _kept(args, r, e, at_least_one, DROPS), mask=mask)
+        out += _noise(args, draws, e, length, root, E)
+    tl.store(out_ptr + at, out * _kept(args, draws, e, root, DROPS), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "num_steps", "num_targets"])
@@ -183,10 +173,8 @@ def _backward_kernel(
     at = r.to(tl.int64)[:, None] * E + e[None, :]
     mask = (r < num_rows)[:, None] & (e < E)[None, :]
     grad = tl.load(grad_out_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    grad *= _kept(args, r, e, at_least_one, DROPS)
+    grad *= _kept(args, query_draws(args.seed, r), e, tl.sqrt_rn(at_least_one), DROPS)
     sums_at = tl.program_id(0).to(tl.int64) * E + e
-    if grads.addend is not None:
-        tl.store(grads.addend + at, grad * _share(length), mask=mask)
     if grads.bias is not None:
         tl.store(grads.bias + sums_at, tl.sum(grad * log, 0), mask=e < E)
     grad *= _powers(args, whole, fraction, e, E)
@@ -210,10 +198,11 @@ def forward(args: LengthArguments) -> Tensor:
     return out
 
 
-def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> LengthGradients:
-    """Gradients; those of power and bias only where one of them is asked for."""
+def backward(grad_out: Tensor, args: LengthArguments, needs: LengthArguments) -> LengthGradients:
+    """Gradients; those of power and bias only where ``needs`` asks for them."""
     x, (grid, sizes, constants) = args.x, _launch(args)
-    power, bias = (x if needs_columns else None for x in (args.power, args.bias))
+    power = args.power if needs.power else None
+    bias = args.bias if needs.bias else None
 
     def partial_sums(of: Tensor | None) -> Tensor | None:
         return None if of is None else of.new_empty(grid[0], x.shape[-1], dtype=torch.float32)
@@ -225,7 +214,6 @@ def backward(grad_out: Tensor, args: LengthArguments, needs_columns: bool) -> Le
         x=x.new_empty(x.shape),
         power=partial_sums(power),
         bias=partial_sums(bias),
-        addend=None if args.addend is None else x.new_empty(x.shape),
     )
     if sizes[0]:
         _backward(grid, (_read(args), grad_out.contiguous(), grads, *sizes), constants)
