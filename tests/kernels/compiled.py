@@ -215,9 +215,9 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16, **options: A
     module(zeros(4, 32), history).sum().backward()
 
 
-def by_length(*shape: int, query_offsets: Tensor | None = None) -> None:
+def by_length(*shape: int, query_offsets: Tensor | None = None, biased: bool = True) -> None:
     x, width = zeros(*shape), shape[-1]
-    power, bias = zeros(width, dtype=FP32), zeros(width, dtype=FP32)
+    power, bias = zeros(width, dtype=FP32), zeros(width, dtype=FP32) if biased else None
     seed = torch.tensor([0])
     inputs = x, OFFSETS, query_offsets, power, bias, seed
     call_scale_by_length(*inputs, 0.5, 1.0).sum().backward()
@@ -359,6 +359,9 @@ CASES = {
         (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
     ),
     "by length": Case((80, 90), "scale_by_length", lambda: by_length(4, 3, 64)),
+    "by length, no bias": Case(
+        (80, 90), "scale_by_length", lambda: by_length(4, 3, 64, biased=False)
+    ),
     "by length, jagged": Case(
         (80, 90), "scale_by_length", lambda: by_length(N, 64, query_offsets=OFFSETS)
     ),

@@ -130,9 +130,7 @@ def test_collection():
     table = EmbeddingBagConfig(
         name="t", embedding_dim=8, num_embeddings=9, feature_names=["item", "items"]
     )
-    config = TargetAttentionConfig(
-        target="item", history="items", num_heads=1, score="din", hidden_dims=(6, 3)
-    )
+    config = TargetAttentionConfig("item", "items", score="din", hidden_dims=(6, 3))
     collection = TargetAttentionEmbeddingBagCollection([table], config)
     batch = KeyedJaggedTensor(
         ["item", "items"], torch.tensor([1, 2, 3, 4, 5]), lengths=torch.tensor([1, 1, 3, 0])

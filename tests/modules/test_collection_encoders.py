@@ -44,13 +44,18 @@ def test_encoder_layers_drop_no_rows_unless_told():
     assert dropouts == (0.3, 0.2, 0.1)
 
 
-def test_encoder_layers_have_as_many_heads_as_attention():
-    tables = [table("t_item", "item", "hist", width=16)]
-    for given, expected in ((None, 4), (2, 2)):
-        config = TargetAttentionConfig("item", "hist", given, encoder_layers=1)
-        pooling = TargetAttentionEmbeddingBagCollection(tables, config).pooling
-        assert pooling.attentions[0].num_heads == expected
-        assert pooling.encoders[0][0].self_attn.num_heads == expected
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [({}, (8, 4)), ({"num_heads": 16}, (16, 16)), ({"score": "din"}, (1, 1))],
+    ids=str,
+)
+def test_heads_of_attention_and_of_encoder_layers(options, heads):
+    """By the width of both histories together."""
+    tables = [table("t", "item", "hist", width=16), table("u", "cat", "cats", width=16)]
+    config = TargetAttentionConfig(["item", "cat"], ["hist", "cats"], encoder_layers=1, **options)
+    pooling = TargetAttentionEmbeddingBagCollection(tables, config).pooling
+    layer = pooling.encoders[0][0]
+    assert (pooling.attentions[0].num_heads, layer.self_attn.num_heads) == heads
 
 
 def peer_encoders(layers: nn.Module, width: int, dtype: torch.dtype) -> list[nn.Module]:
@@ -59,7 +64,7 @@ def peer_encoders(layers: nn.Module, width: int, dtype: torch.dtype) -> list[nn.
     for layer in layers.children():
         encoder = nn.TransformerEncoderLayer(
             width,
-            layer.self_attn.num_heads,
+            4,
             4 * width,
             dropout=0.0,
             activation="gelu",
@@ -97,7 +102,7 @@ def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
     weight = table_weights(collection)["t_item"].detach().double()
     layers, attention = collection.pooling.encoders[0], collection.pooling.attentions[0]
     encoders = peer_encoders(layers, 8, torch.float64)
-    multi_head = nn.MultiheadAttention(8, attention.num_heads, batch_first=True)
+    multi_head = nn.MultiheadAttention(8, 4, batch_first=True)
     multi_head.load_state_dict(attention.state_dict())
     multi_head.double().to(device)
     expected = torch.zeros(len(lengths), 8, dtype=torch.float64, device=device)

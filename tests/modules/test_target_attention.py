@@ -845,11 +845,8 @@ def test_prior_weights_travel(value_projection, device):
         ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),
         ({"num_heads": 0}, ValueError, "num_heads must divide embed_dim 8, got 0"),
         ({"embed_dim": 0}, ValueError, "num_heads must divide embed_dim 0, got 2"),
-        (
-            {"embed_dim": 0, "num_heads": None},
-            ValueError,
-            "embed_dim must be at least 1, got 0",
-        ),
+        ({"embed_dim": 0, "num_heads": None}, ValueError, "embed_dim must be at least 1, got 0"),
+        ({"embed_dim": 8.0, "num_heads": None}, TypeError, "embed_dim must be an int, got 8.0"),
         ({"init": "alibi"}, ValueError, "init must be 'recency' or 'mha', got 'alibi'"),
         (
             {"keys_and_values": "both"},

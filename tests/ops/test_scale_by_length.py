@@ -7,7 +7,8 @@ from tests.fixtures import opcheck
 from torchrec_jagged_attn.arguments import LengthArguments
 from torchrec_jagged_attn.cpu import scale_by_length as cpu
 from torchrec_jagged_attn.cpu.dropout import dropped_rows
-from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.devices import has_kernels, supported_dtypes
+from torchrec_jagged_attn.kernels.target import scale_by_length as kernels
 from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 from torchrec_jagged_attn.testing import assert_close, offsets_of, outputs_and_gradients
 
@@ -201,6 +202,17 @@ def test_any_strides(needs, device):
     for name, grad in zip(needs, found, strict=True):
         assert torch.equal(grad, expected[name])
         assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["x", "power", "bias"])
+def test_gradients_of_columns_are_made_if_asked_for(name, device):
+    inputs = inputs_of("three", 24, device)
+    args = LengthArguments(**inputs)
+    needs = LengthArguments(**dict.fromkeys(inputs, False) | {name: True})
+    for implementation in [cpu, kernels] if has_kernels(device, args.x.dtype) else [cpu]:
+        grads = implementation.backward(torch.ones_like(args.x), args, needs)
+        made = {column for column in ("power", "bias") if getattr(grads, column) is not None}
+        assert made == {name} - {"x"}
 
 
 def test_its_output_may_be_changed(device):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_jagged_attn.checks import check_window
+from torchrec_jagged_attn.checks import check_int, check_window
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
 from torchrec_jagged_attn.ops.dropout import drops_of
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
@@ -39,8 +39,8 @@ class TargetAttentionConfig:
             ``candidates="jagged"``, with any number.
         history: feature, or features, oldest id first, pooled by attention to ``target``. Several
             must have equal lengths: they describe the same events.
-        num_heads: ``H``, a divisor of the summed width of the histories; ``None`` as in
-            :class:`JaggedTargetAttention`.
+        num_heads: ``H``, a divisor of the summed width of the histories. ``None``, the default, is
+            what :class:`JaggedTargetAttention` makes of that width: 8, 4, 2 or 1.
         timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any
             unit. It is not embedded, so no table may hold it. It is read after the lookups, so a
             pipeline must not be told ``free_features_storage_early=True``.
@@ -48,7 +48,7 @@ class TargetAttentionConfig:
             where there are ``timestamps``.
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
         encoder_layers: how many times the rows of a history first attend to each other, each time
-            in a :class:`HistoryEncoderLayer` of ``num_heads``.
+            in a :class:`HistoryEncoderLayer` of ``num_heads``, by default of 4 at most.
         encoder_causal: whether in these layers a row sees itself and older rows only.
         encoder_window: how many rows a row of ``encoder_causal`` layers sees at most, itself and
             the newest older ones. ``None`` for all.
@@ -214,12 +214,13 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
     else:
         embed_dim = check_codes(config.history_codes, None)
         _check_over_codes(config, config.history_codes, tables)
-    num_heads = 1 if config.num_heads is None else config.num_heads
-    if num_heads < 1 or embed_dim % num_heads != 0:
-        raise ValueError(
-            f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
-            f"got {num_heads}"
-        )
+    if config.num_heads is not None:
+        check_int(config.num_heads, "num_heads", 1)
+        if embed_dim % config.num_heads != 0:
+            raise ValueError(
+                f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
+                f"got {config.num_heads}"
+            )
     if config.encoder_layers < 0:
         raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
     drops_of(config.encoder_dropout, "encoder_dropout")

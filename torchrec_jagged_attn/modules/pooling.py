@@ -116,7 +116,7 @@ class TargetAttentionPooling(nn.Module):
                 *(
                     HistoryEncoderLayer(
                         attention.width,
-                        attention.num_heads,
+                        attention.encoder_heads,
                         dropout=config.encoder_dropout,
                         causal=config.encoder_causal,
                         window=config.encoder_window,
@@ -299,7 +299,8 @@ class _Attention(NamedTuple):
         features: keys of the KeyedJaggedTensor that the history has.
         keys: of the output.
         width: of all these.
-        num_heads: of it, and of its encoder layers.
+        num_heads: of it.
+        encoder_heads: of its encoder layers.
         num_bytes: of a row of codes; 0 where rows are looked up.
         timestamps: key of the KeyedJaggedTensor, if there are any.
         takes_indices: whether it takes rows by index.
@@ -312,6 +313,7 @@ class _Attention(NamedTuple):
     keys: list[str]
     width: int
     num_heads: int
+    encoder_heads: int
     num_bytes: int
     timestamps: str | None
     takes_indices: bool
@@ -340,9 +342,10 @@ def _attention(
         width = check_codes(config.history_codes, None)
         num_bytes = ids_of_codes(config.history_codes).num_bytes
     num_heads = check_target_heads(config.num_heads, width, config.score)
+    encoder_heads = min(num_heads, 4) if config.num_heads is None else num_heads
     return _Attention(
-        targets, histories, features, keys, width, num_heads, num_bytes, config.timestamps,
-        takes_indices, user_key,
+        targets, histories, features, keys, width, num_heads, encoder_heads, num_bytes,
+        config.timestamps, takes_indices, user_key,
     )  # fmt: skip
 
 

@@ -82,8 +82,8 @@ class JaggedTargetAttention(nn.Module):
 
     Args:
         embed_dim: ``E``, width of outputs.
-        num_heads: ``H``, a divisor of ``embed_dim``. ``None``, the default, is 8, 4, 2 or 1: as
-            many as leave each head a multiple of four columns; for ``"din"``, 1.
+        num_heads: ``H``, a divisor of ``embed_dim``. ``None``, the default, is the most of 8, 4
+            and 2 that divides it into heads of at least four columns, else 1; for ``"din"``, 1.
         history_dim: ``D``, width of history rows; ``embed_dim`` by default.
         target_dim: ``C``, width of targets; ``embed_dim`` by default.
         bias: whether the projections have biases.
@@ -148,10 +148,12 @@ class JaggedTargetAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``target_dim`` is no int, ``length_power`` or
+        TypeError: ``embed_dim`` or ``target_dim`` is no int, ``num_heads`` neither an int nor None,
+            ``length_power`` or
             ``length_bias`` is neither a bool nor None, ``output_noise`` no number, or
             ``history_codes`` of another type.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``target_dim`` is less than 1.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``embed_dim`` or ``target_dim`` is less
+            than 1.
             ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
             ``output_dropout`` is no probability below one, or ``output_noise`` is negative or over
             1000. ``age_bias`` goes without ``recency_bias``. Without a value projection,

@@ -1,7 +1,6 @@
 """What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
-import math
 from numbers import Real
 from typing import NamedTuple
 
@@ -94,7 +93,8 @@ def check_target_heads(num_heads: int | None, embed_dim: int, score: str) -> int
     """How many heads there are, if ``num_heads`` divides ``embed_dim`` or is left open."""
     if num_heads is None:
         check_int(embed_dim, "embed_dim", 1)
-        return 1 if score == "din" else max(1, math.gcd(embed_dim, 32) // 4)
+        fitting = (h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h)
+        return 1 if score == "din" else next(fitting, 1)
     check_heads(num_heads, embed_dim)
     return num_heads
 

@@ -1,8 +1,9 @@
 """What the length of a history does to its pooled row: ``ops/scale_by_length.py`` has the formula.
 
 Forward reads and writes each element once; backward reads two and writes one. Each program of
-backward writes a row of fp32 sums for the gradient of the power, and one for that of the bias. With
-few rows, as here, both are launch-bound. Sums have one order, whatever the GPU.
+backward writes a row of fp32 sums for the gradient of the power, and one for that of the bias, if
+they are asked for. With few rows, as here, both are launch-bound. Sums have one order, whatever the
+GPU.
 """
 
 from __future__ import annotations
