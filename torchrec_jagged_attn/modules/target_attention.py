@@ -149,19 +149,18 @@ class JaggedTargetAttention(nn.Module):
 
     Raises:
         TypeError: ``embed_dim`` or ``target_dim`` is no int, ``num_heads`` neither an int nor None,
-            ``length_power`` or
-            ``length_bias`` is neither a bool nor None, ``output_noise`` no number, or
-            ``history_codes`` of another type.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``embed_dim`` or ``target_dim`` is less
-            than 1.
-            ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``, ``dropout`` or
-            ``output_dropout`` is no probability below one, or ``output_noise`` is negative or over
-            1000. ``age_bias`` goes without ``recency_bias``. Without a value projection,
-            ``history_dim`` is not ``embed_dim``. Of another score than the softmax, keys and values
-            are explicit, or ``length_power`` or ``length_bias`` is asked for. For ``"din"``, there
-            are several heads, widths that differ, projected values, no ``bias``, a ``dropout`` or
-            an unknown ``activation``. With ``history_codes``, the ``history_dim`` is another, keys
-            and values are explicit, values are not projected, or the score is ``"din"``.
+            ``length_power`` or ``length_bias`` is neither a bool nor None, ``output_noise`` no
+            number, or ``history_codes`` of another type.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``embed_dim`` or ``target_dim``
+            is less than 1. ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``,
+            ``dropout`` or ``output_dropout`` is no probability below one, or ``output_noise`` is
+            negative or over 1000. ``age_bias`` goes without ``recency_bias``. Without a value
+            projection, ``history_dim`` is not ``embed_dim``. Of another score than the softmax,
+            keys and values are explicit, or ``length_power`` or ``length_bias`` is asked for. For
+            ``"din"``, there are several heads, widths that differ, projected values, no ``bias``, a
+            ``dropout`` or an unknown ``activation``. With ``history_codes``, the ``history_dim`` is
+            another, keys and values are explicit, values are not projected, or the score is
+            ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
