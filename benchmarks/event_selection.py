@@ -67,6 +67,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     boost_weights,
 )
+from torchrec_jagged_attn.testing import UNRESTRAINED
 
 WAYS = ("relevance", "newest", "random")
 HISTORY = ["history", "surface", "dwell"]
@@ -253,16 +254,7 @@ class Ranker(nn.Module):
             feature_names=["item", "history"],
             init_fn=functools.partial(nn.init.normal_, std=width**-0.5),
         )
-        attention = TargetAttentionConfig(
-            "item",
-            "history",
-            num_heads=2,
-            row_dropout=0.0,
-            output_dropout=0.0,
-            output_noise=0.0,
-            length_power=False,
-            length_bias=False,
-        )
+        attention = TargetAttentionConfig("item", "history", num_heads=2, **UNRESTRAINED)
         self.selection = selection
         self.collection = TargetAttentionEmbeddingBagCollection(
             [table],

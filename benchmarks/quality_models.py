@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn import HistoryEncoderLayer, JaggedLayout, JaggedTargetAttention
+from torchrec_jagged_attn.testing import UNRESTRAINED
 
 __all__ = ["POOLINGS", "Ranker"]
 
@@ -227,7 +228,7 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
         width, output_dropout=0.0, length_power=False, **EARLIER
     ),
     "attention-unrestrained": lambda width, half_life, max_history: Attention(
-        width, row_dropout=0.0, output_dropout=0.0, length_power=False, **EARLIER
+        width, **UNRESTRAINED
     ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True

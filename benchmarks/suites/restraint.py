@@ -21,6 +21,7 @@ from suites import Cost, Inputs, Relaid, Suite, UnavailableError, target_attenti
 from suites import target_attention as base
 from suites._attention import PEERS, Attend
 from torchrec_jagged_attn.testing import (
+    UNRESTRAINED,
     Case,
     flash_attention_oracle,
     flash_attention_plain,
@@ -30,13 +31,6 @@ from torchrec_jagged_attn.testing import (
 POWER, BIAS = "length_power", "length_bias"
 RARELY = 1e-9  # four of 2^32 draws
 DROPOUT = {"row_dropout": RARELY, "output_dropout": RARELY, "output_noise": RARELY}
-NONE = {
-    "row_dropout": 0.0,
-    "output_dropout": 0.0,
-    "output_noise": 0.0,
-    "length_power": False,
-    "length_bias": False,
-}
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
@@ -137,7 +131,7 @@ def restrain(x: Inputs, pooled: Tensor) -> Tensor:
 
 def elementwise(x: Inputs) -> Callable[[], Tensor]:
     """Rows dropped by the kernels, the rest by PyTorch."""
-    attend = module_of(x, **NONE | {"row_dropout": RARELY})
+    attend = module_of(x, **UNRESTRAINED | {"row_dropout": RARELY})
     return lambda: restrain(x, attend())
 
 
@@ -155,29 +149,21 @@ def without(x: Inputs, names: tuple[str, ...], **options: float | bool) -> Relai
 
 def case_of(name: str, num_samples: int, longest: int, num_heads: int) -> Case:
     """One target, 128 numbers wide."""
-    return Case(
-        name,
-        num_samples,
-        longest,
-        num_heads,
-        128,
-        lengths="uniform",
-        dtype=torch.bfloat16,
-        large=True,
-    )
+    sizes = num_samples, longest, num_heads, 128
+    return Case(name, *sizes, lengths="uniform", dtype=torch.bfloat16, large=True)
 
 
 SUITE = Suite(
     name="restraint",
     measures="JaggedTargetAttention as it comes, training",
     cases={
-        name: case_of(name, *sizes)
-        for name, sizes in {
-            "restraint-64": (64, 50, 4),
-            "restraint-64-x8": (64, 50, 8),
-            "restraint-4k": (4096, 200, 4),
-            "restraint-4k-x8": (4096, 200, 8),
-        }.items()
+        case.name: case
+        for case in (
+            case_of("restraint-64", 64, 50, 4),
+            case_of("restraint-64-x8", 64, 50, 8),
+            case_of("restraint-4k", 4096, 200, 4),
+            case_of("restraint-4k-x8", 4096, 200, 8),
+        )
     },
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=flash_attention_oracle),
@@ -188,10 +174,11 @@ SUITE = Suite(
         "ours-power": lambda x: without(
             x,
             (BIAS,),
-            **NONE | {"row_dropout": RARELY, "output_dropout": RARELY, "length_power": True},
+            **UNRESTRAINED
+            | {"row_dropout": RARELY, "output_dropout": RARELY, "length_power": True},
         ),
         "ours-elementwise": elementwise,
-        "ours-unrestrained": lambda x: without(x, (POWER, BIAS), **NONE),
+        "ours-unrestrained": lambda x: without(x, (POWER, BIAS), **UNRESTRAINED),
         "linear+padded-sdpa": padded,
     },
 )

@@ -11,7 +11,7 @@ from tests.kernels.compiled import (
     layer,
     ops_on,
 )
-from tests.plain import UNRESTRAINED
+from torchrec_jagged_attn.testing import UNRESTRAINED
 
 pytestmark = pytest.mark.reference  # nothing is compiled where kernels are interpreted
 

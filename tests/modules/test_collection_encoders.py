@@ -63,13 +63,7 @@ def peer_encoders(layers: nn.Module, width: int, dtype: torch.dtype) -> list[nn.
     encoders = []
     for layer in layers.children():
         encoder = nn.TransformerEncoderLayer(
-            width,
-            4,
-            4 * width,
-            dropout=0.0,
-            activation="gelu",
-            norm_first=True,
-            batch_first=True,
+            width, 4, 4 * width, dropout=0.0, activation="gelu", norm_first=True, batch_first=True
         )
         encoder.load_state_dict(layer.state_dict())
         encoders.append(encoder.to(layer.norm1.weight.device, dtype))

@@ -7,12 +7,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import example
-from tests.plain import UNRESTRAINED, plain_attention
+from tests.plain import plain_attention
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules import target_attention
 from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, OUTPUT_NOISE, ROW_DROPOUT
 from torchrec_jagged_attn.ops.dropout import draw_dropout
+from torchrec_jagged_attn.testing import UNRESTRAINED
 
 
 def rates_of_dropped_outputs(p, lengths):

@@ -133,7 +133,7 @@ class TargetAttentionPooling(nn.Module):
         self.attentions = nn.ModuleList(
             JaggedTargetAttention(
                 attention.width,
-                attention.num_heads,
+                config.num_heads,
                 target_dim=_width(attention.targets),
                 recency_bias=config.recency_bias,
                 age_bias=config.timestamps is not None,
@@ -299,8 +299,7 @@ class _Attention(NamedTuple):
         features: keys of the KeyedJaggedTensor that the history has.
         keys: of the output.
         width: of all these.
-        num_heads: of it.
-        encoder_heads: of its encoder layers.
+        encoder_heads: heads of its encoder layers.
         num_bytes: of a row of codes; 0 where rows are looked up.
         timestamps: key of the KeyedJaggedTensor, if there are any.
         takes_indices: whether it takes rows by index.
@@ -312,7 +311,6 @@ class _Attention(NamedTuple):
     features: list[str]
     keys: list[str]
     width: int
-    num_heads: int
     encoder_heads: int
     num_bytes: int
     timestamps: str | None
@@ -341,11 +339,12 @@ def _attention(
         features, keys = config.histories, config.histories[:1]
         width = check_codes(config.history_codes, None)
         num_bytes = ids_of_codes(config.history_codes).num_bytes
-    num_heads = check_target_heads(config.num_heads, width, config.score)
-    encoder_heads = min(num_heads, 4) if config.num_heads is None else num_heads
+    encoder_heads = config.num_heads
+    if encoder_heads is None:
+        encoder_heads = min(4, check_target_heads(None, width, config.score))
     return _Attention(
-        targets, histories, features, keys, width, num_heads, encoder_heads, num_bytes,
-        config.timestamps, takes_indices, user_key,
+        targets, histories, features, keys, width, encoder_heads, num_bytes, config.timestamps,
+        takes_indices, user_key,
     )  # fmt: skip
 
 

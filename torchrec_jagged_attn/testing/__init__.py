@@ -2,6 +2,7 @@
 
 from torchrec_jagged_attn.testing.cases import (
     CASES,
+    UNRESTRAINED,
     Case,
     jagged_lengths,
     make_flash_inputs,
@@ -29,6 +30,7 @@ from torchrec_jagged_attn.testing.tolerance import (
 
 __all__ = [
     "CASES",
+    "UNRESTRAINED",
     "Case",
     "ScoreBiases",
     "TF32Products",
