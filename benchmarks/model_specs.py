@@ -340,7 +340,7 @@ GOALS |= {
             )
             for op, case in (
                 ("`select_events`", "events-200"),
-                ("`truncate_events`", "events-200-newest"),
+                ("`select_events` without scores", "events-200-newest"),
             )
             for what, mode in (("forward", "forward"), ("forward and backward", "both"))
         ),

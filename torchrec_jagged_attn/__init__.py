@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         rank_attributes,
         segment_sessions,
         select_events,
-        truncate_events,
     )
     from torchrec_jagged_attn.modules import (
         CachedHistoryCollection,
@@ -103,7 +102,6 @@ __all__ = [
     "select_events",
     "select_rows",
     "take_rows",
-    "truncate_events",
 ]
 
 

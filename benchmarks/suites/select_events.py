@@ -3,9 +3,9 @@
 ``padded`` pads the scores, takes PyTorch's top-k and sorts what it finds by place; its output is
 padded, too. ``sorted`` sorts the scores of all users at once, as one 64-bit key with the user's
 number. Both have what follows from lengths alone beforehand; all know how many events are kept, so
-that nothing waits for the device. Where the newest are kept, as by ``truncate_events``, the number
-of a row is its score for both. These need no scores: ``padded-newest`` finds their places in the
-padded output from the offsets.
+that nothing waits for the device. Where the newest are kept, without scores, the number of a row
+is its score for both. These need no scores: ``padded-newest`` finds their places in the padded
+output from the offsets.
 """
 
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def oracle(x: Scored) -> Tensor:
 
 
 def ours(x: Scored) -> Callable[[], Tensor]:
-    """The ops behind ``select_events`` and ``truncate_events``."""
+    """The ops behind ``select_events``."""
     history, capacity = x.leaves["history"], x.num_kept
 
     def call() -> Tensor:

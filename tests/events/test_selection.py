@@ -17,7 +17,6 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
     segment_sessions,
     select_events,
-    truncate_events,
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 
@@ -202,8 +201,8 @@ def test_truncated_with_room_to_spare(device):
     rows = JaggedTensor(
         torch.randn(12, 3, device=device), lengths=torch.tensor(LENGTHS, device=device)
     )
-    exact = truncate_events(rows, 2)
-    roomy = truncate_events(rows, 2, capacity=8)
+    exact = select_events(rows, keep=2)
+    roomy = select_events(rows, keep=2, capacity=8)
     assert [x.tolist() for x in exact.to_dense()] == [x[-2:].tolist() for x in rows.to_dense()]
     assert torch.equal(roomy.lengths(), exact.lengths())
     assert torch.equal(roomy.values()[:5], exact.values())
@@ -349,11 +348,11 @@ def test_wrong_batches_are_named(keys, options, message):
 def test_wrong_histories_are_named():
     long, short = (JaggedTensor(torch.zeros(n), lengths=torch.tensor([n])) for n in (3, 2))
     with pytest.raises(ValueError, match="'b' must be as long as 'a' in each sample, got 2 and 3"):
-        truncate_events({"a": long, "b": short}, 1)
+        select_events({"a": long, "b": short}, keep=1)
     with pytest.raises(ValueError, match="events must have one history or more, got none"):
-        truncate_events({}, 1)
+        select_events({}, keep=1)
     with pytest.raises(TypeError, match="events must be a JaggedTensor, got a Tensor"):
-        truncate_events(torch.zeros(3), 1)
+        select_events(torch.zeros(3), keep=1)
     with pytest.raises(ValueError, match=r"scores must have shape \[N\] = \[3\], got \[2\]"):
         select_events(long, torch.zeros(2), keep=1)
 

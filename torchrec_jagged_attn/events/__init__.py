@@ -7,7 +7,7 @@ from torchrec_jagged_attn.events.boosting import EventBoosting, boost_weights
 from torchrec_jagged_attn.events.features import EventBasedFeature, TimeEncoding
 from torchrec_jagged_attn.events.layout import Events
 from torchrec_jagged_attn.events.relevance import Relevance, rank_attributes
-from torchrec_jagged_attn.events.selection import EventSelection, select_events, truncate_events
+from torchrec_jagged_attn.events.selection import EventSelection, select_events
 from torchrec_jagged_attn.events.sessions import segment_sessions
 
 __all__ = [
@@ -21,5 +21,4 @@ __all__ = [
     "rank_attributes",
     "segment_sessions",
     "select_events",
-    "truncate_events",
 ]

@@ -138,7 +138,7 @@ class Events:
 
     def select(
         self,
-        scores: Tensor | None,
+        scores: Tensor | None = None,
         *,
         keep: int | list[int] | Tensor | None = None,
         threshold: float | None = None,
@@ -177,4 +177,4 @@ class Events:
 
     def truncate(self, keep: int | Tensor) -> Events:
         """Keep the newest events of each user, and all of their attributes."""
-        return self.select(None, keep=keep)
+        return self.select(keep=keep)

@@ -1,4 +1,4 @@
-"""``select_events`` and ``truncate_events``, of looked-up rows; ``EventSelection``, before that."""
+"""``select_events``, of looked-up rows; ``EventSelection``, before that."""
 
 # FX reads annotations, so they are no strings here.
 from collections.abc import Callable, Sequence
@@ -11,21 +11,21 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_jagged_attn.modules.batch_checks import check_equal_keys, check_equal_lengths
 from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
 
-__all__ = ["EventSelection", "select_events", "truncate_events"]
+__all__ = ["EventSelection", "select_events"]
 
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
 
 
 def select_events(
     events: Histories,
-    scores: Tensor | None,
+    scores: Tensor | None = None,
     *,
     keep: int | Sequence[int] | Tensor | None = None,
     threshold: float | None = None,
     segments: Tensor | None = None,
     capacity: int | None = None,
 ) -> Histories:
-    """Keep the events of each user with the highest scores, in the order that they have.
+    """Keep the events of each user with the highest scores, or the newest, in their order.
 
     Of equal scores the newer event, which lies behind the other, is kept first. Values and weights
     have gradients, scores have none. See :func:`select_rows`, which finds the events.
@@ -33,7 +33,7 @@ def select_events(
     Args:
         events: of ``B`` users with ``N`` events in all, the oldest first; several histories of the
             same events by name, whose events are kept or removed together.
-        scores: ``[N]``; ``None`` keeps the newest.
+        scores: ``[N]``; without scores, the newest events are kept.
         keep: events of a user at most: one number, or ``[B]`` integers. With ``segments``, a
             sequence of one number for each segment, or ``[B, S]`` integers.
         threshold: lowest score that is kept.
@@ -52,6 +52,8 @@ def select_events(
         >>> clicks = JaggedTensor(torch.tensor([7, 3, 5, 9]), lengths=torch.tensor([3, 1]))
         >>> select_events(clicks, torch.tensor([0.9, 0.1, 0.5, 0.2]), keep=2).to_dense()
         [tensor([7, 5]), tensor([9])]
+        >>> select_events(clicks, keep=2).to_dense()
+        [tensor([3, 5]), tensor([9])]
     """
     if not isinstance(events, dict):
         options = {"keep": keep, "threshold": threshold, "segments": segments}
@@ -76,30 +78,6 @@ def select_events(
     lengths = selected.offsets.diff().to(first.lengths().dtype)
     kept = {name: _take(history, selected, lengths) for name, history in events.items()}
     return cast("Histories", kept)
-
-
-def truncate_events(
-    events: Histories, keep: int | Tensor, *, capacity: int | None = None
-) -> Histories:
-    """Keep the newest events of each user: :func:`select_events` without scores.
-
-    Args:
-        events: as there.
-        keep: events of a user at most: one number, or ``[B]`` integers.
-        capacity: as there.
-
-    Returns:
-        As ``events``, of those that are kept.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as there.
-
-    Example:
-        >>> clicks = JaggedTensor(torch.tensor([7, 3, 5, 9]), lengths=torch.tensor([3, 1]))
-        >>> truncate_events(clicks, 2).to_dense()
-        [tensor([3, 5]), tensor([9])]
-    """
-    return select_events(events, None, keep=keep, capacity=capacity)
 
 
 def _take(history: JaggedTensor, selected: SelectedRows, lengths: Tensor) -> JaggedTensor:
