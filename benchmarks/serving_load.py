@@ -12,7 +12,7 @@ least. One request in a hundred is over the p99: of few that were counted, it sa
 
 A request is JSON, whole: it is parsed, checked and scored. Users are drawn by Zipf's law, and have
 histories of log-normal length, to which each visit adds a few events. Requests of the first
---warm-up seconds are scored, too, but not counted. A cache keeps what they, and rates before, left.
+--warm-up seconds are scored, too, but not counted.
 """
 # ruff: noqa: E402
 
@@ -33,12 +33,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from options import HelpFormatter, number, package_file, writable_file
 
-FORMS = {  # tables, cache, compiled
-    "as trained": ("fp32", None, False),
-    "compiled": ("int8", None, True),
-    "cache-bf16": ("int8", "bf16", True),
-    "cache-int8": ("int8", "int8", True),
-}
+FORMS = ("as trained", "compiled")
+"""Of fp32 tables, in eager mode; and of int8 tables, compiled."""
 SPIN = 2e-4
 """Seconds before an arrival from which on the loop does not sleep: sleeping overshoots."""
 
@@ -59,7 +55,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: off
     add("--run", type=Path, default=Path("runs/train_dlrm/attention"), help="of train_dlrm.py")
     add("--forms", nargs="+", choices=FORMS, default=[*FORMS],
-        help="of the model; with a cache, compiled")
+        help="of the model")
     add("--rates", nargs="+", type=number(int, 1, 10**6), default=[100, 400, 800, 2000],
         help="requests per second")
     add("--seconds", type=number(float, 0.1, 3600), default=10, help="of each rate, to be counted")
@@ -68,7 +64,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--history", type=number(int, 1, 10_000), default=100, help="median events of a user")
     add("--users", type=number(int, 1, 10**7), default=1000, help="to draw from")
     add("--max-batch", type=number(int, 1, 1000), default=16, help="requests scored together")
-    add("--cache-mib", type=number(int, 1, 10**6), default=64, help="of cached rows")
     add("--seed", type=number(int, 0, 2**31), default=0, help="of users, requests and arrivals")
     add("--package", type=package_file, default="runs/serving_load/scorer.pt2",
         help="the compiled model")
@@ -115,7 +110,7 @@ class Traffic:
         items = (user * 7919 + events * 104_729) % self._ids["item"]  # a user's own, always alike
         candidates = self._random.integers(self._ids["item"], size=self._num_candidates)
         features = {name: user % count for name, count in self._ids.items()}
-        of_user = {"id": user, "events": num_events, "seconds_since_last": 60, **features}
+        of_user = {"events": num_events, "seconds_since_last": 60, **features}
         rows = [
             [{"item": int(item), "category": int(item) % self._ids["category"]} for item in some]
             for some in (items, candidates)
@@ -193,7 +188,7 @@ def describe(args: argparse.Namespace) -> dict[str, object]:
         **{
             name: getattr(args, name)
             for name in (
-                *("max_batch", "candidates", "history", "users", "cache_mib", "seed"),
+                *("max_batch", "candidates", "history", "users", "seed"),
                 *("warm_up", "seconds"),
             )
         },
@@ -205,12 +200,10 @@ def describe(args: argparse.Namespace) -> dict[str, object]:
 
 def serve_form(form: str, args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
     """The server of a form, and what it knows."""
-    tables, cache, is_compiled = FORMS[form]
-    if not is_compiled:
+    if form == "as trained":
         scorer, features = load_scorer(args.run, device)
         return Server(scorer, Requests(features, device)), features
-    options = argparse.Namespace(**vars(args), tables=tables, cache=cache, compile=True)
-    return prepare(options, device)
+    return prepare(argparse.Namespace(**vars(args), tables="int8", compile=True), device)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -178,8 +178,6 @@ OP_TABLES = {
             for head, form in (
                 ("as trained", "as trained"),
                 ("int8 tables, compiled", "compiled"),
-                ("with a cache of bf16 rows", "cache-bf16"),
-                ("of int8 rows", "cache-int8"),
             )
         ),
     ),

@@ -1,4 +1,4 @@
-"""From requests to scores: checks requests, makes batches of them, keeps users' rows in between.
+"""From requests to scores: checks requests, and makes batches of them.
 
 What a server needs beside the exported or compiled model; see serve_dlrm.py for what a request is.
 """
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn import HistoryCache
-
 T = TypeVar("T", int, list, dict)
 TARGETS = ["item", "category"]
 HISTORIES = ["item_history", "category_history"]
@@ -28,8 +26,6 @@ MAX_BYTES = 16 * 2**20
 """Of a request's file."""
 MAX_COUNT = 2**63 - 1
 KINDS = {int: "an integer from {} to {}", list: "a list of {} to {}", dict: "an object"}
-
-CACHE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class RequestError(Exception):
@@ -41,33 +37,16 @@ class Request:
     """A checked request.
 
     Attributes:
-        user: who it is, as it was given; `None` where nobody asked.
-        num_events: the user has had.
         dense: `[C, NUM_DENSE_FEATURES]`, normalised.
         candidates: ids by target.
         histories: ids by history, from the oldest event to the newest.
         users: one id for each feature of users.
     """
 
-    user: int | None
-    num_events: int
     dense: np.ndarray
     candidates: list[list[int]]
     histories: list[list[int]]
     users: list[int]
-
-
-def make_cache(features: dict, device: torch.device) -> HistoryCache | None:
-    """As the features of a checkpoint and the options of serve_dlrm.py say."""
-    if features["cache"] is None:
-        return None
-    return HistoryCache(
-        features["history_width"],
-        min(features["max_history"], MAX_ROWS),
-        capacity_bytes=features["cache_mib"] * 2**20,
-        dtype=CACHE_DTYPES[features["cache"]],
-        device=device,
-    )
 
 
 class Requests:
@@ -84,8 +63,8 @@ class Requests:
         self._user_keys = [name for name in self._cardinalities if name not in TARGETS]
         self._device = device
         self._nobody = Request(
-            None, 0, np.zeros((1, len(self._mean))), [[0] for _ in TARGETS],
-            [[] for _ in HISTORIES], [0 for _ in self._user_keys],
+            np.zeros((1, len(self._mean))), [[0] for _ in TARGETS], [[] for _ in HISTORIES],
+            [0 for _ in self._user_keys],
         )  # fmt: skip
 
     @property
@@ -93,12 +72,8 @@ class Requests:
         """The features, in the order of `tensors`."""
         return [*TARGETS, *HISTORIES, *self._user_keys]
 
-    def check(self, request: object, cache: HistoryCache | None = None) -> Request:
-        """The request, with all that scoring reads of it.
-
-        Args:
-            request: of parsed JSON.
-            cache: that it will be scored with, if there is one.
+    def check(self, request: object) -> Request:
+        """The request, of parsed JSON, with all that scoring reads of it.
 
         Raises:
             RequestError: something is missing, of another kind, or out of range.
@@ -107,17 +82,12 @@ class Requests:
         history = _field(request, "history", "the request", list, most=MAX_ROWS)
         candidates = _field(request, "candidates", "the request", list, least=1, most=MAX_ROWS)
         num_events = _field(user, "events", "user", int)
-        if cache is not None:
-            least, most = (min(num_events, x) for x in (cache.max_history, MAX_ROWS))
-            _field(request, "history", "the request", list, least, most)
         since_last = _field(user, "seconds_since_last", "user", int)
         counts = [
             [num_events, since_last, _field(candidate, "events", f"candidates[{index}]", int)]
             for index, candidate in enumerate(candidates)
         ]
         return Request(
-            None if cache is None else _field(user, "id", "user", int),
-            num_events,
             (np.log1p(counts) - self._mean) / self._std,
             *(
                 [
@@ -129,27 +99,15 @@ class Requests:
             [self._id(user, name, "user") for name in self._user_keys],
         )
 
-    def tensors(
-        self, requests: Sequence[Request], lacks: Sequence[int] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
         """The arguments of `Scorer.forward` for a batch, with one request of nobody at its end.
 
         The exported model takes two requests, and candidates, or more.
-
-        Args:
-            requests: checked ones.
-            lacks: how many of the newest events of each history to take; all by default.
         """
         requests = [*requests, self._nobody]
-        if lacks is None:
-            lacks = [len(request.histories[0]) for request in requests]
-        histories = [
-            [ids[len(ids) - lack :] for ids in request.histories]
-            for request, lack in zip(requests, lacks, strict=True)
-        ]
         columns = [
             *zip(*(request.candidates for request in requests), strict=True),
-            *zip(*histories, strict=True),
+            *zip(*(request.histories for request in requests), strict=True),
             *zip(*([[id_] for id_ in request.users] for request in requests), strict=True),
         ]
         dense = np.concatenate([request.dense for request in requests])
@@ -171,17 +129,12 @@ class Server:
     Args:
         scorer: a `Scorer`, or what it was exported or compiled to.
         requests: for its features.
-        cache: of users' rows, if the scorer takes histories from one.
     """
 
-    def __init__(
-        self,
-        scorer: Callable[..., Tensor],
-        requests: Requests,
-        cache: HistoryCache | None = None,
-    ) -> None:
-        self._scorer, self._requests, self._cache = scorer, requests, cache
+    def __init__(self, scorer: Callable[..., Tensor], requests: Requests) -> None:
+        self._scorer, self._requests = scorer, requests
 
+    @torch.no_grad()
     def scores(self, some: Sequence[object]) -> list[np.ndarray | RequestError]:
         """Of each request its candidates' probabilities, or what is wrong with it.
 
@@ -189,38 +142,18 @@ class Server:
             some: requests, as JSON or parsed.
         """
         results: dict[int, np.ndarray | RequestError] = {}
-        waiting: dict[int, Request] = {}
+        batch: dict[int, Request] = {}
         for at, request in enumerate(some):
             try:
                 parsed = parse(request) if isinstance(request, bytes) else request
-                waiting[at] = self._requests.check(parsed, self._cache)
+                batch[at] = self._requests.check(parsed)
             except RequestError as error:
                 results[at] = error
-        while waiting:
-            batch = waiting
-            if self._cache is not None:  # of one user's requests, each in a batch of its own
-                first = {x.user: at for at, x in reversed(waiting.items())}
-                batch = {at: waiting[at] for at in sorted(first.values())[: self._cache.max_users]}
-            waiting = {at: request for at, request in waiting.items() if at not in batch}
-            results |= zip(batch, self._score(list(batch.values())), strict=True)
+        if batch:
+            scores = self._scorer(*self._requests.tensors([*batch.values()])).cpu().numpy()
+            ends = [*accumulate(len(request.dense) for request in batch.values())]
+            results |= zip(batch, np.split(scores, ends), strict=False)  # the last is nobody's
         return [results[at] for at in range(len(some))]
-
-    @torch.no_grad()
-    def _score(self, batch: list[Request]) -> list[np.ndarray]:
-        """Of one request for each user."""
-        if self._cache is None:
-            scores = self._scorer(*self._requests.tensors(batch))
-        else:
-            users = [*(request.user for request in batch), None]
-            num_events = [*(request.num_events for request in batch), 0]
-            lacks, cached = self._cache.append(users, num_events)
-            try:
-                scores = self._scorer(*self._requests.tensors(batch, lacks), *cached)
-            except BaseException:
-                self._cache.remove(users)  # their new rows may not be there
-                raise
-        ends = [*accumulate(len(request.dense) for request in batch)]
-        return np.split(scores.cpu().numpy(), ends)[: len(batch)]
 
 
 def _field(

@@ -8,20 +8,16 @@ number of requests, candidates and history rows, and compiled ahead of time into
 model that was trained, with requests for samples: a user's history is looked up and read once for
 all candidates.
 
-With --cache DTYPE, the rows of a user's history stay between requests, so that new events alone are
-looked up. With --triton FOLDER, it also writes a model for Triton Inference Server. With --explain
-K, it shows which K events of the history each of the best candidates looks at most, and the weight
-that each head of the attention gives them.
+With --triton FOLDER, it also writes a model for Triton Inference Server. With --explain K, it shows
+which K events of the history each of the best candidates looks at most, and the weight that each
+head of the attention gives them.
 
 A request names the user's features, the history from the oldest event to the newest, and the
 candidates, with counts as they are, and at most 10,000 rows of either:
 
-    {"user": {"id": 7, "cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
+    {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
      "history": [{"item": 7, "category": 0}, ...],
      "candidates": [{"item": 12, "category": 0, "events": 210}, ...]}
-
-The id is read with --cache alone. The history then has all of the user's events, or the newest, at
-least as many as were trained with; older ones are not read.
 """
 # ruff: noqa: E402
 
@@ -58,10 +54,6 @@ def parse_args() -> argparse.Namespace:
                         help="the compiled model (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false",
                         help="run the exported model as it is")
-    parser.add_argument("--cache", choices=["fp32", "bf16", "int8"],
-                        help="keep the rows of histories between requests, in this")
-    parser.add_argument("--cache-mib", type=number(int, 1, 10**6), default=64,
-                        help="MiB of such rows (default: %(default)s)")
     parser.add_argument("--triton", type=writable_folder, metavar="FOLDER",
                         help="model repository for Triton Inference Server to write the compiled "
                              "model to")
@@ -94,16 +86,13 @@ from checkpoint import CheckpointError, describe_checkpoint, load_state, newest_
 from events import NUM_DENSE_FEATURES
 from rich.console import Console
 from rich.table import Table
-from scoring import HISTORIES, TARGETS, RequestError, Requests, Server, make_cache, read_request
+from scoring import HISTORIES, TARGETS, RequestError, Requests, Server, read_request
 from torch import Tensor, nn
 from torchrec.inference.modules import quantize_inference_model
 from torchrec.models.dlrm import DLRM
 from torchrec.pt2.utils import register_fake_classes
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from train_dlrm import build_model
-
-from torchrec_jagged_attn import CachedHistoryCollection, HistoryCache
-from torchrec_jagged_attn.serving import CachedHistories
 
 TRITON_CONFIG = """\
 name: "serve_dlrm"
@@ -114,7 +103,7 @@ input [{ name: "REQUEST", data_type: TYPE_STRING, dims: [ 1 ] }]
 output [{ name: "SCORES", data_type: TYPE_FP32, dims: [ -1 ] }]
 instance_group [{ kind: KIND_AUTO, count: 1 }]
 """
-"""A request is JSON. One instance, or one on each GPU: each has a cache of its own."""
+"""A request is JSON. One instance, or one on each GPU."""
 
 
 class Scorer(nn.Module):
@@ -123,31 +112,21 @@ class Scorer(nn.Module):
     Args:
         dlrm: with a TargetAttentionEmbeddingBagCollection of jagged candidates.
         keys: of the features, in the order of `Requests.tensors`.
-        from_cache: whether histories come from a HistoryCache.
     """
 
-    def __init__(self, dlrm: DLRM, keys: list[str], from_cache: bool = False) -> None:
+    def __init__(self, dlrm: DLRM, keys: list[str]) -> None:
         super().__init__()
         self.dlrm, self.keys = dlrm, keys
-        if from_cache:
-            arch = dlrm.sparse_arch
-            arch.embedding_bag_collection = CachedHistoryCollection(arch.embedding_bag_collection)
 
-    def forward(
-        self, dense: Tensor, ids: Tensor, lengths: Tensor, *cached: Tensor | None
-    ) -> Tensor:
+    def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
         """Probabilities `[ΣC]` that users take each of their candidates.
 
         Args:
             dense: `[ΣC, NUM_DENSE_FEATURES]`.
             ids: of all requests by feature, first all candidates' items.
             lengths: `[F, B]`, the parts of `ids`.
-            cached: the fields of CachedHistories, where histories come from a cache: `ids` then
-                have new events alone.
         """
-        features = self._features(ids, lengths)
-        batch = (features, CachedHistories(*cached)) if cached else features
-        return self.dlrm(dense, batch).squeeze(1).sigmoid()
+        return self.dlrm(dense, self._features(ids, lengths)).squeeze(1).sigmoid()
 
     def explain(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Weights `[L, C, H]` that each head of each candidate gives each row of the history.
@@ -173,7 +152,7 @@ class Scorer(nn.Module):
         )
 
 
-def load_scorer(run: Path, device: torch.device, from_cache: bool = False) -> tuple[Scorer, dict]:
+def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
     """The model of a run's newest checkpoint, and what is known of its data and rows."""
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
@@ -187,44 +166,27 @@ def load_scorer(run: Path, device: torch.device, from_cache: bool = False) -> tu
     shape = argparse.Namespace(**numbers, no_dropout=True)
     model = build_model("attention", features["cardinalities"], shape, candidates="jagged")
     load_state({"model": model.state_dict()}, checkpoint, no_dist=True)
-    features |= {"history_width": len(HISTORIES) * shape.width, "max_history": shape.max_history}
-    scorer = Scorer(model.model, Requests(features, device).keys, from_cache)
+    features |= {"max_history": shape.max_history}
+    scorer = Scorer(model.model, Requests(features, device).keys)
     return scorer.to(device).eval(), features
 
 
-def export_scorer(
-    scorer: Scorer, device: torch.device, cache: HistoryCache | None = None
-) -> torch.export.ExportedProgram:
-    """For any number of requests and candidates, from two on, and of history rows.
-
-    Args:
-        scorer: to export.
-        device: of its parameters.
-        cache: one like the program's, if histories come from it: its capacity may be another.
-    """
+def export_scorer(scorer: Scorer, device: torch.device) -> torch.export.ExportedProgram:
+    """For any number of requests and candidates, from two on, and of history rows."""
     candidates, history = [2, 1, 3], [2, 0, 3]
     columns = [candidates] * len(TARGETS) + [history] * len(HISTORIES)
     columns += [[1] * len(candidates)] * (len(scorer.keys) - len(columns))
     lengths = torch.tensor(columns, device=device)
-    cached: tuple[Tensor | None, ...] = ()
-    if cache is not None:
-        _, cached = cache.append([object() for _ in history], history)
     example = (
         torch.zeros(sum(candidates), NUM_DENSE_FEATURES, device=device),
         torch.zeros(int(lengths.sum()), dtype=torch.int64, device=device),
         lengths,
-        *cached,
     )
     dynamic = torch.export.Dim.DYNAMIC
-    shapes = [{0: dynamic}, {0: dynamic}, {1: dynamic}]
-    if cached:
-        shapes.append(tuple(None if tensor is None else {0: dynamic} for tensor in cached))
+    shapes = ({0: dynamic}, {0: dynamic}, {1: dynamic})
     with torch.no_grad():
         scorer(*example)  # quantized lookups note the order of keys when they are first called
-        program = torch.export.export(scorer, example, dynamic_shapes=tuple(shapes), strict=False)
-    if cache is not None:
-        cache.clear()
-    return program
+        return torch.export.export(scorer, example, dynamic_shapes=shapes, strict=False)
 
 
 def compile_program(program: torch.export.ExportedProgram, package: Path) -> Callable[..., Tensor]:
@@ -275,18 +237,13 @@ def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
 
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
     """What is served, as the options say; and what a server must know of it."""
-    scorer, features = load_scorer(args.run, device, from_cache=args.cache is not None)
+    scorer, features = load_scorer(args.run, device)
     if args.tables == "int8":
         register_fake_classes()  # of FBGEMM, for the exporter
         quantize_inference_model(scorer)
-    features |= {"cache": args.cache, "cache_mib": args.cache_mib}
-    try:
-        cache = make_cache(features, device)
-    except ValueError as error:
-        raise RequestError(f"--cache-mib {args.cache_mib} is too little: {error}") from None
-    program = export_scorer(scorer, device, cache)
+    program = export_scorer(scorer, device)
     served = compile_program(program, args.package) if args.compile else program.module()
-    return Server(served, Requests(features, device), cache), features
+    return Server(served, Requests(features, device)), features
 
 
 def serve(args: argparse.Namespace, device: torch.device) -> None:
@@ -298,8 +255,6 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
     server, features = prepare(args, device)
     scores, _ = score(server, request)
     name = f"{'compiled' if args.compile else 'exported'}, {args.tables}"
-    if args.cache:
-        name += f", cached in {args.cache}"
 
     console = Console()
     best = Table("candidate", title=f"The best {min(args.top, len(scores))} of {len(scores)}")
@@ -315,10 +270,7 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
         console.print(table_of_weights(some, *explain(model, requests, some, args.explain)))
     console.print(f"largest difference of all scores: {np.abs(scores - exact).max():.2g}")
 
-    title = f"One request, {args.times} times, on {device.type}"
-    if args.cache:
-        title += "; events cached"
-    latency = Table("milliseconds", title=title)
+    latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")
     for label, each in (("as trained", trained), (name, server)):

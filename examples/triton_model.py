@@ -14,7 +14,7 @@ import fbgemm_gpu  # noqa: F401, registers the lookups
 import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils  # Triton's own
-from scoring import RequestError, Requests, Server, make_cache
+from scoring import RequestError, Requests, Server
 
 
 class TritonPythonModel:
@@ -28,8 +28,7 @@ class TritonPythonModel:
             device = torch.device("cuda", int(args["model_instance_device_id"]))
         features = json.loads((folder / "features.json").read_text())
         scorer = torch._inductor.aoti_load_package(str(folder / "scorer.pt2"))
-        requests, cache = Requests(features, device), make_cache(features, device)
-        self._server = Server(scorer, requests, cache)
+        self._server = Server(scorer, Requests(features, device))
 
     def execute(self, requests: list) -> list:
         """A response for each request; the others are not touched by one that is wrong."""

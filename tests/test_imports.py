@@ -9,14 +9,13 @@ PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
 FAMILIES = {"target", "flash", "interaction", "selection", "semantic_ids"}
 BELOW = {  # what the files of a folder may import, beside their own folder and what has none
-    "modules": {"ops", "semantic_ids", "serving"},
+    "modules": {"ops", "semantic_ids"},
     "ops": {"cpu", "kernels", "replay"},
     "replay": {"kernels"},
     "cpu": set(),
     "data": set(),
     "semantic_ids": {"ops"},
     "events": {"ops", "modules"},
-    "serving": set(),
     "kernels": set(),
     "testing": set(),
 }

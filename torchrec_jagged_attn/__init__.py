@@ -27,7 +27,6 @@ from torchrec_jagged_attn.semantic_ids import (
     VQFusion,
     jagged_target_attention_over_ids,
 )
-from torchrec_jagged_attn.serving import HistoryCache
 
 if TYPE_CHECKING:
     from torchrec_jagged_attn.events import (
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
         select_events,
     )
     from torchrec_jagged_attn.modules import (
-        CachedHistoryCollection,
         HistoryEncoderLayer,
         JaggedFeatureInteraction,
         JaggedSelfAttention,
@@ -60,13 +58,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BalancedBatchSampler",
-    "CachedHistoryCollection",
     "DiscretePCA",
     "EventBasedFeature",
     "EventBoosting",
     "EventSelection",
     "Events",
-    "HistoryCache",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",

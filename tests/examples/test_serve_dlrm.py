@@ -22,7 +22,6 @@ from scoring import (
     RequestError,
     Requests,
     Server,
-    make_cache,
     read_request,
 )
 from serve_dlrm import (
@@ -42,7 +41,6 @@ from train_dlrm import build_model
 
 from tests.processes import run_script
 from tests.torchrec.two_ranks import make_batch, make_model
-from torchrec_jagged_attn import HistoryCache
 from torchrec_jagged_attn.testing import assert_close
 
 logging.disable(logging.NOTSET)  # which the examples turn off
@@ -77,12 +75,10 @@ def request_of(candidates: int, history: int) -> dict:
     return {**REQUEST, "candidates": rows[:candidates], "history": REQUEST["history"][:history]}
 
 
-def loaded(
-    run: Path, device: torch.device, cache: str | None = None
-) -> tuple[Scorer, Requests, dict]:
+def loaded(run: Path, device: torch.device) -> tuple[Scorer, Requests, dict]:
     """The trained model, what makes tensors for it, and what is known of the run."""
-    scorer, features = load_scorer(run, device, from_cache=cache is not None)
-    return scorer, Requests(features, device), features | {"cache": cache, "cache_mib": 1}
+    scorer, features = load_scorer(run, device)
+    return scorer, Requests(features, device), features
 
 
 def scores_of(scorer: Callable[..., Tensor], requests: Requests, request: dict) -> np.ndarray:
@@ -92,7 +88,7 @@ def scores_of(scorer: Callable[..., Tensor], requests: Requests, request: dict) 
 def in_fp64(run: Path, scorer: Scorer) -> Server:
     """The trained model in fp64, with the tables of ``scorer``, which may be quantized."""
     exact, features = load_scorer(run, CPU)
-    of_scorer = {name.replace(".collection.", "."): x for name, x in scorer.state_dict().items()}
+    of_scorer = scorer.state_dict()
     for name, weight in exact.double().state_dict().items():
         table = of_scorer[name].cpu()
         if table.dtype == torch.uint8:  # of a row: its scale and its offset, in fp16, its integers
@@ -157,100 +153,6 @@ def test_a_batch_scores_as_its_requests_do(run: Path):
     assert str(cut).startswith("the request must be JSON in UTF-8: ")
 
 
-def visits() -> list[list[dict]]:
-    """Batches of requests of users whose histories grow; one visits twice in a batch. The
-    first batches have no row, and one."""
-    batches = [
-        {5: 0},
-        {5: 1},
-        {1: 0, 2: 1, 3: 40},
-        {1: 5, 3: 40},
-        {3: 300, 2: 2},
-        {1: 6, 4: 250, 3: 301},
-    ]
-    rows = REQUEST["history"] * 8
-
-    def request_of_user(user: int, events: int) -> dict:
-        request = request_of(1 + (user + events) % 5, 0)
-        of_user = {**REQUEST["user"], "id": user, "events": events}
-        begin = max(0, events - 200)
-        return {**request, "user": of_user, "history": rows[user:][begin:events]}
-
-    made = [[request_of_user(*visit) for visit in batch.items()] for batch in batches]
-    return [*made, [request_of_user(2, 9), request_of_user(2, 10), request_of_user(1, 7)]]
-
-
-def test_new_events_alone_score_as_whole_histories(run: Path, device: torch.device):
-    trained, requests, _ = loaded(run, device)
-    scorer, _, features = loaded(run, device, "fp32")
-    looked_up = []
-
-    def counting(dense: Tensor, ids: Tensor, lengths: Tensor, *cached: Tensor) -> Tensor:
-        looked_up.append(lengths[len(TARGETS)].tolist())
-        return scorer(dense, ids, lengths, *cached)
-
-    server, exact = Server(counting, requests, make_cache(features, device)), in_fp64(run, trained)
-    for batch in visits():
-        whole = [scores_of(trained, requests, request) for request in batch]
-        assert_scores(server.scores(batch), whole, exact, batch)
-    assert looked_up == [
-        [0, 0],
-        [1, 0],
-        [0, 1, 40, 0],
-        [5, 0, 0],
-        [200, 1, 0],
-        [1, 200, 1, 0],
-        [7, 1, 0],
-        [1, 0],  # of the second visit
-    ]
-
-
-def test_a_batch_that_the_cache_does_not_hold_is_scored_in_parts(run: Path):
-    scorer, requests, features = loaded(run, CPU, "fp32")
-    width, max_history = features["history_width"], features["max_history"]
-    cache = HistoryCache(width, max_history, capacity=2 * (max_history + 40))
-    assert cache.max_users == 2
-    batch = [request for some in visits() for request in some]
-    scores, plain = (
-        Server(scorer, requests, x).scores(batch) for x in (cache, make_cache(features, CPU))
-    )
-    assert_scores(scores, plain, in_fp64(run, scorer), batch)
-
-
-@pytest.mark.parametrize("cache", ["fp32", "int8"])
-def test_the_exported_model_takes_histories_from_a_cache(
-    run: Path, cache: str, device: torch.device, fake_classes: None
-):
-    """One in bf16 is compiled below."""
-    scorer, requests, features = loaded(run, device, cache)
-    smaller = make_cache(features, device)
-    quantize_inference_model(scorer)
-    exported = export_scorer(scorer, device, smaller).module()
-    features["cache_mib"] = 2
-    servers = [Server(x, requests, make_cache(features, device)) for x in (scorer, exported)]
-    exact = in_fp64(run, scorer)
-    for batch in visits():
-        plain, scores = (server.scores(batch) for server in servers)
-        assert_scores(scores, plain, exact, batch)
-        if device == CPU:  # on a GPU, the exported model's copy of the rows may have other kernels
-            np.testing.assert_array_equal(np.concatenate(scores), np.concatenate(plain))
-
-
-def test_rows_that_were_not_written_are_forgotten(run: Path):
-    trained, requests, features = loaded(run, CPU, "fp32")
-    cache = make_cache(features, CPU)
-
-    def fail(*_: Tensor) -> Tensor:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        Server(fail, requests, cache).scores([REQUEST])
-    assert len(cache) == 0
-    (scores,) = Server(trained, requests, cache).scores([REQUEST])
-    uncached, requests, _ = loaded(run, CPU)
-    np.testing.assert_array_equal(scores, scores_of(uncached, requests, REQUEST))
-
-
 @pytest.mark.parametrize("most", [1, 3, 10_000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: str, most: int):
@@ -306,10 +208,10 @@ packages_load = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where the script leaves the compiled model, with a cache, and what it prints."""
+    """Where the script leaves the compiled model, and what it prints."""
     folder, printed = tmp_path_factory.mktemp("served"), io.StringIO()
     options = [f"--run={run}", f"--package={folder}/scorer.pt2", f"--triton={folder}", "--times=3"]
-    options += ["--cache=bf16", "--cache-mib=2", "--top=4", "--explain=2"]
+    options += ["--top=4", "--explain=2"]
     complaints = io.StringIO()
     with contextlib.ExitStack() as left:
         left.callback(deregister_fake_classes)
@@ -325,7 +227,7 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
 
 
 def test_the_script_says_nothing_but_its_results(run: Path):
-    """In a process of its own, with the exported model as it is, and no cache."""
+    """In a process of its own, with the exported model as it is."""
     options = [f"--run={run}", "--no-compile", "--times=1"]
     done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (0, "")
@@ -365,16 +267,14 @@ def test_what_the_best_candidates_look_at_is_printed(run: Path, served: tuple[Pa
 
 @packages_load
 def test_the_compiled_model_takes_any_candidates_and_history(run: Path, served: tuple[Path, str]):
-    """From a cache."""
     folder, _ = served
-    scorer, requests, features = loaded(run, CPU, "bf16")
+    scorer, requests, _ = loaded(run, CPU)
     quantize_inference_model(scorer)
     compiled = torch._inductor.aoti_load_package(str(folder / "scorer.pt2"))
-    servers = [Server(x, requests, make_cache(features, CPU)) for x in (scorer, compiled)]
+    servers = [Server(x, requests) for x in (scorer, compiled)]
     exact = in_fp64(run, scorer)
-    for user, (candidates, history) in enumerate(SHAPES.values()):
-        request = request_of(candidates, history)
-        request["user"] = {**REQUEST["user"], "id": user, "events": history}
+    for shape in SHAPES.values():
+        request = request_of(*shape)
         (plain, _), (scores, milliseconds) = (score(server, request) for server in servers)
         assert_scores([scores], [plain], exact, [request])
         assert milliseconds > 0
@@ -395,7 +295,7 @@ class Both(torch.nn.Module):
 
 @packages_load
 @torch.no_grad()
-def test_compiled_without_a_cache(
+def test_compiled_with_a_collection_of_samples(
     run: Path, device: torch.device, tmp_path: Path, fake_classes: None
 ):
     """Jagged candidates from int8 tables; and one candidate a sample, from those of a training."""
@@ -469,11 +369,12 @@ for batch in json.load(open(requests)):
 
 @packages_load
 def test_triton_loads_the_compiled_model(run: Path, served: tuple[Path, str], tmp_path: Path):
-    """As far as a stub of its Python backend goes: scores, a cache, and one bad request."""
+    """As far as a stub of its Python backend goes: scores, and one bad request."""
     folder, printed = served
     assert f"for Triton: {folder / 'serve_dlrm'}" in printed
 
-    batches = [*visits(), [REQUEST, {**REQUEST, "user": {"id": "x"}}]]
+    made = [request_of(*shape) for shape in SHAPES.values()]
+    batches = [made[:1], made[1:], [REQUEST, {**REQUEST, "user": {}}]]
     (tmp_path / "requests.json").write_text(json.dumps(batches))
     (tmp_path / "triton_python_backend_utils.py").write_text(TRITON_STUB)
     script = tmp_path / "call_as_triton.py"
@@ -483,10 +384,10 @@ def test_triton_loads_the_compiled_model(run: Path, served: tuple[Path, str], tm
     assert done.returncode == 0, done.stderr
     *responses, (last, error) = [json.loads(line) for line in done.stdout.splitlines()]
 
-    scorer, requests, features = loaded(run, CPU, "bf16")
+    scorer, requests, _ = loaded(run, CPU)
     quantize_inference_model(scorer)
-    server, exact = Server(scorer, requests, make_cache(features, CPU)), in_fp64(run, scorer)
-    for batch, of_batch in zip([*visits(), [REQUEST]], [*responses, [last]], strict=True):
+    server, exact = Server(scorer, requests), in_fp64(run, scorer)
+    for batch, of_batch in zip([*batches[:2], [REQUEST]], [*responses, [last]], strict=True):
         scores = [np.array(of_request, dtype=np.float32) for (of_request,) in of_batch]
         assert_scores(scores, server.scores(batch), exact, batch)
     assert error == "events of user must be an integer from 0 to 9223372036854775807, got None"
@@ -591,32 +492,6 @@ def test_bad_requests_are_refused(requests: Requests, case: str):
         requests.check(REQUEST | change)
 
 
-BAD_WITH_A_CACHE = {
-    "nobody": (
-        {"user": {**REQUEST["user"], "id": None}},
-        "id of user must be an integer from 0 to .*, got None",
-    ),
-    "short": ({"history": REQUEST["history"][1:]}, "a list of 40 to 40, got a list of 39"),
-    "cut": (
-        {"user": {**REQUEST["user"], "events": 300}},
-        "history of the request must be a list of 200 to 300, got a list of 40",
-    ),
-    "long": (
-        {"user": {**REQUEST["user"], "events": 39}},
-        "history of the request must be a list of 39 to 39, got a list of 40",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_WITH_A_CACHE)
-def test_bad_requests_with_a_cache_are_refused(requests: Requests, case: str):
-    cache = HistoryCache(width=8, max_history=200, capacity=1000)
-    requests.check(REQUEST, cache)
-    change, message = BAD_WITH_A_CACHE[case]
-    with pytest.raises(RequestError, match=message):
-        requests.check(REQUEST | change, cache)
-
-
 def test_a_request_must_be_an_object(requests: Requests):
     with pytest.raises(RequestError, match="the request must be an object, got None"):
         requests.check(None)
@@ -700,21 +575,6 @@ def test_unusable_files_end_with_one_line(
     assert "\n" not in code
 
 
-def test_a_cache_for_less_than_one_history_ends_with_one_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-):
-    trained = load_scorer
-    monkeypatch.setattr(
-        serve_dlrm,
-        "load_scorer",
-        lambda *args, **options: (trained(*args, **options)[0], features | {"max_history": 10_000}),
-    )
-    features = trained(run, CPU)[1]
-    code = end_of(monkeypatch, f"--run={run}", "--cache=fp32", "--cache-mib=1", "--tables=fp32")
-    assert code.startswith("error: --cache-mib 1 is too little: the capacity must be 10016 to ")
-    assert code.endswith(", got 8192")
-
-
 def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "run.json").write_text("{}")
@@ -725,7 +585,6 @@ def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: py
 
 BAD_OPTIONS = {
     "--triton x --no-compile": "--triton needs the compiled model, got --no-compile",
-    "--cache fp8": "argument --cache: invalid choice: 'fp8'",
     "--times 0": "argument --times: must be an integer from 1 to 1000000, got '0'",
     "--times 1e30": "argument --times: must be an integer from 1 to 1000000, got '1e30'",
     "--top -1": "argument --top: must be an integer from 1 to 1000000, got '-1'",

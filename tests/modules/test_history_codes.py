@@ -18,7 +18,6 @@ from tests.modules.target_attention_inputs import (
     make_inputs,
 )
 from torchrec_jagged_attn import (
-    CachedHistoryCollection,
     DiscretePCA,
     JaggedTargetAttention,
     SemanticIds,
@@ -306,13 +305,6 @@ def test_collection_weighs_codes_for_requests():
         weights[12 : 12 + sum(LENGTHS)],
     )
     assert torch.equal(pooled["h"], expected)
-
-
-def test_codes_are_not_cached():
-    config = TargetAttentionConfig("item", "h", history_codes=fitted())
-    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
-    with pytest.raises(NotImplementedError, match=r"no history_codes .*, got those of \['h'\]"):
-        CachedHistoryCollection(collection)
 
 
 def test_dlrm_reads_what_codes_give():

@@ -1,6 +1,5 @@
 """The modules: they hold weights, take TorchRec's jagged tensors and call the ops."""
 
-from torchrec_jagged_attn.modules.cached_histories import CachedHistoryCollection
 from torchrec_jagged_attn.modules.checkpoint_keys import embedding_bag_keys, rename_keys
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig
 from torchrec_jagged_attn.modules.embedding_bag_collection import (
@@ -13,7 +12,6 @@ from torchrec_jagged_attn.modules.sharding import embedding_parameters
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
 __all__ = [
-    "CachedHistoryCollection",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedSelfAttention",

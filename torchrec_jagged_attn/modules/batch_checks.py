@@ -17,12 +17,10 @@ from torchrec_jagged_attn.checks import (
 
 __all__ = [
     "check_bags",
-    "check_cached_lengths",
     "check_equal_keys",
     "check_equal_lengths",
     "check_features",
     "check_history_weights",
-    "check_new_rows",
     "check_pooled_weights",
     "check_single_rows",
     "of_each_sample",
@@ -165,34 +163,6 @@ def check_equal_keys(features: KeyedJaggedTensor, keys: list[str]) -> None:
     for key in keys[1:]:
         first = of_each_sample(features, keys[0])
         check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
-
-
-def check_new_rows(new: JaggedTensor, name: str, lacks: torch.Tensor) -> None:
-    """The history ``name`` must have, of each sample, the rows that a cache ``lacks``."""
-    lengths = new.lengths()
-    samples, users = lengths.numel(), lacks.numel()
-    _check_equal(
-        samples,
-        users,
-        lambda: f"features must have a sample for each user of cached, {users}, got {samples}",
-    )
-    if should_validate(lengths) and (wrong := torch.nonzero(lengths != lacks)).numel():
-        sample = int(wrong[0])
-        raise ValueError(
-            f"{name!r} must have the {int(lacks[sample])} newest events that the cache lacked, got "
-            f"{int(lengths[sample])} in sample {sample}"
-        )
-
-
-def check_cached_lengths(offsets: torch.Tensor, max_history: int) -> None:
-    """No history from a cache may be longer than those of the config."""
-    lengths = offsets.diff()
-    if should_validate(offsets) and (wrong := torch.nonzero(lengths > max_history)).numel():
-        sample = int(wrong[0])
-        raise ValueError(
-            f"cached must have at most max_history={max_history} rows of a history, got "
-            f"{int(lengths[sample])} in sample {sample}"
-        )
 
 
 def _check_equal(rows: int, expected: int, message: Callable[[], str]) -> None:

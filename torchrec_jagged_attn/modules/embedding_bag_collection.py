@@ -13,7 +13,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.modules.batch_checks import (
-    check_cached_lengths,
     check_features,
     check_pooled_weights,
 )
@@ -31,7 +30,6 @@ from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
-from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionEmbeddingBagCollection"]
 
@@ -290,12 +288,6 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 or that are pooled in bf16 on a GPU.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
         """
-        return self.embed(features)
-
-    def embed(
-        self, features: KeyedJaggedTensor, cached: CachedHistories | None = None
-    ) -> KeyedTensor:
-        """As :meth:`forward`; with ``cached``, as :class:`CachedHistoryCollection` does."""
         _check_features(
             features,
             self._num_embeddings,
@@ -306,10 +298,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             check_sharded(self._lookups()),
         )
         if self.history_truncation is not None:
-            if cached is None:
-                features = self.history_truncation(features)
-            else:  # what is new of them is no longer
-                check_cached_lengths(cached.offsets, self.history_truncation.max_history)
+            features = self.history_truncation(features)
         sequences = [lookup(features) for lookup in self.embedding_collections.values()]
         bags = None
         if self.embedding_bag_collection is not None:
@@ -317,24 +306,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         indices = {}
         for at, keys in enumerate(self._by_index):
             # After the lookup of bags has begun: this waits for the rows.
-            sequences[at], found = take_rows(sequences[at], keys if cached is None else {})
+            sequences[at], found = take_rows(sequences[at], keys)
             indices |= {keys[name]: places for name, places in found.items()}
-        return self.pooling(features, sequences, bags, indices or None, cached)
-
-    def check_cacheable(self) -> None:
-        """Histories must be such that a :class:`HistoryCache` holds all that is read of them."""
-        if self._codes:
-            raise NotImplementedError(
-                "collection must have no history_codes to take histories from a cache, which keeps "
-                f"rows, got those of {self._codes}"
-            )
-        num_attentions = len(self.pooling.attentions)
-        if num_attentions != 1 or self._timestamps or self._is_weighted:
-            raise NotImplementedError(
-                "collection must have one attention, no timestamps and is_weighted=False to take "
-                f"histories from a cache, got {num_attentions}, {self._timestamps} and "
-                f"{self._is_weighted}"
-            )
+        return self.pooling(features, sequences, bags, indices or None)
 
     def reset_parameters(self) -> None:
         """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""

@@ -26,7 +26,6 @@ class HistoryTruncation(nn.Module):
         super().__init__()
         self._histories = [keys for keys, _ in histories]
         self._limits = {key: limit for keys, limit in histories for key in keys}
-        self.max_history = max(limit for _, limit in histories)  # the longest that is left
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """``features`` with the same keys and samples, and no more rows than the limits.

@@ -15,7 +15,6 @@ from torchrec_jagged_attn.modules.batch_checks import (
     check_bags,
     check_equal_lengths,
     check_history_weights,
-    check_new_rows,
     check_single_rows,
     of_each_sample,
 )
@@ -28,7 +27,6 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     check_target_heads,
     ids_of_codes,
 )
-from torchrec_jagged_attn.serving import CachedHistories
 
 __all__ = ["TargetAttentionPooling"]
 
@@ -160,7 +158,6 @@ class TargetAttentionPooling(nn.Module):
         sequences: list[dict[str, JaggedTensor]],
         bags: KeyedTensor | None,
         indices: dict[str, Tensor] | None = None,
-        cached: CachedHistories | None = None,
     ) -> KeyedTensor:
         """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
         requests ``[ΣT, sum of widths]``.
@@ -171,7 +168,6 @@ class TargetAttentionPooling(nn.Module):
             bags: of the EmbeddingBagCollection, if there is one.
             indices: ``[N]`` of histories that are read by index, by their keys of the output. Their
                 sequences have values ``[U, D]``.
-            cached: the histories, where ``features`` have the new rows of these alone.
         """
         looked_up = [x.rows(sequences) for x in self._targets]
         candidates = looked_up[0]
@@ -205,8 +201,6 @@ class TargetAttentionPooling(nn.Module):
             if indices is not None and attention.keys[0] in indices:
                 rows = indices[attention.keys[0]]
                 places = _of_samples(rows, history)
-            if cached is not None:
-                history, rows = _with_cached(history, keys[0], cached, attention.takes_indices)
             if attention.timestamps is not None:
                 timestamps = _timestamps(features, attention.timestamps, places, keys[0])
             if self._is_weighted:
@@ -463,23 +457,6 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
         for sequence, name in zip(sequences, names, strict=True):
             check_equal_lengths(sequence, name, first, names[0])
     return _of_samples(torch.cat([sequence.values() for sequence in sequences], dim=1), first)
-
-
-def _with_cached(
-    new: JaggedTensor, name: str, cached: CachedHistories, takes_indices: bool
-) -> tuple[JaggedTensor, Tensor | None]:
-    """Histories from the cache, after their ``new`` rows are put there; and their indices, where
-    these are read in place.
-
-    An exported program reads a copy: it chooses as it runs whether keys are made of the rows.
-    """
-    check_new_rows(new, name, cached.lacks)
-    cached.write(new.values())
-    if takes_indices and cached.scales is None and not torch.compiler.is_compiling():
-        rows, indices = cached.rows, cached.indices
-    else:
-        rows, indices = cached.read(), None
-    return JaggedTensor(rows, lengths=cached.offsets.diff(), offsets=cached.offsets), indices
 
 
 @torch.fx.wrap
