@@ -3,13 +3,13 @@ the same without a compiler."""
 
 import functools
 import itertools
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.ops.test_target_attention import age_bucket
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.testing import (
@@ -482,8 +482,7 @@ def test_ages_at_the_ends_of_their_range(times, dtype, ages, num_buckets):
     """One that no int64 holds, and NaN, fall into the last bucket, as what is older than all."""
     rows = len(times)
     buckets = [
-        num_buckets - 1 if age is None else min(math.floor(4 * math.log2(1 + age)), num_buckets - 1)
-        for age in ages
+        num_buckets - 1 if age is None else min(age_bucket(age), num_buckets - 1) for age in ages
     ]
     inputs = {
         "query": torch.zeros(1, 1, 4),

@@ -76,8 +76,9 @@ def attend(
 
 
 def bucket(distance, num_buckets):
-    """⌊4 log2(1 + distance)⌋, in exact arithmetic for integers."""
-    return min(int((1 + distance) ** 4).bit_length() - 1, num_buckets - 1)
+    """Four per octave below 2^32, and one per octave above; in exact arithmetic for integers."""
+    quarter, octave = int((1 + distance) ** 4).bit_length() - 1, int(1 + distance).bit_length() - 1
+    return min(quarter, 96 + octave, num_buckets - 1)
 
 
 def projected(embed_dim, num_heads, **options):

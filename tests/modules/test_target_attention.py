@@ -654,13 +654,13 @@ def test_all_ways_to_write_a_jagged_tensor(index_dtype, path, device):
     ("option", "num_buckets", "first"),
     [
         ("position_bias", RecencyBias.POSITION_BUCKETS, 55_108),
-        ("age_bias", RecencyBias.AGE_BUCKETS, 2**39.75 - 1),
+        ("age_bias", RecencyBias.AGE_BUCKETS, 2**63 - 2**38 - 1),
     ],
 )
 def test_last_bucket_has_no_end(option, num_buckets, first, device):
     if option == "age_bias":
-        distances = torch.tensor([2.0**60, 2.0**40, 1.001 * first, 0.999 * first, 2**20, 0]).long()
-        timestamps = {"timestamps": 2**61 - distances.to(device)}
+        distances = torch.tensor([2**63 - 1, first + 1, first, first - 1, 2**62, 2**40, 0])
+        timestamps = {"timestamps": 2**62 - distances.to(device)}
     else:
         distances, timestamps = torch.arange(60_000).flip(0), {}
     far = (distances >= first).to(device)

@@ -12,7 +12,12 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
-from tests.ops.test_target_attention import FAR_TIMES, buckets_apart, inputs_of_far_times
+from tests.ops.test_target_attention import (
+    FAR_TIMES,
+    buckets_apart,
+    inputs_of_ages,
+    inputs_of_far_times,
+)
 from torchrec_jagged_attn import devices, jagged_flash_attention
 from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.kernels.flash import attention as kernels
@@ -574,9 +579,11 @@ def test_tables_are_the_bias_of_their_rows(device):
     assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
 
 
-@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
-def test_ages_beyond_all_numbers(times, device):
-    inputs, expected = inputs_of_far_times(times, device)
+@pytest.mark.parametrize("times", [None, *FAR_TIMES], ids=str)
+def test_buckets_of_ages(times, device):
+    inputs, expected = (
+        inputs_of_ages(device) if times is None else inputs_of_far_times(times, device)
+    )
     keys, recency = (
         inputs["history"].unsqueeze(1),
         {name: inputs[name] for name in ("age_bias", "timestamps")},

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -266,24 +267,6 @@ def test_recency_over_several_chunks(num_targets, num_heads, width, length, shar
     )
 
 
-def test_buckets_at_their_edges(device):
-    """Ages around the first of every bucket; each sample tells the bucket of its older row."""
-    first = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 160)]
-    ages = sorted({max(age + step, 0) for age in first for step in (-1, 0, 1)})
-    rounded = [int(x) for x in (torch.tensor(ages) + 1).float().tolist()]
-    buckets = torch.tensor([min((x**4).bit_length() - 1, 159) for x in rounded])
-    out = jagged_target_attention(
-        torch.zeros(len(ages), 1, 1, device=device),
-        torch.tensor([[1.0], [0.0]], device=device).repeat(len(ages), 1),
-        torch.arange(len(ages) + 1, device=device) * 2,
-        age_bias=torch.arange(160.0, device=device).unsqueeze(1) / 40,
-        timestamps=torch.tensor([[2**52 - age, 2**52] for age in ages], device=device).flatten(),
-    )
-    # The newer row is in bucket 0, whose score is 0.
-    scores = torch.logit(out.flatten().double())
-    assert torch.equal((scores * 40).round().long().cpu(), buckets)
-
-
 # Times of two rows of a sample, and how far apart the buckets of their ages are, modulo 20: of 140
 # buckets, the last one is 19 there, those of 2^32 and 2^31 are 8 and 4.
 FAR_TIMES = {
@@ -321,6 +304,35 @@ def inputs_of_far_times(times, device, dtype=torch.float32, num_targets=1, width
     return inputs, torch.tensor(apart)
 
 
+def age_bucket(age):
+    """The bucket of an age: four per octave below 2^32, and one per octave above."""
+    x = age + 1
+    ulp = 1 << max(x.bit_length() - 24, 0)
+    x = round(Fraction(x, ulp)) * ulp  # to fp32
+    octave = x.bit_length() - 1
+    return (x**4).bit_length() - 1 if octave < 32 else 128 + octave - 32
+
+
+def inputs_of_ages(device, dtype=torch.float32, num_targets=1, width=16):
+    """Samples whose outputs :func:`buckets_apart` reads, of ages around the first of each bucket,
+    around powers of two, and around the first that fp32 rounds up to one.
+    """
+    edges = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 128)]
+    edges += [2**octave - below for octave in range(64) for below in (1, 2**octave // 2**25)]
+    ages = {age + step for age in edges for step in (-2, -1, 0, 1, 2)}
+    ages = sorted(age for age in ages if 0 <= age < 2**63)
+    inputs = {
+        "query": torch.zeros(len(ages), num_targets, 1, width),
+        "history": torch.tensor([[1.0], [0.0]]).repeat(len(ages), width),
+        "age_bias": (torch.arange(160.0) % 20).unsqueeze(1) / 8,
+    }
+    inputs = {name: x.to(device, dtype) for name, x in inputs.items()}
+    inputs["offsets"] = torch.arange(len(ages) + 1, device=device) * 2
+    times = torch.tensor([[2**62 - age, 2**62] for age in ages], device=device)
+    inputs["timestamps"] = times.flatten()
+    return inputs, torch.tensor([age_bucket(age) % 20 for age in ages])
+
+
 def buckets_apart(out):
     """Of the older and the newer row of each sample, in each row of its output."""
     return (8 * torch.logit(out.double().cpu())).round().long()
@@ -335,6 +347,30 @@ def test_ages_beyond_all_numbers(num_targets, dtype, times, device):
     inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
     apart = buckets_apart(jagged_target_attention(**inputs))
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
+)
+def test_ages_around_the_edges_of_buckets(num_targets, dtype, device):
+    inputs, expected = inputs_of_ages(device, dtype, num_targets)
+    apart = buckets_apart(jagged_target_attention(**inputs))
+    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9], ids=["s", "ms", "us", "ns"])
+def test_ages_of_any_unit(unit, device):
+    """Days, months and years are in different buckets."""
+    seconds = torch.tensor([86400 * days for days in (1000, 365, 180, 30, 7, 2, 1, 0)])
+    inputs = {
+        "query": torch.zeros(1, 1, 8, device=device),
+        "history": torch.eye(8, device=device),
+        "offsets": torch.tensor([0, 8], device=device),
+        "timestamps": (unit * (1_790_000_000 - seconds)).to(device),
+        "age_bias": torch.randn(160, 1, generator=torch.Generator().manual_seed(0)).to(device),
+    }
+    weights = jagged_target_attention(**inputs).flatten()
+    assert weights.unique().numel() == 8
 
 
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])

@@ -385,13 +385,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
-    """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
+    """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
+    fp32, at most the last bucket: four buckets per octave below 2^32, and one per octave above.
 
-    Read from the bits of the number, so that it is the same on every device. NaN falls into the
-    last bucket.
+    Read from the bits of the number, so that it is the same on every device. NaN and infinity fall
+    into the last bucket.
     """
     # Without the sign, which a NaN may have, and 2^63 has in int64.
     bits = (distance + 1).float().view(torch.int32) & 0x7FFFFFFF
     fraction = bits & 0x7FFFFF
     quarters = sum((fraction >= start).int() for start in QUARTER_OCTAVES)
-    return (((bits >> 23) - 127) * 4 + quarters).clamp(0, num_buckets - 1).long()
+    octave = (bits >> 23) - 127
+    buckets = torch.minimum(octave * 4 + quarters, octave + 96).clamp(0, num_buckets - 1).long()
+    return buckets.masked_fill_(octave == 128, num_buckets - 1)

@@ -73,10 +73,12 @@ def jagged_target_attention(
 
     All heads share one pass over the history. An empty history gives zeros. Positions count the
     newer rows of the sample; ages are the time from a row to the last row of its sample, and zero
-    where that is negative. Both fall into four buckets per octave, :math:`\beta(x) = \lfloor 4
-    \log_2(1 + x) \rfloor` (of ``1 + x`` rounded to fp32); everything beyond falls into the last
-    bucket. A row whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such
-    rows alone gives zeros; but positions and ages count it.
+    where that is negative. Both fall into four buckets per octave below 2^32, and one per octave
+    above, :math:`\beta(x) = \min(\lfloor 4 \log_2(1 + x) \rfloor, 96 + \lfloor \log_2(1 + x)
+    \rfloor)` (of ``1 + x`` rounded to fp32): a table of 160 rows has one for every age that int64
+    holds. Everything beyond a table falls into its last bucket. A row whose prior weight
+    :math:`w_n` is zero has a weight of zero, and a history of such rows alone gives zeros; but
+    positions and ages count it.
 
     With ``indices``, the row at place ``n`` is ``history[indices[n]]``, of rows that may be unique,
     or those of a whole table. They are read where they are: no ``[N, D]`` tensor is made, nor in

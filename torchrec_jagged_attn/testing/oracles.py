@@ -238,12 +238,21 @@ def recency_bias_oracle(offsets: Tensor, biases: ScoreBiases) -> Tensor | None:
         ages += [] if times is None else [max(times[end - 1] - t, 0) for t in times[begin:end]]
     for table, distances in ((position_bias, positions), (age_bias, ages)):
         if table is not None:
-            rounded = torch.tensor([distance + 1 for distance in distances]).float().tolist()
-            buckets = [math.floor(Fraction(x) ** 4).bit_length() - 1 for x in rounded]
+            buckets = [_recency_bucket(distance) for distance in distances]
             index = torch.tensor(buckets, dtype=torch.int64, device=table.device)
             scores = table[index.clamp(max=len(table) - 1)]
             bias = scores if bias is None else bias + scores
     return bias
+
+
+def _recency_bucket(distance: float) -> int:
+    """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
+    fp32.
+    """
+    x = Fraction(distance) + 1
+    ulp = Fraction(2) ** (math.floor(x).bit_length() - 24)
+    x = round(x / ulp) * ulp  # half to even
+    return min(math.floor(x**4).bit_length() - 1, 95 + math.floor(x).bit_length())
 
 
 def flash_attention_oracle(

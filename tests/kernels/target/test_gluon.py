@@ -16,6 +16,7 @@ from tests.ops.test_target_attention import (
     buckets_apart,
     draw_prior_weights,
     inputs_of,
+    inputs_of_ages,
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
@@ -135,13 +136,15 @@ def test_rows_of_digits_by_index(num_targets, path, launched):
     assert f"{path}_forward" in launched
 
 
-@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize("times", [None, *FAR_TIMES], ids=str)
 @pytest.mark.parametrize("num_targets", [1, 9])
 @pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
-def test_ages_beyond_all_numbers(has_warpgroup, num_targets, times):
-    inputs, expected = inputs_of_far_times(
-        times, torch.device("cpu"), torch.float16, num_targets, width=64
-    )
+def test_buckets_of_ages(has_warpgroup, num_targets, times):
+    of_device = torch.device("cpu"), torch.float16, num_targets, 64
+    if times is None:
+        inputs, expected = inputs_of_ages(*of_device)
+    else:
+        inputs, expected = inputs_of_far_times(times, *of_device)
     with gluon_in_numpy(has_warpgroup) as launched:
         apart = buckets_apart(jagged_target_attention(**inputs))
     of_many = "warpgroup" if has_warpgroup else "few_warps"

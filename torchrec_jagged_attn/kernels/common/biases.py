@@ -16,15 +16,21 @@ __all__ = ["add_heads", "add_to_table", "age_bucket", "load_bias", "recency_buck
 
 @triton.jit
 def recency_bucket(distance, num_buckets):
-    """``⌊4 log2(1 + distance)⌋``, of ``1 + distance`` rounded to fp32, at most the last bucket.
+    """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
+    fp32, at most the last bucket; that of infinity.
 
     Read from the bits of the number, as ``recency_buckets`` of ``cpu/attention.py`` does.
     """
     bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
+    if distance.dtype != tl.int32:
+        bits &= 0x7FFFFFFF  # 2^63 has a sign in int64
     fraction = bits & 0x7FFFFF  # held against the least fp32 at or above 2^(1/4), 2^(2/4), 2^(3/4)
     quarters = (fraction >= 0x1837F1).to(tl.int32) + (fraction >= 0x3504F4).to(tl.int32)
     quarters += (fraction >= 0x5744FD).to(tl.int32)
-    bucket = ((bits >> 23) - 127) * 4 + quarters
+    octave = (bits >> 23) - 127
+    bucket = octave * 4 + quarters
+    if distance.dtype != tl.int32:  # whose octaves end at 31
+        bucket = tl.where(octave == 128, num_buckets - 1, tl.minimum(bucket, octave + 96))
     return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
 
 
@@ -33,12 +39,12 @@ def age_bucket(time, newest, num_buckets):
     """:func:`recency_bucket` of the age of a row of ``time``, in a sample whose last is ``newest``.
 
     The first one where the row is newer than that. The last one of an age that is NaN, or that
-    int64 does not hold together with one: subtraction wraps around.
+    int64 does not hold: subtraction wraps around.
     """
     if time.dtype == tl.int32:
         time, newest = time.to(tl.int64), newest.to(tl.int64)
     age = newest - time
-    bucket = tl.where(age + 1 > 0, recency_bucket(age, num_buckets), num_buckets - 1)
+    bucket = tl.where(age >= 0, recency_bucket(age, num_buckets), num_buckets - 1)
     return tl.where(time > newest, 0, bucket)
 
 
