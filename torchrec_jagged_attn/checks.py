@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = [
     "check_packed_values",
     "check_prior_weights",
     "check_prior_weights_values",
+    "check_real",
     "check_rows",
     "check_same",
     "check_score",
@@ -175,6 +177,16 @@ def check_int(value: object, name: str, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if int(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_real(value: object, name: str, *, positive: bool = False) -> None:
+    """``value`` must be a finite number that is not negative or, if ``positive``, over 0."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        expected = "positive and finite" if positive else "finite and not negative"
+        raise ValueError(f"{name} must be {expected}, got {value}")
 
 
 def check_heads(num_heads: int, embed_dim: int) -> None:

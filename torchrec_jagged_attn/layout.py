@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.checks import check_offsets_metadata, should_validate
 
-__all__ = ["JaggedLayout", "check_offsets_values"]
+__all__ = ["JaggedLayout", "check_offsets_values", "check_order"]
 
 
 @dataclass(frozen=True)
@@ -101,3 +101,17 @@ def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:
     """The values of ``offsets`` must divide ``num_rows`` rows; skipped where reading would wait."""
     if should_validate(offsets):
         JaggedLayout(offsets, num_rows).validate(name)
+
+
+def check_order(timestamps: Tensor, offsets: Tensor) -> None:
+    """``timestamps`` must not decrease within a sample; skipped where reading would wait."""
+    if not should_validate(timestamps):
+        return
+    samples = JaggedLayout(offsets, timestamps.shape[0]).sample_ids()
+    decreases = (timestamps[1:] < timestamps[:-1]) & (samples[1:] == samples[:-1])
+    if (wrong := torch.nonzero(decreases)).numel():
+        at = int(wrong[0])
+        raise ValueError(
+            "timestamps must not decrease within a sample, the oldest event first, got "
+            f"{timestamps[at].item()} then {timestamps[at + 1].item()} at position {at + 1}"
+        )

@@ -110,5 +110,53 @@ def test_seconds_of_this_century():
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="out_dim must be at least 1, got 0"):
         EventBasedFeature(make_tables(), 0)
+    with pytest.raises(TypeError, match=r"out_dim must be an int, got 6\.0"):
+        EventBasedFeature(make_tables(), 6.0)
     with pytest.raises(ValueError, match="periods must be positive and finite, got"):
         TimeEncoding(periods=(3.0, 0.0))
+    with pytest.raises(TypeError, match=r"periods must be a tuple of numbers, got 3\.0"):
+        TimeEncoding(periods=3.0)
+    with pytest.raises(TypeError, match="periods must be a number, got '3'"):
+        TimeEncoding(periods=("3",))
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "offsets", "error", "message"),
+    [
+        (torch.tensor([0.0, 1.0]), [0, 2], TypeError, "timestamps must be int32 or int64, got"),
+        (torch.tensor([2, 1]), [0, 2], ValueError, "timestamps must not decrease within a sample"),
+        (torch.tensor([2, 1]), [0, 1], ValueError, "offsets must end at the 2 rows they divide"),
+        (torch.tensor(2), [0, 1], ValueError, r"timestamps must have shape \[N\]"),
+    ],
+)
+def test_wrong_times_are_named(timestamps, offsets, error, message):
+    with pytest.raises(error, match=message):
+        TimeEncoding()(timestamps, torch.tensor(offsets))
+
+
+def test_times_may_begin_anew_with_each_user():
+    encoding = TimeEncoding(periods=())
+    ages = encoding(torch.tensor([7, 9, 2, 2]), torch.tensor([0, 2, 2, 4])).expm1().round()
+    assert ages.flatten().tolist() == [2, 0, 0, 0]
+
+
+def test_ages_that_int32_does_not_hold():
+    times = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+    ages = TimeEncoding(periods=())(times, torch.tensor([0, 2]))
+    assert ages[0].item() == pytest.approx(math.log(2**32))
+
+
+def test_wrong_events_are_named():
+    weighted, plain = (
+        EventBasedFeature(make_tables(), 6, is_weighted=is_weighted)
+        for is_weighted in (True, False)
+    )
+    with pytest.raises(TypeError, match="events must be Events, got a Tensor"):
+        plain(torch.zeros(3))
+    with pytest.raises(ValueError, match="weights of ids for is_weighted=True, got none"):
+        weighted(make_events(weighted=False))
+    with pytest.raises(ValueError, match="no weights of ids for is_weighted=False, got some"):
+        plain(make_events())
+    other = make_events(weighted=False, inner={"item": INNER["item"]})
+    with pytest.raises(ValueError, match=r"events must have the attributes \['tags', 'empty'\]"):
+        plain(other)

@@ -97,7 +97,7 @@ def test_of_features_with_one_id_an_event(device):
     assert events.attributes["item"].weights().tolist() == [5, 6, 7]
     with pytest.raises(ValueError, match=r"features must have the keys \['place'\], got"):
         Events.of_features(features, ["place"])
-    with pytest.raises(ValueError, match=r"keys must be some, got \[\]"):
+    with pytest.raises(ValueError, match=r"keys must be some, each once, got \[\]"):
         Events.of_features(features, [])
 
 
@@ -132,6 +132,17 @@ def test_wrong_arguments_are_named():
         Events(events.offsets, torch.zeros(3))
     with pytest.raises(ValueError, match=r"timestamps must have shape \[N\] = \[9\], got \[3\]"):
         Events(events.offsets, events.attributes, torch.zeros(3))
+    with pytest.raises(TypeError, match=r"timestamps must be int32 or int64, got torch\.float32"):
+        Events(events.offsets, events.attributes, torch.arange(9.0))
+    with pytest.raises(
+        ValueError, match=r"timestamps must not decrease .* got 2 then 1 at position"
+    ):
+        Events(events.offsets, events.attributes, torch.tensor([0, 2, 1, *range(6)]))
+    for method in (events.select, events.truncate):
+        with pytest.raises(ValueError, match="keep or threshold must be given, got neither"):
+            method(None)
+    with pytest.raises(TypeError, match="keys must be a list of names, got 'item'"):
+        Events.of_features(events.attributes, "item")
     with pytest.raises(TypeError, match=r"offsets must be int32 or int64, got torch\.float32"):
         Events(events.offsets.float(), events.attributes)
     with pytest.raises(ValueError, match="offsets must end at the 9 rows they divide, got 4"):

@@ -1,5 +1,7 @@
 """Planted relevance is found, whatever the batches."""
 
+import math
+
 import pytest
 import torch
 
@@ -199,7 +201,56 @@ def test_a_certain_event_makes_its_session_active(device):
 def test_no_session(lengths, device):
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     empty = torch.zeros(0, device=device)
-    assert segment_sessions(empty, offsets, empty, gap=1, threshold=0.5).shape == (0,)
+    assert segment_sessions(empty, offsets, empty.long(), gap=1, threshold=0.5).shape == (0,)
+
+
+def test_pauses_of_any_unit():
+    """In nanoseconds, one longer than the gap by one ends a session; in int32, any difference."""
+    year = 365 * 24 * 3600 * 10**9
+    relevance, offsets = torch.tensor([0.9, 0.0]), torch.tensor([0, 2])
+    for gap, pause, expected in ((10**9, 10**9, [1, 1]), (10**9, 10**9 + 1, [1, 0])):
+        times = 50 * year + torch.tensor([0, pause])
+        assert segment_sessions(relevance, offsets, times, gap=gap, threshold=0.5).tolist() == (
+            expected
+        )
+    times = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+    actual = segment_sessions(relevance, offsets, times, gap=1e9, threshold=0.5)
+    assert actual.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"timestamps": torch.tensor([0.0, 1.0])}, TypeError, "timestamps must be int32 or int64"),
+        (
+            {"timestamps": torch.tensor([5, 4])},
+            ValueError,
+            "timestamps must not decrease within a sample, .*, got 5 then 4 at position 1",
+        ),
+        (
+            {"relevance": torch.tensor([0.5, 1.5])},
+            ValueError,
+            r"relevance must be 0 to 1, got 1\.5",
+        ),
+        ({"relevance": torch.tensor([0.5, torch.nan])}, ValueError, "relevance must be 0 to 1"),
+        ({"gap": -1}, ValueError, "gap must be finite and not negative, got -1"),
+        ({"gap": math.nan}, ValueError, "gap must be finite and not negative, got nan"),
+        ({"gap": "1"}, TypeError, "gap must be a number, got '1'"),
+        ({"threshold": 1.5}, ValueError, r"threshold must be a probability, 0 to 1, got 1\.5"),
+        ({"threshold": math.nan}, ValueError, "threshold must be finite and not negative, got nan"),
+        ({"offsets": torch.tensor([0, 1])}, ValueError, "offsets must end at the 2 rows"),
+    ],
+)
+def test_wrong_sessions_are_named(change, error, message):
+    arguments = {
+        "relevance": torch.ones(2),
+        "offsets": torch.tensor([0, 2]),
+        "timestamps": torch.tensor([0, 1]),
+        "gap": 1,
+        "threshold": 0.5,
+    }
+    with pytest.raises(error, match=message):
+        segment_sessions(**arguments | change)
 
 
 @pytest.mark.gpu
@@ -213,7 +264,7 @@ def test_never_waits_for_the_device():
         relevance.update(dwell, surface, converted)
         relevance.fit()
         scores = relevance(dwell, surface)
-        times = dwell.cumsum(0)
+        times = dwell.cumsum(0).long()
         segments = segment_sessions(scores, offsets, times, gap=10, threshold=0.5)
         boost_weights(scores, segments=segments, factors=factors)
 
@@ -229,6 +280,9 @@ def test_never_waits_for_the_device():
         ({"num_surfaces": 2.0}, TypeError, r"num_surfaces must be an int, got 2\.0"),
         ({"num_surfaces": 2, "num_bins": True}, TypeError, "num_bins must be an int, got True"),
         ({"num_surfaces": 2, "max_dwell": 0}, ValueError, "max_dwell must be positive and finite"),
+        ({"num_surfaces": 2, "max_dwell": "9"}, TypeError, "max_dwell must be a number, got '9'"),
+        ({"num_surfaces": 2, "max_dwell": math.nan}, ValueError, "max_dwell must be positive and"),
+        ({"num_surfaces": 2, "prior": True}, TypeError, "prior must be a number, got True"),
         ({"num_surfaces": 2, "prior": -1}, ValueError, "prior must be positive and finite, got -1"),
     ],
 )
@@ -248,6 +302,16 @@ def test_wrong_events_are_named():
         relevance(dwell, surface[:3])
     with pytest.raises(ValueError, match=r"converted must have shape \[N\] = \[4\], got \[2\]"):
         relevance.update(dwell, surface, converted[:2])
+    with pytest.raises(TypeError, match="dwell must be integers or floating point, got"):
+        relevance(dwell > 0, surface)
+    with pytest.raises(TypeError, match="converted must be bool or integers 0 and 1, got"):
+        relevance.update(dwell, surface, converted.float())
+    with pytest.raises(ValueError, match="converted must be 0 or 1, got 2"):
+        relevance.update(dwell, surface, 2 * torch.ones_like(surface))
+    with pytest.raises(TypeError, match=r"num_bins must be an int, got 8\.0"):
+        relevance.mutual_information(8.0)
+    with pytest.raises(TypeError, match="count must be an int, got True"):
+        rank_attributes(surface.unsqueeze(1), converted, True)
     with pytest.raises(ValueError, match="num_bins must divide 256, got 7"):
         relevance.mutual_information(7)
     with pytest.raises(TypeError, match=r"attributes must be integers, got torch\.float32"):

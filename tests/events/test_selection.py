@@ -1,5 +1,8 @@
 """Events are kept or removed as wholes: of looked-up rows, and of batches before that."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -333,6 +336,73 @@ def test_wrong_modules_are_named(arguments, message):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((["item"],), {}, ValueError, "keep or threshold must be given, got neither"),
+        (
+            (["item"],),
+            {"scores": scores_of},
+            ValueError,
+            "keep or threshold must be given, got neither",
+        ),
+        (("item", 2), {}, TypeError, "keys must be a list of names, got 'item'"),
+        ((["item"], -1), {}, ValueError, "keep must be at least 0, got -1"),
+        ((["item"], True), {}, TypeError, "keep must be an int, got True"),
+        ((["item"], 2.0), {}, TypeError, r"keep must be an int, got 2\.0"),
+        ((["item"], [1, -1]), {"segments": scores_of}, ValueError, "keep must be at least 0, got"),
+        ((["item"], 2), {"scores": "dwell"}, TypeError, "scores must be a function of a Keyed"),
+        ((["item"], [2]), {"segments": 1}, TypeError, "segments must be a function of a Keyed"),
+        (
+            (["item"],),
+            {"scores": scores_of, "threshold": math.nan},
+            ValueError,
+            "threshold must be a number or None, got nan",
+        ),
+        (
+            (["item"],),
+            {"scores": scores_of, "threshold": "9"},
+            TypeError,
+            "threshold must be a number or None, got '9'",
+        ),
+    ],
+)
+def test_wrong_options_are_named(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        EventSelection(*arguments, **options)
+
+
+def test_wrong_boostings_are_named():
+    with pytest.raises(
+        TypeError, match="weights must be a function of a KeyedJaggedTensor, got 'a'"
+    ):
+        EventBoosting(["item"], "a")
+    for wrong in (-1.0, math.nan):
+        boosting = EventBoosting(HISTORY, lambda x, wrong=wrong: torch.full((12,), wrong))
+        with pytest.raises(ValueError, match="weights must be finite and not negative, got"):
+            boosting(make_features())
+
+
+@pytest.mark.parametrize("keep", [np.int64(2), np.uint8(2)])
+def test_numbers_of_numpy(keep):
+    features = make_features()
+    expected = EventSelection(HISTORY, 2)(features)["item"]
+    actual = EventSelection(HISTORY, keep)(features)["item"]
+    assert torch.equal(actual.values(), expected.values())
+    scores = scores_of(features)
+    rows = JaggedTensor(features["item"].values(), lengths=features["item"].lengths())
+    for given in (None, scores):
+        expected = select_events(rows, given, keep=2, capacity=8)
+        actual = select_events(rows, given, keep=keep, capacity=np.int64(8))
+        assert torch.equal(actual.values(), expected.values())
+    expected = select_events(rows, scores, keep=[1, 2], segments=torch.arange(12) % 2)
+    actual = select_events(rows, scores, keep=[keep - 1, keep], segments=torch.arange(12) % 2)
+    assert torch.equal(actual.values(), expected.values())
+    expected = select_events(rows, scores, threshold=9)
+    actual = select_events(rows, scores, threshold=np.float32(9))
+    assert torch.equal(actual.values(), expected.values())
+
+
+@pytest.mark.parametrize(
     ("keys", "options", "message"),
     [
         (["item", "where"], {}, r"features must have the keys \['where'\], got \['user', 'item'"),
@@ -355,6 +425,13 @@ def test_wrong_histories_are_named():
         select_events(torch.zeros(3), keep=1)
     with pytest.raises(ValueError, match=r"scores must have shape \[N\] = \[3\], got \[2\]"):
         select_events(long, torch.zeros(2), keep=1)
+    for scores in (None, torch.zeros(3)):
+        with pytest.raises(ValueError, match="keep or threshold must be given, got neither"):
+            select_events(long, scores)
+        with pytest.raises(ValueError, match="keep or threshold must be given, got neither"):
+            select_events({"a": long}, scores)
+    with pytest.raises(ValueError, match="threshold must be a number or None, got nan"):
+        select_events(long, torch.zeros(3), threshold=math.nan)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +439,20 @@ def test_wrong_histories_are_named():
     [
         (torch.ones(2).long(), {}, TypeError, "relevance must be one of"),
         (torch.ones(2), {"strength": -1}, ValueError, "strength must be finite and not negative"),
+        (torch.ones(2), {"strength": math.nan}, ValueError, "strength must be finite and not"),
+        (torch.ones(2), {"strength": "1"}, TypeError, "strength must be a number, got '1'"),
+        (
+            torch.tensor([1.0, -1]),
+            {},
+            ValueError,
+            r"relevance must be finite and not .*, got -1\.0",
+        ),
+        (
+            torch.ones(2),
+            {"segments": torch.zeros(2).long(), "factors": -torch.ones(1)},
+            ValueError,
+            r"factors must be finite and not negative, got -1\.0 at position 0",
+        ),
         (torch.ones(2), {"factors": torch.ones(1)}, ValueError, "together, got factors alone"),
         (
             torch.ones(2),

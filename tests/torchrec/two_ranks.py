@@ -228,6 +228,7 @@ def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
         else:
             counts = [rng.randint(0, 3) for _ in lengths]
         bags[name] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
+    bags["times"] = [sorted(times) for times in bags["times"]]
     generator = torch.Generator().manual_seed(2 * step + rank)
     values = torch.tensor([i for rows in bags.values() for ids in rows for i in ids]).long()
     return Batch(

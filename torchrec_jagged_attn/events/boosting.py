@@ -7,8 +7,20 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import check_float, check_numbers, check_same, check_shape
-from torchrec_jagged_attn.events.selection import check_events, check_keys, replace_rows
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_numbers,
+    check_prior_weights_values,
+    check_real,
+    check_same,
+    check_shape,
+)
+from torchrec_jagged_attn.events.selection import (
+    check_callable,
+    check_events,
+    check_keys,
+    replace_rows,
+)
 
 __all__ = ["EventBoosting", "boost_weights"]
 
@@ -39,7 +51,8 @@ def boost_weights(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, ``strength`` is negative, one of ``segments``
             and ``factors`` is missing, or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a segment is none of 0 to G - 1.
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a segment is none of 0 to G - 1, or relevance or a
+            factor is negative or not finite.
 
     Example:
         >>> segments, factors = torch.tensor([0, 1, 1]), torch.tensor([1.0, 4.0])
@@ -48,8 +61,8 @@ def boost_weights(
     """
     check_float(relevance, "relevance")
     check_shape(relevance, "relevance", "[N]", (None,))
-    if not 0 <= strength < torch.inf:
-        raise ValueError(f"strength must be finite and not negative, got {strength}")
+    check_prior_weights_values(relevance, "relevance")
+    check_real(strength, "strength")
     weights = relevance**strength
     if (segments is None) != (factors is None):
         given = "factors" if segments is None else "segments"
@@ -60,6 +73,7 @@ def boost_weights(
     check_shape(factors, "factors", "[G]", (None,))
     check_same(relevance, "relevance", dtype=False, segments=segments, factors=factors)
     check_numbers(segments, "segments", factors.shape[0])
+    check_prior_weights_values(factors, "factors")
     return weights * factors[segments].to(weights.dtype)
 
 
@@ -76,6 +90,7 @@ class EventBoosting(nn.Module):
             keys' rows, as :func:`boost_weights` makes them.
 
     Raises:
+        TypeError: ``keys`` is no list of names, or ``weights`` cannot be called.
         ValueError: no keys, or a key twice.
 
     Example:
@@ -94,6 +109,7 @@ class EventBoosting(nn.Module):
     def __init__(self, keys: list[str], weights: Callable[[KeyedJaggedTensor], Tensor]) -> None:
         super().__init__()
         check_keys(keys)
+        check_callable(weights, "weights")
         self.keys, self.weights = keys, weights
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -101,8 +117,9 @@ class EventBoosting(nn.Module):
 
         Raises:
             TypeError: weights are of a dtype that is not computed with.
-            ValueError: a key is missing, or keys differ in length or batch size; or weights are not
-                one for each event.
+            ValueError: a key is missing, or keys differ in length or batch size; weights are not
+                one for each event; or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is
+                negative or not finite.
         """
         return _boost(features, self.keys, self.weights(features))
 
@@ -113,6 +130,7 @@ def _boost(features: KeyedJaggedTensor, keys: list[str], weights: Tensor) -> Key
     check_float(weights, "weights")
     counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
     check_shape(weights, "weights", "[N]", (counts[keys[0]],))
+    check_prior_weights_values(weights, "weights")
     of_keys = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
     weights, old = torch.cat(of_keys), features.weights_or_none()
     return replace_rows(

@@ -9,9 +9,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.checks import check_same, check_tensor, check_timestamps
+from torchrec_jagged_attn.checks import (
+    check_int,
+    check_integers,
+    check_real,
+    check_same,
+    check_shape,
+)
 from torchrec_jagged_attn.events.layout import Events
-from torchrec_jagged_attn.layout import JaggedLayout
+from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
 
 __all__ = ["EventBasedFeature", "TimeEncoding"]
 
@@ -29,6 +35,7 @@ class TimeEncoding(nn.Module):
         periods: ``p``, in the unit of timestamps; by default an hour, a day and a week in seconds.
 
     Raises:
+        TypeError: ``periods`` is no tuple of numbers.
         ValueError: a period is not positive.
 
     Example:
@@ -41,10 +48,11 @@ class TimeEncoding(nn.Module):
 
     def __init__(self, periods: tuple[float, ...] = (HOUR, DAY, WEEK)) -> None:
         super().__init__()
+        if not isinstance(periods, (tuple, list)):
+            raise TypeError(f"periods must be a tuple of numbers, got {periods!r}")
         for period in periods:
-            if not 0 < period < math.inf:
-                raise ValueError(f"periods must be positive and finite, got {periods}")
-        self.periods = periods
+            check_real(period, "periods", positive=True)
+        self.periods = tuple(float(period) for period in periods)
 
     @property
     def width(self) -> int:
@@ -55,7 +63,7 @@ class TimeEncoding(nn.Module):
         """Encode the times of all users' events.
 
         Args:
-            timestamps: ``[E]`` int32, int64, fp32 or fp64, never decreasing within a user.
+            timestamps: ``[E]`` int32 or int64, never decreasing within a user.
             offsets: ``[B + 1]``, of the users' events.
 
         Returns:
@@ -63,12 +71,17 @@ class TimeEncoding(nn.Module):
 
         Raises:
             TypeError: a dtype does not fit.
-            ValueError: a shape or a device does not fit.
+            ValueError: a shape or a device does not fit; or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) timestamps decrease, or the values of offsets
+                do not fit.
         """
-        check_tensor(timestamps, "timestamps")
+        check_shape(timestamps, "timestamps", "[N]", (None,))
+        check_integers(timestamps, "timestamps")
         layout = JaggedLayout(offsets, timestamps.shape[0])
-        check_timestamps(timestamps, layout.num_rows)
         check_same(offsets, "offsets", dtype=False, timestamps=timestamps)
+        check_offsets_values(offsets, layout.num_rows, "offsets")
+        check_order(timestamps, offsets)
+        timestamps = timestamps.long()  # differences of int32 may not fit in int32
         newest = offsets[1:][layout.sample_ids()] - 1
         ages = (timestamps[newest] - timestamps).clamp(min=0).double()
         columns = [ages.log1p()]
@@ -96,7 +109,8 @@ class EventBasedFeature(nn.Module):
         device: of all parameters.
 
     Raises:
-        ValueError: ``out_dim`` is not positive.
+        TypeError: ``out_dim`` is no int, or ``periods`` no tuple of numbers.
+        ValueError: ``out_dim`` or a period is not positive.
 
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -131,9 +145,10 @@ class EventBasedFeature(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if out_dim < 1:
-            raise ValueError(f"out_dim must be at least 1, got {out_dim}")
+        check_int(out_dim, "out_dim", 1)
         self.embedding_bag_collection = EmbeddingBagCollection(tables, is_weighted, device)
+        self.attributes = [name for table in tables for name in table.feature_names]
+        self.is_weighted = is_weighted
         self.time_encoding = None if periods is None else TimeEncoding(periods)
         width = sum(table.embedding_dim * len(table.feature_names) for table in tables)
         width += 0 if self.time_encoding is None else self.time_encoding.width
@@ -143,10 +158,13 @@ class EventBasedFeature(nn.Module):
         """Rows of ``events``, ``[E, out_dim]``, jagged by user.
 
         Raises:
-            TypeError: events have no timestamps where these are encoded.
-            ValueError: there is no event at all, which TorchRec's lookups do not take.
+            TypeError: ``events`` are no :class:`Events`, or have no timestamps where these are
+                encoded.
+            ValueError: an attribute of the tables is missing, ids have weights where
+                ``is_weighted`` is False, or none where it is True; or there is no event at all,
+                which TorchRec's lookups do not take.
         """
-        _check(events)
+        _check(events, self.attributes, self.is_weighted)
         dtype = self.compression.weight.dtype  # lookups may give another
         rows = self.embedding_bag_collection(events.attributes).values().to(dtype)
         if self.time_encoding is not None:
@@ -156,6 +174,16 @@ class EventBasedFeature(nn.Module):
 
 
 @torch.fx.wrap  # what branches on the batch is a leaf for FX
-def _check(events: Events) -> None:
+def _check(events: Events, attributes: list[str], is_weighted: bool) -> None:
+    if not isinstance(events, Events):
+        raise TypeError(f"events must be Events, got a {type(events).__name__}")
+    known = events.attributes.keys()
+    if missing := [name for name in attributes if name not in known]:
+        raise ValueError(f"events must have the attributes {missing}, got {known}")
+    if is_weighted != (events.attributes.weights_or_none() is not None):
+        expected, given = ("weights", "none") if is_weighted else ("no weights", "some")
+        raise ValueError(
+            f"events must have {expected} of ids for is_weighted={is_weighted}, got {given}"
+        )
     if events.num_events == 0:
         raise ValueError("events must be one or more, got none")

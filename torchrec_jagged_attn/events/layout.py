@@ -9,12 +9,13 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_integers,
     check_offsets_metadata,
     check_same,
-    check_tensor,
-    check_timestamps,
+    check_shape,
 )
-from torchrec_jagged_attn.events.selection import check_events
+from torchrec_jagged_attn.events.selection import check_events, check_keys, check_limits
+from torchrec_jagged_attn.layout import check_offsets_values, check_order
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows
 
 __all__ = ["Events"]
@@ -32,11 +33,13 @@ class Events:
         offsets: ``[B + 1]`` int32 or int64: user ``b`` has the events ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         attributes: of ``E`` samples, a key for each attribute.
-        timestamps: ``[E]`` int32, int64, fp32 or fp64, never decreasing within a user; or None.
+        timestamps: ``[E]`` int32 or int64, never decreasing within a user; or None.
 
     Raises:
         TypeError: a dtype or type does not fit.
-        ValueError: a shape or a device does not fit.
+        ValueError: a shape or a device does not fit; or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets do not fit, or timestamps
+            decrease.
 
     Example:
         >>> events = Events(
@@ -70,12 +73,15 @@ class Events:
                 f"{self.attributes.stride_per_key()} for {self.attributes.keys()}"
             )
         if self.timestamps is not None:
-            check_tensor(self.timestamps, "timestamps")
-            check_timestamps(self.timestamps, self.num_events)
+            check_shape(self.timestamps, "timestamps", "[N]", (self.num_events,))
+            check_integers(self.timestamps, "timestamps")
         values = self.attributes.values()
         check_same(
             values, "attributes", dtype=False, offsets=self.offsets, timestamps=self.timestamps
         )
+        check_offsets_values(self.offsets, self.num_events, "offsets")
+        if self.timestamps is not None:
+            check_order(self.timestamps, self.offsets)
 
     @classmethod
     def of_features(
@@ -89,10 +95,11 @@ class Events:
             timestamps: key of the events' times, likewise.
 
         Raises:
-            ValueError: a key is missing, or keys differ in length or batch size.
+            TypeError: ``keys`` is no list of names, or a dtype does not fit.
+            ValueError: there is no key, or one twice or missing; keys differ in length or batch
+                size; or timestamps decrease, where their values are read.
         """
-        if not keys:
-            raise ValueError(f"keys must be some, got {keys}")
+        check_keys(keys)
         check_events(features, keys if timestamps is None else [*keys, timestamps])
         first = features[keys[0]]
         num_events = first.values().numel()
@@ -144,12 +151,16 @@ class Events:
         threshold: float | None = None,
         segments: Tensor | None = None,
     ) -> Events:
-        """Keep the events of each user with the highest scores, and all of their attributes.
+        """Keep the events of each user with the highest scores, or the newest, with all attributes.
 
         Weights of attributes and timestamps have gradients. The host waits for the number of events
         and of ids that are left. Arguments, scores of ``[E]`` among them, are those of
         :func:`select_events`.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as there.
         """
+        check_limits(keep, threshold)
         selected = select_rows(
             self.offsets, scores, num_rows=self.num_events, keep=keep, threshold=threshold,
             segments=segments,

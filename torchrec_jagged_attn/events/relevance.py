@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torchrec_jagged_attn.checks import (
     check_int,
     check_numbers,
+    check_real,
     check_same,
     check_shape,
-    check_tensor,
+    should_validate,
 )
 
 __all__ = ["Relevance", "rank_attributes"]
@@ -43,7 +44,7 @@ class Relevance(nn.Module):
         coefficients: ``[S, 2]`` fp32: ``a`` and ``b``.
 
     Raises:
-        TypeError: a number is no int.
+        TypeError: an argument has another type.
         ValueError: an argument is out of range.
 
     Example:
@@ -75,9 +76,8 @@ class Relevance(nn.Module):
         super().__init__()
         check_int(num_surfaces, "num_surfaces", 1)
         check_int(num_bins, "num_bins", 1)
-        for name, number in (("max_dwell", max_dwell), ("prior", prior)):
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {number}")
+        check_real(max_dwell, "max_dwell", positive=True)
+        check_real(prior, "prior", positive=True)
         self.num_surfaces, self.num_bins, self.prior = num_surfaces, num_bins, prior
         self.bin_width = math.log1p(max_dwell) / num_bins
         counts = torch.zeros(num_surfaces, num_bins, 2, dtype=torch.int64, device=device)
@@ -90,18 +90,18 @@ class Relevance(nn.Module):
         """Count events. Sums of several ranks' ``counts`` are those of all their events.
 
         Args:
-            dwell: ``[N]``, not negative, integers or floating point. NaN counts as 0.
+            dwell: ``[N]``, integers or floating point. Less than 0, and NaN, count as 0.
             surface: ``[N]`` integers.
             converted: ``[N]`` bool, or integers 0 and 1.
 
         Raises:
             TypeError: a dtype does not fit.
             ValueError: a shape or a device does not fit, or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a surface is none of 0 to S - 1.
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a surface is none of 0 to S - 1, or
+                ``converted`` is neither 0 nor 1.
         """
         self._check(dwell, surface)
-        check_shape(converted, "converted", "[N]", (dwell.shape[0],))
-        check_same(dwell, "dwell", dtype=False, converted=converted)
+        _check_converted(converted, dwell, "dwell")
         bins = (self._log_dwell(dwell).double() / self.bin_width).long().clamp(0, self.num_bins - 1)
         at = (surface.long() * self.num_bins + bins) * 2 + (converted != 0).long()
         self.counts.view(-1).index_add_(0, at, torch.ones_like(at))
@@ -144,9 +144,11 @@ class Relevance(nn.Module):
             ``[S]`` fp64; 0 for surfaces without events.
 
         Raises:
+            TypeError: ``num_bins`` is no int.
             ValueError: ``num_bins`` does not divide the number of bins.
         """
-        if num_bins < 1 or self.num_bins % num_bins:
+        check_int(num_bins, "num_bins", 1)
+        if self.num_bins % num_bins:
             raise ValueError(f"num_bins must divide {self.num_bins}, got {num_bins}")
         return _mutual_information(self.counts.view(self.num_surfaces, num_bins, -1, 2).sum(2))
 
@@ -154,12 +156,24 @@ class Relevance(nn.Module):
         check_shape(dwell, "dwell", "[N]", (None,))
         check_shape(surface, "surface", "[N]", (dwell.shape[0],))
         check_same(self.counts, "this module", dtype=False, dwell=dwell, surface=surface)
+        if dwell.is_complex() or dwell.dtype == torch.bool:
+            raise TypeError(f"dwell must be integers or floating point, got {dwell.dtype}")
         check_numbers(surface, "surface", self.num_surfaces)
 
     def _log_dwell(self, dwell: Tensor) -> Tensor:
         """In fp32, of no more than the longest dwell time."""
         longest = self.num_bins * self.bin_width
         return dwell.float().nan_to_num(nan=0.0).clamp(min=0).log1p().clamp(max=longest)
+
+
+def _check_converted(converted: Tensor, like: Tensor, like_name: str) -> None:
+    """It must be bool, or integers 0 and 1, for each of the rows of ``like``."""
+    check_shape(converted, "converted", "[N]", (like.shape[0],))
+    check_same(like, like_name, dtype=False, converted=converted)
+    if converted.is_floating_point() or converted.is_complex():
+        raise TypeError(f"converted must be bool or integers 0 and 1, got {converted.dtype}")
+    if should_validate(converted) and (wrong := (converted != 0) & (converted != 1)).any():
+        raise ValueError(f"converted must be 0 or 1, got {converted[wrong][0].item()}")
 
 
 def _newton(x: Tensor, counts: Tensor, center: Tensor, prior: float) -> Tensor:
@@ -225,8 +239,10 @@ def rank_attributes(
         The columns that are chosen, the best first; and what each was worth when it was chosen.
 
     Raises:
-        TypeError: ``attributes`` are no integers.
-        ValueError: a shape, a device or ``count`` does not fit, or an attribute is negative.
+        TypeError: ``attributes`` or ``count`` are no integers, or ``converted`` neither bool nor
+            integers.
+        ValueError: a shape, a device or ``count`` does not fit, an attribute is negative, or (on
+            CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) ``converted`` is neither 0 nor 1.
 
     Example:
         >>> dwell_bin, kind = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
@@ -238,14 +254,13 @@ def rank_attributes(
         Maximum relevance is in the abstract of DynamiX (https://arxiv.org/abs/2511.18331); minimum
         redundancy is Peng, Long and Ding's (TPAMI 2005), equation 6.
     """
-    check_tensor(attributes, "attributes")
-    if attributes.is_floating_point() or attributes.dtype == torch.bool:
-        raise TypeError(f"attributes must be integers, got {attributes.dtype}")
     check_shape(attributes, "attributes", "[N, F]", (None, None))
-    check_shape(converted, "converted", "[N]", (attributes.shape[0],))
-    check_same(attributes, "attributes", dtype=False, converted=converted)
+    if attributes.is_floating_point() or attributes.is_complex() or attributes.dtype == torch.bool:
+        raise TypeError(f"attributes must be integers, got {attributes.dtype}")
+    _check_converted(converted, attributes, "attributes")
     columns = list(attributes.long().unbind(1))
-    if not 1 <= count <= len(columns):
+    check_int(count, "count", 1)
+    if count > len(columns):
         raise ValueError(f"count must be 1 to {len(columns)}, got {count}")
     if attributes.numel() and int(attributes.min()) < 0:
         raise ValueError(f"attributes must not be negative, got {int(attributes.min())}")

@@ -1,13 +1,16 @@
 """``select_events``, of looked-up rows; ``EventSelection``, before that."""
 
 # FX reads annotations, so they are no strings here.
+import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torchrec_jagged_attn.checks import check_int
 from torchrec_jagged_attn.modules.batch_checks import check_equal_keys, check_equal_lengths
 from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
 
@@ -35,7 +38,8 @@ def select_events(
             same events by name, whose events are kept or removed together.
         scores: ``[N]``; without scores, the newest events are kept.
         keep: events of a user at most: one number, or ``[B]`` integers. With ``segments``, a
-            sequence of one number for each segment, or ``[B, S]`` integers.
+            sequence of one number for each segment, or ``[B, S]`` integers. With a threshold, by
+            default, all that reach it.
         threshold: lowest score that is kept.
         segments: ``[N]`` integers: what budget each event counts against.
         capacity: room for the events of all users, so that the host does not wait; values have so
@@ -45,8 +49,8 @@ def select_events(
         As ``events``, of those that are kept.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`select_rows`; or histories of several
-            names differ in length.
+        TypeError, ValueError, NotImplementedError: as :func:`select_rows`; there is neither
+            ``keep`` nor ``threshold``; or histories of several names differ in length.
 
     Example:
         >>> clicks = JaggedTensor(torch.tensor([7, 3, 5, 9]), lengths=torch.tensor([3, 1]))
@@ -55,6 +59,7 @@ def select_events(
         >>> select_events(clicks, keep=2).to_dense()
         [tensor([3, 5]), tensor([9])]
     """
+    check_limits(keep, threshold)
     if not isinstance(events, dict):
         options = {"keep": keep, "threshold": threshold, "segments": segments}
         return select_events({"events": events}, scores, capacity=capacity, **options)["events"]
@@ -102,14 +107,16 @@ class EventSelection(nn.Module):
         keys: of the features of an event, equally long in each sample, the oldest event first.
         keep: events of a sample at most; with ``segments``, one number for each segment. Or from
             the KeyedJaggedTensor to ``[B]`` integers, or with ``segments`` to ``[B, S]``: budgets
-            of users. By default, all.
+            of users. With a threshold, by default, all that reach it.
         scores: from the KeyedJaggedTensor to a score of each event, ``[N]`` in the order of the
             keys' rows. Without one, the newest events are kept.
         threshold: lowest score that is kept.
         segments: likewise, from there to the segment of each event, ``[N]`` integers.
 
     Raises:
-        ValueError: no keys, or a key twice; or a threshold without scores.
+        TypeError: an argument has another type.
+        ValueError: no keys, or a key twice; neither ``keep`` nor ``threshold``; a budget is
+            negative; or a threshold without scores.
 
     Example:
         >>> features = KeyedJaggedTensor.from_lengths_sync(
@@ -139,10 +146,17 @@ class EventSelection(nn.Module):
     ) -> None:
         super().__init__()
         check_keys(keys)
+        check_limits(keep, threshold)
+        for name, function in (("scores", scores), ("segments", segments)):
+            if function is not None:
+                check_callable(function, name)
         if threshold is not None and scores is None:
             raise ValueError(f"threshold must be None without scores, got {threshold}")
         if not callable(keep) and isinstance(keep, list) != (segments is not None):
             raise ValueError(f"keep must be a list if and only if there are segments, got {keep!r}")
+        if keep is not None and not callable(keep):
+            for budget in keep if isinstance(keep, list) else [keep]:
+                check_int(budget, "keep", 0)
         self.keys, self.keep, self.threshold = keys, keep, threshold
         self.scores, self.segments = scores, segments
 
@@ -200,8 +214,28 @@ def _select(
     )
 
 
+def check_limits(keep: object, threshold: object) -> None:
+    """One of the two must be given, and a threshold must be a number: else all events are kept."""
+    if keep is None and threshold is None:
+        raise ValueError("keep or threshold must be given, got neither: all events would be kept")
+    if threshold is None:
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
+        raise TypeError(f"threshold must be a number or None, got {threshold!r}")
+    if math.isnan(threshold):
+        raise ValueError("threshold must be a number or None, got nan")
+
+
+def check_callable(function: object, name: str) -> None:
+    """``function`` must be one, of a batch."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of a KeyedJaggedTensor, got {function!r}")
+
+
 def check_keys(keys: list[str]) -> None:
     """There must be some ``keys``, each once."""
+    if not isinstance(keys, (list, tuple)) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"keys must be a list of names, got {keys!r}")
     if not keys or len(set(keys)) < len(keys):
         raise ValueError(f"keys must be some, each once, got {keys}")
 

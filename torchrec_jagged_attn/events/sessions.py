@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_float, check_same, check_shape, check_timestamps
-from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_integers,
+    check_real,
+    check_same,
+    check_shape,
+    should_validate,
+)
+from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
 
 __all__ = ["segment_sessions"]
 
@@ -28,17 +35,18 @@ def segment_sessions(
             gives.
         offsets: ``[B + 1]`` int32 or int64: user ``b`` has the events ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
-        timestamps: ``[N]`` int32, int64, fp32 or fp64, never decreasing within a user.
-        gap: longest pause within a session, in the unit of the timestamps.
-        threshold: ``τ``.
+        timestamps: ``[N]`` int32 or int64, never decreasing within a user.
+        gap: longest pause within a session, in the unit of the timestamps; at least 0.
+        threshold: ``τ``, 0 to 1.
 
     Returns:
         ``[N]`` int64: 1 for events of active sessions, else 0.
 
     Raises:
-        TypeError: a dtype does not fit.
-        ValueError: a shape, a device or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the
-            values of offsets do not fit.
+        TypeError: a dtype or type does not fit.
+        ValueError: a shape, a device or a number does not fit; or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets do not, a relevance is not
+            from 0 to 1, or timestamps decrease.
 
     Example:
         >>> relevance = torch.tensor([0.5, 0.5, 0.1, 0.6])
@@ -51,11 +59,21 @@ def segment_sessions(
     num_rows = relevance.shape[0]
     layout = JaggedLayout(offsets, num_rows)
     check_same(relevance, "relevance", dtype=False, offsets=offsets, timestamps=timestamps)
-    check_timestamps(timestamps, num_rows)
+    check_shape(timestamps, "timestamps", "[N]", (num_rows,))
+    check_integers(timestamps, "timestamps")
+    check_real(gap, "gap")
+    check_real(threshold, "threshold")
+    if threshold > 1:
+        raise ValueError(f"threshold must be a probability, 0 to 1, got {threshold}")
     check_offsets_values(offsets, num_rows, "offsets")
+    if should_validate(relevance):
+        wrong = ~((relevance >= 0) & (relevance <= 1))
+        if wrong.any():
+            raise ValueError(f"relevance must be 0 to 1, got {relevance[wrong][0].item()}")
+    check_order(timestamps, offsets)
     users = layout.sample_ids()
     begins = torch.ones_like(users, dtype=torch.bool)
-    begins[1:] = (users.diff() != 0) | (timestamps.diff() > gap)
+    begins[1:] = (users.diff() != 0) | (timestamps.long().diff().double() > gap)
     session = begins.cumsum(0) - 1
     # As many sessions as events, at most; the last ones are empty.
     numbers = torch.arange(num_rows + 1, device=session.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import NamedTuple, cast
 
 import torch
@@ -110,7 +111,7 @@ def select_rows(
     num_rows = _check_rows(offsets, scores, segments, num_rows, threshold)
     limits, num_segments, limit = _check_keep(keep, segments, offsets)
     if capacity is not None:
-        _check_number(capacity, "capacity", "an int or None")
+        capacity = _check_number(capacity, "capacity", "an int or None")
     validates = should_validate(offsets)
     room = num_rows if capacity is None else capacity
     rows, places, new_offsets = call_selected_rows(
@@ -202,22 +203,22 @@ def _check_keep(
     if segments is None:
         if keep is None:
             return None, 1, NO_LIMIT
-        _check_number(keep, "keep", "an int or [B] integers")
-        return None, 1, cast("int", keep)
+        return None, 1, _check_number(keep, "keep", "an int or [B] integers")
     if not isinstance(keep, Sequence) or not keep:
         raise TypeError(f"keep must have a number for each segment, got {keep!r}")
-    for number in keep:
-        _check_number(number, "keep", "ints, one for each segment")
+    numbers = [_check_number(number, "keep", "ints, one for each segment") for number in keep]
     # Made on the device: a copy from the host would wait.
-    limits = [torch.full((1, 1), number, device=offsets.device) for number in keep]
+    limits = [torch.full((1, 1), number, device=offsets.device) for number in numbers]
     return torch.cat(limits, 1), len(keep), NO_LIMIT
 
 
-def _check_number(value: object, name: str, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+def _check_number(value: object, name: str, expected: str) -> int:
+    """``value``, which must be an integer that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {value!r}")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
+    return cast("int", value if isinstance(value, torch.SymInt) else int(value))
 
 
 def _check_capacity(capacity: int, new_offsets: Tensor) -> None:
