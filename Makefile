@@ -1,5 +1,6 @@
 # make demo    train the example model on made-up data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
+# make test-portable    op and CPU tests with the roundings of a CPU without wide vectors
 # make check   format, lint, types, doctests, tables and plots of the docs
 # make docs    the documentation site, into site/
 #
@@ -25,20 +26,28 @@ NOT_OF_KERNELS := %/test_registration.py %/test_multi_head_target_attention.py
 KERNEL_TESTS := tests/kernels tests/replay $(filter-out $(NOT_OF_KERNELS),$(wildcard tests/ops/test_*.py)) \
 	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
-.PHONY: demo test check docs format benchmark sanitize clean
+# By files, whose fixtures are made once: pytest 9 loses the groups of pytest-xdist 3.8. In the order
+# of tests/fixtures.py: the one that xdist makes by numbers of tests leaves long ones to the end.
+BY_FILES := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-portable check docs format benchmark sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_dlrm.py
 
-# By files, whose fixtures are made once: pytest 9 loses the groups of pytest-xdist 3.8. In the order
-# of tests/fixtures.py: the one that xdist makes by numbers of tests leaves long ones to the end.
 test: $(READY)
 ifeq ($(STACK),cpu)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(KERNEL_TESTS)
+	$(BY_FILES); tests=$$?; \
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal $(KERNEL_TESTS); \
+	kernels=$$?; \
+	echo "pytest's exit status: $$tests of all tests, $$kernels of interpreted kernels"; \
+	[ $$tests -eq 0 ] && [ $$kernels -eq 0 ]
 else
 	$(BIN)/pytest
 endif
+
+test-portable: $(READY)
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default $(BY_FILES) -m "not gpu" tests/ops tests/cpu
 
 check: $(READY)
 	$(BIN)/ruff format --check .
