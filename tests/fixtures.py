@@ -19,7 +19,6 @@ from tests.processes import fork_server, start_method
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.kernels.common import tile_list
-from torchrec_jagged_attn.kernels.flash import hidden_backward, hidden_forward
 from torchrec_jagged_attn.kernels.target import attention, projections
 from torchrec_jagged_attn.ops import implementation
 from torchrec_jagged_attn.testing import Case
@@ -27,10 +26,9 @@ from torchrec_jagged_attn.testing import Case
 if knobs.runtime.interpret:
     quick_interpreter.install()
     # It takes as long for what a block has beyond the last sample; and few samples fill these.
-    tile_list.SCAN, hidden_forward.LOOKED_AT = 256, 512
+    tile_list.SCAN = 256
     # Fewer programs: those of a class of lengths go through all samples, and others just add up.
     tile_list.CLASSES, attention.SUMMED_COLUMNS, projections.SUMMED_ELEMENTS = 4, 64, 1024
-    hidden_forward.BLOCK = hidden_backward.BLOCK = 32
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")

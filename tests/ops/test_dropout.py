@@ -9,7 +9,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported
 from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.plain import plain_attention, plain_config
@@ -24,9 +23,7 @@ from torchrec_jagged_attn import (
 from torchrec_jagged_attn.cpu.dropout import are_among, dropped_rows, weight_factors
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
-    Case,
     assert_matches_oracle,
-    error_bound,
     flash_attention_oracle,
     flash_attention_plain,
     outputs_and_gradients,
@@ -197,37 +194,6 @@ def test_beside_distances(device):
     actual = outputs_and_gradients(attend, inputs, grad_out)
     for name, value in outputs_and_gradients(by_weights, inputs, grad_out).items():
         torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "window", "name"),
-    each_pair([torch.float32, torch.float16], [None, 9], ["q", "k", "v", "grad_out"]),
-    ids=str,
-)
-def test_hidden_rows_do_not_matter(dtype, window, name, device):
-    """What they come into is computed once more, and drops the same."""
-    skip_unless_supported(Case("dropout", 4, 70, 2, 64, dtype=dtype), device)
-    inputs = flash_inputs([40, 0, 3, 20], 64, dtype, device)
-    inputs["grad_out"] = torch.ones_like(inputs["q"])
-    exact = {of: x.double() if x.is_floating_point() else x for of, x in inputs.items()}
-    poisoned = inputs | {name: inputs[name].clone()}
-    poisoned[name][12] = poisoned[name][50] = torch.nan
-
-    def run(function, inputs, **options):
-        inputs, options = {**inputs}, options | {"causal": True, "window": window}
-        return outputs_and_gradients(
-            functools.partial(function, **options), inputs, inputs.pop("grad_out")
-        )
-
-    attend, factors = seeded(jagged_flash_attention), factors_of(device, 63, 4, 63)
-    without, actual = run(attend, poisoned), run(attend, poisoned, dropout=P)
-    plain = run(flash_attention_plain, inputs, weight_factors=factors)
-    for of, value in run(flash_attention_oracle, exact, weight_factors=factors).items():
-        finite = torch.isfinite(actual[of])
-        assert finite.any()
-        assert torch.equal(finite, torch.isfinite(without[of])), of
-        error = (actual[of].double() - value)[finite].abs().max()
-        assert error <= error_bound(value, plain[of], gradient=of != "out"), of
 
 
 def test_with_row_dropout(device):

@@ -1,8 +1,7 @@
 // Attention within each sample of a batch on a CPU: what `attention.py` computes one sample after
 // the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
-// sample is so small that calling them takes longer than what they do. Operators multiply what
-// causality hides by zero, which gives NaN of what is not finite: then loops do the sample again.
-// With a window, a sample is cut into blocks of queries, each with the keys that it sees.
+// sample is so small that calling them takes longer than what they do. With a window, a sample is
+// cut into blocks of queries, each with the keys that it sees.
 //
 // Shapes: `q` [ΣLq, H, D] is scaled, contiguous and in the dtype that is computed in, as the
 // gradient of outputs is; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have K heads for H, and any dtype. A
@@ -315,22 +314,6 @@ WIDE_VECTORS void add(T* to, T factor, const T* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
 }
 
-template <typename T>
-WIDE_VECTORS bool are_finite(const T* x, int64_t size) {
-  T sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; ++i) sum += x[i] * 0;
-  return sum == 0;
-}
-
-// Of `x` [ΣLq, H, D], contiguous.
-bool has_finite_queries(const Tensor& x, const Sample& s) {
-  const int64_t row = x.size(1) * x.size(2);
-  return AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "has_finite_queries", [&] {
-    return are_finite(x.const_data_ptr<scalar_t>() + s.q_begin * row, s.queries() * row);
-  });
-}
-
 // A copy of a sample's keys, values and bias in the dtype that is computed in, as loops read them.
 struct Copy {
   Tensor k, v;
@@ -471,7 +454,6 @@ void attend(const Attention& attention, const std::vector<Sample>& samples, cons
   const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
   const Tensor k_rows = by_key(k), v_rows = by_key(v);
   const auto dtype = q.scalar_type();
-  const bool causal = attention.causal;
   const int64_t score = attention.score;
   const bool loops = has_rows(k, dtype) && has_rows(v, dtype);
   for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
@@ -489,15 +471,6 @@ void attend(const Attention& attention, const std::vector<Sample>& samples, cons
     Tensor kept = p;
     if (attention.dropout) attention.drop_all(kept = p.clone(), s);
     attention.put_queries(out_rows, s, kept, own_v);
-    if (causal && !has_finite_queries(out, s)) {  // perhaps by 0 · NaN of a hidden key
-      out.slice(0, s.q_begin, s.q_end).zero_();
-      const Copy copy(attention, s, k, v, dtype);
-      AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
-        Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
-            .forward(q, copy.k, copy.v, out, stats);
-      });
-      return;
-    }
     if (stats.numel() == 0) return;
     const Tensor own = stats.slice(1, s.q_begin, s.q_end);
     if (score != SOFTMAX) {
@@ -598,7 +571,6 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
   const Tensor &grad_k_rows = keys.grad_k_rows, &grad_v_rows = keys.grad_v_rows;
   const optional<Tensor>&grad_v = keys.grad_v, &grad_bias = keys.grad_bias;
   const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
-  const bool causal = attention.causal;
   const int64_t score = attention.score;
   const auto dtype = q.scalar_type();
   if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
@@ -624,23 +596,6 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
   }
   attention.drop_all(p, s);
   attention.put_queries(grad_q_rows, s, ds, own_k);
-  if (causal && !(has_finite_queries(q, s) && has_finite_queries(grad_q, s))) {
-    grad_q.slice(0, s.q_begin, s.q_end).zero_();
-    const Copy copy(attention, s, k, v, dtype);
-    const Tensor copy_grad_k = at::empty_like(copy.k);
-    optional<Tensor> copy_grad_v, copy_grad_bias;
-    if (grad_v) copy_grad_v = at::empty_like(copy.v);
-    if (grad_bias) copy_grad_bias = at::zeros_like(*copy.bias);
-    AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
-      Loops<scalar_t>(copy.attention, copy.s, copy.k, copy.v)
-          .backward(grad_out, q, copy.k, copy.v, grad_q, copy_grad_k, copy_grad_v,
-                    copy_grad_bias, grad_by_distance);
-    });
-    grad_k.slice(0, s.k_begin, s.k_end).copy_(copy_grad_k);
-    if (grad_v) grad_v->slice(0, s.k_begin, s.k_end).copy_(*copy_grad_v);
-    if (grad_bias) grad_bias->slice(1, s.k_begin, s.k_end).copy_(*copy_grad_bias);
-    return;
-  }
   Tensor own_grad_k = keys_of(grad_k_rows, s);
   if (grad_v) {
     put_product(own_grad_k, ds.mT(), own_q);

@@ -155,7 +155,7 @@ def _attend(x: _Operands, stats: Tensor) -> Tensor:
         hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
         p_HLS, _ = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
         kept_HLS = _dropped(p_HLS, x.dropout, queries, keys)
-        out[queries] = _product(kept_HLS, v_HSD, hidden_LS).transpose(0, 1)
+        out[queries] = (kept_HLS @ v_HSD).transpose(0, 1)
         if x.score:
             stats[1:, queries] = 1
             continue
@@ -181,26 +181,17 @@ def _differentiate(
         q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
         grad_out_HLD = _by_head(grad_out[queries])
         scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
-        hidden_LS = hidden_SL = None
-        if x.causal:
-            hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window)
-            hidden_SL = hidden_LS.T
-            dp_HLS.masked_fill_(hidden_LS, 0)
+        hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
         dp_HLS = _dropped(dp_HLS, x.dropout, queries, keys)
         p_HLS, slopes_HLS = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
         if slopes_HLS is not None:
             ds_HLS = slopes_HLS * dp_HLS
         else:
             ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
-        if hidden_LS is not None:
-            ds_HLS.masked_fill_(hidden_LS, 0)
-        grad_q[queries] = _product(ds_HLS, k_HSD, hidden_LS).transpose(0, 1)
+        grad_q[queries] = (ds_HLS @ k_HSD).transpose(0, 1)
         kept_HLS = _dropped(p_HLS, x.dropout, queries, keys)
         grad_k_SKD, grad_v_SKD = (
-            _product(a_HLS.mT, b_HLD, hidden_SL)
-            .unflatten(0, (x.k.shape[1], -1))
-            .sum(1)
-            .transpose(0, 1)
+            (a_HLS.mT @ b_HLD).unflatten(0, (x.k.shape[1], -1)).sum(1).transpose(0, 1)
             for a_HLS, b_HLD in ((ds_HLS, q_HLD), (kept_HLS, grad_out_HLD))
         )
         if grad_v is None:
@@ -295,15 +286,6 @@ def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
     pairs, apart = torch.ones(num_rows, num_keys, dtype=torch.bool), num_keys - num_rows
     newer = pairs.triu(apart + 1)
     return newer | pairs.tril(apart - min(window, num_rows + num_keys)) if window else newer
-
-
-def _product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
-    """``a @ b``, to which what is hidden in ``a`` adds nothing, be it NaN in ``b``."""
-    product = a @ b
-    if hidden is None or product.isfinite().all():
-        return product
-    rows = [a[:, i : i + 1, seen] @ b[:, seen] for i, seen in enumerate(~hidden)]
-    return torch.cat(rows, 1)
 
 
 def _distances(num_rows: int, num_keys: int) -> Tensor:

@@ -113,9 +113,8 @@ def jagged_flash_attention(
     rows, where both sides end together: :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta`
     makes four buckets per octave.
 
-    Rows of other samples never matter, whatever is in them. Nor does, within a sample, what
-    ``causal`` or ``window`` hides: NaN or infinity there comes into no output and no gradient,
-    where PyTorch's ``scaled_dot_product_attention`` adds up 0 · NaN.
+    One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity
+    spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32

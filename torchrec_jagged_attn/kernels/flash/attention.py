@@ -17,7 +17,6 @@ Scores may have biases, each for a head: by key row, by the bucket of the key's 
 by the bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper``
 knows. Gradients of tables are summed by tile, then over the tiles.
 
-Causal attention ends with a kernel that takes out what should not matter (``hidden_forward.py``).
 With a window, P is the number of pairs that are seen, but for the ends of tiles.
 """
 
@@ -53,8 +52,6 @@ from torchrec_jagged_attn.kernels.flash.general_short import (
     backward_short_kernel,
     forward_short_kernel,
 )
-from torchrec_jagged_attn.kernels.flash.hidden_backward import mend_gradients
-from torchrec_jagged_attn.kernels.flash.hidden_forward import mend_outputs
 from torchrec_jagged_attn.kernels.flash.plan import Call, Plan, plan_of
 from torchrec_jagged_attn.kernels.flash.records import Biases, Gradients, Inputs, Samples
 
@@ -107,11 +104,6 @@ def forward(args: FlashArguments) -> FlashOutputs:
             (call.inputs, call.biases, outputs, samples, *sizes),
             call.constants.of_launch(**plan.forward),
         )
-    if args.causal and v.shape[0]:
-        mend_outputs(
-            call.inputs, call.biases, outputs, samples, call.reach, call.window, call.factor, block,
-            call.constants,
-        )  # fmt: skip
     return outputs
 
 
@@ -140,19 +132,10 @@ def backward(
         grads = grads._replace(bias=args.bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
     if plan.on_hopper:
         _backward_on_hopper(call, outputs, grads)
-        blocks = hopper_prepare.BLOCK_M, hopper_backward.BLOCK_N
     else:
         grads = _backward_in_general(call, outputs, grads)
-        blocks = plan.grad_q["BLOCK_M"], plan.grad_kv["BLOCK_N"]
     if args.relative_bias is not None:
         grads = _backward_by_distance(call, outputs, grads)
-    if args.causal and q.shape[0] and k.shape[0]:
-        needs_delta = plan.call.biased and not plan.on_hopper
-        mend_gradients(
-            call.inputs, call.biases, outputs, grads if needs_delta else grads._replace(delta=None),
-            call.list_tiles(blocks[1], of_keys=True), call.reach, call.window, call.factor,
-            call.grad_scale, blocks, call.constants,
-        )  # fmt: skip
     return FlashGradients(grads.q, grads.k, grads.v, grads.bias, *_grads_of_tables(args, grads))
 
 

@@ -45,17 +45,7 @@ from torchrec_jagged_attn.kernels.flash.tiles import (
     window_begin,
 )
 
-__all__ = [
-    "Keys",
-    "drop_keys",
-    "grad_kv_kernel",
-    "grad_q_kernel",
-    "grad_relative_kernel",
-    "key_biases",
-    "query_weights",
-    "seeing_queries",
-    "store_bias_gradients",
-]
+__all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel"]
 
 
 class Rows(NamedTuple):
@@ -79,14 +69,10 @@ def _grad_of_queries(
     for start in range(first, last, C.BLOCK_N):
         k = load_keys(args.inputs.k, tile, start, C, MASKED)
         v = load_values(args.inputs.v, tile, start, C, MASKED)
-        p, visible = key_weights(
-            rows.q, k, rows.maximum, rows.inverse, args, tile, start, C, MASKED
-        )
+        p = key_weights(rows.q, k, rows.maximum, rows.inverse, args, tile, start, C, MASKED)
         dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
         dp = drop_pairs(dp, args, tile, start, C)
         if MASKED:
-            if args.window is not None:  # which may hide from keys what makes this infinite or NaN
-                dp = tl.where(visible, dp, 0.0)
             delta = mean_grad(p, dp, delta, alone, 1)
         ds = p * (dp - delta[:, None])
         # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
@@ -150,7 +136,7 @@ def grad_q_kernel(
     store_rows(grads.q, acc, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
 
 
-class Keys(NamedTuple):
+class _Keys(NamedTuple):
     """A tile of keys and their values, and the queries of its sample.
 
     Attributes:
@@ -175,7 +161,7 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def key_biases(args, keys, head, C: tl.constexpr):
+def _key_biases(args, keys, head, C: tl.constexpr):
     """Biases of keys for one head, times log2(e), ``[BLOCK_N]``, but those by distance."""
     bias = tl.zeros([C.BLOCK_N], tl.float32)
     if C.BIASED:
@@ -188,10 +174,10 @@ def key_biases(args, keys, head, C: tl.constexpr):
 
 
 @triton.jit
-def seeing_queries(window, count, diagonal, num_rows, C: tl.constexpr):
+def _seeing_queries(window, count, diagonal, num_rows, C: tl.constexpr):
     """Where the queries end whose windows hold any key of a tile, and those that hold its first.
 
-    The sample has ``count`` keys from the tile on; ``diagonal`` is that of :class:`Keys`.
+    The sample has ``count`` keys from the tile on; ``diagonal`` is that of :class:`_Keys`.
     """
     any_end, all_end = num_rows, num_rows
     if window is not None:
@@ -202,12 +188,12 @@ def seeing_queries(window, count, diagonal, num_rows, C: tl.constexpr):
 
 
 @triton.jit
-def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.constexpr):
+def _query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.constexpr):
     """Weights ``[BLOCK_N, BLOCK_M]`` of a head's keys for the queries from ``start`` on.
 
     Returns:
-        ``(p, seen, q, grad_out, delta, draws)``: the weights, which pairs see each other whatever
-        their biases, and rows; ``draws`` are for :func:`drop_keys`.
+        ``(p, q, grad_out, delta, draws)``: the weights, and rows; ``draws`` are for
+        :func:`_drop_keys`.
     """
     i = start + tl.arange(0, C.BLOCK_M)
     row, remaining = keys.base + start, keys.num_rows - start
@@ -219,22 +205,16 @@ def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.con
     )
     stat, own = (keys.base + i) * C.H + head, i < keys.num_rows
     maximum, inverse = load_softmax_stats(args, stat, own, C, MASKED)
-    if args.grads.delta is None:
-        out = load_rows(
-            args.outputs.out, row, remaining, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D, MASKED
-        )
-        delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    elif MASKED:
+    if MASKED:
         delta = tl.load(args.grads.delta + stat, mask=own, other=0.0)
     else:
         delta = tl.load(args.grads.delta + stat)
-    seen = own[None, :]
+    visible, scores_bias = own[None, :], 0.0
     if C.CAUSAL:
-        seen = seen & (i[None, :] >= keys.low[:, None])
+        visible = visible & (i[None, :] >= keys.low[:, None])
     if args.window is not None:
         own_query = keys.diagonal + tl.arange(0, C.BLOCK_N)
-        seen = seen & (i[None, :] - own_query[:, None] < args.window)
-    visible, scores_bias = seen, 0.0
+        visible = visible & (i[None, :] - own_query[:, None] < args.window)
     if C.BIASED:
         scores_bias = bias[:, None]
         if C.R > 0:
@@ -248,11 +228,11 @@ def query_weights(keys, bias, args, head, start, C: tl.constexpr, MASKED: tl.con
     p = softmax_of_stats(
         products, args.factor, scores_bias, visible, maximum[None, :], inverse[None, :], C, MASKED
     )
-    return p, seen, q, grad_out, delta, query_draws(args.biases.dropout, stat)
+    return p, q, grad_out, delta, query_draws(args.biases.dropout, stat)
 
 
 @triton.jit
-def drop_keys(x, args, keys, draws, C: tl.constexpr):
+def _drop_keys(x, args, keys, draws, C: tl.constexpr):
     """:func:`drop_weights` of ``x`` ``[BLOCK_N, BLOCK_M]``."""
     n = keys.row + tl.arange(0, C.BLOCK_N)
     return drop_weights(x, args.biases.dropout, draws[None, :], n[:, None])
@@ -265,11 +245,11 @@ def _grad_of_keys(
 ):  # fmt: skip
     """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``."""
     for start in range(first, last, C.BLOCK_M):
-        p, _, q, grad_out, delta, draws = query_weights(keys, bias, args, head, start, C, MASKED)
-        kept = drop_keys(p, args, keys, draws, C)
+        p, q, grad_out, delta, draws = _query_weights(keys, bias, args, head, start, C, MASKED)
+        kept = _drop_keys(p, args, keys, draws, C)
         acc_v = multiply(kept.to(grad_out.dtype), grad_out, acc_v, C.PRECISION)
         dp = product(keys.v, tl.trans(grad_out), C.PRECISION)
-        dp = drop_keys(dp, args, keys, draws, C)
+        dp = _drop_keys(dp, args, keys, draws, C)
         ds = p * (dp - delta[None, :])
         acc_k = multiply(ds.to(q.dtype), q, acc_k, C.PRECISION)
         if C.BIASED:
@@ -287,7 +267,7 @@ def _store_bucket_sums(ptr, values, buckets, head, H: tl.constexpr, NUM_BUCKETS:
 
 
 @triton.jit
-def store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
+def _store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
     """Store the gradients of a head's biases of a tile of keys, the ``tile``-th of the list."""
     grads, own = args.grads, keys.own
     if args.window is not None:
@@ -334,20 +314,20 @@ def grad_kv_kernel(
     k = load_rows(inputs.k, row, count, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
     v = load_rows(inputs.v, row, count, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
     own = tl.arange(0, C.BLOCK_N) < count
-    keys = Keys(k, v, sample, row, own, base, num_rows, low, diagonal)
+    keys = _Keys(k, v, sample, row, own, base, num_rows, low, diagonal)
 
     first, seeing_all = num_rows * 0, num_rows * 0
     if C.CAUSAL:
         first = tl.maximum(num_rows - count, 0) // C.BLOCK_M * C.BLOCK_M
         seeing_all = tl.maximum(num_rows - count + C.BLOCK_N - 1, 0)
         seeing_all = tl.minimum(tl.cdiv(seeing_all, C.BLOCK_M) * C.BLOCK_M, num_rows)
-    end, all_end = seeing_queries(window, count, diagonal, num_rows, C)
+    end, all_end = _seeing_queries(window, count, diagonal, num_rows, C)
     full = tl.maximum(all_end // C.BLOCK_M * C.BLOCK_M, seeing_all)
     acc_k = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
     acc_v = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
     for member in range(C.H // C.HK):
         head = kv_head * (C.H // C.HK) + member
-        bias = key_biases(args, keys, head, C)
+        bias = _key_biases(args, keys, head, C)
         grad_bias = tl.zeros([C.BLOCK_N], tl.float32)
         masked_from = first
         if not C.BIASED:
@@ -365,7 +345,7 @@ def grad_kv_kernel(
             acc_k, acc_v, grad_bias, keys, bias, args, head, masked_from, end, C,
             MASKED=True,
         )  # fmt: skip
-        store_bias_gradients(args, grad_bias, keys, tile, head, C)
+        _store_bias_gradients(args, grad_bias, keys, tile, head, C)
     store_rows(
         grads.k, acc_k * scale, row, count, kv_head, C.GRAD_K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D
     )
@@ -457,10 +437,7 @@ def grad_relative_kernel(
             draws = query_draws(biases.dropout, stat)
             dp = drop_weights(dp, biases.dropout, draws[:, None], (key + j)[None, :])
             acc += p * (dp - delta[:, None])
-        if C.CAUSAL:  # what is hidden is so all along the diagonal, and may have added NaN
-            acc = tl.where(first + i[:, None] >= j[None, :], acc, 0.0)
-        if window is not None:
-            acc = tl.where(first + i[:, None] - j[None, :] < window, acc, 0.0)
+        if window is not None:  # a single key weighs one at any score
             acc *= tl.where(window > 1, 1.0, 0.0)
         sums = add_gradient(sums, acc, first, C.R, C.BLOCKS_R)
     r = tl.arange(0, C.BLOCKS_R)[:, None] * 16 + tl.arange(0, 16)[None, :]

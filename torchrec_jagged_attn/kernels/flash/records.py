@@ -46,9 +46,6 @@ class Constants(NamedTuple):
     BLOCK_M: int | None = None  # queries of a tile
     BLOCK_N: int | None = None  # keys of a tile
     BLOCKS_R: int | None = None  # of 16 buckets of distances
-    Q_TILE: int | None = None  # queries of which one is looked at, see ``hidden_forward.py``
-    KV_TILE: int | None = None  # keys of which one is
-    LANES: int | None = None  # rows that are looked at together
     SHORT: int = 0  # most rows of samples that others take
     IS_SELF: bool = False  # whether samples have as many queries as keys
     OVERLAP: bool = False  # whether launches overlap

@@ -17,7 +17,6 @@ from torchrec_jagged_attn.kernels.flash.distance_bias import scores_by_distance
 __all__ = [
     "QueryTile",
     "drop_pairs",
-    "is_finite",
     "key_bias",
     "key_weights",
     "load_keys",
@@ -180,12 +179,6 @@ def load_values(v_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True
 
 
 @triton.jit
-def is_finite(x):
-    """Whether each element of ``x`` is neither infinite nor NaN."""
-    return tl.abs(x.to(tl.float32)) < float("inf")
-
-
-@triton.jit
 def seen_pairs(window, tile, j):
     """Which of the keys ``j`` each query sees, whatever their biases."""
     seen = j < tile.high
@@ -323,10 +316,9 @@ def softmax_of_stats(
 def key_weights(
     q, k, maximum, inverse, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True
 ):
-    """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on, and which are visible."""
+    """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on."""
     bias, visible = key_bias(args, tile, start, C)
     products = product(q, tl.trans(k), C.PRECISION)
-    p = softmax_of_stats(
+    return softmax_of_stats(
         products, args.factor, bias, visible, maximum[:, None], inverse[:, None], C, MASKED
     )
-    return p, visible
