@@ -197,5 +197,5 @@ activation_unit, call_activation_unit = register_op(
         ("query", "history", "offsets", "timestamps", "prior_weights", "out"),
         0,
     ),
-    saves_outputs=False,
+    unsaved=ActivationUnitOutputs._fields,
 )

@@ -97,7 +97,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[N, T]``, in the dtype of ``x``. It has no second derivative.
+        ``[N, T]``, in the dtype of ``x``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -221,7 +221,7 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
         y_offsets: ``[B + 1]`` int32 or int64, the same for y; by default ``x_offsets``.
 
     Returns:
-        ``[Σ Lx·Ly]``, in the dtype of ``p``. It has no second derivative.
+        ``[Σ Lx·Ly]``, in the dtype of ``p``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; the size of ``p``

@@ -1,4 +1,4 @@
-"""The registered ops behind the feature interactions, and their gradients, made of one another:
+"""The registered ops behind the feature interactions, whose gradients are made of one another:
 
     out = dense(x, y)     dx = dense(dout, yᵀ)    dy = jagged(x, dout)
     out = jagged(x, y)    dx = dense(y, doutᵀ)    dy = dense(x, dout)
@@ -7,15 +7,14 @@
     out = x + y           dx = dout               dy = sum(dout)
     out = x · y           dx = dout · y           dy = sum(dout · x)
 
-where dense is :data:`jagged_dense_bmm`, jagged :data:`jagged_jagged_bmm`, pairs :data:`pair_bmm`,
-array :data:`array_jagged_bmm` and sum :data:`jagged_sum`. Where no gradient is taken of these, both
-of dense, and both of jagged, are made in one pass.
+where dense is ``jagged_dense_bmm``, jagged ``jagged_jagged_bmm``, pairs :data:`pair_bmm` and array
+:data:`array_jagged_bmm`. Both gradients of dense, and both of jagged, are made in one pass.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +35,9 @@ from torchrec_jagged_attn.kernels.interaction import rows as row_kernels
 from torchrec_jagged_attn.kernels.interaction import softmax as softmax_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
-    Caller,
-    register_op_of_ops,
+    register_op,
     register_op_without_grad,
+    replayed_without_grad,
 )
 
 __all__ = [
@@ -52,52 +51,77 @@ __all__ = [
     "call_pair_offsets",
     "call_softmax",
     "jagged_dense_add",
-    "jagged_dense_bmm",
-    "jagged_dense_mul",
-    "jagged_jagged_bmm",
-    "jagged_sum",
     "pair_bmm",
     "pair_offsets",
     "softmax",
-    "softmax_backward",
 ]
 
-PAIR_OFFSETS = ("x_offsets", "y_offsets", "pair_offsets")
+
+class Rows(NamedTuple):
+    """Rows ``x`` ``[N, D]``, and what ``y`` has for each sample, or for each row."""
+
+    x: Tensor
+    y: Tensor
+    offsets: Tensor
+
+
+class Pairs(NamedTuple):
+    """Rows ``x`` ``[Nx, D]`` and ``y`` ``[Ny, D]`` that make ``total`` pairs."""
+
+    x: Tensor
+    y: Tensor
+    x_offsets: Tensor
+    y_offsets: Tensor
+    pair_offsets: Tensor
+    total: int
+
+
+class Weighted(NamedTuple):
+    """Pairs ``p`` ``[Σ Lx·Ly]`` and rows ``y`` ``[Ny, D]`` for ``num_rows`` rows.
+
+    If ``transposed``, ``y`` is ``[Nx, D]``, and there are ``Ny`` rows.
+    """
+
+    p: Tensor
+    y: Tensor
+    x_offsets: Tensor
+    y_offsets: Tensor
+    pair_offsets: Tensor
+    num_rows: int
+    transposed: bool
+
+
+class Scores(NamedTuple):
+    """Columns of ``[N, T]``; or, with ``y_offsets`` and the offsets of pairs, their rows."""
+
+    x: Tensor
+    offsets: Tensor
+    y_offsets: Tensor | None
+
+
+class Output(NamedTuple):
+    """What each of them returns."""
+
+    out: Tensor
+
+
+class Gradients(NamedTuple):
+    """Of ``x`` and ``y``; ``None`` of what is not asked for."""
+
+    x: Tensor | None
+    y: Tensor | None = None
+
+
+class WeightedGradients(NamedTuple):
+    """Of ``p`` and ``y``; ``None`` of what is not asked for."""
+
+    p: Tensor | None
+    y: Tensor | None
 
 
 def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
     return implementation_of(x, reference, of_triton)
-
-
-def _dense_gradients(
-    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of ``[N, D] × [B, D, T] → [N, T]``."""
-    of_device = _implementation(x, gradient_kernels)
-    return of_device.jagged_dense_bmm_backward(grad_out, x, y, offsets)
-
-
-def _jagged_gradients(
-    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Of ``[N, D] × [N, T] → [B, D, T]``."""
-    of_device = _implementation(x, gradient_kernels)
-    return of_device.jagged_jagged_bmm_backward(grad_out, x, y, offsets)
-
-
-def _fake_gradients(
-    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), y.new_empty(y.shape)
-
-
-jagged_dense_bmm_backward = register_op_without_grad(
-    "jagged_dense_bmm_backward", forward=_dense_gradients, fake=_fake_gradients
-)
-jagged_jagged_bmm_backward = register_op_without_grad(
-    "jagged_jagged_bmm_backward", forward=_jagged_gradients, fake=_fake_gradients
-)
 
 
 def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
@@ -106,25 +130,33 @@ def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
     check_same(x, "x", dtype=True, y=y)
 
 
-def _dense_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _dense_forward(args: Rows) -> Output:
     """``[N, D] × [B, D, T] → [N, T]``."""
+    x, y, offsets = args
     check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets)
+    return Output(_implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets))
 
 
-jagged_dense_bmm, call_jagged_dense_bmm = register_op_of_ops(
+def _dense_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
+    x, y, offsets = args
+    if needs.x and needs.y:
+        of_device = _implementation(x, gradient_kernels)
+        return Gradients(*of_device.jagged_dense_bmm_backward(grad_out, x, y, offsets))
+    of_device = _implementation(x, product_kernels)
+    if needs.x:
+        return Gradients(of_device.jagged_dense_bmm(grad_out, y.mT, offsets))
+    return Gradients(None, of_device.jagged_jagged_bmm(x, grad_out, offsets))
+
+
+_, call_jagged_dense_bmm = register_op(
     "jagged_dense_bmm",
+    arguments=Rows,
+    outputs=Output,
     check=_check_dense,
     forward=_dense_forward,
-    fake=lambda x, y, offsets: x.new_empty(x.shape[0], y.shape[2]),
-    saves=("x", "y", "offsets"),
-    gradients={
-        "x": lambda call, grad_out, x, y, offsets, _: call(
-            jagged_dense_bmm, grad_out, y.mT, offsets
-        ),
-        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_jagged_bmm, x, grad_out, offsets),
-    },
-    in_one_pass=jagged_dense_bmm_backward,
+    fake=lambda args: Output(args.x.new_empty(args.x.shape[0], args.y.shape[2])),
+    backward=_dense_backward,
+    unsaved=("out",),
 )
 
 
@@ -134,25 +166,38 @@ def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
     check_same(x, "x", dtype=True, y=y)
 
 
-def _jagged_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _jagged_forward(args: Rows) -> Output:
     """``[N, D] × [N, T] → [B, D, T]``."""
+    x, y, offsets = args
     check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets)
+    return Output(_implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets))
 
 
-jagged_jagged_bmm, call_jagged_jagged_bmm = register_op_of_ops(
+def _jagged_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
+    x, y, offsets = args
+    if needs.x and needs.y:
+        of_device = _implementation(x, gradient_kernels)
+        return Gradients(*of_device.jagged_jagged_bmm_backward(grad_out, x, y, offsets))
+    dense = _implementation(x, product_kernels).jagged_dense_bmm
+    if needs.x:
+        return Gradients(dense(y, grad_out.mT, offsets))
+    return Gradients(None, dense(x, grad_out, offsets))
+
+
+def _fake_jagged(args: Rows) -> Output:
+    x, y, offsets = args
+    return Output(x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]))
+
+
+_, call_jagged_jagged_bmm = register_op(
     "jagged_jagged_bmm",
+    arguments=Rows,
+    outputs=Output,
     check=_check_jagged,
     forward=_jagged_forward,
-    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], y.shape[1]),
-    saves=("x", "y", "offsets"),
-    gradients={
-        "x": lambda call, grad_out, x, y, offsets, _: call(
-            jagged_dense_bmm, y, grad_out.mT, offsets
-        ),
-        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_bmm, x, grad_out, offsets),
-    },
-    in_one_pass=jagged_jagged_bmm_backward,
+    fake=_fake_jagged,
+    backward=_jagged_backward,
+    unsaved=("out",),
 )
 
 
@@ -168,14 +213,12 @@ def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
 
 
-pair_offsets, call_pair_offsets = register_op_of_ops(
+pair_offsets = register_op_without_grad(
     "jagged_pair_offsets",
-    check=_check_offsets,
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
-    saves=(),
-    gradients={},
 )
+call_pair_offsets = replayed_without_grad(pair_offsets, check=_check_offsets)
 
 
 def _check_pairs(
@@ -200,33 +243,32 @@ def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, 
     check_same(x, "x", dtype=True, y=y)
 
 
-def _pair_forward(
-    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor, total: int
-) -> Tensor:
+def _pair_forward(args: Pairs) -> Output:
     """``[Nx, D], [Ny, D] → [Σ Lx·Ly]``."""
+    x, y, x_offsets, y_offsets, pair_offsets, total = args
     _check_pairs(x_offsets, x.shape[0], y_offsets, y.shape[0], pair_offsets, total)
-    pair_bmm = _implementation(x, product_kernels).pair_bmm
-    return pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
+    return Output(_implementation(x, product_kernels).pair_bmm(*args))
 
 
-def _pair_grad_x(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Tensor:
-    *offsets, _total, _out = rest
-    return call(array_jagged_bmm, grad_out, y, *offsets, x.shape[0], False)
+def _pair_backward(grad_out: Tensor, args: Pairs, _: Output, needs: Pairs) -> Gradients:
+    x, y, *offsets, _total = args
+    array = _implementation(x, product_kernels).array_jagged_bmm
+    return Gradients(
+        array(grad_out, y, *offsets, x.shape[0], False) if needs.x else None,
+        array(grad_out, x, *offsets, y.shape[0], True) if needs.y else None,
+    )
 
 
-def _pair_grad_y(call: Caller, grad_out: Tensor, x: Tensor, y: Tensor, *rest: Any) -> Tensor:
-    *offsets, _total, _out = rest
-    return call(array_jagged_bmm, grad_out, x, *offsets, y.shape[0], True)
-
-
-pair_bmm, call_pair_bmm = register_op_of_ops(
+pair_bmm, call_pair_bmm = register_op(
     "jagged_jagged_bmm_jagged_out",
+    arguments=Pairs,
+    outputs=Output,
     check=_check_pair_bmm,
     forward=_pair_forward,
-    fake=lambda x, y, x_offsets, y_offsets, pair_offsets, total: x.new_empty(total),
-    saves=("x", "y", *PAIR_OFFSETS),
+    fake=lambda args: Output(args.x.new_empty(args.total)),
+    backward=_pair_backward,
+    unsaved=("out",),
     lengths=("total",),
-    gradients={"x": _pair_grad_x, "y": _pair_grad_y},
 )
 
 
@@ -242,43 +284,37 @@ def _check_array(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_:
     check_same(p, "p", dtype=True, y=y)
 
 
-def _array_forward(
-    p: Tensor,
-    y: Tensor,
-    x_offsets: Tensor,
-    y_offsets: Tensor,
-    pair_offsets: Tensor,
-    num_rows: int,
-    transposed: bool,
-) -> Tensor:
+def _array_forward(args: Weighted) -> Output:
     """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
+    p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed = args
     num_x, num_y = (y.shape[0], num_rows) if transposed else (num_rows, y.shape[0])
     _check_pairs(x_offsets, num_x, y_offsets, num_y, pair_offsets, p.shape[0])
-    array_jagged_bmm = _implementation(p, product_kernels).array_jagged_bmm
-    return array_jagged_bmm(p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed)
+    return Output(_implementation(p, product_kernels).array_jagged_bmm(*args))
 
 
-def _array_grad_p(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Tensor:
-    *offsets, _num_rows, transposed, _out = rest
-    of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
-    return call(pair_bmm, of_x, of_y, *offsets, p.shape[0])
+def _array_backward(
+    grad_out: Tensor, args: Weighted, _: Output, needs: Weighted
+) -> WeightedGradients:
+    p, y, *offsets, _num_rows, transposed = args
+    of_device, grad_p, grad_y = _implementation(p, product_kernels), None, None
+    if needs.p:
+        of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
+        grad_p = of_device.pair_bmm(of_x, of_y, *offsets, p.shape[0])
+    if needs.y:
+        grad_y = of_device.array_jagged_bmm(p, grad_out, *offsets, y.shape[0], not transposed)
+    return WeightedGradients(grad_p, grad_y)
 
 
-def _array_grad_y(call: Caller, grad_out: Tensor, p: Tensor, y: Tensor, *rest: Any) -> Tensor:
-    *offsets, _num_rows, transposed, _out = rest
-    return call(array_jagged_bmm, p, grad_out, *offsets, y.shape[0], not transposed)
-
-
-array_jagged_bmm, call_array_jagged_bmm = register_op_of_ops(
+array_jagged_bmm, call_array_jagged_bmm = register_op(
     "array_jagged_bmm_jagged_out",
+    arguments=Weighted,
+    outputs=Output,
     check=_check_array,
     forward=_array_forward,
-    fake=lambda p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed: y.new_empty(
-        num_rows, y.shape[1]
-    ),
-    saves=("p", "y", *PAIR_OFFSETS),
+    fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
+    backward=_array_backward,
+    unsaved=("out",),
     lengths=("num_rows",),
-    gradients={"p": _array_grad_p, "y": _array_grad_y},
 )
 
 
@@ -289,48 +325,30 @@ def _check_softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> None
         _check_pair_values(x, offsets)
 
 
-def _softmax_forward(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
-    """Of columns of ``[N, T]``; or, with ``y_offsets`` and the offsets of pairs, of their rows."""
+def _softmax_forward(args: Scores) -> Output:
+    x, offsets, y_offsets = args
     if y_offsets is None:
         check_offsets_values(offsets, x.shape[0], "offsets")
     else:
         _check_total(offsets, x.shape[0])
-    return _implementation(x, softmax_kernels).softmax(x, offsets, y_offsets)
+    return Output(_implementation(x, softmax_kernels).softmax(x, offsets, y_offsets))
 
 
-def _softmax_grad(
-    call: Caller, grad_out: Tensor, _: None, offsets: Tensor, y_offsets: Tensor | None, out: Tensor
-) -> Tensor:
-    return call(softmax_backward, grad_out, out, offsets, y_offsets)
+def _softmax_backward(grad_out: Tensor, args: Scores, made: Output, _: Scores) -> Gradients:
+    of_device = _implementation(made.out, softmax_kernels)
+    return Gradients(of_device.softmax_backward(grad_out, made.out, args.offsets, args.y_offsets))
 
 
-softmax, call_softmax = register_op_of_ops(
+softmax, call_softmax = register_op(
     "jagged_softmax",
+    arguments=Scores,
+    outputs=Output,
     check=_check_softmax,
     forward=_softmax_forward,
-    fake=lambda x, offsets, y_offsets: x.new_empty(x.shape),
-    saves=("offsets", "y_offsets", "out"),
-    gradients={"x": _softmax_grad},
-)
-
-
-def _softmax_backward(
-    grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
-) -> Tensor:
-    """Gradient of what gave ``out``."""
-    return _implementation(out, softmax_kernels).softmax_backward(grad_out, out, offsets, y_offsets)
-
-
-def _refuse(*_: Any) -> Tensor:
-    raise NotImplementedError("jagged_softmax and jagged2_softmax have no second derivative")
-
-
-softmax_backward, _ = register_op_of_ops(
-    "jagged_softmax_backward",
-    forward=_softmax_backward,
-    fake=lambda grad_out, out, offsets, y_offsets: out.new_empty(out.shape),
-    saves=(),
-    gradients={"grad_out": _refuse, "out": _refuse},
+    fake=lambda args: Output(args.x.new_empty(args.x.shape)),
+    backward=_softmax_backward,
+    fake_backward=lambda grad_out, args, made: Gradients(made.out),
+    unsaved=("x",),
 )
 
 
@@ -340,62 +358,57 @@ def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
     check_same(x, "x", dtype=True, y=y)
 
 
-def _add_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _add_forward(args: Rows) -> Output:
     """``[N, D] + [B, D] → [N, D]``."""
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=False)
+    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
+    return Output(_implementation(args.x, row_kernels).elementwise(*args, multiply=False))
 
 
-jagged_dense_add, call_jagged_dense_add = register_op_of_ops(
+def _add_backward(grad_out: Tensor, args: Rows, *_: Any) -> Gradients:
+    sum_rows = _implementation(grad_out, row_kernels).sum_rows
+    return Gradients(None, sum_rows(grad_out, None, args.offsets))
+
+
+def _fake_add_backward(grad_out: Tensor, args: Rows, _: Output) -> Gradients:
+    return Gradients(None, grad_out.new_empty(args.offsets.shape[0] - 1, grad_out.shape[1]))
+
+
+jagged_dense_add, call_jagged_dense_add = register_op(
     "jagged_dense_add",
+    arguments=Rows,
+    outputs=Output,
     check=_check_elementwise,
     forward=_add_forward,
-    fake=lambda x, y, offsets: x.new_empty(x.shape),
-    saves=("offsets",),
-    gradients={
-        "x": lambda call, grad_out, *_: grad_out,
-        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_sum, grad_out, None, offsets),
-    },
+    fake=lambda args: Output(args.x.new_empty(args.x.shape)),
+    backward=_add_backward,
+    fake_backward=_fake_add_backward,
+    unsaved=("x", "y", "out"),
+    passes_gradient=True,
 )
 
 
-def _mul_forward(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _mul_forward(args: Rows) -> Output:
     """``[N, D] ∘ [B, D] → [N, D]``."""
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return _implementation(x, row_kernels).elementwise(x, y, offsets, multiply=True)
+    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
+    return Output(_implementation(args.x, row_kernels).elementwise(*args, multiply=True))
 
 
-jagged_dense_mul, call_jagged_dense_mul = register_op_of_ops(
+def _mul_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
+    x, y, offsets = args
+    of_device = _implementation(x, row_kernels)
+    return Gradients(
+        of_device.elementwise(grad_out, y, offsets, multiply=True) if needs.x else None,
+        of_device.sum_rows(grad_out, x, offsets) if needs.y else None,
+    )
+
+
+_, call_jagged_dense_mul = register_op(
     "jagged_dense_mul",
+    arguments=Rows,
+    outputs=Output,
     check=_check_elementwise,
     forward=_mul_forward,
-    fake=lambda x, y, offsets: x.new_empty(x.shape),
-    saves=("x", "y", "offsets"),
-    gradients={
-        "x": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_mul, grad_out, y, offsets),
-        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_sum, grad_out, x, offsets),
-    },
-)
-
-
-def _sum_forward(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
-    """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
-    return _implementation(x, row_kernels).sum_rows(x, y, offsets)
-
-
-def _sum_grad_x(
-    call: Caller, grad_out: Tensor, x: Tensor, y: Tensor | None, offsets: Tensor, _: None
-) -> Tensor:
-    return call(jagged_dense_mul, torch.ones_like(x) if y is None else y, grad_out, offsets)
-
-
-jagged_sum, _ = register_op_of_ops(
-    "jagged_sum",
-    forward=_sum_forward,
-    fake=lambda x, y, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]),
-    saves=("x", "y", "offsets"),
-    gradients={
-        "x": _sum_grad_x,
-        "y": lambda call, grad_out, x, y, offsets, _: call(jagged_dense_mul, x, grad_out, offsets),
-    },
+    fake=lambda args: Output(args.x.new_empty(args.x.shape)),
+    backward=_mul_backward,
+    unsaved=("out",),
 )

@@ -6,7 +6,6 @@ that what has no derivative says so. Where the host must not be late, ``replay/`
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -21,17 +20,12 @@ from torch.autograd.function import _SingleLevelFunction
 from torchrec_jagged_attn.replay.calls import ReplayedOp
 
 __all__ = [
-    "Caller",
     "register_op",
-    "register_op_of_ops",
     "register_op_without_grad",
     "replayed_without_grad",
 ]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-
-# Calls an op, given that and its arguments.
-Caller = Callable[..., Any]
 
 Arguments = TypeVar("Arguments", bound=Any)
 Outputs = TypeVar("Outputs", bound=Any)
@@ -54,8 +48,12 @@ def register_op(
     fake: Callable[[Arguments], Outputs],
     backward: Callable[[Tensor, Arguments, Outputs, Arguments], NamedTuple],
     non_differentiable: tuple[str, ...] = (),
-    axes: dict[str, int],
-    saves_outputs: bool = True,
+    axes: dict[str, int] | None = None,
+    unsaved: tuple[str, ...] = (),
+    fake_backward: Callable[[Tensor, Arguments, Outputs], NamedTuple] | None = None,
+    passes_gradient: bool = False,
+    lengths: tuple[str, ...] = (),
+    check: Callable[..., object] | None = None,
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
@@ -76,8 +74,17 @@ def register_op(
             whether its gradient is asked for.
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
-        axes: of arguments and outputs, along which axis their length differs from call to call.
-        saves_outputs: whether ``backward`` reads the outputs; if not, they are ``None`` there.
+        axes: of arguments and outputs, along which axis their length differs from call to call; by
+            default along the first one of all.
+        unsaved: names of arguments and outputs that ``backward`` does not read, and gets ``None``
+            for.
+        fake_backward: ``(grad_out, arguments, outputs)`` to a record of all gradients without data,
+            where they are not those of the arguments that are saved.
+        passes_gradient: whether the gradient of the first argument is that of the output, and not
+            made by ``backward``.
+        lengths: names of the integers that differ from call to call, which follow the tensors.
+        check: of the arguments, raises if they do not fit; made by the caller that is returned, not
+            by the op itself.
 
     Returns:
         The op, a function of the arguments one by one; and what calls it at little cost to the
@@ -106,26 +113,43 @@ def register_op(
         return [grad for grad in found if grad is not None]
 
     def fake_gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
-        asked = zip(fields, needs_grad, strict=False)
-        return [x.new_empty(x.shape) for x, need in asked if need]
+        like: Any = arguments(*fields[:num_arguments])
+        if fake_backward is not None:
+            like = fake_backward(grad_out, like, outputs(*fields[num_arguments:]))
+        asked = zip(arguments._fields, needs_grad, strict=True)
+        found = [getattr(like, name) for name, need in asked if need]
+        return [x.new_empty(x.shape) for x in found]
+
+    def passed(backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        if not passes_gradient:
+            return backward
+
+        def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
+            first, others = needs_grad[0], [False, *needs_grad[1:]]
+            made = backward(grad_out, others, *fields) if any(others) else []
+            return [grad_out, *made] if first else made
+
+        return gradients
 
     of_arguments, of_outputs = get_type_hints(arguments), get_type_hints(outputs)
     returns: Any = Tensor if is_single else tuple[tuple(of_outputs.values())]
     op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
-    of_saved = of_outputs if saves_outputs else dict.fromkeys(of_outputs, Tensor | None)
-    of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_arguments, **of_saved}
+    of_saved = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
+    of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_saved}
     backward_op, run_backward, backward_library = _define(
         f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
     )
-    num_tensors = len(_tensors(op))
+    tensors = _tensors(op)
+    num_tensors = len(tensors)
+    saved = [x not in unsaved for x in (*tensors, *outputs._fields)]
 
     def node_forward(ctx: Any, *inputs: Any) -> Any:
         made = _call_below_autograd(op, inputs)
         outputs = (made,) if is_single else made
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*outputs[1:])
-        saved = outputs if saves_outputs else (None,) * len(outputs)
-        ctx.save_for_backward(*inputs[:num_tensors], *saved)
+        kept = zip((*inputs[:num_tensors], *outputs), saved, strict=True)
+        ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
         ctx.constants = inputs[num_tensors:]
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
         return made
@@ -146,9 +170,9 @@ def register_op(
         inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
         arguments = (grad_out, needs_grad, *inputs, *ctx.constants, *outputs)
         if torch.compiler.is_compiling() or ctx.is_transformed:
-            needed = backward_op(*arguments)
+            needed = passed(backward_op)(*arguments)
         else:
-            needed = call_backward(*arguments)
+            needed = passed(call_backward)(*arguments)
         needed_at = (at for at, need in enumerate(needs_grad) if need)
         for at, grad in zip(needed_at, needed, strict=True):
             grads[at] = grad
@@ -171,104 +195,19 @@ def register_op(
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
-    tensors = _tensors(op)
     floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
-    all_axes = [axes.get(x, -1) for x in (*tensors, *outputs._fields)]
+    names = (*tensors, *outputs._fields)
+    all_axes = [0 if axes is None else axes.get(x, -1) for x in names]
     return op, ReplayedOp(
         op,
-        differentiable=floats,
-        axes=[0, *all_axes],
-        saved=[True] * len(tensors) + [saves_outputs] * len(outputs._fields),
-        run=run,
-        run_backward=run_backward,
-        call_backward=call_backward,
-    )
-
-
-def register_op_of_ops(
-    name: str,
-    *,
-    forward: Callable[..., Tensor],
-    fake: Callable[..., Tensor],
-    saves: tuple[str, ...],
-    gradients: dict[str, Callable[..., Tensor]],
-    in_one_pass: torch._ops.OpOverload | None = None,
-    check: Callable[..., object] | None = None,
-    lengths: tuple[str, ...] = (),
-) -> tuple[torch._ops.OpOverload, ReplayedOp]:
-    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, with a gradient made of other ops.
-
-    It has as many derivatives as those. The schema is that of the annotated ``forward``, which runs
-    with autocast off, and returns a new tensor that shares no memory with any other.
-
-    Args:
-        name: of the op.
-        forward: ``(*inputs) -> out``. Tensors come before all others; along its first axis, the
-            length of each differs from call to call.
-        fake: ``forward`` on tensors without data.
-        saves: names of the tensors that ``gradients`` take, of which ``"out"`` may be one.
-        gradients: by the name of an input, ``(call, grad_out, *inputs, out)`` to its gradient.
-            ``call`` calls an op; tensors that are not saved are ``None``.
-        in_one_pass: an op, ``(grad_out, *inputs)`` to all gradients in the order of ``gradients``.
-            It is called where all are asked for, and no gradient is taken of them.
-        check: of the inputs, raises if they do not fit; made by the caller that is returned, not by
-            the op itself.
-        lengths: names of the integers that differ from call to call, which follow the tensors.
-
-    Returns:
-        The op, a function of ``forward``'s inputs; and what calls it at little cost to the host.
-
-    Raises:
-        ValueError: ``gradients`` has a name that is not an input's.
-    """
-    op, run, library = _define(name, forward, fake)
-    names, tensors = [x.name for x in op._schema.arguments], _tensors(op)
-    makers = [(names.index(x), make) for x, make in gradients.items()]
-    num_tensors = len(tensors)
-    saved = [x in saves for x in (*tensors, "out")]
-
-    def node_forward(ctx: Any, *inputs: Any) -> Tensor:
-        out = _call_below_autograd(op, inputs)
-        kept = zip((*inputs[:num_tensors], out), saved, strict=True)
-        ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
-        ctx.others = inputs[num_tensors:]
-        return out
-
-    def backward(
-        call: Caller, grad_out: Tensor, needs_grad: Sequence[bool], rest: tuple[Any, ...]
-    ) -> tuple[Tensor | None, ...]:
-        grads: list[Tensor | None] = [None] * len(needs_grad)
-        all_asked = all(needs_grad[at] for at, _ in makers)
-        if in_one_pass and all_asked and not torch.is_grad_enabled():
-            made = call(in_one_pass, grad_out, *rest[:-1])
-            for (at, _), grad in zip(makers, made, strict=True):
-                grads[at] = grad
-            return tuple(grads)
-        for at, make in makers:
-            if needs_grad[at]:
-                grads[at] = make(call, grad_out, *rest)
-        return tuple(grads)
-
-    def node_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out = ctx.saved_tensors
-        return backward(_call, grad_out, ctx.needs_input_grad, (*inputs, *ctx.others, out))
-
-    def asked_for(call: Caller, grad_out: Tensor, needs_grad: list[bool], *rest: Any) -> list:
-        grads = backward(call, grad_out, needs_grad, rest)
-        return [grad for grad, need in zip(grads, needs_grad, strict=True) if need]
-
-    _differentiate(op, library, node_forward, node_backward)
-    return op, ReplayedOp(
-        op,
-        differentiable=[not x.endswith("offsets") for x in tensors],
         check=check,
+        differentiable=floats,
         num_lengths=len(lengths),
-        axes=[0] * (num_tensors + 2),
+        axes=[0, *all_axes],
         saved=saved,
         run=run,
-        run_backward=functools.partial(asked_for, _run),
-        call_backward=functools.partial(asked_for, _call),
-        has_second_derivatives=True,
+        run_backward=passed(run_backward),
+        call_backward=passed(call_backward),
     )
 
 
@@ -284,32 +223,28 @@ def register_op_without_grad(
     return _define(name, forward, fake)[0]
 
 
-def replayed_without_grad(op: torch._ops.OpOverload, lengths: tuple[str, ...]) -> ReplayedOp:
+def replayed_without_grad(
+    op: torch._ops.OpOverload,
+    lengths: tuple[str, ...] = (),
+    check: Callable[..., object] | None = None,
+) -> ReplayedOp:
     """What calls an op of :func:`register_op_without_grad` at little cost to the host.
 
-    It has several outputs, which are given as a tuple. Its tensors come before all other inputs;
-    along its first axis, the length of each differs from call to call. Integers that do so, too,
-    follow, of which ``lengths`` has the names.
+    Several outputs are given as a tuple. Tensors come before all other inputs; along its first
+    axis, the length of each differs from call to call. Integers that do so, too, follow, of which
+    ``lengths`` has the names. ``check`` is that of :func:`register_op`.
     """
     num_tensors, num_outputs = len(_tensors(op)), len(op._schema.returns)
     return ReplayedOp(
         op,
+        check=check,
         differentiable=[False] * num_tensors,
         num_lengths=len(lengths),
         axes=[0] * (1 + num_tensors + num_outputs),
         saved=[False] * (num_tensors + num_outputs),
         run=_runs[op],
-        returns_all=True,
+        returns_all=num_outputs > 1,
     )
-
-
-def _call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
-    return op(*arguments)
-
-
-def _run(op: torch._ops.OpOverload, *arguments: Any) -> Any:
-    with _below_autograd():
-        return _runs[op](*arguments)
 
 
 def _tensors(op: torch._ops.OpOverload) -> list[str]:

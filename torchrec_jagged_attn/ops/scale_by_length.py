@@ -55,5 +55,5 @@ scale_by_length, call_scale_by_length = register_op(
     backward=_backward,
     non_differentiable=("seed",),
     axes=dict.fromkeys(("x", "offsets", "query_offsets", "out"), 0),
-    saves_outputs=False,
+    unsaved=LengthOutputs._fields,
 )

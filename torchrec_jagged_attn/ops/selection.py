@@ -30,7 +30,7 @@ from torchrec_jagged_attn.kernels.selection import copies as copy_kernels
 from torchrec_jagged_attn.kernels.selection import rows as row_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.registration import (
-    register_op_of_ops,
+    register_op,
     register_op_without_grad,
     replayed_without_grad,
 )
@@ -270,17 +270,49 @@ selected_rows = register_op_without_grad(
 call_selected_rows = replayed_without_grad(selected_rows, lengths=("num_rows", "capacity"))
 
 
-def _copy_forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """``[R, D]``: rows of ``x [M, D]`` by ``index [R]``; ``inverse [M]`` is where each went."""
-    return implementation_of(x, reference, copy_kernels).copy_rows(x, index)
+class CopiedRows(NamedTuple):
+    """Rows of ``x`` ``[M, D]`` by ``index`` ``[R]``; ``inverse`` ``[M]`` is where each went."""
+
+    x: Tensor
+    index: Tensor
+    inverse: Tensor
 
 
-copy_rows, call_copy_rows = register_op_of_ops(
+class Copies(NamedTuple):
+    """What ``copy_rows`` returns, ``[R, D]``."""
+
+    out: Tensor
+
+
+class CopyGradients(NamedTuple):
+    """That of ``x``."""
+
+    x: Tensor
+
+
+def _copy(args: CopiedRows) -> Copies:
+    of_device = implementation_of(args.x, reference, copy_kernels)
+    return Copies(of_device.copy_rows(args.x, args.index))
+
+
+def _copy_back(grad_out: Tensor, args: CopiedRows, *_: object) -> CopyGradients:
+    """The same the other way round."""
+    return CopyGradients(*_copy(CopiedRows(grad_out, args.inverse, args.index)))
+
+
+def _fake_copies(args: CopiedRows) -> Copies:
+    return Copies(args.x.new_empty(args.index.shape[0], args.x.shape[1]))
+
+
+copy_rows, call_copy_rows = register_op(
     "copy_rows",
-    forward=_copy_forward,
-    fake=lambda x, index, inverse: x.new_empty(index.shape[0], x.shape[1]),
-    saves=("index", "inverse"),
-    gradients={  # the same the other way round
-        "x": lambda call, grad_out, x, index, inverse, _: call(copy_rows, grad_out, inverse, index)
-    },
+    arguments=CopiedRows,
+    outputs=Copies,
+    forward=_copy,
+    fake=_fake_copies,
+    backward=_copy_back,
+    fake_backward=lambda grad_out, args, _: CopyGradients(
+        *_fake_copies(CopiedRows(grad_out, args.inverse, args.index))
+    ),
+    unsaved=("x",),
 )

@@ -58,7 +58,6 @@ class ReplayedOp:
         run_backward: ``(grad_out, needs_grad, *arguments, *outputs)`` to the gradients asked for,
             likewise. An op without any has neither this nor the next.
         call_backward: the same, for any tensors, under any mode.
-        has_second_derivatives: whether what ``call_backward`` does may be differentiated.
         returns_all: whether all outputs are given, as a tuple, of an op without a gradient.
     """
 
@@ -74,14 +73,13 @@ class ReplayedOp:
         run: Callable[..., Tensor | Sequence[Tensor]],
         run_backward: Callable[..., Sequence[Tensor]] | None = None,
         call_backward: Callable[..., Sequence[Tensor]] | None = None,
-        has_second_derivatives: bool = False,
         returns_all: bool = False,
     ) -> None:
         self.op, self.num_tensors, self.num_lengths = op, len(differentiable), num_lengths
         self.check = check or (lambda *_: None)
         self.differentiable, self.axes, self.saved = list(differentiable), list(axes), list(saved)
         self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
-        self.has_second_derivatives, self.returns_all = has_second_derivatives, returns_all
+        self.returns_all = returns_all
         self.replay: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -124,7 +122,6 @@ class ReplayedOp:
             self.differentiable,
             self.saved,
             self.axes,
-            self.has_second_derivatives,
             self.returns_all,
             self._record,
             self._record_backward,

@@ -540,7 +540,6 @@ struct Op {
   std::vector<bool> differentiable;  // of the tensors
   std::vector<bool> saved;  // for backward, of the tensors and the outputs
   Numbers axes;  // of the output's gradient, the tensors, and the outputs: where lengths differ
-  bool has_second_derivatives;
   bool returns_all;  // outputs, of an op without a gradient
   // Recorders return a program or None; the last one runs backward without a program.
   py::object record_forward, record_backward, run_backward;
@@ -635,8 +634,8 @@ std::vector<Tensor> replay_forward(Op& op, const Inputs& inputs, const Constants
 std::vector<Tensor> replay_backward(Op& op, const Inputs& inputs, const std::vector<bool>& needs,
                                     const Constants& constants) {
   const auto& tensors = inputs.tensors;
-  const bool plain = !at::GradMode::is_enabled() && is_plain_thread() &&
-                     std::all_of(tensors.begin(), tensors.end(), is_plain);
+  const bool plain =
+      is_plain_thread() && std::all_of(tensors.begin(), tensors.end(), is_plain);
   std::shared_ptr<const Program> program;
   bool is_hopeless = !plain;
   Numbers kind, values;
@@ -711,7 +710,7 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
     const auto& constants = *reinterpret_cast<const Constants*>(intptr_t(numbers[1]));
     const auto is_edge = [&](size_t i) { return (numbers[2] >> i & 1) != 0; };
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !grads[0].defined() || !at::GradMode::is_enabled() || op.has_second_derivatives, op.name,
+        !grads[0].defined() || !at::GradMode::is_enabled(), op.name,
         " has no second derivative, got create_graph=True");
     std::vector<bool> needs;
     size_t edge = 0;
@@ -913,8 +912,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def("replay_of",
         [](const std::string& name, size_t num_lengths, std::vector<bool> differentiable,
-           std::vector<bool> saved, Numbers axes, bool has_second_derivatives, bool returns_all,
-           py::object record_forward, py::object record_backward, py::object run_backward) {
+           std::vector<bool> saved, Numbers axes, bool returns_all, py::object record_forward,
+           py::object record_backward, py::object run_backward) {
           auto* const op = new Op();
           op->name = name;
           op->num_tensors = differentiable.size();
@@ -925,7 +924,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           op->differentiable = std::move(differentiable);
           op->saved = std::move(saved);
           op->axes = std::move(axes);
-          op->has_second_derivatives = has_second_derivatives;
           op->returns_all = returns_all;
           op->record_forward = std::move(record_forward);
           op->record_backward = std::move(record_backward);
