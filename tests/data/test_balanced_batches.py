@@ -1,8 +1,10 @@
 """Batches of equal size and cost: who has which example, and where an epoch goes on."""
 
 import json
+import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,6 +173,65 @@ def test_a_loader_goes_on_from_the_sampler():
     assert [batch.tolist() for batch in loader] == expected[3:]
 
 
+def test_epochs_differ_where_loops_look_for_set_epoch():
+    """Lightning and Accelerate look on the samplers of a loader and of its batch sampler."""
+    sampler = BalancedBatchSampler(log_normal(40), 4, 2, 1, drop_last=True, seed=3)
+    loader = DataLoader(torch.arange(40), batch_sampler=sampler)
+    epochs = []
+    for epoch in range(3):
+        for holder in (loader, loader.batch_sampler):
+            if callable(set_epoch := getattr(holder.sampler, "set_epoch", None)):
+                set_epoch(epoch)
+        epochs.append([batch.tolist() for batch in loader])
+        assert sampler.state_dict()["epoch"] == epoch
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert (sampler.batch_size, sampler.drop_last) == (4, True)
+    assert (sampler.num_replicas, sampler.rank, sampler.seed) == (2, 1, 3)
+    again = pickle.loads(pickle.dumps(sampler))  # as workers that are spawned get it
+    assert list(again) == epochs[2]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pd.Series([4, 1, 3, 2], index=[7, 3, 0, 9]),
+        pd.Series([9, 4, 1, 3, 2])[lambda x: x < 9],
+        pd.Series([4, 1, 3, 2], index=list("abcd"), dtype="UInt16"),
+        pd.Index([4, 1, 3, 2]),
+        *(np.array([4, 1, 3, 2], dtype) for dtype in ("i1", "u1", "u2", "u4", "u8", ">i4")),
+        np.array([2, 3, 1, 4])[::-1],
+        np.array([4, 1, 3, 2], dtype=object),
+        [np.uint16(x) for x in (4, 1, 3, 2)],
+        (4, 1, 3, 2),
+        torch.tensor([4, 1, 3, 2], dtype=torch.uint16),
+        torch.tensor([4, 1, 3, 2], dtype=torch.uint8),
+    ],
+    ids=lambda x: f"{type(x).__name__} {getattr(x, 'dtype', '')}",
+)
+def test_lengths_of_any_kind(lengths):
+    assert all_ranks(lengths, 1, 2) == all_ranks([4, 1, 3, 2], 1, 2)
+
+
+def test_numbers_of_numpy():
+    lengths = log_normal(600)
+    expected = all_ranks(lengths, 200, 2, epoch=1, balanced_steps=2, seed=7)
+    numbers = (np.uint8(200), np.uint8(2))
+    samplers = [
+        BalancedBatchSampler(lengths, *numbers, rank, balanced_steps=np.int32(2), seed=np.uint64(7))
+        for rank in (np.int64(0), np.int64(1))
+    ]
+    for sampler in samplers:
+        sampler.set_epoch(np.int64(1))
+        assert json.loads(json.dumps(sampler.state_dict())) == {"epoch": 1, "batches": 0}
+    assert list(zip(*samplers, strict=True)) == expected
+
+
+def test_the_largest_seed():
+    sampler = BalancedBatchSampler([1, 2, 3], 3, 1, 0, seed=2**64 - 1)
+    sampler.set_epoch(1)
+    assert list(sampler) == list(BalancedBatchSampler([1, 2, 3], 3, 1, 0, seed=0))
+
+
 def test_ranks_come_from_the_process_group():
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
@@ -186,7 +247,18 @@ def test_ranks_come_from_the_process_group():
         ({"lengths": [[1, 2]]}, ValueError, r"lengths must have shape \[S\], S > 0, got \[1, 2\]"),
         ({"lengths": []}, ValueError, r"lengths must have shape \[S\], S > 0, got \[0\]"),
         ({"lengths": [1.0]}, TypeError, "lengths must be integers, got torch.float32"),
-        ({"lengths": ["a"]}, TypeError, "lengths must be a tensor or an array of integers"),
+        ({"lengths": ["a"]}, TypeError, "lengths must be a tensor, an array, a list or a S"),
+        ({"lengths": [1, True]}, TypeError, "lengths must be integers, got a bool"),
+        ({"lengths": np.array([True])}, TypeError, "lengths must be integers, got a bool"),
+        ({"lengths": pd.Series([1.5])}, TypeError, r"lengths must be integers, got torch\.float32"),
+        ({"lengths": pd.Series([1, None], dtype="Int64")}, TypeError, "lengths must be integers"),
+        ({"lengths": {1: 2}}, TypeError, "lengths must be a tensor, .* of integers, got a dict"),
+        ({"lengths": None}, TypeError, "lengths must be a tensor, .* of integers, got a NoneType"),
+        (
+            {"lengths": np.array([1, 2**63], "u8")},
+            ValueError,
+            r"lengths must not be 2\*\*63 or more, got 9223372036854775808 at position 1",
+        ),
         ({"lengths": [1, -2]}, ValueError, "lengths must not be negative, got -2 at position 1"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
         ({"batch_size": 2.0}, TypeError, r"batch_size must be an int, got 2\.0"),
@@ -198,6 +270,10 @@ def test_ranks_come_from_the_process_group():
         ({"cost": "cubic"}, ValueError, "cost must be one of linear, quadratic, got 'cubic'"),
         ({"balanced_steps": 0}, ValueError, "balanced_steps must be at least 1, got 0"),
         ({"seed": None}, TypeError, "seed must be an int, got None"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, got -1"),
+        ({"seed": 2**64}, ValueError, r"seed must be less than 2\*\*64, got 18446744073709551616"),
+        ({"cost": ["linear"]}, ValueError, "cost must be one of linear, quadratic, got"),
+        ({"drop_last": 1}, TypeError, "drop_last must be a bool, got 1"),
         (
             {"drop_last": True},
             ValueError,
@@ -215,6 +291,7 @@ def test_wrong_arguments_are_named(options, error, message):
     ("state", "error", "message"),
     [
         ({"epoch": 1}, ValueError, r"state_dict must have batches, got \['epoch'\]"),
+        (3, TypeError, "state_dict must be a dict, got a int"),
         ({"epoch": 1, "batches": "2"}, TypeError, r"state_dict\['batches'\] must be an int"),
         ({"epoch": -1, "batches": 2}, ValueError, r"state_dict\['epoch'\] must be at least 0"),
         ({"epoch": 0, "batches": 3}, ValueError, r"\['batches'\] must be at most the 2 of an"),

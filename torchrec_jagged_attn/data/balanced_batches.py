@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ __all__ = ["BalancedBatchSampler"]
 
 POWERS = {"linear": 1, "quadratic": 2}
 """Of the length, by the name of the cost."""
+NUM_SEEDS = 2**64
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -30,7 +31,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     without communication.
 
     Args:
-        lengths: ``[S]`` integers, the rows of each example's history: a tensor, an array or a list.
+        lengths: ``[S]`` integers, the rows of each example's history: a tensor, an array, a list or
+            a pandas Series, in its order whatever its index.
         batch_size: examples of a rank in a step.
         num_replicas: number of ranks; without it, that of the default process group.
         rank: this one of them; without it, that of the default process group.
@@ -41,9 +43,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
             steps cost nearly the same, too. 1 leaves each global batch as it was shuffled. With
             more, an example still comes once in an epoch, and in each step with equal probability,
             but lengths in one step are no longer independent.
-        seed: of the shuffle; the same on all ranks.
+        seed: of the shuffle; the same on all ranks, and less than ``2**64``.
         drop_last: leave out the examples that fill no global batch. Otherwise they are a smaller
             one, filled up to a multiple of ``num_replicas`` with the first examples of the epoch.
+
+    Attributes:
+        batch_size, num_replicas, rank, seed, drop_last: the arguments.
+        sampler: this object: loops over epochs look for ``set_epoch`` there.
 
     Yields:
         ``batch_size`` indices into ``lengths``, in their shuffled order. All ranks yield equally
@@ -92,12 +98,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
             check_int(value, name, least)
         if rank >= num_replicas:
             raise ValueError(f"rank must be less than num_replicas {num_replicas}, got {rank}")
-        if cost not in POWERS:
+        if seed >= NUM_SEEDS:
+            raise ValueError(f"seed must be less than 2**64, got {seed}")
+        if not isinstance(drop_last, bool):
+            raise TypeError(f"drop_last must be a bool, got {drop_last!r}")
+        if not isinstance(cost, str) or cost not in POWERS:
             raise ValueError(f"cost must be one of {', '.join(POWERS)}, got {cost!r}")
         self._costs = _checked_lengths(lengths).double() ** POWERS[cost]
-        self._batch_size, self._num_replicas, self._rank = batch_size, num_replicas, rank
-        self._balanced_steps, self._seed = balanced_steps, seed
-        self._full_steps, self._num_left = divmod(len(self._costs), batch_size * num_replicas)
+        self.batch_size, self.num_replicas, self.rank = (
+            int(batch_size),
+            int(num_replicas),
+            int(rank),
+        )
+        self.seed, self.drop_last, self._balanced_steps = int(seed), drop_last, int(balanced_steps)
+        size = self.batch_size * self.num_replicas
+        self._full_steps, self._num_left = divmod(len(self._costs), size)
         if drop_last:
             self._num_left = 0
         if len(self) == 0:
@@ -106,6 +121,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"lengths with drop_last=True, got {batch_size} * {num_replicas}"
             )
         self._epoch = self._given = self._resume_at = 0
+
+    @property
+    def sampler(self) -> BalancedBatchSampler:
+        """This object: loops over epochs look for ``loader.batch_sampler.sampler.set_epoch``."""
+        return self
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -116,7 +136,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         # At the first batch, not before: a loader with workers makes two iterators and uses one.
         start, self._resume_at = self._resume_at, 0
         self._given = start
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        generator = torch.Generator().manual_seed((self.seed + self._epoch) % NUM_SEEDS)
         shuffled = torch.randperm(len(self._costs), generator=generator)
         windows = self._windows(shuffled, start // self._balanced_steps * self._balanced_steps)
         for step, examples, num_steps in windows:
@@ -134,7 +154,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """
         check_int(epoch, "epoch", 0)
         if epoch != self._epoch:
-            self._epoch, self._given, self._resume_at = epoch, 0, 0
+            self._epoch, self._given, self._resume_at = int(epoch), 0, 0
 
     def state_dict(self) -> dict[str, int]:
         """``epoch``, and how many of its ``batches`` were given; the same on all ranks.
@@ -153,9 +173,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state_dict: ``epoch`` and ``batches``, as ``state_dict`` returns them.
 
         Raises:
-            TypeError: one of them is no int.
+            TypeError: ``state_dict`` is no mapping, or one of them is no int.
             ValueError: one is missing, negative, or more than an epoch has.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got a {type(state_dict).__name__}")
         if missing := {"epoch", "batches"} - set(state_dict):
             raise ValueError(f"state_dict must have {min(missing)}, got {sorted(state_dict)}")
         epoch, batches = state_dict["epoch"], state_dict["batches"]
@@ -165,17 +187,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"state_dict['batches'] must be at most the {len(self)} of an epoch, got {batches}"
             )
-        self._epoch, self._given, self._resume_at = epoch, batches, batches
+        self._epoch, self._given, self._resume_at = int(epoch), int(batches), int(batches)
 
     def _windows(self, shuffled: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
         """First step, examples and number of steps of what is shared out together."""
-        size = self._batch_size * self._num_replicas
+        size = self.batch_size * self.num_replicas
         for step in range(first, self._full_steps, self._balanced_steps):
             end = min(step + self._balanced_steps, self._full_steps)
             yield step, shuffled[step * size : end * size], end - step
         if self._num_left:
             left = shuffled[self._full_steps * size :]
-            missing = -len(left) % self._num_replicas
+            missing = -len(left) % self.num_replicas
             again = shuffled.repeat(-(-missing // len(shuffled)))[:missing]
             yield self._full_steps, torch.cat([left, again]), 1
 
@@ -187,13 +209,13 @@ class BalancedBatchSampler(Sampler[list[int]]):
         examples in the shuffle: that does not depend on lengths.
         """
         costs = self._costs[examples]
-        shares = _equal_shares(costs, num_steps * self._num_replicas)
+        shares = _equal_shares(costs, num_steps * self.num_replicas)
         order = costs[torch.tensor(shares)].sum(1).argsort(stable=True).tolist()
         steps = [
-            sorted(shares[i] for i in order[begin : begin + self._num_replicas])
-            for begin in range(0, len(order), self._num_replicas)
+            sorted(shares[i] for i in order[begin : begin + self.num_replicas])
+            for begin in range(0, len(order), self.num_replicas)
         ]
-        return [examples[torch.tensor(step[self._rank])].tolist() for step in sorted(steps)]
+        return [examples[torch.tensor(step[self.rank])].tolist() for step in sorted(steps)]
 
 
 def _equal_shares(costs: Tensor, num_shares: int) -> list[list[int]]:
@@ -217,15 +239,30 @@ def _equal_shares(costs: Tensor, num_shares: int) -> list[list[int]]:
 
 
 def _checked_lengths(lengths: Any) -> Tensor:
+    """``[S]`` int64."""
+    kind = type(lengths).__name__
+    if hasattr(lengths, "__array__") and not isinstance(lengths, Tensor):
+        lengths = lengths.__array__()  # a Series has an index of its own
+        # PyTorch takes neither another order of bytes, nor strides below zero, nor objects.
+        native = lengths.dtype.newbyteorder("=")
+        is_integer = lengths.dtype.kind in "iu"
+        lengths = lengths.astype(native, order="C") if is_integer else lengths.tolist()
+    if isinstance(lengths, (list, tuple)) and any(isinstance(x, bool) for x in lengths):
+        raise TypeError("lengths must be integers, got a bool")
     try:
-        lengths = torch.as_tensor(lengths, device="cpu")
+        given = torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"lengths must be a tensor or an array of integers, got {error}") from error
-    if lengths.dim() != 1 or lengths.numel() == 0:
-        raise ValueError(f"lengths must have shape [S], S > 0, got {list(lengths.shape)}")
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
-    if (least := int(lengths.min())) < 0:
-        at = int(lengths.argmin())
-        raise ValueError(f"lengths must not be negative, got {least} at position {at}")
+        raise TypeError(
+            f"lengths must be a tensor, an array, a list or a Series of integers, got a {kind}: "
+            f"{error}"
+        ) from error
+    if given.dim() != 1 or given.numel() == 0:
+        raise ValueError(f"lengths must have shape [S], S > 0, got {list(given.shape)}")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise TypeError(f"lengths must be integers, got {given.dtype}")
+    lengths = given.long()  # PyTorch has no minimum of most unsigned dtypes
+    if (lengths[at := int(lengths.argmin())]) < 0:
+        number = given[at].item()
+        excess = "negative" if number < 0 else "2**63 or more"
+        raise ValueError(f"lengths must not be {excess}, got {number} at position {at}")
     return lengths
