@@ -275,13 +275,6 @@ GOALS = {
         ),
     ),
     "target_attention_rows_goals": Goals(("target_attention_rows",), goals_of_rows()),
-    "target_attention_narrow_goals": Goals(
-        ("target_attention_narrow",),
-        tuple(
-            speed_goal(f"{case}: bf16 over int8", case, "ours-int8", "ours-wide", "1.5")
-            for case in ("rank-1k", "rank-2k", "rank-200")
-        ),
-    ),
     "end_to_end_requests_goals": Goals(
         ("end_to_end",),
         (

@@ -117,8 +117,6 @@ ROOFLINE = {
     f"{TARGETS}sigmoid": ("target_attention_scores", "rank-1k-sigmoid", "ours"),
     f"{TARGETS}rows by index": ("target_attention_rows", "rank-1k-x1", "ours-by-index"),
     f"{TARGETS}4 places a row": ("target_attention_rows", "rank-1k-x4", "ours-by-index"),
-    f"{TARGETS}rows of int8": ("target_attention_narrow", "rank-1k", "ours-int8"),
-    f"{TARGETS}rows of e4m3": ("target_attention_narrow", "rank-1k", "ours-e4m3"),
     f"{TARGETS}rows of digits": ("semantic_ids", "rank-1k", "ours-codes"),
     f"{TARGETS}digits, 512 rows, one head": ("semantic_ids", "full-512", "ours-codes"),
     "activation unit, 64 columns": ("activation_unit", "mean-200-64", "ours-unit"),

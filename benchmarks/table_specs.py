@@ -218,25 +218,6 @@ OP_TABLES = {
         ),
         ours="ours-by-index",
     ),
-    "target_attention_narrow": Table(
-        ("target_attention_narrow",),
-        SHAPE,
-        {
-            label.removesuffix(" | bf16"): name
-            for label, name in shapes(
-                ["rank-1k", "rank-2k", "rank-200", "rank-2k-8-targets"]
-            ).items()
-        },
-        (
-            one("int8, µs", "ours-int8", "forward", "µs"),
-            one("of the floor", "ours-int8", "forward", "of floor"),
-            one("uint8, µs", "ours-uint8", "forward", "µs"),
-            one("e4m3, µs", "ours-e4m3", "forward", "µs"),
-            one("bf16 over int8", "ours-wide", "forward", "× ours"),
-            one("int8 made bf16 first, over int8", "ours-after-dequantizing", "forward", "× ours"),
-        ),
-        ours="ours-int8",
-    ),
     "target_attention": Table(
         ("target_attention",),
         f"{SHAPE} | dtype",

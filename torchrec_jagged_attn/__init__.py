@@ -6,7 +6,6 @@ from torchrec_jagged_attn.data import BalancedBatchSampler
 from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
-    fused_rows,
     jagged2_softmax,
     jagged_activation_unit,
     jagged_dense_add,
@@ -78,7 +77,6 @@ __all__ = [
     "boost_weights",
     "embedding_bag_keys",
     "embedding_parameters",
-    "fused_rows",
     "jagged2_softmax",
     "jagged_activation_unit",
     "jagged_dense_add",

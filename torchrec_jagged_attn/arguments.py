@@ -14,7 +14,6 @@ from torch import Tensor
 
 __all__ = [
     "ACTIVATIONS",
-    "NARROW_FORMATS",
     "SCORES",
     "ActivationUnitArguments",
     "ActivationUnitGradients",
@@ -44,10 +43,6 @@ SCORES = ("softmax", "silu", "sigmoid")
 
 ACTIVATIONS = ("sigmoid", "silu", "relu")
 """What follows the hidden layers of an activation unit: ``σ(x)``, ``x · σ(x)`` or ``max(x, 0)``."""
-
-
-NARROW_FORMATS = {torch.int8: "int8", torch.uint8: "uint8", torch.float8_e4m3fn: "e4m3"}
-"""What an element of a narrow history row is: see :func:`jagged_target_attention`."""
 
 
 class Biases(NamedTuple):
@@ -85,14 +80,9 @@ class TargetArguments(NamedTuple):
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
         history: ``[N, D]`` or, with ``indices``, ``[U, D]``; with ``num_levels``, of packed rows.
         indices: ``[N]``, of the rows of ``history``.
-        row_scale: ``[N]`` or ``[U]``, where the rows of ``history`` are narrow.
-        row_bias: likewise.
         bias: see :class:`Biases`.
-        row_format: what rows of ``history`` are: ``"plain"`` numbers; ``"digits"``, packed in
-            bytes; or, where they are narrow, one of ``NARROW_FORMATS``, given as integers of a
-            byte.
         score: one of ``SCORES``.
-        num_levels: of digits; else 0.
+        num_levels: of packed codes; 0 where ``history`` is not packed.
         for_backward: whether a gradient may be taken.
     """
 
@@ -101,15 +91,12 @@ class TargetArguments(NamedTuple):
     offsets: Tensor
     query_offsets: Tensor | None
     indices: Tensor | None
-    row_scale: Tensor | None
-    row_bias: Tensor | None
     bias: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
     row_dropout: Tensor | None
     dropout: Tensor | None
-    row_format: str
     scale: float
     score: str
     num_levels: int

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.arguments import ACTIVATIONS, NARROW_FORMATS, SCORES, Biases
+from torchrec_jagged_attn.arguments import ACTIVATIONS, SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_byte
 
@@ -25,7 +25,6 @@ __all__ = [
     "check_indices_values",
     "check_int",
     "check_integers",
-    "check_narrow_rows",
     "check_num_levels",
     "check_numbers",
     "check_offsets_metadata",
@@ -271,36 +270,6 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
         )
 
 
-def check_narrow_rows(
-    history: Tensor, row_scale: Tensor | None, row_bias: Tensor | None, symbols: str
-) -> None:
-    """``history`` must be of a byte a number with ``row_scale``, and of no other dtype with it.
-
-    Scales and biases must be those of its rows, and frozen, as these are.
-    """
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in NARROW_FORMATS)
-    if row_scale is None:
-        if history.dtype in NARROW_FORMATS:
-            missing = "row_scale or num_levels" if history.dtype == torch.uint8 else "row_scale"
-            raise ValueError(f"{missing} must be given for history of {history.dtype}, got None")
-        if row_bias is not None:
-            raise ValueError("row_bias must go with row_scale, got row_bias alone")
-        return
-    if history.dtype not in NARROW_FORMATS:
-        raise TypeError(
-            f"history must be one of {names} where row_scale is given, got {history.dtype}"
-        )
-    for name, tensor in (("row_scale", row_scale), ("row_bias", row_bias)):
-        if tensor is not None:
-            check_float(tensor, name)
-            check_shape(tensor, name, symbols, (history.shape[0],))
-    for name, tensor in (("history", history), ("row_scale", row_scale), ("row_bias", row_bias)):
-        if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{name} must not require a gradient where rows are narrow, got requires_grad=True"
-            )
-
-
 def check_num_levels(num_levels: int) -> None:
     """``num_levels`` of a digit must be odd, and few enough for a byte."""
     if isinstance(num_levels, bool) or not isinstance(num_levels, int):
@@ -309,21 +278,9 @@ def check_num_levels(num_levels: int) -> None:
         raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
 
 
-def check_digits(
-    history: Tensor,
-    width: int,
-    num_levels: int,
-    row_scale: Tensor | None,
-    row_bias: Tensor | None,
-) -> None:
-    """``history`` must be packed rows of digits, one fewer than the ``width`` of queries.
-
-    They have neither scales nor biases.
-    """
+def check_digits(history: Tensor, width: int, num_levels: int) -> None:
+    """``history`` must be packed rows of digits, one fewer than the ``width`` of queries."""
     check_num_levels(num_levels)
-    for name, tensor in (("row_scale", row_scale), ("row_bias", row_bias)):
-        if tensor is not None:
-            raise ValueError(f"{name} must be None where num_levels is given, got a tensor")
     if width < 2:
         raise ValueError(
             "query must have a width of at least 2, of digits and a one, where num_levels is "

@@ -12,7 +12,6 @@ from triton.knobs import runtime
 __all__ = [
     "DTYPES",
     "IMPLEMENTATIONS",
-    "converts_e4m3",
     "gluon_shared_memory",
     "has_kernels",
     "hopper_multiprocessors",
@@ -106,12 +105,6 @@ def hopper_multiprocessors(device: torch.device) -> int:
 def launches_overlap(device: torch.device) -> bool:
     """Whether a kernel may begin before the last one ends: from Hopper GPUs on."""
     return _compute_capability(device) >= (9, 0)
-
-
-@functools.cache
-def converts_e4m3(device: torch.device) -> bool:
-    """Whether a GPU has instructions that take numbers of e4m3: from Ada GPUs on."""
-    return _compute_capability(device) >= (8, 9)
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:

@@ -80,7 +80,6 @@ def test_every_figure_says_where_it_is_from(path):
         ("requests", "targets", "targets-*"),
         ("ikbo", "ikbo", ""),
         ("target_attention_rows", "target_attention_rows", ""),
-        ("target_attention_narrow", "target_attention_narrow", ""),
         ("semantic_ids", "semantic_ids", ""),
         ("activation_unit", "activation_unit", ""),
         ("target_attention_scores", "target_attention_scores", ""),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import pkgutil
 import re
@@ -87,7 +86,6 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
             gluon_shared_memory=SHARED_MEMORY[arch],
             hopper_multiprocessors=132 if arch == 90 else 0,
             launches_overlap=arch >= 90,
-            converts_e4m3=arch >= 90,
         ),
         mock.patch.dict(devices.IMPLEMENTATIONS, cpu=("triton", "compiled")),
         mock.patch.object(Launcher, "launch", launch),
@@ -120,9 +118,6 @@ def target(
     score: Any = "softmax",
     dropout: float = 0.0,
     index_dtype: torch.dtype | None = None,
-    of_byte: torch.dtype | None = None,
-    row_bytes: int | None = None,
-    needs_grad: bool = True,
 ) -> None:
     query = zeros(4, num_targets, 4, width, dtype=dtype)
     query_offsets = None
@@ -130,20 +125,11 @@ def target(
         query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
     biases = tables(4) if biased else {}
     history = zeros(N, width, dtype=dtype)
-    if of_byte is not None:
-        history = torch.zeros(N, row_bytes or width).to(of_byte)[:, -width:]
-        biases |= {"row_scale": torch.ones(N), "row_bias": torch.zeros(N)}
     indices = None if index_dtype is None else torch.zeros(N, dtype=index_dtype)
-    with torch.set_grad_enabled(needs_grad):
-        out = jagged_target_attention(
-            query, history, OFFSETS, query_offsets=query_offsets, indices=indices, score=score,
-            dropout=dropout, **biases,
-        )  # fmt: skip
-    if needs_grad:
-        out.sum().backward()
-
-
-served = functools.partial(target, needs_grad=False)
+    jagged_target_attention(
+        query, history, OFFSETS, query_offsets=query_offsets, indices=indices, score=score,
+        dropout=dropout, **biases,
+    ).sum().backward()  # fmt: skip
 
 
 def target_weights(dtype: torch.dtype, biased: bool = False, score: Any = "softmax") -> None:
@@ -280,38 +266,6 @@ CASES = {
     "rows by index, general, SiLU": Case(
         (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
     ),
-    "narrow rows, one warp": Case(
-        (80, 90), "one_warp", lambda: served(1, BF16, 128, of_byte=torch.int8)
-    ),
-    "narrow rows by index, one warp": Case(
-        (90,),
-        "one_warp",
-        lambda: served(1, BF16, 128, index_dtype=torch.int64, of_byte=torch.uint8),
-    ),
-    "narrow rows at multiples of 4 bytes, one warp": Case(
-        (80, 90), "one_warp", lambda: served(1, BF16, 128, of_byte=torch.int8, row_bytes=132)
-    ),
-    "narrow rows at multiples of 8 bytes by index, one warp": Case(
-        (90,),
-        "one_warp",
-        lambda: served(1, BF16, 64, index_dtype=torch.int32, of_byte=torch.uint8, row_bytes=72),
-    ),
-    "narrow rows of e4m3, one warp, biased, dropout": Case(
-        (90,),
-        "one_warp",
-        lambda: served(2, BF16, 64, True, dropout=0.5, of_byte=torch.float8_e4m3fn),
-    ),
-    "narrow rows, general, biased": Case(
-        (80, 90), "general", lambda: target(2, BF16, 32, True, True, of_byte=torch.int8)
-    ),
-    "narrow rows by index, general": Case(
-        (80, 90),
-        "general",
-        lambda: target(20, BF16, 128, index_dtype=torch.int32, of_byte=torch.float8_e4m3fn),
-    ),
-    "narrow rows, general, fp32": Case(
-        (90,), "general", lambda: target(2, FP32, 64, of_byte=torch.uint8)
-    ),
     "digits": Case((80, 90), "", lambda: digits(BF16)),
     "digits, fp32, biased": Case((80, 90), "target", lambda: digits(FP32, biased=True)),
     "digits, general, fp32": Case(
@@ -390,10 +344,6 @@ FITS = {
     "one warp, SiLU",
     "digits",
     "rows by index, one warp",
-    "narrow rows, one warp",
-    "narrow rows by index, one warp",
-    "narrow rows at multiples of 4 bytes, one warp",
-    "narrow rows at multiples of 8 bytes by index, one warp",
     "warpgroup",
     "warpgroup, SiLU",
     "hopper flash",

@@ -118,19 +118,14 @@ _define("xor", operator.xor)
 
 
 class Pointer:
-    """Addresses of elements of one tensor; of bf16, by the bits, and read as fp32."""
+    """Addresses of elements of one tensor."""
 
-    def __init__(
-        self, elements: np.ndarray, offsets: object = 0, element_ty: object = None
-    ) -> None:
+    def __init__(self, elements: np.ndarray, offsets: object = 0) -> None:
         self.elements, self.offsets = elements, np.asarray(offsets, np.int64)
-        element_ty = elements.dtype.type if element_ty is None else element_ty
-        self.dtype = types.SimpleNamespace(element_ty=element_ty)
-        self.loaded = np.dtype(np.float32) if element_ty is BFLOAT16 else elements.dtype
+        self.dtype = types.SimpleNamespace(element_ty=elements.dtype.type)
 
     def __add__(self, offsets: object) -> Pointer:
-        offsets = self.offsets + np.asarray(_values(offsets), np.int64)
-        return Pointer(self.elements, offsets, self.dtype.element_ty)
+        return Pointer(self.elements, self.offsets + np.asarray(_values(offsets), np.int64))
 
     def __sub__(self, offsets: object) -> Pointer:
         return self + -np.asarray(_values(offsets), np.int64)
@@ -138,17 +133,11 @@ class Pointer:
     def read(self, mask: object, into: np.ndarray) -> None:
         """Write what ``mask`` lets through ``into`` its place."""
         at, mask = self._masked(mask, into.shape)
-        found = self.elements[at]
-        if self.dtype.element_ty is BFLOAT16:
-            found = torch.from_numpy(found).view(torch.bfloat16).float().numpy()
-        into[mask] = found
+        into[mask] = self.elements[at]
 
     def write(self, values: object, mask: object) -> None:
         at, mask = self._masked(mask, self.offsets.shape)
-        values = np.broadcast_to(_values(values), mask.shape)[mask]
-        if self.dtype.element_ty is BFLOAT16:
-            values = torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
-        self.elements[at] = values
+        self.elements[at] = np.broadcast_to(_values(values), mask.shape)[mask]
 
     def _masked(self, mask: object, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         mask = np.broadcast_to(True if mask is None else _values(mask), shape)
@@ -179,9 +168,6 @@ class SharedMemory:
         view = self.values.view()
         view.shape = shape  # which raises where a copy would be needed
         return SharedMemory(view)
-
-    def _reinterpret(self, dtype: type, shape: list[int], layout: object) -> SharedMemory:
-        return SharedMemory(self.values.view(dtype)).reshape(shape)
 
     def load(self, layout: object) -> Block:
         return Block(self.values.copy())
@@ -385,7 +371,7 @@ class Product:
 
 def _load(ptr: Pointer, mask: object = None, other: float = 0, cache_modifier: str = "") -> Block:
     shape = np.broadcast_shapes(ptr.offsets.shape, np.shape(_values(mask)))
-    out = np.full(shape, other, ptr.loaded)
+    out = np.full(shape, other, ptr.elements.dtype)
     ptr.read(mask, out)
     return Block(out)
 
@@ -420,16 +406,6 @@ def _shift_columns(tile: Block, count: Block) -> Block:
     at = np.arange(tile.shape[1]) - count.values
     values = np.take_along_axis(tile.values, np.maximum(at, 0), 1)
     return Block(np.where(at < 0, tile.values.dtype.type(np.nan), values))
-
-
-def _even_and_odd(pairs: Block, row_format: str) -> tuple[Block, Block]:
-    """Of pairs of bytes, what both stand for; of integers, as bf16 of the bits of 0 to 255."""
-    codes = torch.from_numpy(np.ascontiguousarray(pairs.values)).view(torch.uint8)
-    codes = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    if row_format == "e4m3":
-        return tuple(Block(x.contiguous().view(torch.float8_e4m3fn).float().numpy()) for x in codes)
-    flipped = 128 if row_format == "int8" else 0
-    return tuple(Block((x ^ flipped).short().view(torch.bfloat16).float().numpy()) for x in codes)
 
 
 def _multiply_add(a: Block, b: float, c: Block) -> Block:
@@ -527,10 +503,7 @@ def _argument(x: object) -> object:
     if isinstance(x, torch.Tensor):
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         size = last + 1 if x.numel() else 0
-        elements = x.detach().as_strided((size,), (1,))
-        if x.dtype == torch.bfloat16:
-            return Pointer(elements.view(torch.int16).numpy(), element_ty=BFLOAT16)
-        return Pointer(elements.numpy())
+        return Pointer(x.detach().as_strided((size,), (1,)).numpy())
     if isinstance(x, TensorDescriptor):
         return Descriptor(x)
     if isinstance(x, tuple):
@@ -585,7 +558,6 @@ def _launch(
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
             "shift_columns": _shift_columns,
-            "even_and_odd": _even_and_odd,
         }
         with np.errstate(all="ignore"):
             _in_numpy(kernel, replaced)(*arguments, **constants)
@@ -639,9 +611,7 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
     with (
         mock.patch.object(Launcher, "launch", launch_any),
         ops_take_the_cpu_for(
-            gluon_shared_memory=HOPPER_SHARED_MEMORY,
-            hopper_multiprocessors=multiprocessors,
-            converts_e4m3=True,
+            gluon_shared_memory=HOPPER_SHARED_MEMORY, hopper_multiprocessors=multiprocessors
         ),
     ):
         yield launched

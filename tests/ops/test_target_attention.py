@@ -640,7 +640,7 @@ def arguments_of(inputs, **others):
     in ``inputs`` and here.
     """
     nothing = dict.fromkeys(TargetArguments._fields)
-    options = {"row_format": "plain", "scale": 0.25, "score": "softmax", "num_levels": 0}
+    options = {"scale": 0.25, "score": "softmax", "num_levels": 0}
     return TargetArguments(**nothing | options | {"for_backward": True} | inputs | others)
 
 

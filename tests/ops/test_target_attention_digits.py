@@ -165,7 +165,7 @@ def test_opcheck(device):
     for name in ("query", "position_bias", "age_bias"):
         inputs[name].requires_grad_()
     history = inputs["history"].contiguous()
-    arguments = arguments_of(inputs, history=history, row_format="digits", num_levels=3)
+    arguments = arguments_of(inputs, history=history, num_levels=3)
     opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 
@@ -190,17 +190,7 @@ def test_opcheck(device):
             ValueError,
             "history must be at most 8 in the last byte of a row, got 9",
         ),
-        ({"num_levels": None}, ValueError, "row_scale or num_levels must be given for history of"),
-        (
-            {"row_scale": torch.ones(8)},
-            ValueError,
-            "row_scale must be None where num_levels is given, got a tensor",
-        ),
-        (
-            {"row_bias": torch.ones(8)},
-            ValueError,
-            "row_bias must be None where num_levels is given, got a tensor",
-        ),
+        ({"num_levels": None}, ValueError, "num_levels must be given for history of torch.uint8"),
         ({"query": torch.zeros(3, 1, 1)}, ValueError, "query must have a width of at least 2"),
     ],
 )

@@ -119,28 +119,6 @@ def of_jagged_target_by_index(lengths, device):
     return attend_to_columns, leaves, rest
 
 
-def of_narrow_rows(lengths, device, by_index=False):
-    """Whose scales and biases lie beside them."""
-    attend, leaves, rest = of_biased_target(lengths, device)
-    num_rows = 1 + sum(lengths) // 3 if by_index else sum(lengths)
-    fused = torch.arange(24 * num_rows, device=device).view(-1, 24) % 59
-    scales = fused.to(torch.uint8)[:, 16:].clone().view(torch.float32)
-    scales[:, 0], scales[:, 1] = 0.125, torch.arange(num_rows) % 7
-    rows = {
-        "history": fused.to(torch.int8)[:, :16],
-        "row_scale": scales[:, 0],
-        "row_bias": scales[:, 1],
-    }
-    del leaves["history"]
-    if by_index:
-        rows["indices"] = torch.arange(sum(lengths), device=device) ** 2 % num_rows
-    return attend, leaves, rest | rows
-
-
-def of_narrow_rows_by_index(lengths, device):
-    return of_narrow_rows(lengths, device, by_index=True)
-
-
 def of_flash(lengths, device):
     leaves = {
         name: draw(sum(lengths), 2, 16, device=device, seed=seed)
@@ -474,8 +452,8 @@ INTERACTIONS = (of_dense, of_transposed, of_pairs, of_rows)
 KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
-        of_target, of_biased_target, of_shared_query, of_target_by_index, of_narrow_rows,
-        of_narrow_rows_by_index, of_jagged_target_by_index,
+        of_target, of_biased_target, of_shared_query, of_target_by_index,
+        of_jagged_target_by_index,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,

@@ -25,7 +25,7 @@ def forward(args: TargetArguments) -> TargetOutputs:
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    rows, indices = _rows_of(args)
+    rows, indices = _rows_of(args), args.indices
     out, stats = attention.forward(_over_rows(args, query, rows), args.score, indices)
     out = out.view(query.shape)
     is_rounded = args.for_backward and out.element_size() == 2
@@ -43,13 +43,13 @@ def backward(
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
     Those of the bias and of the history are made whether they are asked for or not; but that of
-    rows of digits, or of narrow rows, is ``None``.
+    rows of digits is ``None``.
     """
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    rows, indices = _rows_of(args)
+    rows, indices = _rows_of(args), args.indices
     grad_rows = rows.new_empty(rows.shape)
     if indices is not None:
         grad_rows = rows.new_zeros(rows.shape, dtype=attention.compute_dtype(rows))
@@ -75,27 +75,11 @@ def weights(args: TargetArguments) -> Tensor:
     return attention.weights(_over_rows(args, query, args.history), query.shape[1], args.score)
 
 
-def _rows_of(args: TargetArguments) -> tuple[Tensor, Tensor | None]:
-    """The rows of the history, and the indices that they are read by, if they are.
-
-    Rows of digits are made of their bytes. Narrow rows are made wide, in the dtype that is computed
-    in: of those that indices name, a copy in the order of their places.
-    """
-    history, indices, query = args.history, args.indices, args.query
-    scale, bias = args.row_scale, args.row_bias
-    if args.row_format == "digits":
-        rows = rows_of_digits(history, query.shape[-1], args.num_levels, query.dtype)
-        return rows, indices
-    if scale is None:  # plain
-        return history, indices
-    if indices is not None:
-        history, scale = history.index_select(0, indices), scale.index_select(0, indices)
-        bias = None if bias is None else bias.index_select(0, indices)
-    if args.row_format == "e4m3":
-        history = history.view(torch.float8_e4m3fn)
-    dtype = attention.compute_dtype(query)
-    rows = history.to(dtype) * scale.to(dtype).unsqueeze(1)
-    return rows if bias is None else rows + bias.to(dtype).unsqueeze(1), None
+def _rows_of(args: TargetArguments) -> Tensor:
+    """The rows of the history; those of digits are made of their bytes."""
+    if not args.num_levels:
+        return args.history
+    return rows_of_digits(args.history, args.query.shape[-1], args.num_levels, args.query.dtype)
 
 
 def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArguments:

@@ -6,7 +6,6 @@ import torchrec_jagged_attn.ops.scale_by_length  # noqa: F401
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.ops.activation_unit import jagged_activation_unit
 from torchrec_jagged_attn.ops.flash_attention import jagged_flash_attention
-from torchrec_jagged_attn.ops.fused_rows import fused_rows
 from torchrec_jagged_attn.ops.interaction import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -23,7 +22,6 @@ from torchrec_jagged_attn.ops.target_attention_weights import jagged_target_atte
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
-    "fused_rows",
     "implementation",
     "jagged2_softmax",
     "jagged_activation_unit",

@@ -345,10 +345,9 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets, args.indices,
-        row_scale=None, row_bias=None, bias=args.prior_weights, position_bias=args.position_bias,
+        bias=args.prior_weights, position_bias=args.position_bias,
         age_bias=args.age_bias, timestamps=args.timestamps, row_dropout=args.row_dropout,
-        dropout=args.dropout, row_format="digits" if args.num_levels else "plain",
-        scale=args.scale, score=args.score, num_levels=args.num_levels,
+        dropout=args.dropout, scale=args.scale, score=args.score, num_levels=args.num_levels,
         for_backward=args.for_backward,
     )  # fmt: skip
 

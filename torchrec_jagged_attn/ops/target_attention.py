@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.arguments import (
-    NARROW_FORMATS,
     Biases,
     TargetArguments,
     TargetGradients,
@@ -21,7 +20,6 @@ from torchrec_jagged_attn.checks import (
     check_float,
     check_indices,
     check_indices_values,
-    check_narrow_rows,
     check_offsets_metadata,
     check_packed_values,
     check_prior_weights_values,
@@ -50,8 +48,6 @@ def jagged_target_attention(
     *,
     query_offsets: Tensor | None = None,
     indices: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    row_bias: Tensor | None = None,
     bias: Tensor | None = None,
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
@@ -84,24 +80,16 @@ def jagged_target_attention(
     or those of a whole table. They are read where they are: no ``[N, D]`` tensor is made, nor in
     backward, which sums up the gradient of each row in fp32, over the places that name it.
 
-    With ``row_scale``, rows are narrow: :math:`x_n = row\_scale_n \cdot c_n + row\_bias_n` of the
-    numbers :math:`c_n` of a byte that ``history`` has. They are read as they are, and are frozen:
-    queries and biases have gradients, rows have none.
-
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
             queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
             fp16 (on CPU also fp64), ``D`` in 1…512.
-        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``, or,
-            with ``row_scale``, int8, uint8 or float8_e4m3fn.
+        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
         indices: ``[N]`` int32 or int64: which of the rows ``[U, D]`` of ``history`` stands at each
             place. Biases, times, prior weights and dropout are of places, not of rows.
-        row_scale: ``[N]`` or, with ``indices``, ``[U]``, any dtype that ``query`` may have: what
-            the numbers of each row of a narrow ``history`` are multiplied with.
-        row_bias: likewise, what is then added to all of them; 0 by default.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
@@ -130,10 +118,9 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: ``row_scale`` and the dtype of ``history`` do not go together, ``num_levels`` is
-            given as well, or narrow rows require a gradient. A shape, a device, ``row_dropout`` or
-            ``dropout`` does not fit. The values of offsets, indices, bytes or prior weights do not
-            fit; they are read on a CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+        ValueError: a shape, a device, ``row_dropout`` or ``dropout`` does not fit. The values of
+            offsets, indices, bytes or prior weights do not fit; they are read on a CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -161,12 +148,8 @@ def jagged_target_attention(
     biases = Biases(bias, position_bias, age_bias, timestamps)
     per_sample = check_arguments(
         query, history, offsets, biases, prior_weights, score, query_offsets=query_offsets,
-        indices=indices, row_scale=row_scale, row_bias=row_bias, num_levels=num_levels,
+        indices=indices, num_levels=num_levels,
     )  # fmt: skip
-    row_format = "plain" if num_levels is None else "digits"
-    if row_scale is not None:
-        row_format = NARROW_FORMATS[history.dtype]
-        history = history.view(torch.int8) if history.is_floating_point() else history
     if per_sample:
         query = query.unsqueeze(1)
     drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
@@ -175,9 +158,9 @@ def jagged_target_attention(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     out = call_target_attention(
-        query, history, offsets, query_offsets, indices, row_scale, row_bias,
+        query, history, offsets, query_offsets, indices,
         bias_or_prior_weights(bias, prior_weights), position_bias, age_bias, timestamps, dropped,
-        dropped_weights, row_format, scale, score, num_levels or 0, torch.is_grad_enabled(),
+        dropped_weights, scale, score, num_levels or 0, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -191,8 +174,6 @@ def check_arguments(
     score: str,
     query_offsets: Tensor | None = None,
     indices: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    row_bias: Tensor | None = None,
     num_levels: int | None = None,
 ) -> bool:
     """Check what :func:`jagged_target_attention` is given, but for values and probabilities.
@@ -216,23 +197,22 @@ def check_arguments(
     width = query.shape[-1]
     check_float(query, "query")
     check_width(width, "query")
-    symbol = "N" if indices is None else "U"
     if num_levels is None:
-        check_shape(history, "history", f"[{symbol}, D]", (None, width))
+        symbols = "[N, D]" if indices is None else "[U, D]"
+        check_shape(history, "history", symbols, (None, width))
+        if history.dtype == torch.uint8:
+            raise ValueError("num_levels must be given for history of torch.uint8, got None")
     else:
-        check_digits(history, width, num_levels, row_scale, row_bias)
+        check_digits(history, width, num_levels)
     if indices is not None:
         check_indices(indices)
     num_rows = (history if indices is None else indices).shape[0]
     check_same(
         query, "query", dtype=False,
         history=history, offsets=offsets, query_offsets=query_offsets, indices=indices,
-        row_scale=row_scale, row_bias=row_bias,
     )  # fmt: skip
     if num_levels is None:
-        check_narrow_rows(history, row_scale, row_bias, f"[{symbol}]")
-        if row_scale is None:
-            check_same(query, "query", dtype=True, history=history)
+        check_same(query, "query", dtype=True, history=history)
     check_biases(query, "query", num_rows, biases, prior_weights)
     check_score(score, prior_weights)
     return per_sample
@@ -243,7 +223,7 @@ def check_values(args: TargetArguments) -> None:
     check_offsets_values(args.offsets, args.num_rows, "offsets")
     if args.indices is not None:
         check_indices_values(args.indices, args.history.shape[0])
-    if args.row_format == "digits":
+    if args.num_levels:
         check_packed_values(args.history, "history", args.query.shape[-1] - 1, args.num_levels)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
@@ -303,8 +283,6 @@ _, call_target_attention = register_op(
     backward=backward,
     non_differentiable=(
         "indices",
-        "row_scale",
-        "row_bias",
         "timestamps",
         "row_dropout",
         "dropout",
@@ -316,8 +294,6 @@ _, call_target_attention = register_op(
             "offsets",
             "query_offsets",
             "indices",
-            "row_scale",
-            "row_bias",
             "bias",
             "timestamps",
             "out",

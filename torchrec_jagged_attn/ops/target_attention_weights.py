@@ -100,9 +100,9 @@ def _forward(
 ) -> Tensor:
     """Weights ``[N, T, H]``; see :class:`TargetArguments`."""
     args = TargetArguments(
-        query, history, offsets, query_offsets=None, indices=None, row_scale=None, row_bias=None,
+        query, history, offsets, query_offsets=None, indices=None,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        row_dropout=None, dropout=None, row_format="plain", scale=scale, score=score, num_levels=0,
+        row_dropout=None, dropout=None, scale=scale, score=score, num_levels=0,
         for_backward=False,
     )  # fmt: skip
     check_values(args)

@@ -7,7 +7,6 @@ import torch
 
 from tests.combinations import each_pair
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
-from tests.ops import test_target_attention_narrow_rows as narrow_rows
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
@@ -27,7 +26,7 @@ from tests.ops.test_target_attention_digits import (
 )
 from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
 from tests.ops.test_target_attention_rows import by_index
-from torchrec_jagged_attn import devices, jagged_target_attention
+from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     outputs_and_gradients,
@@ -432,54 +431,3 @@ def test_dropout_of_rows_by_index(num_targets, launched):
         OVER_ROWS, inputs, num_query_rows, 2, num_places, torch.device("cpu")
     )
     assert launched
-
-
-@pytest.fixture
-def bf16(monkeypatch):
-    """Whose products Triton's interpreter lacks; numpy has them in fp32."""
-    monkeypatch.setitem(devices.DTYPES, "triton-interpreter", (torch.bfloat16, torch.float32))
-
-
-@pytest.mark.usefixtures("bf16")
-@pytest.mark.parametrize(
-    ("case", "make", "of_byte", "is_strided"),
-    each_pair(
-        [
-            (1, 4, 16, 0, "softmax"),
-            (2, 3, 20, 12, "softmax"),
-            (8, 1, 256, 0, "silu"),
-            (1, 4, 128, 20, "softmax"),
-        ],
-        [narrow_rows.narrow, narrow_rows.by_index],
-        narrow_rows.NARROW,
-        [False, True],
-    ),
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_narrow_rows(case, make, of_byte, is_strided, launched):
-    """Without a gradient: with one, all of it is Triton's."""
-    num_targets, num_heads, width, num_positions, score = case
-    shape = {"num_targets": num_targets, "num_heads": num_heads, "width": width}
-    inputs, rows = make(LENGTHS, torch.device("cpu"), torch.bfloat16, of_byte, **shape)
-    if is_strided:
-        around = torch.full((len(rows["history"]), width + 20), 0xFF, dtype=torch.uint8)
-        around[:, 4 : 4 + width] = rows["history"].view(torch.uint8)
-        rows["history"] = around[:, 4 : 4 + width].view(of_byte)
-    if num_positions:
-        generator = torch.Generator().manual_seed(1)
-        table = torch.randn(num_positions, num_heads, generator=generator)
-        inputs["position_bias"] = table.bfloat16()
-    narrow_rows.assert_right_without_a_gradient(inputs, rows, score=score)
-    assert launched == ["one_warp_forward"]
-
-
-@pytest.mark.usefixtures("bf16")
-@pytest.mark.parametrize("exponent", [-40, 0, 40])
-@pytest.mark.parametrize("of_byte", narrow_rows.NARROW, ids=str)
-def test_narrow_rows_without_biases_whatever_their_size(of_byte, exponent, launched):
-    shape = {"dtype": torch.bfloat16, "num_targets": 1, "num_heads": 4, "width": 32}
-    inputs, rows = narrow_rows.narrow(LENGTHS, of_byte=of_byte, has_bias=False, **shape)
-    inputs["query"] *= 2.0**-exponent
-    rows["row_scale"] *= 2.0**exponent
-    narrow_rows.assert_right_without_a_gradient(inputs, rows)
-    assert launched == ["one_warp_forward"]

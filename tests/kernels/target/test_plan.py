@@ -5,7 +5,6 @@ import torch
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.kernels.target.plan import DENSE, JAGGED, PATHS, SHARED, Call, Plan
-from torchrec_jagged_attn.kernels.target.records import RowForm
 from torchrec_jagged_attn.paths import choose, table
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
@@ -32,9 +31,7 @@ PLAIN = Call(
 WIDE = {"width": 128, "history_stride": 128}
 FP32 = {"element_size": 4}
 WARPGROUP = {"num_targets": 8}
-NARROW = {"form": RowForm("int8"), "bf16": True}
-E4M3 = NARROW | {"form": RowForm("e4m3")}
-DIGITS = {"form": RowForm("digits", num_levels=3, per_byte=5), "history_stride": 13}
+DIGITS = {"num_levels": 3, "history_stride": 13}
 
 
 @pytest.fixture
@@ -46,7 +43,6 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(devices, "gluon_shared_memory", lambda device: shared_memory)
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(devices, "launches_overlap", lambda device: multiprocessors > 0)
-    monkeypatch.setattr(devices, "converts_e4m3", lambda device: shared_memory == H100)
 
 
 def path_of(**changes):
@@ -110,13 +106,6 @@ def test_paths_of_a_gpu(gpu, expected):
         (WARPGROUP | {"by_index": True}, "few_warps", "general"),
         (WARPGROUP | FP32 | {"by_index": True}, "few_warps", "few_warps"),
         (WARPGROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),
-        (NARROW, "one_warp", "general"),
-        (NARROW | {"form": RowForm("int8", copy_bytes=4)}, "one_warp", "general"),
-        (NARROW | {"form": RowForm("int8", copy_bytes=2)}, "general", "general"),
-        (E4M3, "one_warp", "general"),
-        (NARROW | {"bf16": False}, "general", "general"),
-        (NARROW | FP32 | {"bf16": False}, "general", "general"),
-        (NARROW | WARPGROUP, "general", "general"),
         (DIGITS, "one_warp", "one_warp"),
         (DIGITS | WARPGROUP, "few_warps", "few_warps"),
         (DIGITS | WARPGROUP | FP32 | {"num_ages": 1}, "few_warps", "general"),
@@ -127,7 +116,7 @@ def test_paths_of_a_gpu(gpu, expected):
 )
 def test_rules_on_an_h100(changes, forward, backward, gpu):
     assert path_of(**changes) == forward
-    assert path_of(**changes, backward=True, for_backward=True) == backward
+    assert path_of(**changes, backward=True) == backward
 
 
 @pytest.mark.parametrize("gpu", ["B200"], indirect=True)
@@ -135,19 +124,6 @@ def test_rules_on_an_h100(changes, forward, backward, gpu):
 def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
     assert path_of(num_targets=8, num_ages=ages) == "few_warps"
     assert path_of(num_targets=8, num_ages=ages, backward=True) == backward
-
-
-@pytest.mark.parametrize(
-    ("gpu", "expected"), [("A100", "general"), ("H100", "one_warp")], indirect=["gpu"]
-)
-def test_e4m3_by_single_warps_where_it_is_converted(gpu, expected):
-    assert path_of(**E4M3) == expected
-    assert path_of(**NARROW) == "one_warp"
-
-
-def test_narrow_rows_whose_queries_have_a_gradient(gpu):
-    """Backward has weights of the very scores that forward had them of."""
-    assert path_of(**NARROW, for_backward=True) == "general"
 
 
 def test_a_plan_says_why(gpu):

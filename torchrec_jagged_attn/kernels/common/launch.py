@@ -107,14 +107,9 @@ def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
     Otherwise Triton takes the fields for plain numbers, which not all of its functions accept.
     """
     return {
-        name: _fields_as_constexprs(value) if hasattr(value, "_fields") else value
+        name: type(value)(*map(constexpr, value)) if hasattr(value, "_fields") else value
         for name, value in constants.items()
     }
-
-
-def _fields_as_constexprs(record: Any) -> Any:
-    fields = (_fields_as_constexprs(x) if hasattr(x, "_fields") else constexpr(x) for x in record)
-    return type(record)(*fields)
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:

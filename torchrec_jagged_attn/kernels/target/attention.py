@@ -11,8 +11,8 @@ order), N history rows of width D and e bytes an element:
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
 
-Rows that are packed in digits, and narrow rows, are read as bytes, and have no gradient:
-``history_rows.py``, ``digit_parts.py``, ``narrow_parts.py``.
+Rows that are packed in digits are read as bytes, and have no gradient: ``history_rows.py``,
+``digit_parts.py``.
 
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
@@ -33,7 +33,6 @@ from torchrec_jagged_attn.arguments import (
     TargetGradients,
     TargetOutputs,
 )
-from torchrec_jagged_attn.digits import digits_per_byte
 from torchrec_jagged_attn.kernels.common.launch import Launcher, overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import product_precision
 from torchrec_jagged_attn.kernels.common.tma import END, jagged_rows
@@ -73,7 +72,6 @@ from torchrec_jagged_attn.kernels.target.plan import (
 from torchrec_jagged_attn.kernels.target.records import (
     Gradients,
     Listing,
-    RowForm,
     Samples,
     SlotList,
     Sums,
@@ -187,8 +185,8 @@ def backward(
 ) -> TargetGradients:
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
-    That of the history always, but, where it is read by indices, if ``needs_history``; of narrow
-    rows, and where it is packed in digits, it is ``None``.
+    That of the history always, but, where it is read by indices, if ``needs_history``; where it is
+    packed in digits, it is ``None``.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
@@ -200,7 +198,7 @@ def backward(
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = found = None
-    if call.form.format == "plain" and (needs_history or not call.by_index):
+    if not call.of_digits and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
@@ -387,7 +385,6 @@ class _Launch:
         self.sizes = (self.num_samples, call.num_targets, total_rows)
         self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
         self.indices = _contiguous(args.indices)
-        self.row_scale, self.row_bias = args.row_scale, args.row_bias
 
     def samples(self) -> Samples:
         """Where samples lie, for the main kernel.
@@ -406,9 +403,7 @@ class _Launch:
                     (SlotList(slots, self.offsets), self.num_samples, self.num_slots),
                     self.plan.list_slots,
                 )
-        return Samples(
-            slots, self.offsets, self.query_offsets, self.indices, self.row_scale, self.row_bias
-        )
+        return Samples(slots, self.offsets, self.query_offsets, self.indices)
 
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given: bool) -> Call:
@@ -440,30 +435,8 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         score=args.score,
         slots_given=slots_given,
         by_index=args.indices is not None,
-        for_backward=args.for_backward,
-        bf16=args.query.dtype == torch.bfloat16,
-        form=_form_of(args, history),
+        num_levels=args.num_levels,
     )
-
-
-def _form_of(args: TargetArguments, history: Tensor) -> RowForm:
-    """What rows are made of; ``history`` is as kernels read it."""
-    if args.row_format == "plain":
-        return RowForm()
-    if args.row_format == "digits":
-        return RowForm("digits", args.num_levels, digits_per_byte(args.num_levels))
-    return RowForm(
-        args.row_format,
-        scale_stride=args.row_scale.stride(0),
-        bias_stride=1 if args.row_bias is None else args.row_bias.stride(0),
-        copy_bytes=_copy_bytes(history),
-    )
-
-
-def _copy_bytes(rows: Tensor) -> int:
-    """The largest power of two up to 16 that narrow ``rows`` begin at multiples of, and end at."""
-    width, stride = rows.shape[1], rows.stride(0)
-    return next(n for n in (16, 8, 4, 2, 1) if not (width % n or stride % n or rows.data_ptr() % n))
 
 
 def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:

@@ -60,7 +60,7 @@ def bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
         row = gl.load(samples.indices + chunk.first + start + i, mask=mask, other=0)
         ptrs = history_ptr + row.to(gl.int64) * C.STRIDE
     found = ()
-    for at in gl.static_range(_bytes_of_row(C.D, C.FORM.per_byte)):
+    for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
         found += (gl.load(ptrs + at, mask=mask, other=0),)
     return found
 
@@ -74,14 +74,14 @@ def store_digits(tile, found, C: gl.constexpr):
     whole rows. So they are written as 16 bytes each, and read as operands of products.
     """
     columns = ()
-    for at in gl.static_range(_bytes_of_row(C.D, C.FORM.per_byte)):
+    for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
         w = found[at].to(gl.float32) - _byte_of_zeros(
-            _digits_of_byte(at, C.D, C.FORM.per_byte), C.FORM.num_levels
+            _digits_of_byte(at, C.D, C.PER_BYTE), C.LEVELS
         )
         rounded = w
-        for k in gl.static_range(1, _digits_of_byte(at, C.D, C.FORM.per_byte)):
-            after = (w * _one_by_power(C.FORM.num_levels, k) + TO_INTEGER) - TO_INTEGER
-            columns += (rounded - after * C.FORM.num_levels,)
+        for k in gl.static_range(1, _digits_of_byte(at, C.D, C.PER_BYTE)):
+            after = (w * _one_by_power(C.LEVELS, k) + TO_INTEGER) - TO_INTEGER
+            columns += (rounded - after * C.LEVELS,)
             rounded = after
         columns += (rounded,)
     by_lane: gl.constexpr = _lane_layout(gl.num_warps())

@@ -3,27 +3,16 @@
 A program is one warp: it computes all query rows of a sample over one chunk of its history. History
 rows are read once, which is the floor: N·D·e bytes. Tiles of them lie on the M side of products,
 ``[rows, queries]`` for scores and ``[width, queries]`` for outputs, and both read them from the
-same place in shared memory; of narrow rows, as ``narrow_parts.py`` says. Programs this small run
-side by side in numbers that keep enough bytes on their way. The last program of a sample combines
-its chunks: see ``warp_combine.py``.
+same place in shared memory. Programs this small run side by side in numbers that keep enough bytes
+on their way. The last program of a sample combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torchrec_jagged_attn.kernels.target.narrow_parts import (
-    even_and_odd,
-    load_even_and_odd,
-    load_scales,
-    pairs_of,
-    products_of_rows,
-    rows_of_tile,
-    side_by_side,
-    weights_of_numbers,
-)
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_outputs,
@@ -79,7 +68,6 @@ def forward_kernel(
     C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    NARROW: gl.constexpr = C.FORM.is_narrow
     chunk = find_listed_chunk(samples, num_samples, num_slots, C)
     begin, end, slot = chunk.begin, chunk.end, chunk.slot
     if chunk.busy:
@@ -88,15 +76,8 @@ def forward_kernel(
         ring = open_ring(history_ptr, samples, chunk, dtype, C)
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
-        query_row = row * 0 if C.LAYOUT == SHARED else row
-        if NARROW:
-            ring_of_pairs = pairs_of(ring)
-            q, sum_of_q = load_even_and_odd(query_ptr, query_row, count, C)
-            later = rows_of_tile(samples, chunk, begin, C)
-            row_scale, row_bias = load_scales(samples, chunk, later, begin, C)
-            later = rows_of_tile(samples, chunk, begin + C.BLOCK_N, C)
-        else:
-            q = split(load_columns(query_ptr, query_row, count, C), C.PARTS)
+        q = load_columns(query_ptr, row * 0 if C.LAYOUT == SHARED else row, count, C)
+        q = split(q, C.PARTS)
         if C.PARTS > 1:  # they do not fit in registers
             queries = allocate_parts(gl.bfloat16, C.PARTS, BLOCK_R, C.BLOCK_D)
             store_parts(queries, 0, q, True)
@@ -111,7 +92,6 @@ def forward_kernel(
         for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
             accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
         total = zeros  # each row's own: summed up once
-        total_bias = zeros
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
@@ -119,21 +99,13 @@ def forward_kernel(
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
             dots = zeros
-            if NARROW:
-                next_scale, next_bias = load_scales(samples, chunk, later, start + C.BLOCK_N, C)
-                later = rows_of_tile(samples, chunk, start + 2 * C.BLOCK_N, C)
-                tile = ring_of_pairs.index(stage)
-                x = even_and_odd(tile.load(LEFT), C.FORM.format)
-                dots = mma_v2(x[1], q[1], mma_v2(x[0], q[0], dots))
-                dots = products_of_rows(dots, row_scale, row_bias, sum_of_q, C.FORM.format)
-            else:
-                for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                    x = split(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
-                    if C.PARTS > 1:
-                        of_q = load_parts(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
-                    else:
-                        of_q = q
-                    dots = product(x, of_q, dots, C.PARTS, APART=True)
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
+                if C.PARTS > 1:
+                    of_q = load_parts(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                else:
+                    of_q = q
+                dots = product(x, of_q, dots, C.PARTS, APART=True)
             n = start + index
             visible = (n < end)[:, None]
             of_position, of_age = row_buckets(n, biases, chunk, C)
@@ -152,21 +124,10 @@ def forward_kernel(
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
             p = drop_weights(p, biases.dropout, draws, (chunk.first + n)[:, None])
-            if NARROW:
-                if C.SCORE == "softmax":
-                    total_bias *= rescale
-                p, total_bias = weights_of_numbers(
-                    p, row_scale, row_bias, total_bias, dtype, C.FORM.format
-                )
-                x = even_and_odd(tile.permute((1, 0)).load(LEFT), C.FORM.format)
-                row_scale, row_bias = next_scale, next_bias
             weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                if NARROW:
-                    columns = x[column // COLUMNS]
-                else:
-                    columns = tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT)
+                columns = tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT)
                 acc = accs[column // COLUMNS]
                 if C.SCORE == "softmax":
                     acc *= rescale
@@ -175,19 +136,16 @@ def forward_kernel(
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         total = gl.sum(total, 0)
-        if NARROW:
-            accs = (side_by_side(accs, gl.sum(total_bias, 0), C.FORM.format),)
-        OUT: gl.constexpr = accs[0].shape[0]
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)
         if slot < 0:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
-            for column in gl.static_range(0, C.BLOCK_D, OUT):
-                out = gl.permute(accs[column // OUT] * inverse[None, :], (1, 0))
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
                 store_outputs(outputs, out, row, count, column, C.D)
         else:
-            for column in gl.static_range(0, C.BLOCK_D, OUT):
-                acc = gl.permute(accs[column // OUT], (1, 0))
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                acc = gl.permute(accs[column // COLUMNS], (1, 0))
                 store_rows(sums.acc, acc, slot.to(gl.int64) * count, count, column, C.D)
             store_chunk_stats(sums, slot, count, maximum, total)
             if is_last_chunk(samples, num_slots, chunk):

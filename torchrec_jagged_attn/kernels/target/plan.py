@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.digits import digits_per_byte
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import MOST_COLUMNS_OF_PARTS, padded_width
 from torchrec_jagged_attn.kernels.target import schedule
-from torchrec_jagged_attn.kernels.target.records import Constants, RowForm
+from torchrec_jagged_attn.kernels.target.records import Constants
 from torchrec_jagged_attn.kernels.target.row_gradients import PLACES_OF_PROGRAM, ZEROS_OF_PROGRAM
 from torchrec_jagged_attn.kernels.target.warp_parts import BLOCK_R
 from torchrec_jagged_attn.kernels.target.warpgroup_backward import BUCKETS
@@ -80,9 +81,7 @@ class Call(NamedTuple):
         score: what makes weights of scores, see ``arguments.SCORES``.
         slots_given: whether the kernel that makes the queries lists the slots, too.
         by_index: whether history rows are read by indices.
-        for_backward: whether a gradient may be taken.
-        bf16: whether queries are of bf16.
-        form: of history rows.
+        num_levels: of packed codes; 0 where history rows are not packed.
     """
 
     device: torch.device
@@ -105,9 +104,7 @@ class Call(NamedTuple):
     score: str = "softmax"
     slots_given: bool = False
     by_index: bool = False
-    for_backward: bool = False
-    bf16: bool = False
-    form: RowForm = RowForm()
+    num_levels: int = 0
 
     @property
     def query_rows(self) -> int:
@@ -130,7 +127,7 @@ class Call(NamedTuple):
     @property
     def of_digits(self) -> bool:
         """Whether history rows are packed in digits."""
-        return self.form.format == "digits"
+        return self.num_levels > 0
 
     @property
     def row_bytes(self) -> int:
@@ -139,17 +136,13 @@ class Call(NamedTuple):
 
 
 def _rows_are_aligned(x: Call) -> bool:
-    if x.form.is_narrow:
-        return x.form.copy_bytes >= 4
     in_pieces = (x.width | x.history_stride) % (16 // x.element_size) == 0
     return x.of_digits or (x.aligned and in_pieces)
 
 
 _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
-    Condition(
-        "history rows at multiples of 16 bytes, narrow ones of 4, or of digits", _rows_are_aligned
-    ),
+    Condition("history rows at multiples of 16 bytes, or packed codes", _rows_are_aligned),
     Condition(
         "a bias of each row with one target only",
         lambda x: not x.bias or x.prior or x.num_targets == 1,
@@ -174,14 +167,6 @@ PATHS = (
                 lambda x: x.query_rows <= ONE_WARP_ROWS,
             ),
             Condition("width up to 256", lambda x: x.width <= 256),
-            Condition(
-                "narrow history rows without a gradient, with queries of bf16",
-                lambda x: not x.form.is_narrow or (x.bf16 and not x.for_backward),
-            ),
-            Condition(
-                "e4m3 on an Ada GPU or later",
-                lambda x: x.form.format != "e4m3" or devices.converts_e4m3(x.device),
-            ),
             *_GLUON,
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
@@ -193,9 +178,7 @@ PATHS = (
             *_MORE_ROWS,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
-            Condition(
-                "history rows neither narrow nor of digits", lambda x: x.form.format == "plain"
-            ),
+            Condition("no packed codes", lambda x: not x.of_digits),
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
             Condition(
                 "no indices: boxes are of rows one after the other", lambda x: not x.by_index
@@ -219,7 +202,6 @@ PATHS = (
         "few_warps",
         (
             *_MORE_ROWS,
-            Condition("history rows that are not narrow", lambda x: not x.form.is_narrow),
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
@@ -351,7 +333,8 @@ def _inputs(x: Call) -> dict[str, Any]:
         "A": x.num_ages,
         "PRIOR": x.prior,
         "SCORE": x.score,
-        "FORM": x.form,
+        "LEVELS": x.num_levels,
+        "PER_BYTE": digits_per_byte(x.num_levels) if x.of_digits else 0,
     }
 
 
@@ -413,7 +396,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         return {
             "BLOCK_R": ONE_WARP_ROWS,
             "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
-            "BLOCK_D": max(32, width) if x.form.is_narrow else width,
+            "BLOCK_D": width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
             "NUM_STAGES": 2 if x.of_digits else stages,
             "num_warps": 1,

@@ -9,23 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Gradients", "Listing", "RowForm", "Samples", "SlotList", "Sums"]
-
-
-class RowForm(NamedTuple):
-    """What history rows are made of, and where that lies: a constant of kernels, and of plans."""
-
-    format: str = "plain"  # see ``arguments.TargetArguments``
-    num_levels: int = 0  # of digits
-    per_byte: int = 0  # how many digits a byte holds
-    scale_stride: int = 1  # elements from the scale of a narrow row to the next
-    bias_stride: int = 1  # the same of their biases
-    copy_bytes: int = 16  # the largest power of two up to 16 that narrow rows are at multiples of
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether rows have a byte a number."""
-        return self.format != "plain" and self.format != "digits"
+__all__ = ["Constants", "Gradients", "Listing", "Samples", "SlotList", "Sums"]
 
 
 class Constants(NamedTuple):
@@ -41,7 +25,8 @@ class Constants(NamedTuple):
     A: int = 0  # buckets of ages
     PRIOR: bool = False  # whether the bias is prior weights
     SCORE: str = "softmax"  # what makes weights of scores, see ``arguments.SCORES``
-    FORM: RowForm = RowForm()  # of history rows
+    LEVELS: int = 0  # of packed codes; 0 where history rows are not packed
+    PER_BYTE: int = 0  # codes that a byte holds
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     NUM_STAGES: int | None = None  # tiles in shared memory
@@ -86,16 +71,12 @@ class Samples(NamedTuple):
         offsets: ``[B + 1]``, of history rows.
         query_offsets: ``[B + 1]``, of targets, where queries are JAGGED.
         indices: ``[N]``, of the rows of the history, where it is read by them.
-        row_scale: ``[N]``, or ``[U]`` where rows are read by indices, if rows are narrow.
-        row_bias: likewise, if they have any.
     """
 
     slots: Any
     offsets: Any
     query_offsets: Any
     indices: Any = None
-    row_scale: Any = None
-    row_bias: Any = None
 
 
 class Sums(NamedTuple):

@@ -96,9 +96,9 @@ def probe_layout(warps):
 
 
 @gluon.constexpr_function
-def row_layout(width, dtype, warps=1, num_bytes=16):
-    """Lanes along rows of ``width`` elements, ``num_bytes`` each."""
-    elements = 8 * num_bytes // dtype.primitive_bitwidth
+def row_layout(width, dtype, warps=1):
+    """Lanes along rows of ``width`` elements, 16 bytes each."""
+    elements = 128 // dtype.primitive_bitwidth
     lanes = min(32, width // elements)
     return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -107,8 +107,7 @@ def row_layout(width, dtype, warps=1, num_bytes=16):
 def ring_layout(width, dtype):
     """Tiles in shared memory, so that reads along either side meet few banks twice."""
     rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
-    elements = max(8, 128 // dtype.primitive_bitwidth)
-    return gl.SwizzledSharedLayout(elements, rows, min(8, width // elements), [1, 0])
+    return gl.SwizzledSharedLayout(8, rows, min(8, width // 8), [1, 0])
 
 
 @gluon.jit
@@ -139,19 +138,15 @@ def blocks_of(buckets):
 @gluon.constexpr_function
 def parts_of_rows(C):
     """In how many parts history rows are multiplied: digits are bf16, exactly."""
-    return 1 if C.FORM.format == "digits" else C.PARTS
+    return 1 if C.LEVELS > 0 else C.PARTS
 
 
 @gluon.constexpr_function
 def columns_at_once(C):
-    """How many columns of a tile registers hold at a time; those of digits have one part, and
-    those of narrow rows lie in pairs.
-    """
-    if C.FORM.is_narrow:
-        return C.BLOCK_D // 2
+    """How many columns of a tile registers hold at a time; those of digits have one part."""
     if C.PARTS == 1:
         return C.BLOCK_D
-    return min(C.BLOCK_D, (2048 if C.FORM.format == "digits" else 1024) // C.BLOCK_N)
+    return min(C.BLOCK_D, (2048 if C.LEVELS > 0 else 1024) // C.BLOCK_N)
 
 
 @gluon.jit
@@ -332,14 +327,9 @@ def find_chunk(samples, num_samples, num_slots, C: gl.constexpr):
 
 
 @gluon.jit
-def load_columns(
-    ptr, first, count, C: gl.constexpr, STEP: gl.constexpr = 1, begin: gl.constexpr = 0
-):
-    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp.
-
-    Of every STEP-th column, from ``begin`` on.
-    """
-    d = begin + STEP * gl.arange(0, C.BLOCK_D // STEP, gl.SliceLayout(1, RIGHT))
+def load_columns(ptr, first, count, C: gl.constexpr):
+    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp."""
+    d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, RIGHT))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
     mask = (d < C.D)[:, None] & (r < count)[None, :]
     return gl.load(ptr + first * C.D + (r[None, :] * C.D + d[:, None]), mask=mask, other=0.0)
@@ -387,10 +377,10 @@ def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, d
     rows of digits, their bytes.
     """
     indices = 0
-    if C.FORM.format == "digits":
+    if C.LEVELS > 0:
         indices = bytes_of_tile(history_ptr, samples, chunk, start, end, C)
     elif samples.indices is not None:
-        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps(), C.FORM.copy_bytes)
+        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         ptrs = samples.indices + chunk.first + start + i
         indices = gl.load(ptrs, mask=i < end - start, other=0)
@@ -404,8 +394,8 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
     Copies that are masked, beyond ``end`` and D, write zeros. Rows of digits are made of their
     bytes, which are given in place of ``indices``.
     """
-    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps(), C.FORM.copy_bytes)
-    if C.FORM.format == "digits":
+    layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
+    if C.LEVELS > 0:
         if start < end:
             store_digits(tile, indices, C)
     elif start < end:
@@ -419,8 +409,6 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
             ptrs = begin_ptr + (i[:, None] * C.STRIDE + d[None, :])
         else:
             ptrs = history_ptr + (indices.to(gl.int64) * C.STRIDE)[:, None] + d[None, :]
-        if C.FORM.copy_bytes < 16:
-            ptrs = gl.multiple_of(ptrs, [1, C.FORM.copy_bytes])
         async_copy.async_copy_global_to_shared(tile, ptrs, mask=mask)
     async_copy.commit_group()
 
@@ -431,7 +419,7 @@ def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr)
     it. ``dtype`` is that of queries.
     """
     of_digits: gl.constexpr = gl.bfloat16 if C.PARTS > 1 else dtype
-    OF_TILE: gl.constexpr = of_digits if C.FORM.format == "digits" else history_ptr.dtype.element_ty
+    OF_TILE: gl.constexpr = of_digits if C.LEVELS > 0 else history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
     ring = gl.allocate_shared_memory(OF_TILE, shape, ring_layout(C.BLOCK_D, OF_TILE))
     for stage in gl.static_range(C.NUM_STAGES - 1):
