@@ -67,7 +67,6 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     boost_weights,
 )
-from torchrec_jagged_attn.testing import UNRESTRAINED
 
 WAYS = ("relevance", "newest", "random")
 HISTORY = ["history", "surface", "dwell"]
@@ -254,7 +253,7 @@ class Ranker(nn.Module):
             feature_names=["item", "history"],
             init_fn=functools.partial(nn.init.normal_, std=width**-0.5),
         )
-        attention = TargetAttentionConfig("item", "history", num_heads=2, **UNRESTRAINED)
+        attention = TargetAttentionConfig("item", "history", num_heads=2)
         self.selection = selection
         self.collection = TargetAttentionEmbeddingBagCollection(
             [table],

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn import HistoryEncoderLayer, JaggedLayout, JaggedTargetAttention
-from torchrec_jagged_attn.testing import UNRESTRAINED
 
 __all__ = ["POOLINGS", "Ranker"]
 
 HEADS = 4
 SIMILAR = 16  # rows that ``sim`` attends to
-EARLIER: dict[str, Any] = {"output_noise": 0.0, "length_bias": False}
-"""What the default did not have when most variants were measured."""
 
 
 class Ranker(nn.Module):
@@ -192,7 +188,7 @@ class Similar(nn.Module):
     def __init__(self, width: int, max_history: int) -> None:
         super().__init__()
         self.max_history = max_history
-        self.attention = JaggedTargetAttention(width, HEADS, length_power=False, **EARLIER)
+        self.attention = JaggedTargetAttention(width, HEADS)
 
     def forward(self, targets: Tensor, rows: JaggedTensor) -> Tensor:
         x, is_row = padded(rows, self.max_history)
@@ -223,19 +219,10 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "din": lambda width, half_life, max_history: ActivationUnit(width, max_history),
     "attention": lambda width, half_life, max_history: Attention(width, None),
     "attention-4-heads": lambda width, half_life, max_history: Attention(width),
-    "attention-power": lambda width, half_life, max_history: Attention(width, **EARLIER),
-    "attention-dropout": lambda width, half_life, max_history: Attention(
-        width, output_dropout=0.0, length_power=False, **EARLIER
-    ),
-    "attention-unrestrained": lambda width, half_life, max_history: Attention(
-        width, **UNRESTRAINED
-    ),
     "attention-values": lambda width, half_life, max_history: Attention(
         width, value_projection=True
     ),
-    "attention-no-bias": lambda width, half_life, max_history: Attention(
-        width, recency_bias=False, **EARLIER
-    ),
+    "attention-no-bias": lambda width, half_life, max_history: Attention(width, recency_bias=False),
     "attention-mha": lambda width, half_life, max_history: Attention(
         width, recency_bias=False, value_projection=True
     ),
@@ -243,9 +230,7 @@ POOLINGS: dict[str, Callable[[int, float, int], nn.Module]] = {
     "attention-silu": lambda width, half_life, max_history: Attention(width, score="silu"),
     "attention-din": lambda width, half_life, max_history: FusedActivationUnit(width),
     "attention-sigmoid": lambda width, half_life, max_history: Attention(width, score="sigmoid"),
-    "encoder+attention": lambda width, half_life, max_history: Attention(
-        width, layers=1, **EARLIER
-    ),
+    "encoder+attention": lambda width, half_life, max_history: Attention(width, layers=1),
     "causal-encoder": lambda width, half_life, max_history: CausalEncoder(width),
     "causal-encoder-dropout": lambda width, half_life, max_history: CausalEncoder(
         width, dropout=0.1

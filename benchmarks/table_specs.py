@@ -503,28 +503,6 @@ OP_TABLES = {
             ),
         ),
     ),
-    "restraint": Table(
-        ("restraint",),
-        "users; events; heads",
-        {
-            "64; up to 50; 4": "restraint-64",
-            "64; up to 50; 8": "restraint-64-x8",
-            "4,096; up to 200; 4": "restraint-4k",
-            "4,096; up to 200; 8": "restraint-4k-x8",
-        },
-        (
-            both("all of it: in a graph, ms", "ours"),
-            both("without noise and bias", "ours-power"),
-            both("none of it", "ours-unrestrained"),
-            both("by PyTorch's ops", "ours-elementwise"),
-            both("padded", "linear+padded-sdpa"),
-            both("all of it: eager, ms", "ours", "time"),
-            both("none of it", "ours-unrestrained", "time"),
-            both("padded", "linear+padded-sdpa", "time"),
-            both("all of it: the host alone, ms", "ours", "host_time"),
-            both("none of it", "ours-unrestrained", "host_time"),
-        ),
-    ),
     "self_attention_window": Table(
         ("self_attention_window",),
         "512 histories of up to 1,023 rows, causal, 4 heads of 64, bf16",

@@ -163,7 +163,7 @@ def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
         raise RequestError(f"{checkpoint} must pool by attention, got {pooling}")
     names = ("width", "heads", "encoder_layers", "max_history")
     numbers = {name: int(options[name]) for name in names}
-    shape = argparse.Namespace(**numbers, no_dropout=True)
+    shape = argparse.Namespace(**numbers)
     model = build_model("attention", features["cardinalities"], shape, candidates="jagged")
     load_state({"model": model.state_dict()}, checkpoint, no_dist=True)
     features |= {"max_history": shape.max_history}

@@ -97,10 +97,6 @@ def parse_args() -> argparse.Namespace:
     model.add_argument("--heads", type=number(int, 1, 4096), default=4, help="of the attention")
     model.add_argument("--encoder-layers", type=number(int, 0, 100), default=0,
                        help="in which a history attends to itself, before the attention")
-    model.add_argument("--no-dropout", action="store_true",
-                       help="attention drops nothing, and adds no noise, while training: several "
-                            "ranks then compute what one does, and a resumed training what one "
-                            "without a stop does")
     model.add_argument("--half-life", type=number(float, 0.01, 1000), default=3,
                        help="events over which the weight halves in recency pooling; the best on "
                             "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
@@ -238,15 +234,11 @@ def build_model(
         for name, cardinality in cardinalities.items()
     ]
     if pooling == "attention":
-        dropout = 0.0 if args.no_dropout else None
         attention = TargetAttentionConfig(
             target=["item", "category"],
             history=["item_history", "category_history"],
             num_heads=args.heads,
             encoder_layers=args.encoder_layers,
-            row_dropout=dropout,
-            output_dropout=dropout,
-            output_noise=dropout,
         )
         collection = TargetAttentionEmbeddingBagCollection(
             tables, [attention], candidates=candidates
@@ -325,7 +317,7 @@ class Training:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
         not_of_model = ("pooling", "epochs", "workers", "out", "resume", "overwrite", "download")
-        not_of_model += ("cuda_graph", "select", "budget", "runs", "no_dropout")
+        not_of_model += ("cuda_graph", "select", "budget", "runs")
         options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
         options["conversions"] = str(events.conversions)
         folder = args.out / run.folder

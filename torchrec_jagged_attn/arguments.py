@@ -22,9 +22,6 @@ __all__ = [
     "FlashArguments",
     "FlashGradients",
     "FlashOutputs",
-    "LengthArguments",
-    "LengthGradients",
-    "LengthOutputs",
     "MultiHeadArguments",
     "MultiHeadGradients",
     "MultiHeadOutputs",
@@ -433,46 +430,6 @@ class ActivationUnitGradients(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     prior_weights: Tensor | None
-
-
-class LengthArguments(NamedTuple):
-    """Arguments of ``scale_by_length``.
-
-    Attributes:
-        x: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``: rows of ``B`` samples.
-        offsets: ``[B + 1]`` of the histories.
-        query_offsets: ``[B + 1]`` of the rows ``[ΣT, E]``, else ``None``.
-        power: ``[E]``, or ``None`` for zeros.
-        bias: ``[E]``, or ``None`` for zeros.
-        seed: ``[1]`` int64, or ``None``: then there is no noise, and nothing is dropped. Or a
-            ``row_dropout`` ``[2]``, of which the seed is read: draws of rows are others. Those of
-            weights are not: the seed of a ``dropout`` must be another.
-        noise: its deviation where a history has one row.
-        odds: that an element is dropped where a history has one row.
-    """
-
-    x: Tensor
-    offsets: Tensor
-    query_offsets: Tensor | None
-    power: Tensor | None
-    bias: Tensor | None
-    seed: Tensor | None
-    noise: float
-    odds: float
-
-
-class LengthOutputs(NamedTuple):
-    """What ``scale_by_length`` returns: ``out``, in the shape and dtype of ``x``."""
-
-    out: Tensor
-
-
-class LengthGradients(NamedTuple):
-    """Gradients of ``scale_by_length``."""
-
-    x: Tensor
-    power: Tensor | None
-    bias: Tensor | None
 
 
 class ProjectionRows(NamedTuple):

@@ -382,7 +382,7 @@ def test_results_do_not_depend_on_how_many_run_at_a_time(few, tmp_path, monkeypa
     forking = mp.get_context(start_method())  # which imports less than "spawn"
     monkeypatch.setattr(quality.multiprocessing, "get_context", lambda method: forking)
     options = ["--data", few, "--quick", "--epochs", "3", "--width", "8", "--seeds", "1"]
-    poolings = ["mean", "din", "attention-dropout"]
+    poolings = ["mean", "din", "attention-4-heads"]
     frames = []
     for jobs in ("1", "2"):
         csv = tmp_path / f"{jobs}.csv"

@@ -61,7 +61,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 def test_every_suite_file_is_found():
     others = ["activation_unit", "giant", "host", "ikbo", "select_events", "semantic_ids"]
-    others += ["restraint", "serving", "serving_kernel", "skew", "table1", "targets"]
+    others += ["serving", "serving_kernel", "skew", "table1", "targets"]
     variants = [f"target_attention_{name}" for name in ("rows", "scores", "weights")]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]

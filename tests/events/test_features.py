@@ -7,8 +7,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.events.test_layout import INNER, LENGTHS, make_events
-from tests.plain import plain_attention
-from torchrec_jagged_attn import EventBasedFeature, Events, TimeEncoding
+from torchrec_jagged_attn import EventBasedFeature, Events, JaggedTargetAttention, TimeEncoding
 
 
 def make_tables():
@@ -44,7 +43,7 @@ def test_rows_are_made_of_attributes_and_times(device):
 
 def test_gradients_reach_tables_and_weights(device):
     module = EventBasedFeature(make_tables(), 8, is_weighted=True, device=device)
-    attend = plain_attention(8, 2, device=device)
+    attend = JaggedTargetAttention(8, 2, device=device)
     events = make_events(device)
     newest = events.truncate(2)
     target = torch.randn(len(LENGTHS), 8, device=device)

@@ -12,7 +12,6 @@ from torchrec.models.dlrm import DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.plain import plain_attention
 from tests.torchrec.two_ranks import (
     HISTORY_LENGTHS,
     NUM_STEPS,
@@ -29,6 +28,7 @@ from torchrec_jagged_attn import (
     EventBoosting,
     Events,
     EventSelection,
+    JaggedTargetAttention,
     Relevance,
 )
 
@@ -136,7 +136,7 @@ class EventsModel(nn.Module):
         torch.manual_seed(0)
         self.newest_events = NewestEvents()
         self.event_feature = EventBasedFeature(tables, 8, periods=(7.0,))
-        self.attention = plain_attention(8, 2)
+        self.attention = JaggedTargetAttention(8, 2)
         self.target = nn.Parameter(torch.randn(8))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,12 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.fixtures import sync_debug_mode
-from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
     EventBoosting,
     EventSelection,
+    JaggedTargetAttention,
     Relevance,
+    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     boost_weights,
     jagged_target_attention,
@@ -219,7 +220,7 @@ def test_attention_after_a_selection_without_waiting():
         offsets=torch.tensor([0, 4, 4, 11, 12], device="cuda"),
     )
     scores = torch.rand(12, device="cuda")
-    module = plain_attention(8, 2, device="cuda")
+    module = JaggedTargetAttention(8, 2, device="cuda")
     target = torch.randn(4, 8, device="cuda")
 
     def call():
@@ -240,7 +241,7 @@ def make_collection(is_weighted, device="cpu"):
         for name, more in {"target": ["item"], "user": []}.items()
     ]
     torch.manual_seed(0)
-    attention = plain_config("target", "item", num_heads=2, recency_bias=False)
+    attention = TargetAttentionConfig("target", "item", num_heads=2, recency_bias=False)
     return TargetAttentionEmbeddingBagCollection(tables, attention, device, is_weighted)
 
 

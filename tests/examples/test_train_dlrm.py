@@ -420,7 +420,7 @@ def assert_log_equal(log, other):
 
 
 SCRIPT = ROOT / "examples" / "train_dlrm.py"
-OPTIONS = ["--users=40", "--batch-size=256", "--max-history=50", "--no-dropout"]
+OPTIONS = ["--users=40", "--batch-size=256", "--max-history=50"]
 POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
@@ -586,7 +586,7 @@ def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
     log = planted_log(num_users=50)
     examples = Events(log, max_history=5).training(0, 2 if pooling == "recency" else None)
     batch = examples[torch.arange(8)]
-    args = parsed(monkeypatch, f"--out={tmp_path}", "--width=8", "--no-dropout")
+    args = parsed(monkeypatch, f"--out={tmp_path}", "--width=8")
     model = train_dlrm.build_model(pooling, log.cardinalities(), args)
     layers = [model.model.dense_arch, model.model.inter_arch, model.model.over_arch]
 

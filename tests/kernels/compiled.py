@@ -45,7 +45,6 @@ from torchrec_jagged_attn import (
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
 from torchrec_jagged_attn.ops import selection as ops_of_selection
-from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 from torchrec_jagged_attn.replay.recording import Recorder
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
@@ -195,18 +194,10 @@ def pairs(dtype: torch.dtype) -> None:
     interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
 
 
-def layer(value_projection: bool = True, dtype: torch.dtype = BF16, **options: Any) -> None:
+def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
     history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype, **options)
+    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype)
     module(zeros(4, 32), history).sum().backward()
-
-
-def by_length(*shape: int, query_offsets: Tensor | None = None, biased: bool = True) -> None:
-    x, width = zeros(*shape), shape[-1]
-    power, bias = zeros(width, dtype=FP32), zeros(width, dtype=FP32) if biased else None
-    seed = torch.tensor([0])
-    inputs = x, OFFSETS, query_offsets, power, bias, seed
-    call_scale_by_length(*inputs, 0.5, 1.0).sum().backward()
 
 
 def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: Any = "sigmoid"):
@@ -311,13 +302,6 @@ CASES = {
     ),
     "layer of rows, fp32": Case(
         (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
-    ),
-    "by length": Case((80, 90), "scale_by_length", lambda: by_length(4, 3, 64)),
-    "by length, no bias": Case(
-        (80, 90), "scale_by_length", lambda: by_length(4, 3, 64, biased=False)
-    ),
-    "by length, jagged": Case(
-        (80, 90), "scale_by_length", lambda: by_length(N, 64, query_offsets=OFFSETS)
     ),
     "unit": Case((80, 90), "activation_unit", lambda: unit(BF16)),
     "unit, wide": Case((90,), "activation_unit", lambda: unit(BF16, 128)),

@@ -11,7 +11,6 @@ from tests.kernels.compiled import (
     layer,
     ops_on,
 )
-from torchrec_jagged_attn.testing import UNRESTRAINED
 
 pytestmark = pytest.mark.reference  # nothing is compiled where kernels are interpreted
 
@@ -30,7 +29,7 @@ def test_launches_of_a_layer() -> None:
     names = {}
     for value_projection in (True, False):
         with ops_on(90) as launches:
-            layer(value_projection, **UNRESTRAINED)
+            layer(value_projection)
             names[value_projection] = [x.kernel.fn.__name__ for x in launches]
     in_place_of = {
         "_own_columns_kernel": "_from_heads_kernel",

@@ -11,7 +11,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from tests.fixtures import sync_debug_mode
-from tests.plain import plain_config
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -62,14 +61,14 @@ class Scenario:
 SCENARIOS = {
     "shared-table": Scenario(
         [table("t_user", "user"), table("t_item", "hist", "item"), table("t_tag", "tags")],
-        [plain_config("item", "hist")],
+        [TargetAttentionConfig("item", "hist")],
     ),
     "own-tables": Scenario(
         [table("t_hist", "hist"), table("t_user", "user", width=12), table("t_item", "item")],
-        [plain_config("item", "hist", num_heads=1)],
+        [TargetAttentionConfig("item", "hist", num_heads=1)],
     ),
     "nothing-else": Scenario(
-        [table("t_item", "item", "hist")], [plain_config("item", "hist", num_heads=8)]
+        [table("t_item", "item", "hist")], [TargetAttentionConfig("item", "hist", num_heads=8)]
     ),
     "pooled-neighbours": Scenario(
         [
@@ -77,7 +76,7 @@ SCENARIOS = {
             table("t_mean", "liked", "brand", pooling="MEAN"),
             table("t_bag", "tags", pooling="MEAN"),
         ],
-        [plain_config(["item", "brand"], ["hist", "liked"])],
+        [TargetAttentionConfig(["item", "brand"], ["hist", "liked"])],
     ),
     "side-information": Scenario(
         [
@@ -85,7 +84,7 @@ SCENARIOS = {
             table("t_cat", "hist_cat", "cat", "tags", pooling="MEAN"),
             table("t_item", "item", "hist", "bought"),
         ],
-        [plain_config(["item", "cat"], ["hist", "hist_cat"], num_heads=2)],
+        [TargetAttentionConfig(["item", "cat"], ["hist", "hist_cat"], num_heads=2)],
     ),
     "several-pairs": Scenario(
         [
@@ -94,9 +93,9 @@ SCENARIOS = {
             table("t_user", "user"),
         ],
         [
-            plain_config("item", "clicks"),
-            plain_config("query", "queries", num_heads=2, recency_bias=False),
-            plain_config("item", "orders", num_heads=1, init="mha"),
+            TargetAttentionConfig("item", "clicks"),
+            TargetAttentionConfig("query", "queries", num_heads=2, recency_bias=False),
+            TargetAttentionConfig("item", "orders", num_heads=1, init="mha"),
         ],
     ),
     "features-in-two-tables": Scenario(
@@ -106,7 +105,7 @@ SCENARIOS = {
             table("t_cat", "cat", "bought", pooling="MEAN"),
             table("t_tag", "cat", pooling="MEAN"),
         ],
-        [plain_config("item", "hist")],
+        [TargetAttentionConfig("item", "hist")],
     ),
     "different-widths": Scenario(
         [
@@ -116,12 +115,12 @@ SCENARIOS = {
             table("t_user", "user", width=12),
         ],
         [
-            plain_config("item", ["hist", "cats"], num_heads=2),
+            TargetAttentionConfig("item", ["hist", "cats"], num_heads=2),
         ],
     ),
     "more-targets-than-histories": Scenario(
         [table("t_item", "item", "hist"), table("t_cat", "cat", width=4)],
-        [plain_config(["item", "cat"], "hist", init="mha")],
+        [TargetAttentionConfig(["item", "cat"], "hist", init="mha")],
     ),
     "attended-and-pooled": Scenario(
         [
@@ -130,15 +129,17 @@ SCENARIOS = {
             table("t_other", "hist", "likes", pooling="MEAN"),
         ],
         [
-            plain_config("item", "hist@t_item"),
-            plain_config("item", "likes", num_heads=2),
+            TargetAttentionConfig("item", "hist@t_item"),
+            TargetAttentionConfig("item", "likes", num_heads=2),
         ],
     ),
     "newest-rows": Scenario(
         [table("t_item", "item", "hist", "clicks", "bought"), table("t_cat", "cat", "cats")],
         [
-            plain_config(["item", "cat"], ["hist", "cats"], timestamps="time", max_history=3),
-            plain_config("item", "clicks", max_history=1),
+            TargetAttentionConfig(
+                ["item", "cat"], ["hist", "cats"], timestamps="time", max_history=3
+            ),
+            TargetAttentionConfig("item", "clicks", max_history=1),
         ],
     ),
     "weighted": Scenario(
@@ -147,22 +148,26 @@ SCENARIOS = {
             table("t_cat", "cat", "cats", "tags", pooling="MEAN"),
             table("t_user", "user"),
         ],
-        [plain_config(["item", "cat"], ["hist", "cats"], timestamps="time", max_history=5)],
+        [
+            TargetAttentionConfig(
+                ["item", "cat"], ["hist", "cats"], timestamps="time", max_history=5
+            )
+        ],
         is_weighted=True,
     ),
     "projected": Scenario(
         [table("t_item", "item", "hist", "clicks", width=12), table("t_tag", "tag", "tags")],
         [
-            plain_config("item", "hist", num_heads=3, value_projection=True),
-            plain_config(["item", "tag"], "clicks", value_projection=True),
-            plain_config("tag", "tags", num_heads=2),
+            TargetAttentionConfig("item", "hist", num_heads=3, value_projection=True),
+            TargetAttentionConfig(["item", "tag"], "clicks", value_projection=True),
+            TargetAttentionConfig("tag", "tags", num_heads=2),
         ],
     ),
     "timestamps": Scenario(
         [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
         [
-            plain_config("item", "hist", timestamps="hist_times"),
-            plain_config("item", "clicks", timestamps="click_times", num_heads=2),
+            TargetAttentionConfig("item", "hist", timestamps="hist_times"),
+            TargetAttentionConfig("item", "clicks", timestamps="click_times", num_heads=2),
         ],
     ),
 }
@@ -282,7 +287,10 @@ def attend(
         q, k, v = (parameters.pop(f"{name}_proj_weight") for name in "qkv")
         target = q @ target
         parameters["in_proj_weight"] = torch.cat([torch.eye(embed_dim).to(q), k, v])
-    attention = nn.MultiheadAttention(embed_dim, config.num_heads, dtype=rows.dtype)
+    num_heads = config.num_heads
+    if num_heads is None:
+        num_heads = max(h for h in (8, 4, 2, 1) if embed_dim % h == 0 and embed_dim >= 4 * h)
+    attention = nn.MultiheadAttention(embed_dim, num_heads, dtype=rows.dtype)
     kept = [n for n, weight in enumerate(weights) if weight > 0]
     if not kept:
         return torch.func.functional_call(
@@ -291,7 +299,7 @@ def attend(
             rows.new_zeros(embed_dim),
         )
     mask = torch.tensor([[weights[n]] for n in kept], dtype=rows.dtype).log()
-    mask = mask.repeat(1, config.num_heads)
+    mask = mask.repeat(1, num_heads)
     if config.recency_bias:
         positions = bias["recency_bias.position_weight"]
         mask = mask + positions[[bucket(len(rows) - 1 - n, len(positions)) for n in kept]]
@@ -420,11 +428,11 @@ def check_against_oracle(
 
 ITEM = table("t_item", "item", "hist")
 
-PAIR = plain_config("item", "hist")
+PAIR = TargetAttentionConfig("item", "hist")
 
 PAIRS = Scenario(
     [table("t_item", "item", "hist", "hist2", "cat"), table("t_user", "user")],
-    [plain_config(["item", "cat"], ["hist", "hist2"], timestamps="time")],
+    [TargetAttentionConfig(["item", "cat"], ["hist", "hist2"], timestamps="time")],
 )
 
 GOOD = {
@@ -467,7 +475,7 @@ USERS = Scenario(
         table("t_other", "hist"),
     ],
     [
-        plain_config(
+        TargetAttentionConfig(
             ["item", "cat"],
             ["hist@t_item", "cats"],
             recency_bias=False,
@@ -476,6 +484,8 @@ USERS = Scenario(
             encoder_window=3,
             user_column=True,
         ),
-        plain_config("item", "clicks", recency_bias=False, encoder_layers=1, user_column=True),
+        TargetAttentionConfig(
+            "item", "clicks", recency_bias=False, encoder_layers=1, user_column=True
+        ),
     ],
 )

@@ -7,7 +7,7 @@ from torch.func import functional_call
 from torchrec import JaggedTensor
 
 from tests.combinations import each_pair
-from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.testing import offsets_of
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def bucket(distance, num_buckets):
 
 def projected(embed_dim, num_heads, **options):
     """A module that projects values, also where it does not have to."""
-    return plain_attention(embed_dim, num_heads, value_projection=True, **options)
+    return JaggedTargetAttention(embed_dim, num_heads, value_projection=True, **options)
 
 
 def attend_by_sample(

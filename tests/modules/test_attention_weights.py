@@ -15,13 +15,13 @@ from tests.modules.target_attention_inputs import (
     make_inputs,
     zeros,
 )
-from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.testing import Case, assert_close
 
 
 def with_parameters(name, inputs, **options):
     """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these."""
-    module = plain_attention(16, 2, **OPTIONS[name], **options)
+    module = JaggedTargetAttention(16, 2, **OPTIONS[name], **options)
     module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
     return module.to(inputs["history"].device)
 
@@ -37,7 +37,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     dtype = OPTIONS[name].get("dtype", torch.float32)
     skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
     lengths = [70, 0, 30, 1, 20]
-    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, lengths, device, dtype, targets=targets)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
@@ -60,7 +60,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
 def test_outputs_are_sums_by_attention_weights(name, score, device):
     """While training, too, which drops rows and weights of outputs alone."""
     dropout = {"row_dropout": 0.5, "dropout": 0.5, "score": score}
-    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, [70], device, targets=3)
     module = with_parameters(name, inputs, **dropout)
     assert module.training
@@ -80,7 +80,7 @@ def test_outputs_are_sums_by_attention_weights(name, score, device):
 
 
 def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(device):
-    module = plain_attention(16, 2, init="mha").to(device)
+    module = JaggedTargetAttention(16, 2, init="mha").to(device)
     target, history = example(module, [5, 0, 40], device)
     weights = module.attention_weights(target.requires_grad_(), history)
     assert weights.lengths().tolist() == [5, 0, 40]
@@ -91,7 +91,7 @@ def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(devic
 
 
 def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
-    module = plain_attention(16, 2, init="mha").to(device)
+    module = JaggedTargetAttention(16, 2, init="mha").to(device)
     target, history = example(module, [5, 0, 40], device)
     expected = module.attention_weights(target, history).values()
     with torch.autocast(device.type, torch.bfloat16):
@@ -102,7 +102,7 @@ def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
 
 
 def test_attention_weights_compile_once_for_all_batches(device):
-    module = plain_attention(16, 2, age_bias=True).to(device)
+    module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         module.attention_weights, backend=counter, fullgraph=True, dynamic=True
@@ -115,7 +115,7 @@ def test_attention_weights_compile_once_for_all_batches(device):
 
 
 def test_attention_weights_of_an_activation_unit_are_refused():
-    module = plain_attention(16, 1, score="din")
+    module = JaggedTargetAttention(16, 1, score="din")
     with pytest.raises(NotImplementedError, match="score must be one of softmax, silu, sigmoid f"):
         module.attention_weights(torch.zeros(2, 16), zeros([2, 3], 16))
 
@@ -123,7 +123,7 @@ def test_attention_weights_of_an_activation_unit_are_refused():
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)
 def test_attention_weights_at_edges(lengths, device):
     for num_targets in (0, 2):
-        module = plain_attention(16, 2, device="meta")
+        module = JaggedTargetAttention(16, 2, device="meta")
         inputs = make_inputs(module, lengths, device, targets=num_targets)
         weights = weights_of(with_parameters("default", inputs), **inputs)
         assert weights.shape == (sum(lengths), num_targets, 2)
@@ -146,7 +146,7 @@ def test_attention_weights_at_edges(lengths, device):
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
-    module = plain_attention(64, 2, **OPTIONS[name]).to(device)
+    module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     # No two sizes of a batch are equal, so that none is taken for another; and targets are so few

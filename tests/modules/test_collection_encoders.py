@@ -19,23 +19,18 @@ from tests.modules.collection_scenarios import (
     table_weights,
     to_features,
 )
-from tests.plain import plain_config
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.modules.target_attention import OUTPUT_DROPOUT, OUTPUT_NOISE, ROW_DROPOUT
 from torchrec_jagged_attn.testing import assert_close
 
 
-def test_encoder_layers_drop_no_rows_unless_told():
+def test_encoder_layers_drop_what_the_config_says():
     config = TargetAttentionConfig("item", "hist", encoder_layers=1)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
-    assert (attention.row_dropout, attention.output_dropout) == (ROW_DROPOUT, OUTPUT_DROPOUT)
-    assert attention.output_noise == OUTPUT_NOISE
-    assert attention.length_power is not None
-    assert attention.length_bias is not None
+    assert (attention.row_dropout, attention.dropout) == (0, 0)
     assert (layer.self_attn.row_dropout, layer.dropout.p) == (0, 0)
     config = dataclasses.replace(config, encoder_dropout=0.1, row_dropout=0.3, dropout=0.2)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
@@ -63,7 +58,13 @@ def peer_encoders(layers: nn.Module, width: int, dtype: torch.dtype) -> list[nn.
     encoders = []
     for layer in layers.children():
         encoder = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, dropout=0.0, activation="gelu", norm_first=True, batch_first=True
+            width,
+            layer.self_attn.num_heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            norm_first=True,
+            batch_first=True,
         )
         encoder.load_state_dict(layer.state_dict())
         encoders.append(encoder.to(layer.norm1.weight.device, dtype))
@@ -80,7 +81,7 @@ def hidden_pairs(num_rows: int, causal: bool, window: int | None, device: torch.
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
 def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
-    config = plain_config(
+    config = TargetAttentionConfig(
         "item",
         "hist",
         recency_bias=False,
@@ -96,7 +97,7 @@ def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
     weight = table_weights(collection)["t_item"].detach().double()
     layers, attention = collection.pooling.encoders[0], collection.pooling.attentions[0]
     encoders = peer_encoders(layers, 8, torch.float64)
-    multi_head = nn.MultiheadAttention(8, 4, batch_first=True)
+    multi_head = nn.MultiheadAttention(8, attention.num_heads, batch_first=True)
     multi_head.load_state_dict(attention.state_dict())
     multi_head.double().to(device)
     expected = torch.zeros(len(lengths), 8, dtype=torch.float64, device=device)
@@ -186,7 +187,7 @@ def test_user_columns_come_after_all_others(device):
 
 def test_dlrm_passes_user_columns_by():
     tables = [table("t_item", "item", "hist"), table("t_user", "user", "tags")]
-    config = plain_config("item", "hist", encoder_layers=1, user_column=True)
+    config = TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)
     scenario = Scenario(tables, [config])
     features = to_features(make_batch(scenario, LENGTHS["mixed"]))
     dense = torch.rand(features.stride(), 3)

@@ -23,10 +23,7 @@ from tests.modules.collection_scenarios import (
     table,
     to_features,
 )
-from tests.plain import plain_config
-from torchrec_jagged_attn import (
-    TargetAttentionEmbeddingBagCollection,
-)
+from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 
 REFUSED = {
@@ -35,12 +32,12 @@ REFUSED = {
     "same-table-twice": ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
     "unknown-target": (
         [ITEM],
-        [plain_config("itme", "hist")],
+        [TargetAttentionConfig("itme", "hist")],
         r"target must be a feature of tables, one of \['item', 'hist'\], got 'itme'",
     ),
     "unknown-history": (
         [ITEM],
-        [plain_config("item", ["hits"])],
+        [TargetAttentionConfig("item", ["hits"])],
         "history must be a feature of tables, .* got 'hits'",
     ),
     "history-in-two-tables": (
@@ -55,31 +52,31 @@ REFUSED = {
     ),
     "history-of-another-table": (
         [ITEM, table("t_other", "user")],
-        [plain_config("item", "hist@t_other")],
+        [TargetAttentionConfig("item", "hist@t_other")],
         "history must be a feature of tables, .* got 'hist@t_other'",
     ),
     "history-attended-twice": ([ITEM], [PAIR, PAIR], r"attended once, got \['hist@t_item'\]"),
     "history-twice-in-one": (
         [ITEM],
-        [plain_config(["item", "item"], ["hist", "hist"])],
+        [TargetAttentionConfig(["item", "item"], ["hist", "hist"])],
         "history must be attended once",
     ),
     "target-is-a-history": (
         [ITEM],
-        [PAIR, plain_config("hist", "item")],
+        [PAIR, TargetAttentionConfig("hist", "item")],
         r"target must be no history of any attention, got \['hist', 'item'\]",
     ),
-    "empty-lists": ([ITEM], [plain_config([], [])], "at least one"),
+    "empty-lists": ([ITEM], [TargetAttentionConfig([], [])], "at least one"),
     "no-rows-at-all": (
         [ITEM],
-        [plain_config("item", "hist", max_history=0)],
+        [TargetAttentionConfig("item", "hist", max_history=0)],
         "max_history must be at least 1, or None, got 0",
     ),
     "two-lengths-of-one-key": (
         [ITEM, table("t_other", "other")],
         [
-            plain_config("item", "hist", timestamps="time", max_history=2),
-            plain_config("item", "other", timestamps="time", max_history=3),
+            TargetAttentionConfig("item", "hist", timestamps="time", max_history=2),
+            TargetAttentionConfig("item", "other", timestamps="time", max_history=3),
         ],
         "max_history must be one for all attentions that read 'time', got 2 and 3",
     ),
@@ -90,61 +87,65 @@ REFUSED = {
     ),
     "heads-do-not-divide": (
         [ITEM],
-        [plain_config("item", "hist", num_heads=3)],
+        [TargetAttentionConfig("item", "hist", num_heads=3)],
         "num_heads must divide the 8 columns of history 'hist', got 3",
     ),
     "less-than-no-encoder": (
         [ITEM],
-        [plain_config("item", "hist", encoder_layers=-1)],
+        [TargetAttentionConfig("item", "hist", encoder_layers=-1)],
         "encoder_layers must be at least 0, got -1",
     ),
     "causal-without-encoder": (
         [ITEM],
-        [plain_config("item", "hist", encoder_causal=True)],
+        [TargetAttentionConfig("item", "hist", encoder_causal=True)],
         "encoder_causal must go with encoder_layers, at least 1, got 0",
     ),
     "dropout-without-encoder": (
         [ITEM],
-        [plain_config("item", "hist", encoder_dropout=0.1)],
+        [TargetAttentionConfig("item", "hist", encoder_dropout=0.1)],
         "encoder_dropout must go with encoder_layers, at least 1, got 0",
     ),
     "encoder-dropout": (
         [ITEM],
-        [plain_config("item", "hist", encoder_layers=1, encoder_dropout=1.0)],
+        [TargetAttentionConfig("item", "hist", encoder_layers=1, encoder_dropout=1.0)],
         "encoder_dropout must be at least 0 and below 1, got 1.0",
     ),
     "user-column-without-encoder": (
         [ITEM],
-        [plain_config("item", "hist", user_column=True)],
+        [TargetAttentionConfig("item", "hist", user_column=True)],
         "user_column must go with encoder_layers, at least 1, got 0",
     ),
     "window-that-is-not-causal": (
         [ITEM],
-        [plain_config("item", "hist", encoder_layers=1, encoder_window=3)],
+        [TargetAttentionConfig("item", "hist", encoder_layers=1, encoder_window=3)],
         "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
     ),
     "window-of-nothing": (
         [ITEM],
-        [plain_config("item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0)],
+        [
+            TargetAttentionConfig(
+                "item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0
+            )
+        ],
         "encoder_window must be at least 1, or None, got 0",
     ),
     "user-column-of-a-feature's-name": (
         [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
-        [plain_config("item", "hist", encoder_layers=1, user_column=True)],
+        [TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)],
         "user_column must make a key that no feature has in the output, got 'user@hist'",
     ),
-    "no-heads": ([ITEM], [plain_config("item", "hist", num_heads=0)], "num_heads"),
+    "no-heads": ([ITEM], [TargetAttentionConfig("item", "hist", num_heads=0)], "num_heads"),
     "timestamps-in-a-table": (
         [ITEM, table("t_time", "time")],
-        [plain_config("item", "hist", timestamps="time")],
+        [TargetAttentionConfig("item", "hist", timestamps="time")],
         "timestamps must be a key that no table holds, got 'time' of table 't_time'",
     ),
     "timestamps-without-recency": (
         [ITEM],
-        [plain_config("item", "hist", timestamps="time", recency_bias=False)],
+        [TargetAttentionConfig("item", "hist", timestamps="time", recency_bias=False)],
         "timestamps must go with recency_bias=True",
     ),
-    "unknown-init": ([ITEM], [plain_config("item", "hist", init="zeros")], "init must be"),
+    "unknown-init": ([ITEM], [TargetAttentionConfig("item", "hist", init="zeros")], "init must be"),
     "no-pooling": (
         [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
         [PAIR],

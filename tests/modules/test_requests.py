@@ -25,8 +25,8 @@ from tests.modules.collection_scenarios import (
     table,
     to_features,
 )
-from tests.plain import plain_config
 from torchrec_jagged_attn import (
+    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_bag_keys,
     rename_keys,
@@ -62,7 +62,7 @@ REQUESTS["target-of-two-tables"] = of_requests(
             table("t_brand", "item", "brand", width=12, pooling="MEAN"),
             table("t_user", "user"),
         ],
-        [plain_config("item@t_item", "hist")],
+        [TargetAttentionConfig("item@t_item", "hist")],
     ),
     "brand",
 )
@@ -148,7 +148,7 @@ def test_tables_of_candidates_are_looked_up_by_row():
     ]
     collection = TargetAttentionEmbeddingBagCollection(
         tables,
-        plain_config("item", "hist"),
+        TargetAttentionConfig("item", "hist"),
         candidates="jagged",
         candidate_features="cat",
     )
@@ -211,7 +211,7 @@ def test_encoded_histories_and_user_columns(device: torch.device):
 def test_scores_of_rows_by_themselves(score: str, device: torch.device):
     scenario = Scenario(
         [table("t_item", "item", "hist"), table("t_user", "user")],
-        [plain_config("item", "hist", score=score)],
+        [TargetAttentionConfig("item", "hist", score=score)],
     )
     requests = of_requests(scenario)
     batch = make_requests(requests, *LENGTHS["mixed"])
@@ -270,7 +270,7 @@ def test_histories_and_what_is_pooled_are_looked_up_once_for_all_candidates():
             table("t_brand", "brand"),
             table("t_user", "user"),
         ],
-        [plain_config("item", "hist")],
+        [TargetAttentionConfig("item", "hist")],
     )
     requests = of_requests(scenario, "brand")
     collection = make_collection(requests)
@@ -308,7 +308,7 @@ def test_dlrm_scores_each_candidate():
             table("t_item", "bought", "item", "hist"),
             table("t_brand", "brand", pooling="MEAN"),
         ],
-        [plain_config("item", "hist")],
+        [TargetAttentionConfig("item", "hist")],
     )
     requests = of_requests(scenario, "brand")
     batch = make_requests(requests, *LENGTHS["mixed"])
@@ -326,7 +326,7 @@ def test_dlrm_scores_each_candidate():
 
 
 ITEM = table("t_item", "item", "hist")
-PAIR = plain_config("item", "hist")
+PAIR = TargetAttentionConfig("item", "hist")
 REFUSED = {
     "unknown-candidates": (PAIR, {"candidates": "many"}, "candidates must be 'one' or 'jagged'"),
     "features-of-one": (
@@ -345,7 +345,7 @@ REFUSED = {
         r"candidate_features must be no history of any attention, got \['hist'\]",
     ),
     "din": (
-        plain_config("item", "hist", num_heads=1, score="din"),
+        TargetAttentionConfig("item", "hist", num_heads=1, score="din"),
         {"candidates": "jagged"},
         "score must be 'softmax', 'silu' or 'sigmoid' where candidates='jagged', got 'din'",
     ),
@@ -364,7 +364,7 @@ def test_features_of_candidates_that_differ_in_length_are_refused(monkeypatch: p
     scenario = of_requests(
         Scenario(
             [ITEM, table("t_cat", "cat", "cats"), table("t_brand", "brand")],
-            [plain_config(["item", "cat"], ["hist", "cats"])],
+            [TargetAttentionConfig(["item", "cat"], ["hist", "cats"])],
         ),
         "brand",
     )

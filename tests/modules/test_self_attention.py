@@ -9,8 +9,7 @@ from torch.func import functional_call
 from torchrec import JaggedTensor
 
 from tests.fixtures import skip_unless_supported
-from tests.plain import plain_attention
-from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
 from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
 
 LENGTHS = torch.tensor([3, 0, 17, 1, 70])
@@ -138,7 +137,7 @@ def test_state_dicts_move_either_way():
 
 def test_layers_stack_before_the_target_attention(device):
     encoder = nn.Sequential(*(HistoryEncoderLayer(16, 2, dropout=0.1) for _ in range(2))).to(device)
-    attention = plain_attention(16, 2).to(device)
+    attention = JaggedTargetAttention(16, 2).to(device)
     lengths = LENGTHS.to(device)
     rows = torch.randn(int(LENGTHS.sum()), 16, device=device, requires_grad=True)
     history = JaggedTensor(rows, lengths=lengths)

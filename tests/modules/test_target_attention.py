@@ -23,8 +23,7 @@ from tests.modules.target_attention_inputs import (
     projected,
     zeros,
 )
-from tests.plain import plain_attention
-from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.testing import (
@@ -412,12 +411,48 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
     assert len(seen) == 2
 
 
+# What is the default
+
+
+@pytest.mark.parametrize(
+    ("embed_dim", "num_heads"),
+    [(1, 1), (4, 1), (8, 2), (12, 2), (16, 4), (18, 2), (28, 4), (32, 8), (68, 4), (128, 8)],
+)
+def test_as_many_heads_as_have_four_columns(embed_dim, num_heads):
+    assert JaggedTargetAttention(embed_dim).num_heads == num_heads
+    assert JaggedTargetAttention(embed_dim, score="din").num_heads == 1
+
+
+def test_the_default_computes_the_same_while_training(device):
+    module = JaggedTargetAttention(16).to(device)
+    nn.init.normal_(module.q_proj_weight)
+    target, history = example(module, [5, 0, 40], device)
+    expected = module.eval()(target, history)
+    module.train()
+    for _ in range(2):
+        assert torch.equal(module(target, history), expected)
+
+
+def test_the_default_is_a_mean_of_rows_whatever_the_length(device):
+    """In their own space: the mean of equal rows is this row."""
+    module = JaggedTargetAttention(16).to(device)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    lengths = torch.tensor([1, 2, 40, 300], device=device)
+    row = torch.randn(16, device=device)
+    history = JaggedTensor(row.repeat(343, 1), lengths=lengths)
+    out = module(torch.randn(4, 16, device=device), history)
+    torch.testing.assert_close(out, row.expand(4, 16), rtol=1e-4, atol=1e-4)
+
+
 # Without a projection of values
 
 
 def module_of_rows(embed_dim, num_heads, **options):
     """Without weights of its own."""
-    return plain_attention(embed_dim, num_heads, value_projection=False, device="meta", **options)
+    return JaggedTargetAttention(
+        embed_dim, num_heads, value_projection=False, device="meta", **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -504,7 +539,7 @@ def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_empty_history_gives_zeros_without_a_value_projection(bias, path, device):
-    module = plain_attention(16, 2, value_projection=False, bias=bias, **path).to(device)
+    module = JaggedTargetAttention(16, 2, value_projection=False, bias=bias, **path).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
@@ -521,7 +556,7 @@ def test_empty_history_gives_zeros_without_a_value_projection(bias, path, device
 @pytest.mark.parametrize("target_dim", [16, 20])
 def test_parameters_without_a_value_projection(target_dim, bias):
     options = {"target_dim": target_dim, "bias": bias}
-    module = plain_attention(16, 2, value_projection=False, **options)
+    module = JaggedTargetAttention(16, 2, value_projection=False, **options)
     shapes = {"q_proj_weight": (16, target_dim), "k_proj_weight": (16, 16)}
     shapes |= {"in_proj_bias": (16,)} if bias else {}
     shapes["recency_bias.position_weight"] = (RecencyBias.POSITION_BUCKETS, 2)
@@ -537,7 +572,7 @@ def test_parameters_without_a_value_projection(target_dim, bias):
 def test_queries_and_keys_start_as_they_do_with_a_value_projection(target_dim, init):
     torch.manual_seed(0)
     options = {"target_dim": target_dim, "init": init}
-    module = plain_attention(64, 4, value_projection=False, **options)
+    module = JaggedTargetAttention(64, 4, value_projection=False, **options)
     other = projected(64, 4, **options)
     if target_dim == 64:
         expected = other.in_proj_weight[:64], other.in_proj_weight[64:128]
@@ -752,7 +787,7 @@ def test_removed_rows_are_an_empty_history(path, device):
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_prior_weights_travel(value_projection, device):
     """Through FX, TorchScript and a compiler."""
-    module = plain_attention(16, 2, value_projection=value_projection).to(device)
+    module = JaggedTargetAttention(16, 2, value_projection=value_projection).to(device)
     target, history = example(module, [5, 0, 40], device)
     weights = draw_prior_weights([5, 0, 40], device)
     expected = module(target, history, prior_weights=weights)
@@ -865,33 +900,13 @@ def test_prior_weights_travel(value_projection, device):
         ),
         ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
         ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
-        (
-            {"length_power": True, "score": "silu", "prior_weights": None},
-            ValueError,
-            "length_power must be None or False unless score is 'softmax', got 'silu'",
-        ),
-        ({"length_power": "no"}, TypeError, "length_power must be a bool or None, got 'no'"),
-        ({"length_bias": 1}, TypeError, "length_bias must be a bool or None, got 1"),
-        (
-            {"length_bias": True, "score": "sigmoid", "prior_weights": None},
-            ValueError,
-            "length_bias must be None or False unless score is 'softmax', got 'sigmoid'",
-        ),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
-            for name in ("row_dropout", "dropout", "output_dropout")
+            for name in ("row_dropout", "dropout")
             for p in (-0.1, 1.0)
         ),
         ({"dropout": "0.1"}, TypeError, "dropout must be a number, got '0.1'"),
-        *(
-            (
-                {"output_noise": deviation},
-                ValueError,
-                f"output_noise must be at least 0 and at most 1000, got {deviation}",
-            )
-            for deviation in (-0.1, 1000.5, float("nan"))
-        ),
-        ({"output_noise": "0.1"}, TypeError, "output_noise must be a number, got '0.1'"),
+        ({"row_dropout": None}, TypeError, "row_dropout must be a number, got None"),
         (
             {"value_projection": False, "history_dim": 12},
             ValueError,
@@ -912,7 +927,7 @@ def test_errors_name_the_argument(change, error, message):
     for name, value in change.items():
         (arguments if name in arguments else options)[name] = value
     with pytest.raises(error) as raised:
-        plain_attention(**options)(**arguments)
+        JaggedTargetAttention(**options)(**arguments)
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
 
@@ -937,5 +952,5 @@ def test_errors_name_the_argument(change, error, message):
 def test_errors_of_attention_weights_name_the_argument(change, error, message):
     arguments = {"target": torch.zeros(2, 8), "history": zeros([2, 3])}
     with pytest.raises(error) as raised:
-        plain_attention(8, 2).attention_weights(**arguments | change)
+        JaggedTargetAttention(8, 2).attention_weights(**arguments | change)
     assert str(raised.value).startswith(message)

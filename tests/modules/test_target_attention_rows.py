@@ -19,7 +19,7 @@ from tests.modules.target_attention_inputs import (
     example,
     make_inputs,
 )
-from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.testing import assert_matches_oracle, outputs_and_gradients
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def ages_of(module, device=CPU):
     ids=str,
 )
 def test_right(name, targets, dtype, index_dtype, prior, device):
-    module = plain_attention(32, 2, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, dtype, targets=targets, index_dtype=index_dtype)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
@@ -81,7 +81,7 @@ def test_right(name, targets, dtype, index_dtype, prior, device):
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize("targets", [None, 3, (0, 3, 1, 9, 2)], ids=str)
 def test_scores(score, targets, device):
-    module = plain_attention(32, 2, score=score, device="meta")
+    module = JaggedTargetAttention(32, 2, score=score, device="meta")
     inputs = by_index(module, device, targets=targets)
     grad_out = torch.ones_like(inputs["target"])
     results = (
@@ -95,7 +95,9 @@ def test_scores(score, targets, device):
 @pytest.mark.parametrize("targets", [None, (0, 3, 1, 9, 2)], ids=["one", "jagged"])
 def test_drops_as_of_a_copy(name, targets, device):
     """Places and weights, by the same draws."""
-    module = plain_attention(32, 2, row_dropout=0.3, dropout=0.3, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(
+        32, 2, row_dropout=0.3, dropout=0.3, device="meta", **OPTIONS[name]
+    )
     inputs = by_index(module, device, targets=targets) | ages_of(module, device)
     results = []
     for function in (attend, of_copies(attend)):
@@ -109,7 +111,7 @@ def test_drops_as_of_a_copy(name, targets, device):
 @pytest.mark.parametrize("num_rows", [0, 4])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
 def test_no_place(lengths, num_rows, name, device):
-    module = plain_attention(32, 2, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, lengths=lengths)
     inputs["history"] = inputs["history"][:num_rows]
     results = outputs_and_gradients(
@@ -121,7 +123,7 @@ def test_no_place(lengths, num_rows, name, device):
 
 def test_a_row_in_many_places(device):
     """Its gradient is a sum of more numbers than 16 bits could add up one by one."""
-    module = plain_attention(32, 2, device="meta", **OPTIONS["explicit-rows"])
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS["explicit-rows"])
     inputs = by_index(module, device, torch.float16, lengths=[3000])
     inputs["indices"] = NAMED[torch.arange(3000) % 2].to(device)
     ours, plain = (
@@ -135,7 +137,7 @@ def test_many_targets_take_explicit_keys_and_values(num_targets, device):
     """To the bit what that option gives."""
     results = {}
     for option in ("auto", "absorbed", "explicit"):
-        module = plain_attention(
+        module = JaggedTargetAttention(
             64, 8, value_projection=True, keys_and_values=option, device="meta"
         )
         inputs = by_index(module, device, targets=num_targets)
@@ -161,7 +163,7 @@ def test_many_targets_take_explicit_keys_and_values(num_targets, device):
 def test_compiles_once_for_all_batches(name, jagged, device):
     """``"auto"`` may go two ways, and is then compiled for each."""
     options = {"keys_and_values": "absorbed"} | OPTIONS[name]
-    module = plain_attention(64, 2, **options).to(device)
+    module = JaggedTargetAttention(64, 2, **options).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     # No two sizes of a batch are equal, so that none is taken for another.
@@ -198,7 +200,7 @@ class OfTensors(nn.Module):
 
 @pytest.mark.parametrize("name", ["default", "values"])
 def test_traced_scripted_and_exported(name):
-    module = OfTensors(plain_attention(16, 2, **OPTIONS[name]))
+    module = OfTensors(JaggedTargetAttention(16, 2, **OPTIONS[name]))
     target, history = example(module.module, [5, 0, 40], num_targets=1)
     indices = torch.arange(45) ** 2 % 12
     inputs = target.squeeze(1), history.values()[:12], history.offsets(), indices
@@ -226,14 +228,14 @@ def test_traced_scripted_and_exported(name):
 )
 @pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
 def test_errors_name_the_argument(keys_and_values, indices, error, message):
-    module = plain_attention(8, 2, keys_and_values=keys_and_values)
+    module = JaggedTargetAttention(8, 2, keys_and_values=keys_and_values)
     history = JaggedTensor(torch.zeros(4, 8), lengths=torch.tensor([3, 4]))
     with pytest.raises(error, match=message):
         module(torch.zeros(2, 8), history, indices=indices)
 
 
 def test_an_activation_unit_refuses_them():
-    module = plain_attention(8, 1, score="din")
+    module = JaggedTargetAttention(8, 1, score="din")
     history = JaggedTensor(torch.zeros(4, 8), lengths=torch.tensor([3, 4]))
     with pytest.raises(NotImplementedError, match="indices must be None where score='din', got a"):
         module(torch.zeros(2, 8), history, indices=torch.zeros(7).long())
@@ -242,7 +244,7 @@ def test_an_activation_unit_refuses_them():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["default", "values", "explicit"])
 def test_never_waits_for_the_device_and_repeats_are_bit_equal(name):
-    module = plain_attention(32, 2, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, "cuda")
     inputs |= ages_of(module, "cuda")
     grad_out = torch.ones_like(inputs["target"])

@@ -2,17 +2,21 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
-from torchrec import JaggedTensor
+from torchrec import EmbeddingBagConfig, JaggedTensor
 
 from tests.modules.target_attention_inputs import OPTIONS, bucket, example, projected
-from tests.plain import plain_attention
-from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn import (
+    JaggedTargetAttention,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+)
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.ops import flash_attention
 from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
@@ -45,8 +49,6 @@ def assert_exports(module, device):
 
 def test_exports_without_a_value_projection(path, device):
     module = JaggedTargetAttention(16, 2, value_projection=False, **path)
-    for parameter in (module.length_power, module.length_bias):
-        nn.init.normal_(parameter)
     assert_exports(module, device)
 
 
@@ -59,7 +61,7 @@ def test_values_are_the_rows_of_the_history(monkeypatch):
     seen = []
     attend = flash_attention.forward
     monkeypatch.setattr(flash_attention, "forward", lambda x: seen.append(x) or attend(x))
-    module = plain_attention(16, 2, value_projection=False, keys_and_values="explicit")
+    module = JaggedTargetAttention(16, 2, value_projection=False, keys_and_values="explicit")
     target, lengths = torch.randn(2, 16), torch.tensor([2, 3])
     rows = torch.randn(5, 24)[:, 4:20].requires_grad_()
     out = module(target, JaggedTensor(rows, lengths=lengths))
@@ -76,7 +78,7 @@ def test_values_are_the_rows_of_the_history(monkeypatch):
 def test_recency_init_without_scores_is_recency_weighted_pooling(value_projection, device):
     """Each head pools its own slice of the rows, by recency alone."""
     torch.manual_seed(0)
-    module = plain_attention(12, 3, value_projection=value_projection).to(device)
+    module = JaggedTargetAttention(12, 3, value_projection=value_projection).to(device)
     with torch.no_grad():
         (module.in_proj_weight[:12] if value_projection else module.q_proj_weight).zero_()
     lengths = [40, 0, 1, 7]
@@ -158,10 +160,10 @@ def reset_as_torchrec_does(module):
 @pytest.mark.parametrize("reset", [reset_whole, reset_as_torchrec_does])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_from_the_meta_device(name, reset):
-    module = plain_attention(16, 2, device="meta", **OPTIONS[name])
+    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
     assert all(parameter.is_meta for parameter in module.parameters())
     reset(module)
-    expected = plain_attention(16, 2, **OPTIONS[name])
+    expected = JaggedTargetAttention(16, 2, **OPTIONS[name])
     torch.manual_seed(1)
     expected.reset_parameters()
     torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
@@ -169,10 +171,10 @@ def test_from_the_meta_device(name, reset):
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "half" not in name])
 def test_copies_compute_the_same(name, tmp_path):
-    module = plain_attention(16, 2, **OPTIONS[name])
+    module = JaggedTargetAttention(16, 2, **OPTIONS[name])
     arguments = example(module, [5, 0, 40])
     expected = module(*arguments)
-    loaded = plain_attention(16, 2, **OPTIONS[name])
+    loaded = JaggedTargetAttention(16, 2, **OPTIONS[name])
     torch.save(module.state_dict(), tmp_path / "state.pt")
     loaded.load_state_dict(torch.load(tmp_path / "state.pt"), strict=True)
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
@@ -180,6 +182,30 @@ def test_copies_compute_the_same(name, tmp_path):
     for other in copies:
         assert repr(other).splitlines()[0] == repr(module).splitlines()[0]
         assert torch.equal(other(*arguments), expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("names", [["length_power"], ["length_power", "length_bias"]], ids=str)
+def test_a_removed_parameter_is_refused(names, strict):
+    table = EmbeddingBagConfig(
+        name="t", embedding_dim=16, num_embeddings=9, feature_names=["item", "items"]
+    )
+    collection = TargetAttentionEmbeddingBagCollection(
+        [table], TargetAttentionConfig("item", "items")
+    )
+    wrapped = nn.Sequential(collection)
+    (attention,) = collection.pooling.attentions
+    for module, prefix in (
+        (attention, ""),
+        (collection, "pooling.attentions.0."),
+        (wrapped, "0.pooling.attentions.0."),
+    ):
+        state = module.state_dict()
+        module.load_state_dict(state)
+        keys = [f"{prefix}{name}" for name in names]
+        old = state | {key: torch.zeros(16) for key in keys}
+        with pytest.raises(RuntimeError, match=re.escape(f"got {keys}: delete these keys")):
+            module.load_state_dict(old, strict=strict)
 
 
 def test_compiles_under_autocast():

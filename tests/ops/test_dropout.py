@@ -11,11 +11,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from tests.combinations import each_pair
 from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
-from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
+    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
@@ -282,7 +282,7 @@ def attend_by_hand(module, target, history, factors):
 def test_module(keys_and_values, value_projection, device):
     """Output and all gradients; both ways drop the same, and add the bias of values once."""
     attention = randomized(
-        plain_attention(
+        JaggedTargetAttention(
             16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
             keys_and_values=keys_and_values, device=device,
         )
@@ -358,7 +358,7 @@ def test_of_a_collection():
             name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
         )
     ]
-    config = plain_config("item", "history", dropout=P, encoder_layers=1)
+    config = TargetAttentionConfig("item", "history", dropout=P, encoder_layers=1)
     collection = TargetAttentionEmbeddingBagCollection(tables, config)
     kinds = {type(x): x.dropout for x in collection.modules() if hasattr(x, "row_dropout")}
     assert kinds == {JaggedTargetAttention: P, JaggedSelfAttention: P}
@@ -374,7 +374,7 @@ def test_refused(name, p):
     calls = (
         (name, lambda: jagged_target_attention(q[:4], q[:, 0], offsets, **{name: p})),
         (name, lambda: jagged_flash_attention(q, q, q, offsets, **{name: p})),
-        (name, lambda: plain_attention(16, 2, **{name: p})),
+        (name, lambda: JaggedTargetAttention(16, 2, **{name: p})),
         (name, lambda: JaggedSelfAttention(16, 2, **{name: p})),
         (of_layer, lambda: HistoryEncoderLayer(16, 2, **{of_layer: p})),
     )

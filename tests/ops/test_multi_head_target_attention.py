@@ -7,7 +7,7 @@ from torchrec import JaggedTensor
 from tests.combinations import each_pair
 from tests.fixtures import PATHS, sync_debug_mode
 from tests.modules.target_attention_inputs import CPU, example, projected
-from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.testing import offsets_of
 
 OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
@@ -130,7 +130,7 @@ def test_gradients_are_those_asked_for(options, path, device):
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_is_one_node_of_autograd(value_projection, path):
     options = {"value_projection": value_projection, **path}
-    module = plain_attention(16, 2, age_bias=True, **options)
+    module = JaggedTargetAttention(16, 2, age_bias=True, **options)
     target, history, timestamps = example(module, [5, 0, 40])
     out = module(target.requires_grad_(), history, timestamps)
     nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]

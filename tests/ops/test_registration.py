@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.plain import plain_attention
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.ops import (
     jagged_dense_add,
     jagged_dense_bmm,
@@ -21,7 +21,6 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 
 
 class Recorder(TorchDispatchMode):
@@ -150,18 +149,12 @@ def attend_flash(leaves):
 
 @functools.cache
 def attention_on(device):
-    return plain_attention(16, 2, device=device)
+    return JaggedTargetAttention(16, 2, device=device)
 
 
 def attend_by_module(leaves):
     history = JaggedTensor(leaves[1], offsets=torch.tensor([0, 2, 5], device=leaves[1].device))
     return attention_on(leaves[1].device)(leaves[0].squeeze(1), history)
-
-
-def scale(leaves):
-    offsets = torch.tensor([0, 2, 5], device=leaves[1].device)
-    power, bias = leaves[1].mean(0), leaves[1][0]
-    return call_scale_by_length(leaves[0], offsets, None, power, bias, None, 0.0, 0.0)
 
 
 def multiply(leaves):
@@ -175,7 +168,7 @@ def add(leaves):
 
 
 @pytest.mark.parametrize(
-    "function", [attend, attend_flash, attend_by_module, scale, softmax, multiply, add]
+    "function", [attend, attend_flash, attend_by_module, softmax, multiply, add]
 )
 def test_forward_mode_is_refused(function, leaves):
     query, history = (leaf.detach() for leaf in leaves)
@@ -192,7 +185,7 @@ def test_forward_mode_is_refused(function, leaves):
             torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
 
 
-DIFFERENTIABLE = [attend, attend_flash, attend_by_module, scale, softmax, multiply, add]
+DIFFERENTIABLE = [attend, attend_flash, attend_by_module, softmax, multiply, add]
 
 
 @pytest.mark.parametrize("function", DIFFERENTIABLE)
@@ -218,7 +211,7 @@ def test_transforms_take_gradients(function, leaves):
 
 
 @pytest.mark.parametrize(
-    "function", [attend, attend_flash, attend_by_module, scale, softmax, multiply]
+    "function", [attend, attend_flash, attend_by_module, softmax, multiply]
 )  # the gradient of a sum is the output's, which has one
 def test_transforms_are_refused_second_derivatives(function, leaves):
     def first_by_transform(x):
@@ -238,9 +231,7 @@ def test_transforms_are_refused_second_derivatives(function, leaves):
         torch.func.hessian(lambda x: loss_of(function)(leaves[0].detach(), x))(leaves[1].detach())
 
 
-@pytest.mark.parametrize(
-    "function", [attend, attend_flash, attend_by_module, scale, softmax, multiply]
-)
+@pytest.mark.parametrize("function", [attend, attend_flash, attend_by_module, softmax, multiply])
 def test_gradients_of_mapped_functions_are_refused(function, leaves):
     def loss(x):
         return loss_of(function)(leaves[0].detach(), x)
@@ -272,7 +263,7 @@ def attend_flash_by_age(leaves, times):
 
 @functools.cache
 def attention_by_age_on(device):
-    return plain_attention(16, 2, recency_bias=True, age_bias=True, device=device)
+    return JaggedTargetAttention(16, 2, recency_bias=True, age_bias=True, device=device)
 
 
 def attend_by_module_and_age(leaves, times):

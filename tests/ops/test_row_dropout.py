@@ -9,11 +9,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.combinations import each_pair
 from tests.ops.test_target_attention import LENGTHS, inputs_of_layout
-from tests.plain import plain_attention, plain_config
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
+    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
@@ -157,7 +157,7 @@ def make_history(device, width=16):
 def test_module(keys_and_values, device):
     """In training alone; as if the rows had a prior weight of zero."""
     options = {"keys_and_values": keys_and_values, "device": device}
-    attention = plain_attention(16, 2, row_dropout=0.4, **options)
+    attention = JaggedTargetAttention(16, 2, row_dropout=0.4, **options)
     history, target = make_history(device), torch.randn(4, 16, device=device)
     weights = kept(device, 93, 0.4).float()
     dropped = seeded(attention)(target, history)
@@ -186,7 +186,7 @@ def test_of_a_collection():
             name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
         )
     ]
-    config = plain_config("item", "history", row_dropout=0.4, encoder_layers=1)
+    config = TargetAttentionConfig("item", "history", row_dropout=0.4, encoder_layers=1)
     collection = TargetAttentionEmbeddingBagCollection(tables, config)
     modules = [module for module in collection.modules() if hasattr(module, "row_dropout")]
     kinds = {type(module): module.row_dropout for module in modules}
@@ -203,5 +203,5 @@ def test_of_a_collection():
     assert torch.equal(collection(features).values(), collection(features).values())
     with pytest.raises(ValueError, match="row_dropout must be at least 0 and below 1, got 1"):
         TargetAttentionEmbeddingBagCollection(
-            tables, plain_config("item", "history", row_dropout=1.0)
+            tables, TargetAttentionConfig("item", "history", row_dropout=1.0)
         )

@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.plain import plain_attention
 from torchrec_jagged_attn import (
     JaggedSelfAttention,
+    JaggedTargetAttention,
     array_jagged_bmm_jagged_out,
     checks,
     jagged2_softmax,
@@ -34,7 +34,6 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 from torchrec_jagged_attn.ops import interaction_gradients, target_attention
-from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length
 from torchrec_jagged_attn.replay import calls
 
 LENGTHS = [3, 0, 5], [1, 9, 2, 30], [0, 0], [4]
@@ -185,7 +184,7 @@ def of_module(
     by_index=False,
     **options,
 ):
-    module = plain_attention(
+    module = JaggedTargetAttention(
         16, 2, history_dim=history_dim, value_projection=value_projection, device="meta", **options
     )
     num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)
@@ -353,33 +352,6 @@ def of_unit(lengths, device):
     return jagged_activation_unit, leaves, {"offsets": offsets_of(lengths, device)}
 
 
-def of_scaled(lengths, device):
-    """Of a known seed, with noise, and a third of the elements of one row dropped."""
-    leaves = {
-        "x": draw(len(lengths), 3, 8, device=device),
-        "power": draw(8, device=device, seed=1),
-        "bias": draw(8, device=device, seed=2),
-    }
-    seed = torch.tensor([7], device=device)
-
-    def scale(x, power, bias, offsets):
-        return call_scale_by_length(x, offsets, None, power, bias, seed, 0.5, 0.5)
-
-    return scale, leaves, {"offsets": offsets_of(lengths, device)}
-
-
-def of_scaled_jagged(lengths, device):
-    leaves = {
-        "x": draw(sum(lengths), 8, device=device),
-        "power": draw(8, device=device, seed=1),
-    }
-
-    def scale(x, power, offsets):
-        return call_scale_by_length(x, 2 * offsets, offsets, power, None, None, 0.0, 0.0)
-
-    return scale, leaves, {"offsets": offsets_of(lengths, device)}
-
-
 def of_dense(lengths, device):
     """Products of rows by their sample's matrix, and of rows by rows, and softmax of columns."""
     leaves = {
@@ -458,7 +430,7 @@ KINDS = {
         of_weighted_target, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,
         of_dropped_weights_module, of_dropped_weights_explicit_module,
-        of_silu_target, of_sigmoid_module, of_unit, of_scaled, of_scaled_jagged,
+        of_silu_target, of_sigmoid_module, of_unit,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows, of_module_by_index,
         of_jagged_module_of_rows_by_index, of_explicit_module_by_index, of_taken_rows,

@@ -26,7 +26,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.plain import plain_attention
 from tests.torchrec.two_ranks import FEATURES, NUM_IDS, NUM_STEPS, make_batch, make_model
 from torchrec_jagged_attn import JaggedTargetAttention
 
@@ -159,7 +158,7 @@ class OfJagged(nn.Module):
 
 @pytest.mark.parametrize("lengths", [None, [1, 0, 3]], ids=["one target", "jagged targets"])
 def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device):
-    attention = plain_attention(16, 2).to(device)
+    attention = JaggedTargetAttention(16, 2).to(device)
     history = JaggedTensor(
         torch.randn(5, 16, device=device), lengths=torch.tensor([2, 0, 3], device=device)
     )

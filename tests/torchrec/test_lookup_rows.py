@@ -23,7 +23,6 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.utils import SequenceVBEContext
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.plain import plain_attention
 from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.test_requests import REQUESTS, make_requests
 from tests.torchrec.two_ranks import (
@@ -38,6 +37,7 @@ from tests.torchrec.two_ranks import (
     run_ranks,
     shard,
 )
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 
 KEYS = ["item", "hist", "tags"]
@@ -163,7 +163,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_is_as_large_as_a_copy():
     """Forward and backward: of 300 places in 3 samples, of 5 rows."""
-    attention = plain_attention(16, 2)
+    attention = JaggedTargetAttention(16, 2)
     places = KeyedJaggedTensor(
         keys=["item", "hist"], values=torch.arange(303), lengths=torch.tensor([1, 1, 1, 99, 0, 201])
     )

@@ -28,9 +28,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.plain import plain_config
 from tests.processes import start_method
 from torchrec_jagged_attn import (
+    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
@@ -187,7 +187,7 @@ def make_model(
     if "history_codes" in options:
         histories = ["times"]
     attentions = [
-        plain_config(target, history, num_heads=2, timestamps="times", **options)
+        TargetAttentionConfig(target, history, num_heads=2, timestamps="times", **options)
         for target, history in (
             [(targets, histories)] if side_by_side else zip(targets, histories, strict=True)
         )

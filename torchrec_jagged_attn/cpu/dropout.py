@@ -1,4 +1,4 @@
-"""What is dropped, and noise: ``kernels/common/dropout.py`` in PyTorch."""
+"""What is dropped: ``kernels/common/dropout.py`` in PyTorch."""
 
 from __future__ import annotations
 

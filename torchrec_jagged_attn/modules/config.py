@@ -66,18 +66,9 @@ class TargetAttentionConfig:
             :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
             projects with ``init="mha"`` or ``history_codes`` alone, and never for ``"din"``.
         row_dropout: while training, the probability that a row of the history is left out of an
-            attention, of encoder layers, too; as in :class:`JaggedTargetAttention`. ``None`` is 0
-            for encoder layers.
+            attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         dropout: while training, the probability that a weight of an attention is set to zero, of
             encoder layers, too; as in :class:`JaggedTargetAttention`.
-        output_dropout: while training, the probability that an element of an attention's output is
-            set to zero, by the length of its history; as in :class:`JaggedTargetAttention`.
-        length_power: whether an attention's output is multiplied by a learned power of the length
-            of its history; as in :class:`JaggedTargetAttention`.
-        output_noise: while training, the size of the noise that is added to an attention's output;
-            as in :class:`JaggedTargetAttention`.
-        length_bias: whether a learned multiple of the logarithm of the length is added to an
-            attention's output; as in :class:`JaggedTargetAttention`.
         hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
         activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
@@ -107,7 +98,7 @@ class TargetAttentionConfig:
     encoder_layers: int = 0
     score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax"
     value_projection: bool | None = None
-    row_dropout: float | None = None
+    row_dropout: float = 0.0
     max_history: int | None = None
     encoder_causal: bool = False
     encoder_window: int | None = None
@@ -116,11 +107,7 @@ class TargetAttentionConfig:
     hidden_dims: tuple[int, int] = (80, 40)
     activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
     history_codes: DiscretePCA | SemanticIds | None = None
-    output_dropout: float | None = None
-    length_power: bool | None = None
     encoder_dropout: float = 0.0
-    output_noise: float | None = None
-    length_bias: bool | None = None
 
     @property
     def targets(self) -> list[str]:

@@ -2,9 +2,8 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import itertools
-import math
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +27,10 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     UnitLayers,
     check_codes,
     check_inputs,
-    check_learned_of_length,
     check_over_codes,
     check_target_heads,
     check_unit,
     ids_of_codes,
-    noise_of,
 )
 from torchrec_jagged_attn.ops.activation_unit import (
     activation_unit,
@@ -47,7 +44,6 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     is_explicit,
     multi_head_target_attention,
 )
-from torchrec_jagged_attn.ops.scale_by_length import call_scale_by_length, scale_by_length
 from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
@@ -55,8 +51,8 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = ["JaggedTargetAttention"]
 
 
-ROW_DROPOUT, OUTPUT_DROPOUT, OUTPUT_NOISE = 0.2, 0.6, 0.5
-"""What :class:`JaggedTargetAttention` drops and adds unless told; by ``benchmarks/quality.py``."""
+REMOVED = ("length_power", "length_bias")
+"""Parameters of earlier versions, which state dicts may still have."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -65,11 +61,9 @@ class JaggedTargetAttention(nn.Module):
     Queries and keys are those of ``torch.nn.MultiheadAttention(embed_dim, num_heads,
     kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
     switch. Scores have a learned bias by position in the history (``recency_bias``, see
-    :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``),
-    where ``row_dropout``, ``output_dropout`` and ``output_noise`` keep them from overfitting, and
-    ``length_power`` and ``length_bias`` give back what a softmax does not know, the length. With
-    ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the same
-    parameter names and shapes. Targets may have a width of their own, too. Where they are few,
+    :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``).
+    With ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the
+    same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
     no key and no value is made: the projections are absorbed on the targets' side,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
@@ -108,11 +102,11 @@ class JaggedTargetAttention(nn.Module):
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
-            the identity, but for what the length does to it. An empty history gives zeros. In place
-            of those of the projections, parameters are ``q_proj_weight`` ``[E, C]``,
-            ``k_proj_weight`` ``[E, E]`` and, with ``bias``, ``in_proj_bias`` ``[E]`` of queries
-            alone: a bias of keys changes nothing. ``None``, the default, projects where it has to:
-            where ``D`` is not ``E``, with ``init="mha"`` or ``history_codes``; never for ``"din"``.
+            the identity. An empty history gives zeros. In place of those of the projections,
+            parameters are ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with
+            ``bias``, ``in_proj_bias`` ``[E]`` of queries alone: a bias of keys changes nothing.
+            ``None``, the default, projects where it has to: where ``D`` is not ``E``, with
+            ``init="mha"`` or ``history_codes``; never for ``"din"``.
         history_codes: how the history is packed in digits, if it is: its values are then ``[N,
             num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
             decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
@@ -122,45 +116,24 @@ class JaggedTargetAttention(nn.Module):
         hidden_dims: sizes of the two hidden layers of ``"din"``, 1 to 128 each.
         activation: of these: ``"sigmoid"``, ``"silu"`` or ``"relu"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
-            targets and heads. See :func:`jagged_target_attention`. ``None``, the default, is 0.2
-            for a softmax whose values are not projected, else 0.
+            targets and heads. See :func:`jagged_target_attention`.
         dropout: while training, the probability that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             See there. But the bias of values is added once, whatever is dropped.
-        output_dropout: ``p``, while training, the probability that an element of the output is set
-            to zero where the history has one row. The odds of it fall with the root of the length:
-            of ``n`` rows, it is ``p / (p + (1 - p) sqrt(n))``, so that what is known of few events
-            is trusted less. What is kept is divided by the probability to keep it. ``None``, the
-            default, is 0.6 for a softmax whose values are not projected, else 0.
-        output_noise: while training, the deviation of uniform noise that is added to the output, in
-            units of ``1 / sqrt(E)``, with which tables often start. So large it is where a history
-            has one row. It falls with the root of the length, and an empty history has none.
-            ``None``, the default, is 0.5 for a softmax whose values are not projected, else 0.
-        length_power: whether outputs are multiplied by ``n^p``, of a history of ``n`` rows (an
-            empty one has the factor 1), with a learned parameter ``length_power`` ``[E]``, ``p`` of
-            each column, that starts at zero. The weights of a softmax sum to one, whatever the
-            length: ``p`` gives it back, as far as it helps, from a mean at 0 to a sum at 1. Prior
-            weights and dropout do not change ``n``. ``None``, the default, multiplies for a softmax
-            whose values are not projected.
-        length_bias: whether ``c log n`` is added, with a learned parameter ``length_bias`` ``[E]``,
-            ``c`` of each column, that starts at zero. ``None`` is as for ``length_power``.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim`` or ``target_dim`` is no int, ``num_heads`` neither an int nor None,
-            ``length_power`` or ``length_bias`` is neither a bool nor None, ``output_noise`` no
-            number, or ``history_codes`` of another type.
+            ``row_dropout`` or ``dropout`` no number, or ``history_codes`` of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``embed_dim`` or ``target_dim``
-            is less than 1. ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``,
-            ``dropout`` or ``output_dropout`` is no probability below one, or ``output_noise`` is
-            negative or over 1000. ``age_bias`` goes without ``recency_bias``. Without a value
-            projection, ``history_dim`` is not ``embed_dim``. Of another score than the softmax,
-            keys and values are explicit, or ``length_power`` or ``length_bias`` is asked for. For
-            ``"din"``, there are several heads, widths that differ, projected values, no ``bias``, a
-            ``dropout`` or an unknown ``activation``. With ``history_codes``, the ``history_dim`` is
-            another, keys and values are explicit, values are not projected, or the score is
-            ``"din"``.
+            is less than 1. ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``
+            or ``dropout`` is no probability below one. ``age_bias`` goes without ``recency_bias``.
+            Without a value projection, ``history_dim`` is not ``embed_dim``. Of another score than
+            the softmax, keys and values are explicit. For ``"din"``, there are several heads,
+            widths that differ, projected values, no ``bias``, a ``dropout`` or an unknown
+            ``activation``. With ``history_codes``, the ``history_dim`` is another, keys and values
+            are explicit, values are not projected, or the score is ``"din"``.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
             and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
 
@@ -188,12 +161,8 @@ class JaggedTargetAttention(nn.Module):
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
         score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax",
         value_projection: bool | None = None,
-        row_dropout: float | None = None,
+        row_dropout: float = 0.0,
         dropout: float = 0.0,
-        output_dropout: float | None = None,
-        output_noise: float | None = None,
-        length_power: bool | None = None,
-        length_bias: bool | None = None,
         history_codes: DiscretePCA | SemanticIds | None = None,
         hidden_dims: tuple[int, int] = (80, 40),
         activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
@@ -216,7 +185,6 @@ class JaggedTargetAttention(nn.Module):
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
                 f"'explicit' and score={score!r}"
             )
-        check_learned_of_length(score, length_power, length_bias)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -238,17 +206,6 @@ class JaggedTargetAttention(nn.Module):
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
                 f"{self.history_dim}"
             )
-        is_restrained = score == "softmax" and not value_projection
-        if row_dropout is None:
-            row_dropout = ROW_DROPOUT if is_restrained else 0.0
-        if output_dropout is None:
-            output_dropout = OUTPUT_DROPOUT if is_restrained else 0.0
-        if output_noise is None:
-            output_noise = OUTPUT_NOISE if is_restrained else 0.0
-        if length_power is None:
-            length_power = is_restrained
-        if length_bias is None:
-            length_bias = is_restrained
         if score == "din":
             check_unit(
                 embed_dim, num_heads, self.history_dim, self.target_dim, value_projection, bias,
@@ -264,13 +221,9 @@ class JaggedTargetAttention(nn.Module):
         self.activation = activation
         self.row_dropout = row_dropout
         self.dropout = dropout
-        self.output_dropout = output_dropout
-        self.output_noise = output_noise
         # Integers: compilers take a float for one that varies, and compile it twice.
         self._drops = drops_of(row_dropout, "row_dropout")
         self._weight_drops = drops_of(dropout, "dropout")
-        self._output_drops = drops_of(output_dropout, "output_dropout")
-        self._output_noise = noise_of(output_noise, "output_noise")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -317,8 +270,6 @@ class JaggedTargetAttention(nn.Module):
         self.recency_bias = (
             RecencyBias(num_heads, age_bias, device, dtype) if recency_bias else None
         )
-        self.length_power = parameter(embed_dim) if length_power else None
-        self.length_bias = parameter(embed_dim) if length_bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -328,9 +279,6 @@ class JaggedTargetAttention(nn.Module):
                 getattr(self, f"history_{name}").copy_(value)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
-        for parameter in (self.length_power, self.length_bias):
-            if parameter is not None:
-                nn.init.zeros_(parameter)
         if self.unit is not None:
             layers = _layers_of(self.unit)
             for layer in layers:
@@ -363,6 +311,20 @@ class JaggedTargetAttention(nn.Module):
                     nn.init.eye_(self.v_proj_weight)
                 nn.init.eye_(self.out_proj.weight)
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Refuse a state dict whose outputs were computed with parameters that are no longer here,
+        strict or not.
+        """
+        if removed := [name for name in REMOVED if f"{prefix}{name}" in state_dict]:
+            raise RuntimeError(
+                f"state_dict must have no parameters that were removed from JaggedTargetAttention, "
+                f"got {[prefix + name for name in removed]}: delete these keys and train further, "
+                "since the outputs change, or load it with the version that saved it"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def forward(
         self,
         target: Tensor | JaggedTensor,
@@ -384,7 +346,7 @@ class JaggedTargetAttention(nn.Module):
             prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
                 target, see :func:`jagged_target_attention`. Zero removes the row; but positions,
                 ages and lengths count it. A history whose rows are all removed is pooled as an
-                empty one: what is left is what its length adds.
+                empty one.
             indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``
                 then, stands at each place of the samples. They are read where they lie, forward and
                 backward; only explicit keys and values are made of a copy ``[N, D]``. Lengths,
@@ -445,8 +407,6 @@ class JaggedTargetAttention(nn.Module):
             age_bias,
             self.history_mean,
             self.history_basis,
-            self.length_power,
-            self.length_bias,
         )
         return _attend(
             target, history, timestamps, prior_weights, indices, learned, self._options()
@@ -464,8 +424,6 @@ class JaggedTargetAttention(nn.Module):
             activation=self.activation,
             row_drops=self._drops if self.training else 0,
             weight_drops=self._weight_drops if self.training else 0,
-            output_drops=self._output_drops if self.training else 0,
-            output_noise=self._output_noise if self.training else 0,
         )
 
     @torch.no_grad()
@@ -478,9 +436,8 @@ class JaggedTargetAttention(nn.Module):
     ) -> JaggedTensor:
         """What each head of each target gives each row of its history, to be looked at.
 
-        The weights that :meth:`forward` sums up the rows by, but for rounding: with nothing
-        dropped, and before the length does anything to the sum. No key is made, and they have no
-        gradient.
+        The weights that :meth:`forward` sums up the rows by, but for rounding, with nothing
+        dropped. No key is made, and they have no gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
@@ -553,9 +510,7 @@ class JaggedTargetAttention(nn.Module):
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
-            f"dropout={self.dropout}, output_dropout={self.output_dropout}, "
-            f"output_noise={self.output_noise}, length_power={self.length_power is not None}, "
-            f"length_bias={self.length_bias is not None}"
+            f"dropout={self.dropout}"
             + (
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -610,7 +565,6 @@ def _attend(
         basis, mean = learned.history_basis, learned.history_mean
         k_weight = _over_digits(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_digits(v_weight, basis, mean, True)
-    drawn = _draw(options, rows.device)
     inputs = (
         query,
         rows,
@@ -626,7 +580,7 @@ def _attend(
         learned.position_bias,
         learned.age_bias,
         timestamps,
-        drawn if options.row_drops > 0 else None,
+        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
         draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None,
         prior_weights,
         options.num_heads,
@@ -639,40 +593,8 @@ def _attend(
     if not is_scripting():
         if indices is not None:
             inputs = _with_a_copy_if_explicit(MultiHeadArguments(*inputs))
-        pooled = call_multi_head_target_attention(*inputs)
-    else:
-        pooled = _multi_head_target_attention(*inputs)[0]
-    power, bias = learned.length_power, learned.length_bias
-    return _scale_by_length(pooled, offsets, query_offsets, power, bias, drawn, options)
-
-
-def _scale_by_length(
-    x: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None,
-    power: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """By the op of this name, unless there is nothing to do."""
-    drops, noise = options.output_drops, options.output_noise
-    if drops == 0 and noise == 0:
-        seed = None
-        if power is None and bias is None:
-            return x
-    odds, deviation = drops / (2**32 - drops), noise / (2**32 * math.sqrt(x.shape[-1]))
-    inputs = (x, offsets, query_offsets, power, bias, seed, deviation, odds)
-    if not is_scripting():
-        return call_scale_by_length(*inputs)
-    return _scale_by_length_op(*inputs)
-
-
-def _draw(options: Options, device: torch.device) -> Tensor | None:
-    """Which rows are dropped; outputs and noise have its seed, too, and other draws."""
-    if options.row_drops > 0 or options.output_drops > 0 or options.output_noise > 0:
-        return draw_dropout(options.row_drops, device)
-    return None
+        return call_multi_head_target_attention(*inputs)
+    return _multi_head_target_attention(*inputs)[0]
 
 
 def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
@@ -733,7 +655,6 @@ def _pool_by_unit(
             target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options
         )
         dtype = _dtype_of_products(dtype, rows)
-    drawn = _draw(options, rows.device)
     inputs = (
         target.to(rows.dtype),
         rows,
@@ -747,15 +668,13 @@ def _pool_by_unit(
         unit.position_bias,
         unit.age_bias,
         timestamps,
-        drawn if options.row_drops > 0 else None,
+        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
         prior_weights,
         options.activation,
     )
     if not is_scripting():
-        pooled = call_activation_unit(*inputs).to(dtype)
-    else:
-        pooled = _activation_unit(*inputs).to(dtype)
-    return _scale_by_length(pooled, offsets, None, None, None, drawn, options)
+        return call_activation_unit(*inputs).to(dtype)
+    return _activation_unit(*inputs).to(dtype)
 
 
 def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
@@ -773,4 +692,3 @@ def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
 _activation_unit = activation_unit.overloadpacket
-_scale_by_length_op = scale_by_length.overloadpacket

@@ -1,7 +1,6 @@
 """What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
-from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,12 +32,10 @@ __all__ = [
     "UnitLayers",
     "check_codes",
     "check_inputs",
-    "check_learned_of_length",
     "check_over_codes",
     "check_target_heads",
     "check_unit",
     "ids_of_codes",
-    "noise_of",
 ]
 
 
@@ -55,8 +52,6 @@ class Learned(NamedTuple):
     age_bias: Tensor | None
     history_mean: Tensor | None
     history_basis: Tensor | None
-    length_power: Tensor | None
-    length_bias: Tensor | None
 
 
 class UnitLayers(NamedTuple):
@@ -73,7 +68,7 @@ class UnitLayers(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a module was made with, and what it drops and adds now, in units of 2^-32."""
+    """What a module was made with, and what it drops now, in units of 2^-32."""
 
     target_dim: int
     history_dim: int
@@ -85,8 +80,6 @@ class Options(NamedTuple):
     activation: str
     row_drops: int
     weight_drops: int
-    output_drops: int
-    output_noise: int
 
 
 def check_target_heads(num_heads: int | None, embed_dim: int, score: str) -> int:
@@ -123,28 +116,6 @@ def check_unit(
             raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
     check_hidden_dims(hidden_dims, embed_dim)
     check_activation(activation)
-
-
-def check_learned_of_length(
-    score: str, length_power: bool | None, length_bias: bool | None
-) -> None:
-    """What a length does is learned of pooled rows whose weights have a sum in common."""
-    for name, value in (("length_power", length_power), ("length_bias", length_bias)):
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool or None, got {value!r}")
-        if value and score != "softmax":
-            raise ValueError(
-                f"{name} must be None or False unless score is 'softmax', got {score!r}"
-            )
-
-
-def noise_of(deviation: float, name: str) -> int:
-    """``deviation``, the argument ``name``, in units of 2^-32."""
-    if not isinstance(deviation, Real):
-        raise TypeError(f"{name} must be a number, got {deviation!r}")
-    if not 0 <= deviation <= 1000:
-        raise ValueError(f"{name} must be at least 0 and at most 1000, got {deviation!r}")
-    return int(deviation * 2**32)
 
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:

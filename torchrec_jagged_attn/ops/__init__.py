@@ -1,8 +1,7 @@
 """The ops: functions of tensors, each one registered torch op with a fake and a gradient."""
 
 # Programs have these ops.
-import torchrec_jagged_attn.ops.multi_head_target_attention
-import torchrec_jagged_attn.ops.scale_by_length  # noqa: F401
+import torchrec_jagged_attn.ops.multi_head_target_attention  # noqa: F401
 from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.ops.activation_unit import jagged_activation_unit
 from torchrec_jagged_attn.ops.flash_attention import jagged_flash_attention

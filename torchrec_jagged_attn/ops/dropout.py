@@ -1,4 +1,4 @@
-"""``draw_dropout``: what attention leaves out while it trains, and the seed of its noise."""
+"""``draw_dropout``: what attention leaves out while it trains."""
 
 # torch.jit.script reads annotations, so they are no strings here.
 from numbers import Real

@@ -2,7 +2,6 @@
 
 from torchrec_jagged_attn.testing.cases import (
     CASES,
-    UNRESTRAINED,
     Case,
     jagged_lengths,
     make_flash_inputs,
@@ -30,7 +29,6 @@ from torchrec_jagged_attn.testing.tolerance import (
 
 __all__ = [
     "CASES",
-    "UNRESTRAINED",
     "Case",
     "ScoreBiases",
     "TF32Products",

@@ -1,4 +1,4 @@
-"""Named shapes, makers of inputs, and options that attention is compared with."""
+"""Named shapes, and makers of inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 __all__ = [
     "CASES",
-    "UNRESTRAINED",
     "Case",
     "jagged_lengths",
     "make_flash_inputs",
@@ -20,17 +19,6 @@ __all__ = [
     "offsets_of",
 ]
 
-
-UNRESTRAINED = {
-    "row_dropout": 0.0,
-    "output_dropout": 0.0,
-    "output_noise": 0.0,
-    "length_power": False,
-    "length_bias": False,
-}
-"""Options of ``JaggedTargetAttention`` with which training computes as evaluation does, and lengths
-do nothing to what is pooled.
-"""
 
 Distribution = Literal["uniform", "log-normal", "skewed", "giant", "edges"] | float
 

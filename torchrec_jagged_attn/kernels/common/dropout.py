@@ -1,9 +1,9 @@
-"""What is dropped, and noise, by counter-based generators: nothing of it is stored.
+"""What is dropped, by counter-based generators: nothing of it is stored.
 
 A row's number is the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14), so that forward,
 backward and every device draw the same for it. Of weights, the counter is the number of the query
 row, of all samples and heads; its draw and the number of the history row, spread out, go through
-the finalizer of MurmurHash3 (Appleby). So it is of outputs, by their rows and columns.
+the finalizer of MurmurHash3 (Appleby).
 ``cpu/dropout.py`` does it in PyTorch.
 """
 
