@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -13,7 +14,6 @@ from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     offsets_of,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 LENGTHS = [30, 0, 3, 64, 1]
@@ -42,18 +42,18 @@ def inputs_of(
 
 
 def assert_right(inputs, num_levels=3, **options):
-    def over_rows(attend):
-        def call(query, packed, offsets, mean, basis, **others):
-            digits = SemanticIds(len(basis), num_levels).unpack(packed)
-            return attend(query, mean + digits.to(mean.dtype) @ basis, offsets, **others, **options)
-
-        return call
+    def over_digits(query, packed, offsets, mean, basis, **others):
+        """Rows are products of digits and a one with the basis and the mean."""
+        digits = SemanticIds(len(basis), num_levels).unpack(packed)
+        rows = F.pad(digits.to(mean.dtype), (0, 1), value=1.0)
+        matrix = torch.cat([basis, mean.unsqueeze(0)])
+        given = {**options, "scale": options.get("scale") or len(mean) ** -0.5}
+        return target_attention_oracle(query @ matrix.T, rows, offsets, **others, **given) @ matrix
 
     def over_ids(**inputs):
         return jagged_target_attention_over_ids(**inputs, num_levels=num_levels, **options)
 
-    oracle, plain = over_rows(target_attention_oracle), over_rows(target_attention_plain)
-    assert_matches_oracle(over_ids, oracle, plain, inputs)
+    assert_matches_oracle(over_ids, over_digits, inputs)
 
 
 @pytest.mark.parametrize(
