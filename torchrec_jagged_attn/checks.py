@@ -272,7 +272,7 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
 
 def check_num_levels(num_levels: int) -> None:
     """``num_levels`` of a digit must be odd, and few enough for a byte."""
-    if isinstance(num_levels, bool) or not isinstance(num_levels, int):
+    if isinstance(num_levels, bool) or not isinstance(num_levels, Integral):
         raise TypeError(f"num_levels must be an int, got {num_levels!r}")
     if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
         raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")

@@ -1,5 +1,6 @@
 """Digits come out of bytes as they went in."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -67,12 +68,34 @@ def test_no_row(device):
     assert ids.unpack(packed).shape == (0, 7)
 
 
-def test_rows_that_are_not_contiguous(device):
-    ids = SemanticIds(6)
-    digits = draw_digits(40, ids, device)
-    assert torch.equal(ids.pack(digits.T.contiguous().T[::2]), ids.pack(digits)[::2])
+def of_all_strides(x):
+    """``x`` with strides of other orders, and ones that no element needs."""
+    transposed = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device).T
+    wide = x.new_empty(x.shape[0], 3 * x.shape[1])
+    return transposed.copy_(x), wide[:, ::3].copy_(x), wide[:, : x.shape[1]].copy_(x), x[::2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("num_digits", [1, 5, 6, 10, 41])
+def test_rows_that_are_not_contiguous(num_digits, dtype, device):
+    """With a byte or a word of one column, and with digits that fill their bytes, too."""
+    ids = SemanticIds(num_digits)
+    digits = draw_digits(40, ids, device, dtype)
     packed = ids.pack(digits)
-    assert torch.equal(ids.unpack(packed.T.contiguous().T[::2]), digits[::2])
+    words = ids.to_words(packed)
+    for method, rows in ((ids.pack, digits), (ids.unpack, packed), (ids.to_words, packed)):
+        for other in of_all_strides(rows):
+            assert torch.equal(method(other), method(other.contiguous())), method
+    for other in of_all_strides(words):
+        assert torch.equal(ids.from_words(other), packed if len(other) == 40 else packed[::2])
+
+
+def test_numbers_of_numpy():
+    ids = SemanticIds(np.uint8(200), np.uint8(5))
+    assert ids == SemanticIds(200, 5)
+    assert (type(ids.num_digits), type(ids.num_levels)) == (int, int)
+    with pytest.raises(TypeError, match="num_levels must be an int, got True"):
+        SemanticIds(3, True)
 
 
 def test_compiled_with_changing_lengths(device):

@@ -16,7 +16,7 @@ def pack(digits: Tensor, num_levels: int) -> Tensor:
     num_digits, per_byte = digits.shape[1], digits_per_byte(num_levels)
     num_bytes = bytes_of_digits(num_digits, num_levels)
     filled = F.pad(digits.int() + num_levels // 2, (0, num_bytes * per_byte - num_digits))
-    of_bytes = filled.view(-1, num_bytes, per_byte)
+    of_bytes = filled.reshape(-1, num_bytes, per_byte)
     return (of_bytes * _place_values(digits, num_levels)).sum(2).to(torch.uint8)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.checks import (
+    check_int,
     check_num_levels,
     check_packed,
     check_packed_values,
@@ -58,11 +59,10 @@ class SemanticIds:
     num_levels: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_digits, bool) or not isinstance(self.num_digits, int):
-            raise TypeError(f"num_digits must be an int, got {self.num_digits!r}")
-        if self.num_digits < 1:
-            raise ValueError(f"num_digits must be at least 1, got {self.num_digits}")
+        check_int(self.num_digits, "num_digits", 1)
         check_num_levels(self.num_levels)
+        for name in ("num_digits", "num_levels"):  # of NumPy, they may have few bits
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def largest_digit(self) -> int:
@@ -139,7 +139,7 @@ class SemanticIds:
         return filled.view(torch.int64)
 
     def from_words(self, words: Tensor) -> Tensor:
-        """What :meth:`to_words` was given: a view of ``words``, if they are contiguous.
+        """What :meth:`to_words` was given: a view of ``words``, if their last stride is 1.
 
         Raises:
             TypeError: ``words`` are not int64.
@@ -149,7 +149,9 @@ class SemanticIds:
         if words.dtype != torch.int64:
             raise TypeError(f"words must be int64, got {words.dtype}")
         check_shape(words, "words", "[N, num_words]", (None, self.num_words))
-        return words.contiguous().view(torch.uint8)[:, : self.num_bytes]
+        if words.stride(1) != 1:  # which contiguous() may leave, of one column
+            words = words.clone(memory_format=torch.contiguous_format)
+        return words.view(torch.uint8)[:, : self.num_bytes]
 
     def check_digits(self, digits: Tensor) -> None:
         """They must be ``[N, L]`` integers; values are read only where that would not wait."""
@@ -158,7 +160,7 @@ class SemanticIds:
             raise TypeError(f"digits must be integers, got {digits.dtype}")
         check_shape(digits, "digits", "[N, L]", (None, self.num_digits))
         if should_validate(digits) and digits.numel():
-            low, high = (int(x) for x in digits.aminmax())
+            low, high = (int(x) for x in digits.long().aminmax())
             most = self.largest_digit
             if low < -most or high > most:
                 raise ValueError(f"digits must be {-most} to {most}, got {low} to {high}")
