@@ -2,9 +2,11 @@
 
 import copy
 import itertools
+import math
 from fractions import Fraction
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,6 +199,51 @@ def test_rows_of_any_scale(factor):
     assert scaled_errors == pytest.approx([error * factor**2 for error in errors], rel=1e-9, abs=0)
 
 
+@pytest.mark.parametrize("exponent", [-30, -23, -18, 18, 20, 30])
+@pytest.mark.parametrize("num_levels", [3, 7])
+def test_rows_of_any_scale_in_fp32(exponent, num_levels, device):
+    """By a power of two the digits are the same, those of directions that hardly matter too."""
+    rows = draw_rows(300, 5, device, torch.float32) - 3
+    factor = 2.0 ** round(exponent * math.log2(10))
+    pca, scaled = (DiscretePCA(5, 12, num_levels, device=device) for _ in range(2))
+    errors, scaled_errors = pca.fit(rows), scaled.fit(rows * factor)
+    digits = scaled.encode(rows * factor)
+    assert torch.equal(digits, pca.encode(rows))
+    assert (digits != 0).any(0).all()
+    assert scaled_errors == pytest.approx([error * factor**2 for error in errors], rel=1e-9, abs=0)
+    assert error_of(scaled, rows * factor) == pytest.approx(scaled_errors[-1], rel=1e-3, abs=0)
+
+
+def test_directions_of_very_different_scales():
+    """As no fit finds them, but training may."""
+    pca = DiscretePCA(2, 2)
+    pca.basis.copy_(torch.tensor([[1e30, 0], [0, 1e-30]]))
+    digits = torch.tensor([[1, -1], [0, 1], [-1, 0]], dtype=torch.int8)
+    assert torch.equal(pca.encode(pca.decode(digits)), digits)
+
+
+def test_without_a_fit_nothing_is_encoded_or_decoded():
+    pca = DiscretePCA(4, 3)
+    for method, value in (
+        (pca.encode, torch.ones(2, 4)),
+        (pca.decode, torch.zeros(2, 3).long()),
+        (pca, torch.zeros(2, 1).byte()),
+    ):
+        with pytest.raises(ValueError, match="DiscretePCA must be fitted"):
+            method(value)
+    fitted = DiscretePCA(4, 3)
+    fitted.fit(torch.eye(4))
+    pca.load_state_dict(fitted.state_dict())
+    assert torch.equal(pca.encode(torch.eye(4)), fitted.encode(torch.eye(4)))
+
+
+def test_numbers_of_numpy():
+    pca = DiscretePCA(np.int64(4), np.uint8(200), np.uint8(5), num_sweeps=np.int32(2))
+    assert (pca.embed_dim, pca.ids.num_bytes, pca.num_sweeps) == (4, 67, 2)
+    pca.fit(torch.eye(4), tolerance=np.float32(0.1), max_steps=np.int64(3))
+    assert pca(pca.ids.pack(pca.encode(torch.eye(4)))).shape == (4, 4)
+
+
 def test_fits_are_repeatable(device):
     rows = draw_rows(700, 8, device, torch.float32)
     first, again = (DiscretePCA(8, 20, device=device) for _ in range(2))
@@ -245,6 +292,7 @@ def test_a_row_far_from_all_others_takes_one_digit():
 
 def test_no_row_to_encode(device):
     pca = DiscretePCA(4, 3, device=device)
+    pca.fit(torch.eye(4, device=device))
     digits = pca.encode(torch.empty(0, 4, device=device))
     assert digits.shape == (0, 3)
     assert pca.decode(digits).shape == (0, 4)
@@ -356,8 +404,24 @@ class Shrinking:
         ([], {}, ValueError, "rows must be at least one, got none"),
         (torch.full((2, 4), torch.nan), {}, ValueError, "rows must be finite"),
         (Shrinking(), {}, ValueError, "rows must be the same in each pass, got 6 and then 4"),
-        (torch.ones(2, 4), {"tolerance": -1}, ValueError, "tolerance must not be negative, got -1"),
-        (torch.ones(2, 4), {"max_steps": -1}, ValueError, "max_steps must not be negative, got -1"),
+        (torch.ones(2, 4), {"tolerance": -1}, ValueError, "tolerance must be finite and not n"),
+        (torch.ones(2, 4), {"tolerance": math.nan}, ValueError, "tolerance must be finite and not"),
+        (torch.ones(2, 4), {"tolerance": "1"}, TypeError, "tolerance must be a number, got '1'"),
+        (torch.ones(2, 4), {"max_steps": -1}, ValueError, "max_steps must be at least 0, got -1"),
+        (torch.ones(2, 4), {"max_steps": 2.0}, TypeError, r"max_steps must be an int, got 2\.0"),
+        (
+            torch.eye(4).double() * 1e-50,
+            {},
+            ValueError,
+            "rows must be of a scale that torch.float32",
+        ),
+        (
+            torch.eye(4).double() * 1e50,
+            {},
+            ValueError,
+            "rows must be of a scale that torch.float32",
+        ),
+        (torch.eye(4).double() * 1e-160, {}, ValueError, "rows must differ by 1e-140 or more, or"),
     ],
 )
 def test_wrong_rows_are_named_and_change_nothing(rows, options, error, message):

@@ -101,6 +101,7 @@ def test_losses_and_weights():
 
 def test_without_labels_and_of_no_row():
     fusion = VQFusion({"text": 12}, latent_dim=4, num_digits=5)
+    fusion.fit([{"text": torch.eye(12)}])
     assert fusion.encode({"text": torch.zeros(0, 12)}).shape == (0, 5)
     assert set(fusion({"text": torch.ones(3, 12)}).losses) == {"text", "commitment"}
 
@@ -114,6 +115,36 @@ def test_state_comes_back():
     assert torch.equal(other.encode(rows), fusion.encode(rows))
 
 
+def test_without_a_fit_nothing_is_quantized():
+    fusion = make_fusion()
+    for call in (lambda: fusion(*make_rows(3)), lambda: fusion.encode(make_rows(3)[0])):
+        with pytest.raises(ValueError, match="DiscretePCA must be fitted"):
+            call()
+
+
+def test_all_parameters_have_a_gradient_in_each_mode():
+    """Those of mean and basis are zeros while latents are not quantized."""
+    fusion = make_fusion()
+    fusion(*make_rows(20), quantize=False).loss.backward()
+    assert not any(parameter.grad is None for parameter in fusion.parameters())
+    assert not fusion.pca.mean.grad.any()
+    assert not fusion.pca.basis.grad.any()
+    fusion.fit([make_rows(20)[0]])
+    fusion.zero_grad()
+    fusion(*make_rows(20)).loss.backward()
+    assert not any(parameter.grad is None for parameter in fusion.parameters())
+
+
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
+def test_cosines_of_any_scale(factor):
+    fusion = make_fusion()
+    rows, labels = make_rows(20)
+    scaled = {name: x * factor for name, x in rows.items()}
+    fusion.fit([rows])
+    assert torch.equal(fusion.encode(scaled), fusion.encode(rows))
+    assert fusion(scaled, labels).loss == fusion(rows, labels).loss
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -121,6 +152,10 @@ def test_state_comes_back():
         ({"embeddings": ["text"]}, TypeError, "embeddings must be sizes by name, got a list"),
         ({"labels": {"kind": 0}}, ValueError, r"labels\['kind'\] must be at least 1, got 0"),
         ({"hidden_dim": 2.0}, TypeError, r"hidden_dim must be an int, got 2\.0"),
+        ({"latent_dim": 0}, ValueError, "latent_dim must be at least 1, got 0"),
+        ({"losses": ["mse"]}, TypeError, "losses must be by name, got a list"),
+        ({"weights": {"kind": -1.0}}, ValueError, r"weights\['kind'\] must be finite and not neg"),
+        ({"weights": {"kind": "1"}}, TypeError, r"weights\['kind'\] must be a number, got '1'"),
         ({"losses": {"kind": "mse"}}, ValueError, r"losses must be of \['text'\], got \['kind'\]"),
         ({"losses": {"text": "l1"}}, ValueError, r"losses must be cosine or mse, got \['l1'\]"),
         ({"weights": {"other": 1.0}}, ValueError, r"weights must be of .*, got \['other'\]"),
@@ -168,6 +203,13 @@ def test_wrong_options_are_named(change, error, message):
             TypeError,
             r"labels\['kind'\] must be int64, got torch.int32",
         ),
+        (
+            make_rows(3)[0],
+            {"kind": torch.tensor([0, 4, 1])},
+            ValueError,
+            r"labels\['kind'\] must be 0 to 3, got 0 to 4",
+        ),
+        (torch.zeros(3, 12), {}, TypeError, "embeddings must be tensors by name, got a Tensor"),
         (*make_rows(0), ValueError, "embeddings must have at least one row, got none"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
@@ -15,6 +16,7 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     should_validate,
 )
+from torchrec_jagged_attn.ranks import Ranks
 
 __all__ = ["Relevance", "rank_attributes"]
 
@@ -87,7 +89,7 @@ class Relevance(nn.Module):
 
     @torch.no_grad()
     def update(self, dwell: Tensor, surface: Tensor, converted: Tensor) -> None:
-        """Count events. Sums of several ranks' ``counts`` are those of all their events.
+        """Count events.
 
         Args:
             dwell: ``[N]``, integers or floating point. Less than 0, and NaN, count as 0.
@@ -107,11 +109,19 @@ class Relevance(nn.Module):
         self.counts.view(-1).index_add_(0, at, torch.ones_like(at))
 
     @torch.no_grad()
-    def fit(self) -> None:
-        """Find ``coefficients`` for all events that were counted."""
+    def fit(self, *, process_group: dist.ProcessGroup | None = None) -> None:
+        """Find ``coefficients`` for all events that were counted.
+
+        Where a process group is initialized, every rank must call it: the ranks' counts are added
+        up, and ``counts`` stay those of each rank.
+
+        Args:
+            process_group: the ranks whose counts are added up; by default, those of the default
+                process group.
+        """
         middles = (torch.arange(self.num_bins, device=self.counts.device) + 0.5) * self.bin_width
         x = torch.stack([torch.ones_like(middles), middles], 1).double()  # [bins, 2]
-        counts = self.counts.double()
+        counts = Ranks(process_group).sum(self.counts).double()
         start = torch.zeros(1, 2, dtype=torch.float64, device=counts.device)
         of_all = _newton(x, counts.sum(0, keepdim=True), start, self.prior)
         of_each = _newton(x, counts, of_all.expand(self.num_surfaces, -1), self.prior)

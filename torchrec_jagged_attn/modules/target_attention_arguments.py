@@ -121,6 +121,7 @@ def check_unit(
 def check_codes(history_codes: object, history_dim: int | None) -> int:
     """What histories are packed in must be known; returns how wide their rows are."""
     if isinstance(history_codes, DiscretePCA):
+        history_codes.check_fitted()
         width = history_codes.embed_dim
     elif isinstance(history_codes, SemanticIds):
         width = history_codes.num_digits

@@ -6,9 +6,19 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from torchrec_jagged_attn.checks import check_same, check_shape, check_tensor, should_validate
+from torchrec_jagged_attn.checks import (
+    check_int,
+    check_real,
+    check_same,
+    check_shape,
+    check_tensor,
+    should_validate,
+)
+from torchrec_jagged_attn.ranks import Ranks
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 
 __all__ = ["DiscretePCA"]
@@ -17,6 +27,8 @@ BLOCK = 2**16
 """Rows that are taken at a time."""
 BINS, BINS_PER_OCTAVE = 4096, 64
 """Of the histograms that scales come from."""
+LEAST_SPREAD = 1e-140
+"""Of values: fp64 holds the squares of these with all of their bits."""
 
 
 class DiscretePCA(nn.Module):
@@ -28,10 +40,11 @@ class DiscretePCA(nn.Module):
     what the digits before leave of the rows, with the scales that leave least. It goes on where
     there are more digits than columns. Then it alternates between digits and least squares for
     :math:`B`. What it computes is fp64, and the same bits however rows are cut into batches.
+    Under a process group, it fits the rows of all ranks together.
 
     :meth:`encode` chooses digits greedily, one direction after the other, then goes over them again
     with all others held. :meth:`decode` is linear in the digits: it has gradients for ``mean`` and
-    ``basis``, and no other parameters. Before it is fitted, all rows are zeros.
+    ``basis``, and no other parameters. Both must be fitted, or loaded, before they are used.
 
     Args:
         embed_dim: ``D``, of rows.
@@ -84,16 +97,17 @@ class DiscretePCA(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value, least in (("embed_dim", embed_dim, 1), ("num_sweeps", num_sweeps, 0)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_int(embed_dim, "embed_dim", 1)
+        check_int(num_sweeps, "num_sweeps", 0)
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float32 or float64, got {dtype}")
         self.ids = SemanticIds(num_digits, num_levels)
-        self.embed_dim, self.num_sweeps = embed_dim, num_sweeps
-        for name, shape in (("mean", [embed_dim]), ("basis", [num_digits, embed_dim])):
+        self.embed_dim, self.num_sweeps = int(embed_dim), int(num_sweeps)
+        self._is_fitted = False
+        for name, shape in (
+            ("mean", [self.embed_dim]),
+            ("basis", [self.ids.num_digits, self.embed_dim]),
+        ):
             value = torch.zeros(shape, device=device, dtype=dtype)
             if trainable:
                 self.register_parameter(name, nn.Parameter(value))
@@ -102,12 +116,20 @@ class DiscretePCA(nn.Module):
 
     @torch.no_grad()
     def fit(
-        self, rows: Tensor | Iterable[Tensor], *, tolerance: float = 1e-3, max_steps: int = 50
+        self,
+        rows: Tensor | Iterable[Tensor],
+        *,
+        tolerance: float = 1e-3,
+        max_steps: int = 50,
+        process_group: dist.ProcessGroup | None = None,
     ) -> list[float]:
-        """Find mean and directions of rows, of any scale.
+        """Find mean and directions of rows, of any scale that the dtype of this module holds.
 
         Rows are read, a block at a time: once for mean and covariance, twice for each round of
         directions (a few more than ``L / D``), and once for each step of least squares.
+
+        Where a process group is initialized, every rank must call it, each with rows of its own:
+        they are fitted together, and all ranks get the same mean and basis, bit by bit.
 
         Args:
             rows: ``[N, D]``, floating point, ``N > 0``; or batches of such rows, which can be
@@ -115,6 +137,8 @@ class DiscretePCA(nn.Module):
                 Each batch is moved to the device of this module.
             tolerance: least squares end when a step lowers the error by less than this fraction.
             max_steps: of least squares at most.
+            process_group: the ranks whose rows are fitted together; by default, those of the
+                default process group. One of this rank alone fits its rows alone.
 
         Returns:
             The mean squared error of a row, summed over its columns, before least squares and after
@@ -123,18 +147,17 @@ class DiscretePCA(nn.Module):
         Raises:
             TypeError: ``rows`` are no floating-point rows, or can be iterated only once.
             ValueError: ``rows`` are none, not finite, not of ``D`` columns, or not the same again;
-                or ``tolerance`` or ``max_steps`` is negative.
+                their scale is not held by the dtype of this module; or ``tolerance`` or
+                ``max_steps`` is negative.
         """
-        if tolerance < 0:
-            raise ValueError(f"tolerance must not be negative, got {tolerance}")
-        if max_steps < 0:
-            raise ValueError(f"max_steps must not be negative, got {max_steps}")
+        check_real(tolerance, "tolerance")
+        check_int(max_steps, "max_steps", 0)
         if not isinstance(rows, Iterable) or isinstance(rows, Iterator):
             raise TypeError(
                 "rows must be a tensor, or batches that can be iterated again and again, got a "
                 f"{type(rows).__name__}"
             )
-        data = _Rows(rows, self.embed_dim, self.mean.device)
+        data = _Rows(rows, self.embed_dim, self.mean.device, process_group)
         model = _Model(data.mean, _directions(data, self.ids, self.num_sweeps), self.ids)
         error, change = data.measure(model, self.num_sweeps)
         found = [error]
@@ -147,9 +170,26 @@ class DiscretePCA(nn.Module):
             found.append(error)
             if error > (1 - tolerance) * found[-2]:
                 break
+        _check_scale(model, self.basis.dtype)
         self.mean.copy_(model.mean)
         self.basis.copy_(model.basis)
+        self._is_fitted = True
         return found
+
+    def check_fitted(self) -> None:
+        """``mean`` and ``basis`` must not be the zeros that they begin with; reads them once.
+
+        Raises:
+            ValueError: they are.
+        """
+        if self._is_fitted or self.mean.is_meta or isinstance(self.mean, FakeTensor):
+            return
+        if not self.mean.any() and not self.basis.any():
+            raise ValueError(
+                "DiscretePCA must be fitted, or have the state of one that was, before it is used, "
+                "got a mean and a basis of zeros: call fit()"
+            )
+        self._is_fitted = True
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
@@ -164,12 +204,15 @@ class DiscretePCA(nn.Module):
         Raises:
             TypeError: ``rows`` are not floating point.
             ValueError: their shape or device does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is not finite.
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is not finite, or this module is not
+                fitted.
         """
         _check_rows(rows, self.embed_dim)
         check_same(self.mean, "mean", dtype=False, rows=rows)
-        if should_validate(rows) and not rows.isfinite().all():
-            raise ValueError("rows must be finite, got some that are not")
+        if should_validate(rows):
+            if not rows.isfinite().all():
+                raise ValueError("rows must be finite, got some that are not")
+            self.check_fitted()
         model = _Model(self.mean, self.basis, self.ids)
         with torch.autocast(rows.device.type, enabled=False):  # digits do not depend on it
             return torch.cat(
@@ -188,9 +231,13 @@ class DiscretePCA(nn.Module):
         Raises:
             TypeError: ``digits`` are no integers.
             ValueError: their shape does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range.
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range, or this module is not
+                fitted.
         """
         self.ids.check_digits(digits)
+        check_same(self.mean, "mean", dtype=False, digits=digits)
+        if should_validate(digits):
+            self.check_fitted()
         with torch.autocast(digits.device.type, enabled=False):
             return self.mean + digits.to(self.basis.dtype) @ self.basis
 
@@ -213,6 +260,20 @@ def _check_rows(rows: Tensor, embed_dim: int) -> None:
     check_shape(rows, "rows", "[N, D]", (None, embed_dim))
 
 
+def _check_scale(model: _Model, dtype: torch.dtype) -> None:
+    """``dtype`` must hold directions with all of its bits, and every row that has digits."""
+    limits, h = torch.finfo(dtype), model.ids.largest_digit
+    sizes = model.basis.abs().amax(1)
+    largest = (model.mean.abs() + h * model.basis.abs().sum(0)).max().item()
+    least = sizes[sizes > 0].min().item() if sizes.any() else limits.tiny
+    if largest > limits.max or least < limits.tiny:
+        raise ValueError(
+            f"rows must be of a scale that {dtype} holds, {limits.tiny:.3g} to {limits.max:.3g}, "
+            f"got {least if least < limits.tiny else largest:.3g}: scale them, or make DiscretePCA "
+            "with dtype=torch.float64"
+        )
+
+
 class _Model(NamedTuple):
     """What a fit finds: mean ``[D]`` and basis ``[L, D]``; ``L`` may be less than that of ids."""
 
@@ -227,13 +288,19 @@ class _Model(NamedTuple):
         """
         dtype = torch.promote_types(rows.dtype, self.mean.dtype)
         basis, most = self.basis.to(dtype), self.ids.largest_digit
-        squares = basis.square().sum(1)
-        inverse = torch.where(squares > 0, 1 / squares, 0)
+        # Squares of directions may be too small or too large. Divided by a power of two, they are
+        # not, and digits have the same bits.
+        sizes = basis.abs().amax(1)
+        powers = torch.where(sizes > 0, sizes / (2 * torch.frexp(sizes).mantissa), 1)
+        scaled = basis / powers.unsqueeze(1)
+        squares = scaled.square().sum(1)
+        factors = torch.where(squares > 0, 1 / squares / powers, 0)
+        factors = factors.clamp(max=torch.finfo(dtype).max)
         residual = rows.to(dtype) - self.mean.to(dtype)
         digits = residual.new_zeros(len(basis), len(rows))
         for _ in range(1 + num_sweeps):
-            for digit, direction, factor in zip(digits, basis, inverse, strict=True):
-                wanted = digit + (residual @ direction) * factor
+            for digit, direction, unit, factor in zip(digits, basis, scaled, factors, strict=True):
+                wanted = digit + (residual @ unit) * factor
                 chosen = wanted.round().clamp(-most, most)
                 residual.addr_(chosen - digit, direction, alpha=-1)
                 digit.copy_(chosen)
@@ -243,27 +310,63 @@ class _Model(NamedTuple):
 class _Rows:
     """Rows that a fit passes over, in fp64 and in blocks of one size, whatever the batches are.
 
+    Each rank passes over its own rows; all that methods return is of all ranks' rows.
+
     Attributes:
+        num_rows: of this rank.
+        total: ``N``, of all ranks.
         mean: ``[D]``.
         covariance: ``[D, D]``, times ``N``.
     """
 
-    def __init__(self, rows: Tensor | Iterable[Tensor], dim: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Tensor | Iterable[Tensor],
+        dim: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.batches: Iterable[Tensor] = [rows] if isinstance(rows, Tensor) else rows
-        self.dim, self.device = dim, device
+        self.dim, self.device, self.ranks = dim, device, Ranks(group)
         self.num_rows = 0
         self.mean = torch.zeros(dim, dtype=torch.float64, device=device)
         self.covariance = self.mean.new_zeros(dim, dim)
-        origin = self.mean
+        origin, spread = self.mean, self.mean.new_zeros(())
         for block in self._blocks():
             if self.num_rows == 0:
                 origin = block[0]  # so that little is lost of rows far from zero
-            self._add(block - origin)
+            centered = block - origin
+            spread = torch.maximum(spread, centered.abs().max())
+            self._add(centered)
         self.mean += origin
-        if self.num_rows == 0:
+        self.total = self.num_rows
+        if self.ranks.size > 1:
+            spread = self._combine(spread)
+        if self.total == 0:
             raise ValueError("rows must be at least one, got none")
         if not self.covariance.isfinite().all():
             raise ValueError("rows must be finite, got some that are not, or whose squares are not")
+        if 0 < spread < LEAST_SPREAD:
+            raise ValueError(
+                f"rows must differ by {LEAST_SPREAD} or more, or not at all, got {spread.item()}: "
+                "squares of less are lost in fp64"
+            )
+
+    def _combine(self, spread: Tensor) -> Tensor:
+        """Mean and covariance of all ranks' rows; returns how far they are apart at most."""
+        count = self.mean.new_tensor(self.num_rows)
+        of_ranks = self.ranks.all(torch.cat([torch.stack([count, spread]), self.mean]))
+        counts, spreads, means = of_ranks[:, 0], of_ranks[:, 1], of_ranks[:, 2:]
+        self.total = int(counts.sum())
+        center = means[counts.argmax()]
+        shifts = torch.where(counts.unsqueeze(1) > 0, means - center, 0)
+        shift = self.ranks.first(counts @ shifts / max(self.total, 1))
+        if self.num_rows:
+            own = self.mean - center - shift
+            self.covariance += torch.outer(own, own) * self.num_rows
+        self.mean = center + shift
+        self.covariance = self.ranks.sum(self.covariance)
+        return torch.maximum(spreads.max(), shifts.abs().max())
 
     def _add(self, block: Tensor) -> None:
         """Take a block into mean and covariance.
@@ -311,7 +414,7 @@ class _Rows:
         for block in self.blocks():
             residual = model.encode(block, num_sweeps)[1]
             covariance += residual.T @ residual
-        return covariance
+        return self.ranks.sum(covariance)
 
     def histograms(
         self, model: _Model, num_sweeps: int, directions: Tensor, tops: Tensor
@@ -327,7 +430,7 @@ class _Rows:
             octaves = torch.log2(tops / sizes)
             bins = (BINS - 1 - octaves * BINS_PER_OCTAVE).ceil().clamp(0, BINS - 1).long()
             counts += (bins + first).flatten().bincount(minlength=len(counts))
-        return counts.view(-1, BINS)
+        return self.ranks.sum(counts).view(-1, BINS)
 
     def measure(self, model: _Model, num_sweeps: int) -> tuple[float, Tensor]:
         """The mean squared error of a row, and the change of the basis by least squares."""
@@ -340,8 +443,9 @@ class _Rows:
             error += residual.square().sum()
             products += digits.T @ digits
             moments += digits.T @ residual
+        error, products, moments = (self.ranks.sum(x) for x in (error, products, moments))
         change = torch.linalg.pinv(products, hermitian=True) @ moments
-        return error.item() / self.num_rows, change
+        return error.item() / self.total, self.ranks.first(change)
 
 
 def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
@@ -356,7 +460,7 @@ def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
     least = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
     below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64) / BINS_PER_OCTAVE
     while (missing := ids.num_digits - len(model.basis)) > 0:
-        variances, directions = torch.linalg.eigh(covariance)
+        variances, directions = map(data.ranks.first, torch.linalg.eigh(covariance))
         candidates = (variances > least).nonzero().flatten().flip(0)[:missing]
         if len(candidates) == 0:
             return torch.cat([model.basis, model.basis.new_zeros(missing, data.dim)])
@@ -372,6 +476,7 @@ def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
             scales.append(scale)
             left = max(left, variance * fraction)
         taken = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
+        taken = data.ranks.first(taken)
         model = model._replace(basis=torch.cat([model.basis, taken]))
         covariance = data.residual_covariance(model, num_sweeps)
     return model.basis

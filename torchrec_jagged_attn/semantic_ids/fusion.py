@@ -6,10 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrec_jagged_attn.checks import check_same, check_shape, check_tensor
+from torchrec_jagged_attn.checks import (
+    check_int,
+    check_numbers,
+    check_real,
+    check_same,
+    check_shape,
+    check_tensor,
+)
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 __all__ = ["Fused", "VQFusion"]
@@ -47,7 +55,8 @@ class VQFusion(nn.Module):
     basis have theirs, too. The last term holds latents to their digits, and not the reverse.
 
     To train it: some epochs with ``quantize=False``, then :meth:`fit`, which finds mean and basis
-    of the latents, then more epochs.
+    of the latents, then more epochs. Under ``DistributedDataParallel``, every rank calls
+    :meth:`fit` of the module inside, with batches of its own.
 
     Args:
         embeddings: the width of each embedding, by name.
@@ -102,16 +111,20 @@ class VQFusion(nn.Module):
     ) -> None:
         super().__init__()
         labels, losses, weights = labels or {}, losses or {}, weights or {}
-        _check_sizes(embeddings, labels, hidden_dim)
+        _check_sizes(embeddings, labels, latent_dim=latent_dim, hidden_dim=hidden_dim)
         names = {*embeddings, *labels, "commitment"}
         for argument, given, known in (
             ("losses", losses, {*embeddings}),
             ("weights", weights, names),
         ):
+            if not isinstance(given, Mapping):
+                raise TypeError(f"{argument} must be by name, got a {type(given).__name__}")
             if unknown := sorted(given.keys() - known):
                 raise ValueError(f"{argument} must be of {sorted(known)}, got {unknown}")
         if wrong := sorted({*losses.values()} - {*LOSSES}):
             raise ValueError(f"losses must be {' or '.join(LOSSES)}, got {wrong}")
+        for name, weight in weights.items():
+            check_real(weight, f"weights[{name!r}]")
         self.embeddings, self.labels = dict(embeddings), dict(labels)
         self.losses = {name: losses.get(name, "cosine") for name in embeddings}
         self.weights = dict.fromkeys(sorted(names), 1.0) | {"commitment": 0.25} | dict(weights)
@@ -147,7 +160,8 @@ class VQFusion(nn.Module):
         Raises:
             TypeError: a dtype does not fit.
             ValueError: a name is missing or not known, a shape or device does not fit, or there is
-                no row.
+                no row; or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a class is out of
+                range, or ``quantize`` is True before :meth:`fit`.
         """
         labels = labels or {}
         latents = self._latents(embeddings)
@@ -159,16 +173,19 @@ class VQFusion(nn.Module):
             check_same(latents, "embeddings", dtype=False, **{f"labels[{name!r}]": label})
             if label.dtype != torch.int64:
                 raise TypeError(f"labels[{name!r}] must be int64, got {label.dtype}")
+            check_numbers(label, f"labels[{name!r}]", self.labels[name])
         decoded, digits, losses = latents, None, {}
         if quantize:
             digits = self.pca.encode(latents.detach())
             decoded = self.pca.decode(digits)
             losses["commitment"] = F.mse_loss(latents, decoded.detach())
             decoded = decoded + (latents - latents.detach())
+        else:  # zeros, so that all parameters have a gradient, as DistributedDataParallel expects
+            decoded = decoded + 0 * (self.pca.mean.sum() + self.pca.basis.sum())
         for decoder, (name, loss) in zip(self.decoders, self.losses.items(), strict=True):
             made, given = decoder(decoded), embeddings[name]
             if loss == "cosine":
-                losses[name] = 1 - F.cosine_similarity(made, given).mean()
+                losses[name] = 1 - F.cosine_similarity(made, _unit(given)).mean()
             else:
                 losses[name] = F.mse_loss(made, given)
         for head, name in zip(self.heads, self.labels, strict=True):
@@ -183,19 +200,25 @@ class VQFusion(nn.Module):
         *,
         tolerance: float = 1e-3,
         max_steps: int = 50,
+        process_group: dist.ProcessGroup | None = None,
     ) -> list[float]:
         """Find mean and basis of the latents, by :meth:`DiscretePCA.fit`.
+
+        Where a process group is initialized, every rank must call it, each with batches of its own.
 
         Args:
             batches: embeddings, as :meth:`forward` takes them. Their latents stay in memory.
             tolerance: as there.
             max_steps: as there.
+            process_group: as there.
 
         Returns:
             As there.
         """
         latents = [self._latents(batch) for batch in batches]
-        return self.pca.fit(latents, tolerance=tolerance, max_steps=max_steps)
+        return self.pca.fit(
+            latents, tolerance=tolerance, max_steps=max_steps, process_group=process_group
+        )
 
     @torch.no_grad()
     def encode(self, embeddings: Mapping[str, Tensor]) -> Tensor:
@@ -213,24 +236,24 @@ class VQFusion(nn.Module):
             num_rows = len(given)
             scaled.append(given)
             if self.losses[name] == "cosine":
-                scaled[-1] = F.normalize(given) * width**0.5
+                scaled[-1] = _unit(given) * width**0.5
         return self.encoder(torch.cat(scaled, 1))
 
 
-def _check_sizes(embeddings: Mapping[str, int], labels: Mapping[str, int], hidden_dim: int) -> None:
-    for argument, sizes in (
-        ("embeddings", embeddings),
-        ("labels", labels),
-        ("hidden_dim", {"": hidden_dim}),
-    ):
+def _unit(rows: Tensor) -> Tensor:
+    """``rows`` of length one, of any scale; zeros stay."""
+    largest = rows.abs().amax(1, keepdim=True)
+    return F.normalize(rows / torch.where(largest > 0, largest, 1))
+
+
+def _check_sizes(embeddings: Mapping[str, int], labels: Mapping[str, int], **dims: int) -> None:
+    for argument, size in dims.items():
+        check_int(size, argument, 1)
+    for argument, sizes in (("embeddings", embeddings), ("labels", labels)):
         if not isinstance(sizes, Mapping):
             raise TypeError(f"{argument} must be sizes by name, got a {type(sizes).__name__}")
         for name, size in sizes.items():
-            where = f"{argument}[{name!r}]" if name else argument
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{where} must be an int, got {size!r}")
-            if size < 1:
-                raise ValueError(f"{where} must be at least 1, got {size}")
+            check_int(size, f"{argument}[{name!r}]", 1)
     if not embeddings:
         raise ValueError("embeddings must hold at least one width, got none")
     names = [*embeddings, *labels, "commitment"]
@@ -242,6 +265,8 @@ def _check_sizes(embeddings: Mapping[str, int], labels: Mapping[str, int], hidde
 
 
 def _check_names(argument: str, given: Mapping[str, Tensor], known: dict[str, int]) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{argument} must be tensors by name, got a {type(given).__name__}")
     if given.keys() != known.keys():
         raise ValueError(f"{argument} must have the names {sorted(known)}, got {sorted(given)}")
     for name, tensor in given.items():

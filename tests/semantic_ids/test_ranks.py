@@ -1,0 +1,120 @@
+"""What ranks fit together is the same on all of them."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.semantic_ids.test_discrete_pca import draw_rows, error_of
+from tests.torchrec.two_ranks import run_ranks
+from torchrec_jagged_attn import DiscretePCA, Relevance, VQFusion
+from torchrec_jagged_attn.ranks import Ranks
+from torchrec_jagged_attn.testing import assert_close
+
+SIZES = (370, 0), (20, 350), (1, 369)
+"""Rows of each rank."""
+
+
+def fit_rows(device):
+    """Mean, basis and errors of each share of the rows, and of this rank's rows alone."""
+    found = []
+    rank = dist.get_rank()
+    for sizes in SIZES:
+        rows = draw_rows(370, 6, device, torch.float32).split(sizes)[rank]
+        pca = DiscretePCA(6, 14, device=device)
+        errors = pca.fit(rows.split(64))
+        found.append((pca.mean, pca.basis, errors))
+    own = DiscretePCA(6, 14, device=device)
+    alone = [dist.new_group([rank]) for rank in range(2)][rank]
+    own.fit(rows, process_group=alone)
+    with contextlib.suppress(ValueError):  # on both: it hangs on neither
+        DiscretePCA(6, 14, device=device).fit(rows * (torch.nan if rank else 1))
+        raise AssertionError
+    return found, own.basis
+
+
+def test_rows_of_all_ranks_are_fitted_together(tmp_path: Path, backend: str):
+    device = "cuda" if backend == "nccl" else "cpu"
+    (first, own_first), (second, own_second) = run_ranks(fit_rows, tmp_path, backend)
+    rows = draw_rows(370, 6, device, torch.float32)
+    whole = DiscretePCA(6, 14, device=device)
+    errors = whole.fit(rows)
+    for mine, others in zip(first, second, strict=True):
+        assert torch.equal(mine[0], others[0])
+        assert torch.equal(mine[1], others[1])
+        assert mine[2] == others[2]
+        together = DiscretePCA(6, 14, device=device)
+        together.load_state_dict({"mean": mine[0], "basis": mine[1]})
+        exact = rows.double().mean(0)
+        assert_close(together.mean.double(), exact, rows.mean(0).double(), name="mean")
+        assert error_of(together, rows) < 1.1 * errors[-1]
+    for own, part in zip((own_first, own_second), rows.split(SIZES[-1]), strict=True):
+        alone = DiscretePCA(6, 14, device=device)
+        alone.fit(part)
+        assert torch.equal(own.cpu(), alone.basis.cpu())
+
+
+def train_fusion(device):
+    """Digits and losses after a warm-up, a fit and a step with digits, under DDP."""
+    torch.manual_seed(dist.get_rank())
+    fusion = VQFusion({"text": 6}, {"kind": 3}, latent_dim=4, num_digits=8, device=device)
+    on_gpu = None if device.type == "cpu" else [device.index]
+    ddp = DistributedDataParallel(fusion, device_ids=on_gpu)
+    batches = [{"text": torch.randn(16, 6, device=device)} for _ in range(3)]
+    labels = {"kind": torch.arange(16, device=device) % 3}
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=1e-2)
+    losses = []
+    for quantize in (False, True, False):
+        if quantize:
+            fusion.fit(batches[: 1 + 2 * dist.get_rank()])
+            basis = fusion.pca.basis.detach().clone()
+        for batch in batches:
+            optimizer.zero_grad()
+            loss = ddp(batch, labels, quantize=quantize).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    rows = torch.randn(1000, 6, generator=torch.Generator().manual_seed(9)).to(device)
+    return basis, fusion.encode({"text": rows}), losses
+
+
+def test_fusion_trains_and_has_the_same_digits_on_all_ranks(tmp_path: Path, backend: str):
+    first, second = run_ranks(train_fusion, tmp_path, backend)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert first[1].any(0).sum() > 1
+    assert first[2] != second[2]  # each has rows of its own
+
+
+def fit_relevance(device):
+    generator = torch.Generator().manual_seed(0)
+    dwell = torch.rand(600, generator=generator) * 100
+    surface = torch.randint(3, (600,), generator=generator)
+    converted = torch.rand(600, generator=generator) < dwell / 100
+    events = [x.to(device) for x in (dwell, surface, converted)]
+    whole, shared = (Relevance(3, device=device) for _ in range(2))
+    shared.update(*(x[dist.get_rank() * 200 :][: 200 * (1 + dist.get_rank())] for x in events))
+    for _ in range(2):
+        shared.fit()
+    whole.update(*events)
+    whole.fit(process_group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()])
+    return whole.coefficients, shared.coefficients, shared.counts.sum().item()
+
+
+def test_relevance_of_all_ranks(tmp_path: Path, backend: str):
+    ranks = run_ranks(fit_relevance, tmp_path, backend)
+    for whole, shared, _ in ranks:
+        assert torch.equal(shared, whole)
+        assert whole.any()
+    assert [count for *_, count in ranks] == [200, 400]
+
+
+def test_one_rank_sums_nothing():
+    x = torch.ones(3)
+    ranks = Ranks()
+    assert ranks.size == 1
+    assert ranks.sum(x) is x
+    assert ranks.first(x) is x
+    assert torch.equal(ranks.all(x), x.unsqueeze(0))
