@@ -7,7 +7,6 @@ from table_specs import Cell, Column, Table, one
 __all__ = [
     "EVENTS",
     "GOALS",
-    "HISTORIES",
     "ITEMS",
     "LOGS",
     "MEANS",
@@ -82,37 +81,20 @@ SEARCH = "mean-1000"
 EPOCHS = "1.0"
 """Of ``end_to_end_quality.py``."""
 POOLINGS = {
-    "none": "no history",
-    "sum": "sum",
     "mean": "mean",
     "recency": "mean weighted by recency",
     "din": "DIN's activation unit, padded",
-    "attention-din": 'the same fused, with recency (`score="din"`)',
-    "attention": "attention",
-    "attention-4-heads": "attention, `num_heads=4`",
-    "attention-values": "attention, `value_projection=True`",
-    "attention-no-bias": "attention, `recency_bias=False`",
-    "attention-mha": "attention with both, as `nn.MultiheadAttention`",
-    "attention-padded": "`nn.MultiheadAttention`, padded",
-    "attention-silu": 'attention, `score="silu"`',
-    "attention-sigmoid": 'attention, `score="sigmoid"`',
-    "encoder+attention": "a self-attention layer, then attention",
-    "causal-encoder": "two causal self-attention layers, the last row",
-    "causal-encoder-dropout": "the same, `dropout=0.1`",
-    "sim": "attention over the 16 most similar rows",
+    "attention": "attention, the default",
+    "attention-row-dropout": "attention, `row_dropout=0.2`",
 }
 """Those of ``quality.py``, in words."""
 LOGS = {
-    "made-up": "made up",
-    "planted": "made up",
     "ml-1m": "MovieLens-1M",
     "video_games.txt.gz": "Video Games",
+    "synthetic": "synthetic",
+    "planted": "synthetic",
 }
 """What quality is measured on, by the names of files and folders."""
-HISTORIES = {
-    f"{log}-{n}": f"{words}, up to {n} events" for log, words in LOGS.items() for n in (50, 200)
-}
-"""The same by the greatest length of a history."""
 ITEMS = {
     "rows": "fp32",
     "integers, 8 bits": "integers of 8 bits",
@@ -157,24 +139,10 @@ def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, .
     )
 
 
-def scores(*metrics: tuple[str, str, str]) -> tuple[Column, ...]:
-    """A column of each of ``HISTORIES`` and of each metric, by name, form and unit."""
-    return tuple(
-        Column(
-            f"{log}: {unit}" if len(metrics) > 1 else log,
-            form,
-            tuple(Cell("{}", "test", name, unit) for name in (metric, f"{metric}_se")),
-            case,
-        )
-        for case, log in HISTORIES.items()
-        for metric, form, unit in metrics
-    )
-
-
-def with_error(case: str, log: str, metric: str, unit: str) -> Column:
-    """A score of each row, and its standard error."""
+def with_error(case: str, log: str, metric: str, unit: str, head: str = "") -> Column:
+    """A score of each row, and its standard error; the head is the unit if none is given."""
     cells = tuple(Cell("{}", "test", name, unit) for name in (metric, f"{metric}_se"))
-    return Column(f"{log}: {unit}", "{} ± {}", cells, case)
+    return Column(f"{log}: {head or unit}", "{} ± {}", cells, case)
 
 
 def half_of_events(log: str, words: str) -> tuple[Goal, ...]:
@@ -413,13 +381,11 @@ MODEL_TABLES = {
         ("quality",),
         "pooling",
         {label: name for name, label in POOLINGS.items()},
-        scores(("auc", "{} ± {}", "AUC")),
-    ),
-    "quality_more": Table(
-        ("quality",),
-        "pooling",
-        {label: name for name, label in POOLINGS.items()},
-        scores(("hit_rate_10", "{} ± {}", "HR@10"), ("ne", "{} ± {}", "NE")),
+        tuple(
+            with_error(log, words, metric, "AUC", head)
+            for log, words in LOGS.items()
+            for metric, head in (("auc", "AUC"), ("ahead", "less recency's"))
+        ),
     ),
     "semantic_ids_ranking": Table(
         ("semantic_ids_ranking",),

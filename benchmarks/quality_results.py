@@ -1,4 +1,4 @@
-"""What ``quality.py`` and scripts like it found, from their trainings, with standard errors."""
+"""Means over seeds and standard errors of trainings by ``quality.py`` and scripts like it."""
 
 from __future__ import annotations
 
@@ -7,62 +7,70 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["SCORES", "comparison", "figure_rows", "ways_rows"]
+__all__ = ["TUNED", "comparison", "figure_rows", "ways_rows"]
 
-CASE = ["data", "max_history", "pooling"]
-TUNED = ["lr", "weight_decay", "half_life"]
+TUNED = [
+    *("dense_lr", "table_lr", "half_life"),
+    *("row_dropout", "dropout", "weight_decay", "table_decay"),
+]
 SETTINGS = [
     *("users", "events", "noise", "max_history", "width", "epochs", "batch_size", "lr"),
 ]
 """Of trainings that compare ways, each with budgets: what must be the same for all of a log."""
-SCORES = {"auc": "AUC", "hit_rate_10": "HR@10", "ne": "NE"}
+SCORES = {"auc": "AUC", "ne": "NE"}
+STAMP = ["device", "torch", "torchrec", "date"]
 
 
 def comparison(trainings: pd.DataFrame) -> pd.DataFrame:
-    """For each data set, history length and pooling: what is best for tuning, and its test's
-    figures, in the mean of the seeds.
+    """The best of each pooling by its tuning events, and its test AUC over the seeds.
 
     Args:
-        trainings: with a column for each figure. The best is that of seed 0.
+        trainings: lines of ``quality.py``. The settings of a pooling are those of seed 0 with the
+            best ``tune_auc``.
+
+    Returns:
+        A line for each data set and pooling: the settings, the mean of ``auc`` and its standard
+        error ``auc_se``, the mean difference ``ahead`` to recency pooling of the same seeds, and
+        its standard error ``ahead_se``.
 
     Raises:
         ValueError: trainings differ in what is neither tuned nor compared.
     """
-    for name in ("epochs", "width"):
+    for name in ("max_history", "width", "batch_size"):
         if (found := trainings[name].unique()).size > 1:
             raise ValueError(f"{name} must be the same in all trainings, got {found.tolist()}")
-    rows = []
-    for case, of_case in trainings.groupby(CASE, sort=False):
+    rows, by_seed = [], {}
+    for case, of_case in trainings.groupby(["data", "pooling"], sort=False):
         first = of_case[of_case["seed"] == 0]
         best = first.loc[first["tune_auc"].idxmax(), TUNED]
         chosen = of_case[(of_case[TUNED] == best).all(axis=1)]
-        row = dict(zip(CASE, case, strict=True)) | best.to_dict()
-        for name in SCORES:
-            row[name], row[f"{name}_se"] = chosen[name].mean(), chosen[name].sem()
-        row["samples_per_s"] = chosen.get("samples_per_s", pd.Series(dtype=float)).median()
-        rows.append(row)
+        by_seed[case] = auc = chosen.set_index("seed")["auc"]
+        rows.append({"data": case[0], "pooling": case[1], **best, "seeds": len(auc)})
+    for row in rows:
+        auc = by_seed[row["data"], row["pooling"]]
+        recency = by_seed.get((row["data"], "recency"), pd.Series(dtype=float))
+        for name, figure in (("auc", auc), ("ahead", (auc - recency).dropna())):
+            row[name], row[f"{name}_se"] = figure.mean(), figure.sem()
     return pd.DataFrame(rows)
 
 
 def figure_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
-    """The same as rows like those of ``run.py``: a case is ``DATA-LENGTH``, a provider a pooling.
+    """The same as rows like those of ``run.py``: a case is the data, a provider a pooling.
 
     A standard error is the metric ``<score>_se``, and left out where there is one seed.
     """
-    stamps = trainings.groupby(CASE)[["device", "torch", "torchrec", "date"]].max()
+    stamps = trainings.groupby(["data", "pooling"])[STAMP].max()
     rows = []
     for row in comparison(trainings).to_dict("records"):
-        data, max_history, pooling = (row[name] for name in CASE)
-        measured = stamps.loc[(data, max_history, pooling)].to_dict()
+        measured = stamps.loc[(row["data"], row["pooling"])].to_dict()
         labels = {
-            "suite": "quality", "case": f"{Path(data).name}-{max_history}", "provider": pooling,
+            "suite": "quality", "case": Path(row["data"]).name, "provider": row["pooling"],
             "mode": "test", "gpu": measured.pop("device"), **measured,
         }  # fmt: skip
-        for score, unit in SCORES.items():
-            for metric in (score, f"{score}_se"):
-                if row[metric] == row[metric]:
-                    figure = {"metric": metric, "median": f"{row[metric]:.5g}", "unit": unit}
-                    rows.append(labels | figure)
+        for metric in ("auc", "auc_se", "ahead", "ahead_se"):
+            if row[metric] == row[metric]:
+                figure = {"metric": metric, "median": f"{row[metric]:.4f}", "unit": "AUC"}
+                rows.append(labels | figure)
     return rows
 
 
@@ -78,8 +86,7 @@ def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
     Raises:
         ValueError: trainings of a log differ in another setting.
     """
-    stamp = ["device", "torch", "torchrec", "torchrec_jagged_attn", "date"]
-    labels = {"data", "way", "budget", "seed", *SETTINGS, *stamp}
+    labels = {"data", "way", "budget", "seed", *SETTINGS, *STAMP, "torchrec_jagged_attn"}
     figures = [name for name in trainings.columns if name not in labels]
     rows = []
     for data, of_data in trainings.groupby("data", sort=False):
@@ -87,7 +94,7 @@ def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
             if (found := of_data[name].unique()).size > 1:
                 raise ValueError(f"{name} must be the same for all of {data}, got {found.tolist()}")
         for (way, budget), part in of_data.groupby(["way", "budget"], sort=False):
-            measured = part[["device", "torch", "torchrec", "date"]].max().to_dict()
+            measured = part[STAMP].max().to_dict()
             label = {
                 "suite": "ways", "case": data, "provider": f"{way}-{budget:g}", "mode": "test",
                 "gpu": measured.pop("device"), **measured,

@@ -5,7 +5,7 @@
 
 Made-up rows are normal, with a spectrum that falls as a power of its rank. With --data, a folder of
 MovieLens-1M, the embeddings of films are rows, too, learned by the ranking model of ``quality.py``
-with mean pooling.
+with mean pooling, in several passes over its training events.
 
     integers       each row's own range in equal steps of 2, 4 or 8 bits, with its least value and
                    step in fp16, as tables of FBGEMM have them
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,6 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 import quality
 from events import DataError
 from options import writable_file
-from quality_models import Ranker
 
 from torchrec_jagged_attn import DiscretePCA, SemanticIds
 
@@ -134,20 +134,15 @@ def learn(
     data: str, width: int, epochs: int, device: str, seed: int = 0, *, all_items: bool = False
 ) -> Tensor:
     """Embeddings of the items of ``data`` that a training event has, or of all items."""
-    examples = quality.examples_of(data, 50, device)
-    torch.manual_seed(seed)
-    model = Ranker("mean", examples.num_items, width, 6.0, 50).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=quality.UNTUNED["lr"], fused=True)
-    batches = examples.training(epochs, torch.Generator(device).manual_seed(seed))
-    for _ in range(epochs * batches.steps):
-        logits = model(*batches.next())[: batches.size]
-        labels = torch.zeros_like(logits)
-        labels[:, 0] = 1
-        optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(logits, labels).backward()
-        optimizer.step()
-    rows = model.items.weight.detach()
-    return rows if all_items else rows[examples.items[examples.train].unique()]
+    run = quality.Run(data, "mean", seed, width=width)
+    events = quality.events_of(data, run.max_history, seed)
+    trainer = quality.Trainer(run, events, device)
+    for epoch in range(epochs):
+        for batch in trainer.batches(events.training(epoch)):
+            trainer.learn(batch)
+    rows = trainer.model.tables.embeddings["item_table"].weight.detach()
+    of_training = np.unique(events.log.item[events.train_rows])
+    return rows if all_items else rows[torch.from_numpy(of_training).to(device)]
 
 
 def compare(name: str, rows: Tensor, budgets: list[int]) -> Iterator[dict[str, object]]:
@@ -227,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print_comparison(lines, Console())
     if args.csv is not None:
-        quality.write(args.csv, lines, device)
+        lines.assign(**quality.measured_with(device)).to_csv(args.csv, index=False)
     return 0
 
 

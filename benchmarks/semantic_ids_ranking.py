@@ -23,22 +23,21 @@ begin with those rows:
                       films are rated one after the other; with the genres and the decade as labels
 
 Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
-fp32. Models, batches and figures are those of ``quality.py``, of its test events at the epoch that
-is best by its tuning events. Finished trainings are written to --csv at once; those that are in it
-are not run again.
+fp32. Models, batches and figures are those of ``quality.py``, of its test events. Finished
+trainings are written to --csv at once; those that are in it are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -51,11 +50,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import quality
-from events import DataError
+from events import DataError, Events
 from fuse_content import fuse, genre_columns, hashed_titles, labels_of, neighbours
-from movielens import read_films, read_movielens
+from movielens import read_films
 from options import writable_file
-from quality_logs import first_users
 from semantic_ids import (
     BITS,
     Kept,
@@ -151,33 +149,29 @@ def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
 
 
 def content_of(
-    data: str, examples: quality.Examples
+    data: str, events: Events, device: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Embeddings of films by what is said of them, and their labels, as ``fuse_content.py`` has
     them: neighbours are of training events alone.
     """
-    name, _, count = data.rpartition("@") if re.search(r"@\d+$", data) else (data, "", "")
-    log = read_movielens(Path(name))
-    user, item = first_users(log.user, log.item, int(count)) if count else (log.user, log.item)
-    often = np.bincount(user)[user] >= 3
-    films = np.unique(item[often])  # as ``quality.log_of`` numbers them
-    titles, genres = ([x[film] for film in films] for x in read_films(Path(name)))
-    places, items = examples.train, examples.items
+    titles, genres = read_films(Path(re.sub(r"@\d+$", "", data)))
+    user, item, rows = events.log.user, events.log.item, events.rows_of_training
+    rows = rows[1:][user[rows[1:]] == user[rows[1:] - 1]]  # those of a user come first
+    before, after = torch.from_numpy(item[rows - 1]), torch.from_numpy(item[rows])
     embeddings = {
         "title": hashed_titles(titles),
         "genres": genre_columns(genres),
-        "neighbours": neighbours(items[places - 1], items[places], examples.num_items),
+        "neighbours": neighbours(before, after, len(titles)),
     }
-    device = items.device
     return (
         {key: value.to(device) for key, value in embeddings.items()},
         {key: value.to(device) for key, value in labels_of(titles, genres).items()},
     )
 
 
-def keep_content(data: str, examples: quality.Examples, width: int, num_bytes: int) -> Kept:
+def keep_content(data: str, events: Events, width: int, num_bytes: int, device: str) -> Kept:
     """Digits of what content says, by ``VQFusion``, of rows of length one in the mean."""
-    embeddings, labels = content_of(data, examples)
+    embeddings, labels = content_of(data, events, device)
     fusion = fuse(embeddings, labels, width=width, num_bytes=num_bytes, steps=STEPS)
     packed = fusion.pca.ids.pack(fusion.encode(embeddings))
     rows = fusion.pca(packed).detach()
@@ -192,7 +186,7 @@ def digits_of(kept: Kept) -> Digits:
     return Digits(SemanticIds(len(basis)).unpack(kept.stored[0]), mean, basis)
 
 
-def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]) -> list[Way]:
+def ways(data: str, events: Events, rows: Tensor, budgets: list[int]) -> list[Way]:
     """All of them."""
     found = [Way("rows", 0, Kept([rows], [], rows), Rows(rows))]
     for bits in BITS:
@@ -202,7 +196,7 @@ def ways(data: str, examples: quality.Examples, rows: Tensor, budgets: list[int]
     for size in budgets:
         k_means = fit_k_means(rows, size)(rows)
         pca = fit_discrete_pca(rows, size, 3)(rows)
-        fsq, fused = fit_fsq(rows, size), keep_content(data, examples, width, size)
+        fsq, fused = fit_fsq(rows, size), keep_content(data, events, width, size, str(rows.device))
         table = torch.randn(-(-num_items * size // (4 * width)), width, device=rows.device)
         places = torch.arange(num_items, device=rows.device) * 2654435761 % 2**32 % len(table)
         found += [
@@ -226,21 +220,19 @@ def compare(args: argparse.Namespace, device: str) -> Iterator[dict[str, object]
     """A line for each seed and way; those that ``args.csv`` has are not trained again."""
     done = quality.finished(args.csv, [*KEY, "auc", "ne"])
     done = {tuple(line[name] for name in KEY): line for line in done}
-    examples = quality.examples_of(args.data, args.max_history, device)
+    run = quality.Run(args.data, "attention", max_history=args.max_history, width=args.width)
+    events = quality.events_of(args.data, args.max_history, 0)
     rows = learn(args.data, args.width, args.epochs, device, all_items=True)
-    found = ways(args.data, examples, rows, args.bytes)
+    found = ways(args.data, events, rows, args.bytes)
+    of_run = [Path(args.data).name, args.max_history, args.width, args.epochs]
     for seed in range(args.seeds):
-        run = quality.Run(
-            args.data, args.max_history, "attention", **quality.UNTUNED, seed=seed,
-            epochs=args.epochs, width=args.width,
-        )  # fmt: skip
-        of_run = [Path(args.data).name, args.max_history, args.width, args.epochs]
         for way in found:
             key = (*of_run, way.name, way.budget, seed)
             if key not in done:
                 stored = sum(x.nbytes for x in way.kept.stored)
                 shared = sum(x.nbytes for x in way.kept.shared)
-                scores = quality.train(run, device, items=copy.deepcopy(way.items))
+                items = copy.deepcopy(way.items)
+                scores = quality.train(dataclasses.replace(run, seed=seed), device, items)
                 line = dict(zip(KEY, key, strict=True)) | {
                     "bytes": stored / len(rows),
                     "shared, KiB": shared / 2**10,
@@ -271,7 +263,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="a folder of MovieLens-1M, or PATH@USERS")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--max-history", type=int, default=50)
-    parser.add_argument("--epochs", type=int, default=6, help="at most, of each training")
+    parser.add_argument("--epochs", type=int, default=6, help="in which rows are learned")
     parser.add_argument("--bytes", type=int, nargs="+", default=[8, 20], help="of a row of codes")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument(
@@ -291,8 +283,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        quality.start_thread()
     lines = []
     try:
         for line in compare(args, device):

@@ -220,6 +220,7 @@ class Examples(Dataset):
         log = events.log
         self.label = torch.from_numpy(label).float()
         self.dense = torch.from_numpy(dense).float()
+        self.time = torch.from_numpy(log.time[row])
         self.user, self.item = torch.from_numpy(log.user[row]), torch.from_numpy(item)
         self.history_start = torch.from_numpy(events.history_start[row])
         self.history_end = torch.from_numpy(events.history_end[row])

@@ -6,7 +6,6 @@ import torch
 
 pytest.importorskip("rich")
 
-import quality
 import semantic_ids
 
 
@@ -66,12 +65,11 @@ def test_k_means_keeps_the_nearest_centers():
     torch.testing.assert_close(kept.rows, first[codes] + second[again])
 
 
-def test_embeddings_are_learned_of_training_events(monkeypatch):
-    log = quality.make_up(seed=1, users=40, items=30, kinds=3)
-    monkeypatch.setattr(quality, "read", lambda source: log)
-    first, again = (semantic_ids.learn("few", 8, epochs, "cpu") for epochs in (1, 1))
+def test_embeddings_are_learned_of_training_events():
+    data = "synthetic@20"
+    first, again = (semantic_ids.learn(data, 8, epochs, "cpu") for epochs in (1, 1))
     assert torch.equal(first, again)
-    more = semantic_ids.learn("few", 8, 2, "cpu")
+    more = semantic_ids.learn(data, 8, 2, "cpu")
     assert more.shape == first.shape
     assert not torch.equal(more, first)
 

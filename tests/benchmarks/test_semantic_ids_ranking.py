@@ -35,12 +35,11 @@ def folder(tmp_path):
     for name, text in (("movies", films), ("ratings", ratings), ("users", users)):
         (tmp_path / f"{name}.dat").write_text(text)
     quality.read.cache_clear()
-    quality.examples_of.cache_clear()
+    quality.events_of.cache_clear()
     return tmp_path
 
 
 def test_table(folder, monkeypatch, capsys):
-    monkeypatch.setattr(quality, "NEGATIVES", 4)
     monkeypatch.setattr(ranking, "STEPS", 3)
     path = folder / "figures.csv"
     options = ["--width", "8", "--bytes", "2", "--epochs", "1", "--csv", str(path)]
@@ -58,7 +57,6 @@ def test_table(folder, monkeypatch, capsys):
 
 
 def test_what_is_finished_is_not_trained_again(folder, monkeypatch):
-    monkeypatch.setattr(quality, "NEGATIVES", 4)
     monkeypatch.setattr(ranking, "STEPS", 3)
     monkeypatch.setattr(ranking, "ways", lambda *args: found)
     rows = make_up(15, 8)
@@ -104,8 +102,7 @@ def test_more_bytes_lose_less(monkeypatch):
 
 def test_content(folder):
     data = f"{folder}@12"
-    examples = quality.Examples(quality.read(data), 50, torch.device("cpu"))
-    embeddings, labels = ranking.content_of(data, examples)
+    embeddings, labels = ranking.content_of(data, quality.events_of(data, 50, 0), "cpu")
     assert {name: len(x) for name, x in embeddings.items()} == dict.fromkeys(
         ("title", "genres", "neighbours"), 15
     )
@@ -136,4 +133,4 @@ def test_wrong_arguments_are_named(option, value, message, capsys):
 
 def test_no_such_folder(capsys):
     assert ranking.main(["--data", "nowhere"]) == 1
-    assert "--data must name a folder" in capsys.readouterr().err
+    assert "--data must be 'synthetic', a folder" in capsys.readouterr().err
