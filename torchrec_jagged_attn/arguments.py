@@ -50,6 +50,8 @@ class Biases(NamedTuple):
         position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
         age_bias: ``[A, H]``, by the bucket of a row's age.
         timestamps: ``[N]``, of which the ages are taken.
+        request_time: ``[B]``, the time of each sample that its ages are counted from; ``None`` for
+            that of its newest row.
         row_dropout: ``[2]`` int64, see ``ops/dropout.py``: rows that it drops have a bias of
             ``-inf``.
         dropout: ``[2]`` int64, see there: weights that it drops are zero, and the others larger.
@@ -60,6 +62,7 @@ class Biases(NamedTuple):
     position_bias: Tensor | None = None
     age_bias: Tensor | None = None
     timestamps: Tensor | None = None
+    request_time: Tensor | None = None
     row_dropout: Tensor | None = None
     dropout: Tensor | None = None
     relative_bias: Tensor | None = None
@@ -92,6 +95,7 @@ class TargetArguments(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
+    request_time: Tensor | None
     row_dropout: Tensor | None
     dropout: Tensor | None
     scale: float
@@ -112,6 +116,7 @@ class TargetArguments(NamedTuple):
             self.position_bias,
             self.age_bias,
             self.timestamps,
+            self.request_time,
             self.row_dropout,
             self.dropout,
         )
@@ -178,6 +183,7 @@ class FlashArguments(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
+    request_time: Tensor | None
     row_dropout: Tensor | None
     dropout: Tensor | None
     relative_bias: Tensor | None
@@ -194,6 +200,7 @@ class FlashArguments(NamedTuple):
             self.position_bias,
             self.age_bias,
             self.timestamps,
+            self.request_time,
             self.row_dropout,
             self.dropout,
             self.relative_bias,
@@ -246,6 +253,7 @@ class MultiHeadArguments(NamedTuple):
         position_bias: see :func:`jagged_target_attention`.
         age_bias: see there.
         timestamps: see there.
+        request_time: see there.
         row_dropout: see :class:`Biases`.
         dropout: see there. It leaves the bias of values as it is.
         prior_weights: see :func:`jagged_target_attention`.
@@ -272,6 +280,7 @@ class MultiHeadArguments(NamedTuple):
     position_bias: Tensor | None
     age_bias: Tensor | None
     timestamps: Tensor | None
+    request_time: Tensor | None
     row_dropout: Tensor | None
     dropout: Tensor | None
     prior_weights: Tensor | None
@@ -290,6 +299,7 @@ class MultiHeadArguments(NamedTuple):
             self.position_bias,
             self.age_bias,
             self.timestamps,
+            self.request_time,
             self.row_dropout,
             self.dropout,
         )
@@ -406,7 +416,11 @@ class ActivationUnitArguments(NamedTuple):
     def biases(self) -> Biases:
         """What a row counts, by its own weight, its position and its age."""
         return Biases(
-            self.prior_weights, self.position_bias, self.age_bias, self.timestamps, self.row_dropout
+            self.prior_weights,
+            self.position_bias,
+            self.age_bias,
+            self.timestamps,
+            row_dropout=self.row_dropout,
         )
 
 

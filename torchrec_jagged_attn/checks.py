@@ -33,6 +33,7 @@ __all__ = [
     "check_prior_weights",
     "check_prior_weights_values",
     "check_real",
+    "check_request_time",
     "check_rows",
     "check_same",
     "check_score",
@@ -217,16 +218,17 @@ def check_biases(
     query: Tensor,
     query_name: str,
     num_rows: int,
+    num_samples: int,
     biases: Biases,
     prior_weights: Tensor | None,
 ) -> None:
-    """What ``num_rows`` key rows may add to the scores of ``query``'s heads."""
+    """What ``num_rows`` key rows of ``num_samples`` may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, _, _, relative_bias = biases
+    bias, position_bias, age_bias, timestamps, request_time, _, _, relative_bias = biases
     check_same(
         query, query_name, dtype=False,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        prior_weights=prior_weights, relative_bias=relative_bias,
+        request_time=request_time, prior_weights=prior_weights, relative_bias=relative_bias,
     )  # fmt: skip
     if bias is not None:
         check_float(bias, "bias")
@@ -247,6 +249,8 @@ def check_biases(
         raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
     if timestamps is not None:
         check_timestamps(timestamps, num_rows)
+    if request_time is not None:
+        check_request_time(request_time, timestamps, num_samples)
     if prior_weights is not None:
         check_prior_weights(prior_weights, num_rows)
 
@@ -330,6 +334,14 @@ def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
     if timestamps.dtype not in TIMESTAMP_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
         raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")
+
+
+def check_request_time(request_time: Tensor, timestamps: Tensor | None, num_samples: int) -> None:
+    """``request_time`` must be ``[B]``, of the dtype of ``timestamps``, which it needs."""
+    if timestamps is None:
+        raise ValueError("request_time must go with timestamps, got request_time alone")
+    check_shape(request_time, "request_time", "[B]", (num_samples,))
+    check_same(timestamps, "timestamps", dtype=True, request_time=request_time)
 
 
 def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:

@@ -123,6 +123,8 @@ def target(
     if jagged:
         query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
     biases = tables(4) if biased else {}
+    if biased and index_dtype is None:
+        biases["request_time"] = torch.zeros(4, dtype=torch.int64)
     history = zeros(N, width, dtype=dtype)
     indices = None if index_dtype is None else torch.zeros(N, dtype=index_dtype)
     jagged_target_attention(
@@ -167,6 +169,8 @@ def flash(
     dropout: float = 0.0,
 ):
     biases = tables(2) if biased else {}
+    if biased and window is not None:
+        biases["request_time"] = torch.zeros(4, dtype=torch.int64)
     if relative:
         biases["relative_bias"] = zeros(9, 2, dtype=FP32)
     q, k, v = (zeros(N, 2, width, dtype=dtype) for _ in range(3))

@@ -63,6 +63,7 @@ def attend(
     offsets,
     target_offsets=None,
     timestamps=None,
+    request_time=None,
     prior_weights=None,
     indices=None,
     **parameters,
@@ -71,7 +72,7 @@ def attend(
     if target_offsets is not None:
         target = JaggedTensor(target, offsets=target_offsets)
     history = JaggedTensor(history, offsets=offsets)
-    arguments = (target, history, timestamps, prior_weights, indices)
+    arguments = (target, history, timestamps, prior_weights, indices, request_time)
     return functional_call(module, parameters, arguments, strict=True)
 
 
@@ -94,6 +95,7 @@ def attend_by_sample(
     offsets,
     target_offsets=None,
     timestamps=None,
+    request_time=None,
     prior_weights=None,
     weights=None,
     **parameters,
@@ -129,11 +131,16 @@ def attend_by_sample(
     else:
         targets = (target if target.dim() == 3 else target.unsqueeze(1)).unbind()
     times = [None] * len(lengths) if timestamps is None else timestamps.split(lengths)
+    if timestamps is not None and request_time is None:
+        request_time = [t_L[-1] if len(t_L) else None for t_L in times]
+    requests = times if timestamps is None else request_time
     if prior_weights is None:
         prior_weights = history.new_ones(len(history))
     priors = prior_weights.split(lengths)
     outs = [target.new_zeros(0, module.embed_dim)]
-    for q_TE, x_LD, t_L, w_L in zip(targets, history.split(lengths), times, priors, strict=True):
+    for q_TE, x_LD, t_L, request, w_L in zip(
+        targets, history.split(lengths), times, requests, priors, strict=True
+    ):
         left = w_L > 0
         p_LTH = x_LD.new_zeros(len(x_LD), len(q_TE), module.num_heads)
         if weights is not None:
@@ -151,7 +158,7 @@ def attend_by_sample(
             mask = mask + table[[bucket(position, len(table)) for position in positions]]
         if t_L is not None:
             table = tables["recency_bias.age_weight"]
-            ages = [max(t_L[-1].item() - time, 0) for time in t_L.tolist()]
+            ages = [max(request.item() - time, 0) for time in t_L.tolist()]
             mask = mask + table[[bucket(age, len(table)) for age in ages]]
         x_LD, mask = x_LD[left], mask[left].to(x_LD.dtype)
         mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)

@@ -583,6 +583,28 @@ def test_buckets_of_ages(times, device):
     assert torch.equal(apart, expected.view(-1, 1, 1).expand_as(apart))
 
 
+@pytest.mark.parametrize(
+    ("times", "dtype", "causal"),
+    each_pair(TIMES[1:], [torch.float32, torch.float16], [False, True]),
+    ids=str,
+)
+def test_ages_from_the_request(causal, times, dtype, device):
+    """Keys may be newer than it, and the newest one much older."""
+    inputs = inputs_of([4, 9, 2, 70, 0], [0, 90, 0, 3, 5], device, dtype)
+    if causal:
+        inputs |= inputs_of([90, 0, 3, 5], [90, 0, 3, 5], device, dtype)
+    num_samples, num_keys = len(inputs["kv_offsets"]) - 1, len(inputs["k"])
+    inputs["age_bias"] = torch.randn(70, 2, generator=torch.Generator().manual_seed(1))
+    inputs["age_bias"] = inputs["age_bias"].to(device, dtype)
+    ages = {
+        "timestamps": (torch.arange(num_keys, device=device) ** 2).to(times),
+        "request_time": (torch.arange(num_samples, device=device) * 4000).to(times),
+    }
+    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    options = {"causal": causal, **ages}
+    assert_matches_oracle(*(partial(function, **options) for function in functions), inputs)
+
+
 def test_strided_inputs_and_gradients(device):
     inputs = inputs_of([7, 0, 20], [3, 5, 0], device, bias=True)
     shape = (27, 2, 8)
@@ -687,8 +709,9 @@ def test_opcheck(device):
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
     row_dropout = torch.tensor([7, 2**31], device=device)
     dropout = torch.tensor([9, 2**30], device=device)
-    others = (timestamps, row_dropout, dropout, relative_bias, True, 2, 0.25, True)
-    opcheck(op, (*arguments, *biases, *others))
+    others = (row_dropout, dropout, relative_bias, True, 2, 0.25, True)
+    opcheck(op, (*arguments, *biases, timestamps, None, *others))
+    others = (timestamps, timestamps[3:6], *others)
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     opcheck(op, (*arguments, *biases, *others))
     opcheck(op, (*arguments, *Biases(), False, 0, 0.25, False))

@@ -53,6 +53,7 @@ def op_arguments(
         "position_bias": draw(3, 2),
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
+        "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
         "row_dropout": None,
         "dropout": None,
         "prior_weights": prior_weights.requires_grad_() if prior else None,

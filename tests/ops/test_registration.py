@@ -252,13 +252,15 @@ def test_mapped_functions_run_one_after_the_other(function, leaves):
 
 def attend_by_age(leaves, times):
     table, offsets = leaves[1][:, :1], torch.tensor([0, 2, 5], device=times.device)
-    return jagged_target_attention(*leaves, offsets, age_bias=table, timestamps=times)
+    ages = {"age_bias": table, "timestamps": times, "request_time": times[3:]}
+    return jagged_target_attention(*leaves, offsets, **ages)
 
 
 def attend_flash_by_age(leaves, times):
     x, offsets = leaves[1].unsqueeze(1), torch.tensor([0, 2, 5], device=times.device)
     table = leaves[0][:, :, 0]
-    return jagged_flash_attention(x, x, x, offsets, age_bias=table, timestamps=times)
+    ages = {"age_bias": table, "timestamps": times, "request_time": times[3:]}
+    return jagged_flash_attention(x, x, x, offsets, **ages)
 
 
 @functools.cache

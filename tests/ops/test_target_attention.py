@@ -358,6 +358,35 @@ def test_ages_around_the_edges_of_buckets(num_targets, dtype, device):
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
+REQUEST_TIMES = [50_000, -5, 2**31 - 1, 2**27, 0]  # of the samples of ``inputs_of_layout``
+
+
+@pytest.mark.parametrize(
+    ("layout", "times", "dtype"),
+    each_pair(LAYOUTS, TIMES[1:], [torch.float32, torch.float16, torch.bfloat16]),
+    ids=str,
+)
+def test_ages_from_the_request(layout, times, dtype, device):
+    """Rows may be newer than it, and the newest one much older."""
+    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
+    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, "tables", device)
+    ages = {
+        "timestamps": timestamps.to(times),
+        "request_time": torch.tensor(REQUEST_TIMES, device=device).to(times),
+    }
+    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    assert_matches_oracle(*(functools.partial(function, **ages) for function in functions), inputs)
+
+
+def test_request_at_the_newest_row(device):
+    """It changes nothing."""
+    inputs, timestamps = inputs_of_layout("own", 1, torch.float32, "tables", device)
+    newest = timestamps[inputs["offsets"][1:] - 1]
+    expected = jagged_target_attention(**inputs, timestamps=timestamps)
+    out = jagged_target_attention(**inputs, timestamps=timestamps, request_time=newest)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9], ids=["s", "ms", "us", "ns"])
 def test_ages_of_any_unit(unit, device):
     """Days, months and years are in different buckets."""
@@ -659,6 +688,7 @@ def arguments_of_op(inputs, *, jagged=False, **others):
         position_bias=torch.randn(3, 2, device=device, requires_grad=True),
         age_bias=torch.randn(5, 2, device=device, requires_grad=True),
         timestamps=torch.arange(8, device=device),
+        request_time=torch.tensor([9, 0, 6], device=device) if jagged else None,
         row_dropout=torch.tensor([7, 2**31], device=device),
         dropout=torch.tensor([9, 2**30], device=device),
     )
@@ -833,6 +863,9 @@ def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
         jagged_target_attention(**inputs)
 
 
+AGES = {"age_bias": torch.zeros(5, 2), "timestamps": torch.zeros(7, dtype=torch.int64)}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -862,6 +895,18 @@ def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
         ),
         ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
         ({"bias": torch.zeros(7, 2).long()}, TypeError, "bias must be one of"),
+        ({"request_time": torch.zeros(2)}, ValueError, "request_time must go with timestamps, got"),
+        (AGES | {"request_time": 3}, TypeError, "request_time must be a tensor, got a int"),
+        (
+            AGES | {"request_time": torch.zeros(3).long()},
+            ValueError,
+            r"request_time must have shape \[B\] = \[2\], got \[3\]",
+        ),
+        (
+            AGES | {"request_time": torch.zeros(2)},
+            TypeError,
+            "request_time must be torch.int64 as timestamps is, got torch.float32",
+        ),
         ({"prior_weights": 1.0}, TypeError, "prior_weights must be a tensor, got a float"),
         ({"prior_weights": torch.ones(7).long()}, TypeError, "prior_weights must be one of"),
         (

@@ -10,7 +10,12 @@ from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
-from tests.ops.test_target_attention import arguments_of_op, draw_prior_weights, inputs_of
+from tests.ops.test_target_attention import (
+    REQUEST_TIMES,
+    arguments_of_op,
+    draw_prior_weights,
+    inputs_of,
+)
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     Case,
@@ -110,6 +115,15 @@ def test_right(layout, biases, dtype, index_dtype, device):
         LENGTHS, device, dtype, SOME_ALONE, index_dtype=index_dtype, num_targets=num_targets
     )
     assert_right(*lay_out(inputs, layout, biases))
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize("layout", ["one-target", "many-targets", "jagged"])
+def test_ages_from_the_request(layout, device):
+    inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=TARGETS.get(layout, 9))
+    request_time = torch.tensor(REQUEST_TIMES, device=device)
+    inputs, timestamps = lay_out(inputs, layout, "bias and tables")
+    assert_right(inputs, timestamps, request_time=request_time)
 
 
 @pytest.mark.parametrize("width", [8, 20, 64, 128, 256, 512])

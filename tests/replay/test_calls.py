@@ -90,6 +90,11 @@ def of_biased_target(lengths, device):
     return attend, leaves, rest | {"timestamps": times}
 
 
+def of_target_of_requests(lengths, device):
+    attend, leaves, rest = of_biased_target(lengths, device)
+    return attend, leaves, rest | {"request_time": torch.arange(len(lengths), device=device) * 50}
+
+
 def of_shared_query(lengths, device):
     attend, leaves, rest = of_target(lengths, device)
     return attend, leaves | {"query": draw(1, 2, 2, 16, device=device)}, rest
@@ -424,7 +429,7 @@ INTERACTIONS = (of_dense, of_transposed, of_pairs, of_rows)
 KINDS = {
     kind.__name__.removeprefix("of_"): kind
     for kind in (
-        of_target, of_biased_target, of_shared_query, of_target_by_index,
+        of_target, of_biased_target, of_target_of_requests, of_shared_query, of_target_by_index,
         of_jagged_target_by_index,
         of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
         of_weighted_target, of_weighted_module, of_weighted_explicit_module,

@@ -134,7 +134,6 @@ def _factors(
             logs += args.position_bias[:, 0].to(dtype)[positions]
         if args.age_bias is not None and args.timestamps is not None:
             times = args.timestamps
-            times = times.long() if times.dtype == torch.int32 else times
             ages = age_buckets(times[last], times, len(args.age_bias))
             logs += args.age_bias[:, 0].to(dtype)[ages]
     of_tables = logs.exp()

@@ -310,7 +310,7 @@ def _bias_of_keys(
     q: Tensor, kv_offsets: Tensor, biases: Biases
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
-    bias, position_bias, age_bias, timestamps, row_dropout, _, _ = biases
+    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _, _ = biases
     dtype, positions, ages = compute_dtype(q), None, None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
@@ -318,15 +318,17 @@ def _bias_of_keys(
         terms = [logs.unsqueeze(1).expand(-1, q.shape[1])]
     if position_bias is not None or age_bias is not None:
         num_rows = int(kv_offsets[-1])
-        newest = (kv_offsets[1:] - 1).index_select(
-            0, JaggedLayout(kv_offsets, num_rows).sample_ids()
-        )
+        samples = JaggedLayout(kv_offsets, num_rows).sample_ids()
+        newest = (kv_offsets[1:] - 1).index_select(0, samples)
         if position_bias is not None:
             positions = recency_buckets(newest - torch.arange(num_rows), len(position_bias))
             terms.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
-            times = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
-            ages = age_buckets(times.index_select(0, newest), times, len(age_bias))
+            if request_time is None:
+                reference = timestamps.index_select(0, newest)
+            else:
+                reference = request_time.index_select(0, samples)
+            ages = age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
         dropped = dropped_rows(row_dropout, int(kv_offsets[-1])).unsqueeze(1)
@@ -335,14 +337,15 @@ def _bias_of_keys(
     return total, (positions, ages)
 
 
-def age_buckets(newest: Tensor, times: Tensor, num_buckets: int) -> Tensor:
-    """Buckets of the ages ``newest - times``, zero where that is negative.
+def age_buckets(reference: Tensor, times: Tensor, num_buckets: int) -> Tensor:
+    """Buckets of the ages ``reference - times``, zero where that is negative.
 
     The last bucket is that of ages that no int64 holds.
     """
     if times.is_floating_point():
-        return recency_buckets((newest - times).clamp(min=0), num_buckets)
-    ages = (newest - times).masked_fill_(newest <= times, 0)
+        return recency_buckets((reference - times).clamp(min=0), num_buckets)
+    reference, times = reference.long(), times.long()
+    ages = (reference - times).masked_fill_(reference <= times, 0)
     return recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
 
 

@@ -15,10 +15,10 @@ class RecencyBias(nn.Module):
               \beta(x) = \min(\lfloor 4 \log_2(1 + x) \rfloor, 96 + \lfloor \log_2(1 + x) \rfloor)
 
     Positions count the newer rows of the sample; ages are the time from a row to the newest, which
-    is the last row of its sample, and zero where that is negative. Both fall into four buckets per
-    octave below 2^32, and ages into one per octave above, so that the 160 buckets hold every age of
-    int64, in any unit. The last position bucket has no end: it begins at position 55,108
-    (2^15.75 - 1).
+    is the last row of its sample, or to the time of the request where there is one, and zero where
+    that is negative. Both fall into four buckets per octave below 2^32, and ages into one per
+    octave above, so that the 160 buckets hold every age of int64, in any unit. The last bucket of
+    positions has no end: it begins at position 55,108 (2^15.75 - 1).
 
     The table of positions starts as ALiBi's straight lines, ``P = -slope · position`` at the nearer
     end of each bucket, with slopes ``2^(-8/H), 2^(-16/H), …``, but the last of several heads flat;

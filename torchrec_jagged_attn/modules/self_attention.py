@@ -184,7 +184,7 @@ def _attend(
         dropped_weights = draw_dropout(weight_drops, q.device) if weight_drops > 0 else None
         out, _ = _flash_attention_packet(
             q, k, v, offsets, offsets, bias=prior_weights, position_bias=None, age_bias=None,
-            timestamps=None, row_dropout=dropped, dropout=dropped_weights,
+            timestamps=None, request_time=None, row_dropout=dropped, dropout=dropped_weights,
             relative_bias=relative_bias, causal=causal, window=0 if window is None else window,
             scale=scale, needs_stats=False,
         )  # fmt: skip

@@ -332,6 +332,7 @@ class JaggedTargetAttention(nn.Module):
         timestamps: Tensor | None = None,
         prior_weights: Tensor | None = None,
         indices: Tensor | None = None,
+        request_time: Tensor | None = None,
     ) -> Tensor:
         """Attend ``target`` over ``history``.
 
@@ -351,6 +352,9 @@ class JaggedTargetAttention(nn.Module):
                 then, stands at each place of the samples. They are read where they lie, forward and
                 backward; only explicit keys and values are made of a copy ``[N, D]``. Lengths,
                 times and prior weights are of places.
+            request_time: ``[B]`` in the dtype of ``timestamps``, when each sample is scored: the
+                ages of its rows are counted from it, and are zero where rows are newer. By default
+                they are counted from the time of the newest row.
 
         Returns:
             One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``, in the dtype of the
@@ -388,6 +392,10 @@ class JaggedTargetAttention(nn.Module):
                 position_bias,
                 age_bias,
             )
+            if request_time is not None:
+                raise NotImplementedError(
+                    "request_time must be None where score='din', got a tensor"
+                )
             return _pool_by_unit(
                 target, history, timestamps, prior_weights, indices, unit, self._options()
             )
@@ -409,8 +417,9 @@ class JaggedTargetAttention(nn.Module):
             self.history_basis,
         )
         return _attend(
-            target, history, timestamps, prior_weights, indices, learned, self._options()
-        )
+            target, history, timestamps, prior_weights, indices, request_time, learned,
+            self._options(),
+        )  # fmt: skip
 
     def _options(self) -> Options:
         return Options(
@@ -476,8 +485,9 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
         check_inputs(
-            target, None, rows, offsets, None, age_bias, timestamps, prior_weights, self._options()
-        )
+            target, None, rows, offsets, None, age_bias, timestamps, None, prior_weights,
+            self._options(),
+        )  # fmt: skip
         if self.in_proj_weight is not None:
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
         else:
@@ -532,6 +542,7 @@ def _attend(
     timestamps: Tensor | None,
     prior_weights: Tensor | None,
     indices: Tensor | None,
+    request_time: Tensor | None,
     learned: Learned,
     options: Options,
 ) -> Tensor:
@@ -551,7 +562,7 @@ def _attend(
     if not is_scripting():
         check_inputs(
             query, query_offsets, rows, offsets, indices, learned.age_bias, timestamps,
-            prior_weights, options,
+            request_time, prior_weights, options,
         )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
         if num_levels > 0 and dtype not in supported_dtypes(rows.device):
@@ -580,6 +591,7 @@ def _attend(
         learned.position_bias,
         learned.age_bias,
         timestamps,
+        request_time,
         draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
         draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None,
         prior_weights,
@@ -652,8 +664,9 @@ def _pool_by_unit(
         check_tensor(target, "target", "a tensor")
         check_one_target(target, "target")
         check_inputs(
-            target, None, rows, offsets, None, unit.age_bias, timestamps, prior_weights, options
-        )
+            target, None, rows, offsets, None, unit.age_bias, timestamps, None, prior_weights,
+            options,
+        )  # fmt: skip
         dtype = _dtype_of_products(dtype, rows)
     inputs = (
         target.to(rows.dtype),

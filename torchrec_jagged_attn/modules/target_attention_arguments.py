@@ -16,6 +16,7 @@ from torchrec_jagged_attn.checks import (
     check_offsets_metadata,
     check_packed,
     check_prior_weights,
+    check_request_time,
     check_same,
     check_score,
     check_shape,
@@ -158,6 +159,7 @@ def check_inputs(
     indices: Tensor | None,
     age_bias: Tensor | None,
     timestamps: Tensor | None,
+    request_time: Tensor | None,
     prior_weights: Tensor | None,
     options: Options,
 ) -> None:
@@ -191,6 +193,8 @@ def check_inputs(
         raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
     else:
         check_timestamps(timestamps, num_places)
+    if request_time is not None:
+        check_request_time(request_time, timestamps, num_samples)
     check_same(
         rows,
         "history",
@@ -200,6 +204,7 @@ def check_inputs(
         target_offsets=query_offsets,
         indices=indices,
         timestamps=timestamps,
+        request_time=request_time,
         prior_weights=prior_weights,
     )
     if prior_weights is not None:

@@ -142,7 +142,9 @@ def jagged_activation_unit(
         check_shape(x, name, symbols, shape)
         check_same(query, "query", dtype=False, **{name: x})
     biases = Biases(None, position_bias, age_bias, timestamps)
-    check_biases(query.unsqueeze(1), "query", history.shape[0], biases, prior_weights)
+    check_biases(
+        query.unsqueeze(1), "query", history.shape[0], offsets.numel() - 1, biases, prior_weights
+    )
     check_activation(activation)
     drops = drops_of(row_dropout, "row_dropout")
     dropped = draw_dropout(drops, query.device) if drops > 0 else None

@@ -42,6 +42,7 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
@@ -65,6 +66,7 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
@@ -87,6 +89,7 @@ def jagged_flash_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
     row_dropout: float = 0.0,
@@ -109,9 +112,9 @@ def jagged_flash_attention(
     A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
     first three biases and the prior weights :math:`w_j` are those of
     :func:`jagged_target_attention`: they belong to a key row, and positions and ages are counted
-    from the last key of the sample. The last bias belongs to the distance between query and key in
-    rows, where both sides end together: :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta`
-    makes four buckets per octave.
+    from the last key of the sample, or ages from its ``request_time``. The last bias belongs to the
+    distance between query and key in rows, where both sides end together: :math:`distance_{ij} = (i
+    + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
     One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity
     spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
@@ -132,6 +135,7 @@ def jagged_flash_attention(
         position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
         timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
+        request_time: ``[B]`` in the dtype of ``timestamps``; as there.
         prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, not negative, for all heads; zero
             hides the key. Their gradient is zero where they are.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
@@ -183,8 +187,10 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    biases = Biases(bias, position_bias, age_bias, timestamps, relative_bias=relative_bias)
-    check_biases(q, "q", k.shape[0], biases, prior_weights)
+    biases = Biases(
+        bias, position_bias, age_bias, timestamps, request_time, relative_bias=relative_bias
+    )
+    check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights)
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
@@ -199,8 +205,8 @@ def jagged_flash_attention(
         scale = 1 / math.sqrt(q.shape[2])
     arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
-        age_bias, timestamps, dropped, dropped_weights, relative_bias, causal, window or 0, scale,
-        return_lse,
+        age_bias, timestamps, request_time, dropped, dropped_weights, relative_bias, causal,
+        window or 0, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return _call_flash_attention(*arguments)
@@ -257,9 +263,9 @@ flash_attention, _call_flash_attention = register_op(
     forward=forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("timestamps", "row_dropout", "dropout"),
+    non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
     axes=dict.fromkeys(
-        ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "out"),
+        ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "request_time", "out"),
         0,
     )
     | {"stats": 1},

@@ -345,9 +345,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets, args.indices,
-        bias=args.prior_weights, position_bias=args.position_bias,
-        age_bias=args.age_bias, timestamps=args.timestamps, row_dropout=args.row_dropout,
-        dropout=args.dropout, scale=args.scale, score=args.score, num_levels=args.num_levels,
+        *args.biases[:-1], scale=args.scale, score=args.score, num_levels=args.num_levels,
         for_backward=args.for_backward,
     )  # fmt: skip
 
@@ -453,7 +451,7 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
     forward=_forward,
     fake=_fake,
     backward=_backward,
-    non_differentiable=("indices", "timestamps", "row_dropout", "dropout"),
+    non_differentiable=("indices", "timestamps", "request_time", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         (
             "target",
@@ -462,6 +460,7 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
             "query_offsets",
             "indices",
             "timestamps",
+            "request_time",
             "prior_weights",
             "out",
             "q",

@@ -52,6 +52,7 @@ def jagged_target_attention(
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     row_dropout: float = 0.0,
     dropout: float = 0.0,
@@ -68,13 +69,13 @@ def jagged_target_attention(
               + A_{\beta(age_n), h} + \log w_n)
 
     All heads share one pass over the history. An empty history gives zeros. Positions count the
-    newer rows of the sample; ages are the time from a row to the last row of its sample, and zero
-    where that is negative. Both fall into four buckets per octave below 2^32, and one per octave
-    above, :math:`\beta(x) = \min(\lfloor 4 \log_2(1 + x) \rfloor, 96 + \lfloor \log_2(1 + x)
-    \rfloor)` (of ``1 + x`` rounded to fp32): a table of 160 rows has one for every age that int64
-    holds. Everything beyond a table falls into its last bucket. A row whose prior weight
-    :math:`w_n` is zero has a weight of zero, and a history of such rows alone gives zeros; but
-    positions and ages count it.
+    newer rows of the sample; ages are the time from a row to the sample's ``request_time``, or to
+    its last row without one, and zero where that is negative. Both fall into four buckets per
+    octave below 2^32, and one per octave above, :math:`\beta(x) = \min(\lfloor 4 \log_2(1 + x)
+    \rfloor, 96 + \lfloor \log_2(1 + x) \rfloor)` (of ``1 + x`` rounded to fp32): a table of 160
+    rows has one for every age that int64 holds. Everything beyond a table falls into its last
+    bucket. A row whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such
+    rows alone gives zeros; but positions and ages count it.
 
     With ``indices``, the row at place ``n`` is ``history[indices[n]]``, of rows that may be unique,
     or those of a whole table. They are read where they are: no ``[N, D]`` tensor is made, nor in
@@ -96,6 +97,8 @@ def jagged_target_attention(
         timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
             time to the nearest 128 seconds. They have no gradient. An age that int64 does not hold,
             as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
+        request_time: ``[B]`` in the dtype of ``timestamps``: when each sample is scored, which the
+            ages of its rows are counted from; by default the time of its last row. No gradient.
         prior_weights: ``[N]``, any dtype that ``query`` may have, not negative: what each row
             counts before it is compared with a query, for all heads. Their gradient is zero where
             they are.
@@ -145,7 +148,7 @@ def jagged_target_attention(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
         of the first three rows of its Table 1.
     """
-    biases = Biases(bias, position_bias, age_bias, timestamps)
+    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     per_sample = check_arguments(
         query, history, offsets, biases, prior_weights, score, query_offsets=query_offsets,
         indices=indices, num_levels=num_levels,
@@ -158,9 +161,9 @@ def jagged_target_attention(
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
     out = call_target_attention(
-        query, history, offsets, query_offsets, indices,
-        bias_or_prior_weights(bias, prior_weights), position_bias, age_bias, timestamps, dropped,
-        dropped_weights, scale, score, num_levels or 0, torch.is_grad_enabled(),
+        query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
+        position_bias, age_bias, timestamps, request_time, dropped, dropped_weights, scale, score,
+        num_levels or 0, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -213,7 +216,7 @@ def check_arguments(
     )  # fmt: skip
     if num_levels is None:
         check_same(query, "query", dtype=True, history=history)
-    check_biases(query, "query", num_rows, biases, prior_weights)
+    check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
     check_score(score, prior_weights)
     return per_sample
 
@@ -284,6 +287,7 @@ _, call_target_attention = register_op(
     non_differentiable=(
         "indices",
         "timestamps",
+        "request_time",
         "row_dropout",
         "dropout",
     ),
@@ -296,6 +300,7 @@ _, call_target_attention = register_op(
             "indices",
             "bias",
             "timestamps",
+            "request_time",
             "out",
             "residual",
         ),

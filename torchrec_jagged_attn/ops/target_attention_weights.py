@@ -102,7 +102,7 @@ def _forward(
     args = TargetArguments(
         query, history, offsets, query_offsets=None, indices=None,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        row_dropout=None, dropout=None, scale=scale, score=score, num_levels=0,
+        request_time=None, row_dropout=None, dropout=None, scale=scale, score=score, num_levels=0,
         for_backward=False,
     )  # fmt: skip
     check_values(args)

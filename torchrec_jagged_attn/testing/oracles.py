@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -31,6 +32,7 @@ class ScoreBiases(NamedTuple):
         position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
         age_bias: ``[A, H]``, by the bucket of a row's age.
         timestamps: ``[N]``, of which the ages are taken.
+        request_time: ``[B]``, which ages are counted from; by default the newest row's time.
         prior_weights: ``[N]``, of which the logarithms are added.
     """
 
@@ -38,6 +40,7 @@ class ScoreBiases(NamedTuple):
     position_bias: Tensor | None = None
     age_bias: Tensor | None = None
     timestamps: Tensor | None = None
+    request_time: Tensor | None = None
     prior_weights: Tensor | None = None
 
 
@@ -229,13 +232,16 @@ def target_attention_weights(
 
 def recency_bias_oracle(offsets: Tensor, biases: ScoreBiases) -> Tensor | None:
     """``[N, H]``: ``bias`` and the scores by position and age, by integer arithmetic."""
-    bias, position_bias, age_bias, timestamps, _ = biases
+    bias, position_bias, age_bias, timestamps, request_time, _ = biases
     positions, ages = [], []
     times = None if timestamps is None else timestamps.tolist()
+    requests = None if request_time is None else request_time.tolist()
     bounds = offsets.tolist()
-    for begin, end in itertools.pairwise(bounds):
+    for b, (begin, end) in enumerate(itertools.pairwise(bounds)):
         positions += range(end - begin - 1, -1, -1)
-        ages += [] if times is None else [max(times[end - 1] - t, 0) for t in times[begin:end]]
+        if times is not None and end > begin:
+            reference = times[end - 1] if requests is None else requests[b]
+            ages += [max(reference - time, 0) for time in times[begin:end]]
     for table, distances in ((position_bias, positions), (age_bias, ages)):
         if table is not None:
             buckets = [_recency_bucket(distance) for distance in distances]
@@ -245,6 +251,7 @@ def recency_bias_oracle(offsets: Tensor, biases: ScoreBiases) -> Tensor | None:
     return bias
 
 
+@functools.lru_cache(2**16)
 def _recency_bucket(distance: float) -> int:
     """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
     fp32.

@@ -11,6 +11,7 @@ from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
     FAR_TIMES,
+    REQUEST_TIMES,
     arguments_of,
     buckets_apart,
     draw_prior_weights,
@@ -149,6 +150,26 @@ def test_buckets_of_ages(has_warpgroup, num_targets, times):
     of_many = "warpgroup" if has_warpgroup else "few_warps"
     assert launched == [f"{'one_warp' if num_targets == 1 else of_many}_forward"]
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
+def test_ages_from_the_request(has_warpgroup, num_targets):
+    inputs = inputs_of(LENGTHS[:5], torch.device("cpu"), torch.float16, 4, num_targets, 64)
+    del inputs["bias"]
+    generator = torch.Generator().manual_seed(1)
+    inputs["age_bias"] = torch.randn(70, 4, generator=generator).half()
+    ages = {
+        "timestamps": torch.arange(sum(LENGTHS)) ** 2,
+        "request_time": torch.tensor(REQUEST_TIMES),
+    }
+    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    with gluon_in_numpy(has_warpgroup) as launched:
+        assert_matches_oracle(
+            *(functools.partial(function, **ages) for function in functions), inputs
+        )
+    of_many = "warpgroup" if has_warpgroup else "few_warps"
+    assert f"{'one_warp' if num_targets == 1 else of_many}_forward" in launched
 
 
 @pytest.mark.parametrize("seed", range(9))

@@ -35,17 +35,17 @@ def recency_bucket(distance, num_buckets):
 
 
 @triton.jit
-def age_bucket(time, newest, num_buckets):
-    """:func:`recency_bucket` of the age of a row of ``time``, in a sample whose last is ``newest``.
+def age_bucket(time, reference, num_buckets):
+    """:func:`recency_bucket` of the age that a row of ``time`` has at the time ``reference``.
 
     The first one where the row is newer than that. The last one of an age that is NaN, or that
     int64 does not hold: subtraction wraps around.
     """
     if time.dtype == tl.int32:
-        time, newest = time.to(tl.int64), newest.to(tl.int64)
-    age = newest - time
+        time, reference = time.to(tl.int64), reference.to(tl.int64)
+    age = reference - time
     bucket = tl.where(age >= 0, recency_bucket(age, num_buckets), num_buckets - 1)
-    return tl.where(time > newest, 0, bucket)
+    return tl.where(time > reference, 0, bucket)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def row_buckets(
     n,
     visible,
     offsets_ptr,
-    timestamps_ptr,
+    biases,
     sample,
     P: tl.constexpr,
     A: tl.constexpr,
@@ -63,9 +63,12 @@ def row_buckets(
     of_position = recency_bucket((last - n).to(tl.int32), P)
     of_age = of_position
     if A > 0:
-        time = tl.load(timestamps_ptr + n, mask=visible, other=0)
-        newest = tl.load(timestamps_ptr + last)
-        of_age = age_bucket(time, newest, A)
+        time = tl.load(biases.timestamps + n, mask=visible, other=0)
+        if biases.request_time is not None:
+            reference = tl.load(biases.request_time + sample)
+        else:
+            reference = tl.load(biases.timestamps + last)
+        of_age = age_bucket(time, reference, A)
     return of_position, of_age
 
 
@@ -101,7 +104,7 @@ def load_bias(
     elif biases.bias is not None:
         bias += tl.load(biases.bias + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:
-        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases.timestamps, sample, P, A)
+        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases, sample, P, A)
         if P > 0:
             ptrs = biases.position_bias + of_position * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)

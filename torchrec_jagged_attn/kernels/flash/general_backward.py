@@ -277,7 +277,7 @@ def _store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
         tl.store(grads.bias + j * C.H + head, grad_bias, mask=own)
     if C.P > 0 or C.A > 0:
         of_position, of_age = row_buckets(
-            j, own, args.samples.kv_offsets, args.biases.timestamps, keys.sample, C.P, C.A
+            j, own, args.samples.kv_offsets, args.biases, keys.sample, C.P, C.A
         )
         grad_bias = tl.where(own, grad_bias, 0.0)
         table_ptr = grads.tables + tile.to(tl.int64) * ((C.P + C.A) * C.H)

@@ -99,7 +99,7 @@ class Inputs(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to scores, and what is dropped; the first six as in ``arguments.Biases``.
+    """What is added to scores, and what is dropped; the first seven as in ``arguments.Biases``.
 
     Attributes:
         by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``.
@@ -109,6 +109,7 @@ class Biases(NamedTuple):
     position_bias: Any
     age_bias: Any
     timestamps: Any
+    request_time: Any
     row_dropout: Any
     dropout: Any
     by_distance: Any

@@ -203,9 +203,7 @@ def _factors(biases, offsets_ptr, sample, n, visible, C: tl.constexpr):
         prior = tl.load(biases.bias + n, mask=visible, other=0.0).to(tl.float32)
     other = visible.to(tl.float32)
     if C.P > 0 or C.A > 0:
-        of_position, of_age = row_buckets(
-            n, visible, offsets_ptr, biases.timestamps, sample, C.P, C.A
-        )
+        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases, sample, C.P, C.A)
         bias = tl.zeros_like(other)
         if C.P > 0:
             bias += tl.load(biases.position_bias + of_position, mask=visible).to(tl.float32)
@@ -442,7 +440,7 @@ def _backward_kernel(
                     tl.store(grads.prior_weights + n, of_factor * other, mask=visible)
                 if C.P > 0 or C.A > 0:
                     of_position, of_age = row_buckets(
-                        n, visible, offsets_ptr, biases.timestamps, sample, C.P, C.A
+                        n, visible, offsets_ptr, biases, sample, C.P, C.A
                     )
                     of_bias = of_factor * (prior * other)
                     if C.P > 0:

@@ -267,7 +267,7 @@ def grad_history_kernel(
         if C.P > 0 or C.A > 0:
             flat = start + tl.arange(0, C.BLOCK_N)
             of_position, of_age = row_buckets(
-                flat, flat < work.end, samples.offsets, biases.timestamps, work.sample, C.P, C.A
+                flat, flat < work.end, samples.offsets, biases, work.sample, C.P, C.A
             )
             if C.P > 0:
                 grad_position_bias = add_to_table(

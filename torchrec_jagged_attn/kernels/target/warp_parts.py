@@ -458,8 +458,11 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
     of_age = of_position
     if C.A > 0:
         time = gl.load(biases.timestamps + chunk.first + n, mask=n < chunk.length, other=0)
-        newest = gl.load(biases.timestamps + chunk.first + chunk.length - 1)
-        of_age = age_bucket(time, newest, C.A)
+        if biases.request_time is not None:
+            reference = gl.load(biases.request_time + chunk.sample)
+        else:
+            reference = gl.load(biases.timestamps + chunk.first + chunk.length - 1)
+        of_age = age_bucket(time, reference, C.A)
     return of_position, of_age
 
 
