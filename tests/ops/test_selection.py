@@ -1,5 +1,7 @@
 """Rows of highest scores against PyTorch's sort of each sample, on every device and path."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -118,10 +120,10 @@ def test_each_sample_has_a_budget(scored, device):
     offsets = offsets_of(lengths, torch.int64, device)
     num_rows = int(lengths.sum())
     scores = draw_scores(num_rows, device) if scored else None
-    keep = torch.arange(len(lengths), device=device) * 3 - 1
+    keep = torch.arange(len(lengths), device=device) * 3
     selected = select_rows(offsets, scores, num_rows=num_rows, keep=keep)
     values = torch.zeros(num_rows) if scores is None else scores.cpu()
-    assert_selected(selected, *expected_rows(offsets, values, keep.clamp(min=0).unsqueeze(1)))
+    assert_selected(selected, *expected_rows(offsets, values, keep.unsqueeze(1)))
 
 
 @pytest.mark.parametrize("keep", [0, 1, 16, 1000])
@@ -320,6 +322,19 @@ OFFSETS = torch.tensor([0, 2, 5])
         ({}, ValueError, "num_rows must be given without scores and segments, got None"),
         ({"num_rows": 5, "threshold": 0.5}, ValueError, "threshold must be None without scores"),
         ({"num_rows": 5, "keep": -1}, ValueError, "keep must not be negative, got -1"),
+        ({"num_rows": 5, "keep": 2**63}, ValueError, r"keep must be less than 2\*\*63, got 922"),
+        (
+            {"num_rows": 5, "keep": torch.tensor([1, -1])},
+            ValueError,
+            "keep must not be negative, got -1",
+        ),
+        ({"num_rows": "5", "keep": 1}, TypeError, "num_rows must be an int or None, got '5'"),
+        (
+            {"scores": torch.zeros(5), "threshold": "a"},
+            TypeError,
+            "threshold must be a number or N",
+        ),
+        ({"scores": torch.zeros(5), "threshold": math.nan}, ValueError, "or None, got nan"),
         ({"num_rows": 5, "keep": 2.0}, TypeError, r"keep must be an int or \[B\] integers, got 2"),
         ({"num_rows": 5, "keep": [2]}, TypeError, r"keep must be an int or \[B\] integers, got \["),
         ({"num_rows": 5, "keep": torch.ones(2)}, TypeError, "keep must be int32 or int64, got"),
@@ -351,3 +366,8 @@ def test_rows_must_be_those_selected():
         take_rows(torch.zeros(4, 2), selected)
     with pytest.raises(TypeError, match="x must be a tensor, got a list"):
         take_rows([1], selected)
+    for dtype in (torch.float8_e4m3fn, torch.complex64):
+        with pytest.raises(TypeError, match="x must be bool, integers, or floating point of 16"):
+            take_rows(torch.zeros(5).to(dtype), selected)
+    with pytest.raises(TypeError, match="selected must be SelectedRows, got a Tensor"):
+        take_rows(torch.zeros(5), selected.rows)

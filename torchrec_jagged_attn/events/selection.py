@@ -1,9 +1,7 @@
 """``select_events``, of looked-up rows; ``EventSelection``, before that."""
 
 # FX reads annotations, so they are no strings here.
-import math
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import TypeVar, cast
 
 import torch
@@ -12,7 +10,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import check_int
 from torchrec_jagged_attn.modules.batch_checks import check_equal_keys, check_equal_lengths
-from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
+from torchrec_jagged_attn.ops.selection import (
+    SelectedRows,
+    check_threshold,
+    select_rows,
+    take_rows,
+)
 
 __all__ = ["EventSelection", "select_events"]
 
@@ -218,12 +221,7 @@ def check_limits(keep: object, threshold: object) -> None:
     """One of the two must be given, and a threshold must be a number: else all events are kept."""
     if keep is None and threshold is None:
         raise ValueError("keep or threshold must be given, got neither: all events would be kept")
-    if threshold is None:
-        return
-    if isinstance(threshold, bool) or not isinstance(threshold, Real):
-        raise TypeError(f"threshold must be a number or None, got {threshold!r}")
-    if math.isnan(threshold):
-        raise ValueError("threshold must be a number or None, got nan")
+    check_threshold(threshold)
 
 
 def check_callable(function: object, name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import NamedTuple, cast
 
 import torch
@@ -35,7 +35,7 @@ from torchrec_jagged_attn.ops.registration import (
     replayed_without_grad,
 )
 
-__all__ = ["SelectedRows", "select_rows", "take_rows"]
+__all__ = ["SelectedRows", "check_threshold", "select_rows", "take_rows"]
 
 NO_LIMIT = 2**62
 
@@ -94,8 +94,8 @@ def select_rows(
     Raises:
         TypeError: a dtype or type does not fit.
         ValueError: a shape, a device, a number or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets do not fit, or there are more
-            rows than ``capacity``.
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or of ``keep`` do not fit, or
+            there are more rows than ``capacity``.
         NotImplementedError: the device is neither CPU nor CUDA.
 
     Example:
@@ -139,7 +139,7 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
         ``[C, …]``, in the dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is no tensor.
+        TypeError: ``x`` is no tensor of such a dtype, or ``selected`` no :class:`SelectedRows`.
         ValueError: ``x`` has another number of rows, or lies on another device.
 
     Example:
@@ -149,6 +149,12 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
                 [5, 6]])
     """
     check_tensor(x, "x")
+    if x.is_complex() or (x.is_floating_point() and x.element_size() == 1):
+        raise TypeError(
+            f"x must be bool, integers, or floating point of 16 bits or more, got {x.dtype}"
+        )
+    if not isinstance(selected, SelectedRows):
+        raise TypeError(f"selected must be SelectedRows, got a {type(selected).__name__}")
     num_rows = selected.places.shape[0]
     if x.dim() == 0 or x.shape[0] != num_rows:
         raise ValueError(f"x must have shape [N, …] with N = {num_rows}, got {list(x.shape)}")
@@ -156,6 +162,16 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
     of_row = x.shape[1:]
     out = call_copy_rows(x.reshape(num_rows, math.prod(of_row)), selected.rows, selected.places)
     return out.view(selected.rows.shape[0], *of_row)
+
+
+def check_threshold(threshold: object) -> None:
+    """``threshold`` must be a number, or ``None``."""
+    if threshold is None:
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
+        raise TypeError(f"threshold must be a number or None, got {threshold!r}")
+    if math.isnan(threshold):
+        raise ValueError("threshold must be a number or None, got nan")
 
 
 def _check_rows(
@@ -168,6 +184,9 @@ def _check_rows(
     """``N``, which all arguments must agree about."""
     check_offsets_metadata(offsets)
     implementation(offsets.device)
+    check_threshold(threshold)
+    if num_rows is not None:
+        num_rows = _check_number(num_rows, "num_rows", "an int or None")
     if scores is not None:
         check_float(scores, "scores")
         check_shape(scores, "scores", "[N]", (num_rows,))
@@ -199,6 +218,8 @@ def _check_keep(
         check_shape(keep, "keep", "[B, S]", (num_samples, None))
         if keep.shape[1] == 0:
             raise ValueError(f"keep must have one segment or more, got {list(keep.shape)}")
+        if should_validate(keep) and keep.numel() and (least := int(keep.min())) < 0:
+            raise ValueError(f"keep must not be negative, got {least}")
         return keep.long(), keep.shape[1], NO_LIMIT
     if segments is None:
         if keep is None:
@@ -216,9 +237,12 @@ def _check_number(value: object, name: str, expected: str) -> int:
     """``value``, which must be an integer that is not negative."""
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}")
-    return cast("int", value if isinstance(value, torch.SymInt) else int(value))
+    number = cast("int", value if isinstance(value, torch.SymInt) else int(value))
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {number}")
+    if not torch.compiler.is_compiling() and number >= 2**63:
+        raise ValueError(f"{name} must be less than 2**63, got {number}")
+    return number
 
 
 def _check_capacity(capacity: int, new_offsets: Tensor) -> None:
