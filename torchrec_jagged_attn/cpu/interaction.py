@@ -183,5 +183,7 @@ def _fits_grouped_mm(x: Tensor) -> bool:
     """``grouped_mm`` takes fp32, in rows or columns that begin at multiples of 16 bytes."""
     if x.dtype != torch.float32 or x.data_ptr() % 16 or x.numel() == 0:
         return False
-    strides = sorted(x.stride())
-    return strides[0] == 1 and all(stride % 4 == 0 for stride in strides[1:])
+    *of_batch, of_row, of_column = x.stride()
+    by_row = of_column == 1 and of_row >= x.shape[-1] and of_row % 4 == 0
+    by_column = of_row == 1 and of_column >= x.shape[-2] and of_column % 4 == 0
+    return (by_row or by_column) and all(stride % 4 == 0 for stride in of_batch)

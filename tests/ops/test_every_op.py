@@ -1,0 +1,127 @@
+"""What holds for every op that is public: strides, autocast, tensors without values, FLOPs."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import torchrec_jagged_attn
+from torchrec_jagged_attn import select_rows, take_rows
+
+LENGTHS = [3, 0, 5, 4]
+OTHER_LENGTHS = [4, 2, 0, 6]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A call of an op.
+
+    Args:
+        shapes: of the floating-point operands. Of sizes that are letters: ``N`` and ``M`` rows of
+            samples of LENGTHS and OTHER_LENGTHS, ``P`` pairs of these, ``B`` samples.
+        offsets: names of the offsets of ``N`` rows, and of ``M``.
+        options: what else is given.
+    """
+
+    shapes: dict[str, tuple[str | int, ...]]
+    offsets: tuple[str, ...] = ("offsets",)
+    options: dict = field(default_factory=dict)
+    name: str | None = None
+
+    def function(self, name: str) -> Callable:
+        return getattr(torchrec_jagged_attn, self.name or name)
+
+
+def take(x, offsets):
+    return take_rows(x, select_rows(offsets, num_rows=12, keep=2, capacity=6))
+
+
+OPS = {
+    "jagged_dense_bmm": Op({"x": ("N", 8), "y": ("B", 8, 4)}),
+    "jagged_jagged_bmm": Op({"x": ("N", 8), "y": ("N", 4)}),
+    "jagged_softmax": Op({"x": ("N", 4)}),
+    "jagged_jagged_bmm_jagged_out": Op(
+        {"x": ("N", 8), "y": ("M", 8)}, ("x_offsets", "y_offsets"), {"total": 36}
+    ),
+    "array_jagged_bmm_jagged_out": Op(
+        {"p": ("P",), "y": ("M", 8)}, ("x_offsets", "y_offsets"), {"num_rows": 12}
+    ),
+    "jagged2_softmax": Op({"p": ("P",)}, ("x_offsets", "y_offsets")),
+    "jagged_dense_add": Op({"x": ("N", 8), "y": ("B", 8)}),
+    "jagged_dense_mul": Op({"x": ("N", 8), "y": ("B", 8)}),
+    "jagged_target_attention": Op(
+        {"query": ("B", 2, 8), "history": ("N", 8), "position_bias": (5, 2)}
+    ),
+    "of many targets": Op(
+        {"query": ("B", 3, 2, 8), "history": ("N", 8), "bias": ("N", 2)},
+        name="jagged_target_attention",
+    ),
+    "of shared queries": Op(
+        {"query": (1, 3, 2, 8), "history": ("N", 8), "bias": ("N", 2)},
+        name="jagged_target_attention",
+    ),
+    "jagged_flash_attention": Op(
+        {"q": ("N", 4, 8), "k": ("M", 2, 8), "v": ("M", 2, 4), "relative_bias": (5, 4)},
+        ("q_offsets", "kv_offsets"),
+    ),
+    "causal": Op(
+        {"q": ("N", 2, 8), "k": ("N", 1, 8), "v": ("N", 1, 8)},
+        ("q_offsets",),
+        {"causal": True, "window": 3},
+        name="jagged_flash_attention",
+    ),
+    "take_rows": Op({"x": ("N", 3, 4)}),
+}
+EVERY_OP = pytest.mark.parametrize("name", OPS)
+
+
+def function_of(name):
+    return take if name == "take_rows" else OPS[name].function(name)
+
+
+def inputs_of(name, device, dtype=torch.float32):
+    """The floating-point operands, and what else a call takes."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = sum(n * m for n, m in zip(LENGTHS, OTHER_LENGTHS, strict=True))
+    sizes = {"N": 12, "M": 12, "P": pairs, "B": 4}
+    operands = {
+        key: torch.randn([sizes.get(x, x) for x in shape], generator=generator).to(device, dtype)
+        for key, shape in OPS[name].shapes.items()
+    }
+    of_rows = (torch.tensor(x).cumsum(0) for x in ([0, *LENGTHS], [0, *OTHER_LENGTHS]))
+    offsets = {key: x.to(device) for key, x in zip(OPS[name].offsets, of_rows, strict=False)}
+    return operands, {**offsets, **OPS[name].options}
+
+
+def run(name, operands, others, grad_out=None):
+    """The output, and the gradients for ``grad_out``, by default ones."""
+    leaves = {key: x.detach().requires_grad_() for key, x in operands.items()}
+    out = function_of(name)(**leaves, **others)
+    grad_out = torch.ones_like(out) if grad_out is None else grad_out
+    grads = torch.autograd.grad(out, [*leaves.values()], grad_out)
+    return [out.detach(), *grads]
+
+
+def in_each_order(x):
+    """``x`` as it may lie in memory: any axis innermost."""
+    for order in itertools.permutations(range(x.dim())):
+        yield x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
+
+
+@EVERY_OP
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_axes_in_any_order(name, dtype, device):
+    """Of operands and of gradients: as of a contiguous copy."""
+    operands, others = inputs_of(name, device, dtype)
+    expected = run(name, operands, others)
+    grad_out = torch.randn(expected[0].shape, generator=torch.Generator().manual_seed(1))
+    grad_out = grad_out.to(expected[0])
+    expected = run(name, operands, others, grad_out)
+    for key in operands:
+        for x in in_each_order(operands[key]):
+            actual = run(name, operands | {key: x}, others, grad_out)
+            torch.testing.assert_close(actual, expected)
+    for grad in in_each_order(grad_out):
+        torch.testing.assert_close(run(name, operands, others, grad), expected)
