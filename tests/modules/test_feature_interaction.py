@@ -202,3 +202,16 @@ def test_errors_name_the_argument(change, error, message):
 def test_features_must_be_jagged():
     with pytest.raises(TypeError, match="features must be a JaggedTensor, got a Tensor"):
         JaggedFeatureInteraction()(torch.zeros(2, 4), torch.zeros(3, 4))
+
+
+@ALL_WAYS
+@ALL_TARGETS
+def test_autocast(activation, fused, targets, device):
+    """Targets of a layer have its dtype, and features that of tables."""
+    module = JaggedFeatureInteraction(activation, fused=fused)
+    inputs = inputs_of(targets, device)
+    expected = run(module, **inputs)
+    with torch.autocast(device.type, torch.float16):
+        out = run(module, **inputs | {"targets": inputs["targets"].half()})
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.2)

@@ -1,5 +1,6 @@
 """What holds for every op that is public: strides, autocast, tensors without values, FLOPs."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -125,3 +126,60 @@ def test_axes_in_any_order(name, dtype, device):
             torch.testing.assert_close(actual, expected)
     for grad in in_each_order(grad_out):
         torch.testing.assert_close(run(name, operands, others, grad), expected)
+
+
+def of_autocast(name, dtypes):
+    """What PyTorch's autocast makes of the operands of such an op, which have these dtypes."""
+    if "softmax" in name:
+        return [torch.float32]
+    if name in ("jagged_dense_add", "jagged_dense_mul"):
+        return [functools.reduce(torch.promote_types, dtypes)] * 2
+    return [torch.float64 if dtype == torch.float64 else torch.float16 for dtype in dtypes]
+
+
+CAST = [name for name in OPS if name != "take_rows"]
+BIASES = ("bias", "position_bias", "relative_bias")  # which may have any dtype
+
+
+@pytest.mark.parametrize("name", CAST)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,), (torch.float32, torch.float16), (torch.float16, torch.float32)]
+)
+def test_autocast(name, dtypes, device):
+    """Casts operands as PyTorch does those of the same function, and gradients back."""
+    operands, others = inputs_of(name, device)
+    keys = [key for key in operands if key not in BIASES]
+    dtypes = [dtypes[i % len(dtypes)] for i in range(len(keys))]
+    operands |= {key: operands[key].to(dtype) for key, dtype in zip(keys, dtypes, strict=True)}
+    if len({*dtypes}) > 1:
+        with pytest.raises(TypeError, match=r"must be torch\.float"):
+            run(name, operands, others)
+    with torch.autocast(device.type, torch.float16):
+        out, *grads = run(name, operands, others)
+    cast_to = zip(keys, of_autocast(name, dtypes), strict=True)
+    cast = operands | {key: operands[key].to(dtype) for key, dtype in cast_to}
+    expected, *expected_grads = run(name, cast, others)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    for grad, expected_grad, x in zip(grads, expected_grads, operands.values(), strict=True):
+        torch.testing.assert_close(grad, expected_grad.to(x.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.reference  # kernels compute no fp64
+@pytest.mark.parametrize("name", CAST)
+def test_autocast_leaves_fp64(name):
+    operands, others = inputs_of(name, torch.device("cpu"), torch.float64)
+    expected = run(name, operands, others)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(name, operands, others)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.reference  # traced alike with any kernels
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_softmax", "jagged_dense_mul"])
+def test_compiled_under_autocast(name):
+    operands, others = inputs_of(name, torch.device("cpu"), torch.bfloat16)
+    operands["x"] = operands["x"].float()
+    compiled = torch.compile(function_of(name), backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = compiled(**operands, **others)
+        torch.testing.assert_close(out, function_of(name)(**operands, **others))

@@ -689,16 +689,6 @@ def test_other_samples_never_matter(device, causal, window, biased):
         assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
 
 
-def test_autocast_changes_nothing(device):
-    inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
-    grad_out = torch.randn(8, 2, 8, device=device)
-    expected = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        results = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
-    for name, value in expected.items():
-        assert torch.equal(results[name], value)
-
-
 def test_opcheck(device):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
     arguments = [inputs[name].requires_grad_() for name in "qkv"]

@@ -27,6 +27,7 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
 )
+from torchrec_jagged_attn.ops.autocast import cast_as_products
 
 __all__ = ["JaggedFeatureInteraction"]
 
@@ -99,7 +100,7 @@ class JaggedFeatureInteraction(nn.Module):
 
         Returns:
             One row per target: ``[B, D]``, ``[B, T, D]`` or ``[ΣT, D]``, in the dtype of
-            ``targets``.
+            ``targets``, or of autocast.
 
         Raises:
             TypeError: ``targets`` or ``features`` is of another type, or a dtype does not fit.
@@ -115,6 +116,7 @@ class JaggedFeatureInteraction(nn.Module):
         if not isinstance(features, JaggedTensor):
             raise TypeError(f"features must be a JaggedTensor, got a {type(features).__name__}")
         rows, offsets = features.values(), features.offsets()
+        targets, rows = cast_as_products(targets, rows)
         _check(targets, target_offsets, rows, offsets)
         width = rows.shape[1]
         fused = self.fused and width > 0  # without any, there is nothing to fuse

@@ -23,6 +23,7 @@ from torchrec_jagged_attn.cpu import attention as cpu
 from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.autocast import cast_as_products
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
@@ -156,7 +157,8 @@ def jagged_flash_attention(
     Returns:
         ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
         fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` of a row that sees
-        nothing.
+        nothing. Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
+        ``scaled_dot_product_attention``, and the output has it.
 
     Raises:
         TypeError: a dtype does not fit, or ``window`` is no int.
@@ -176,6 +178,7 @@ def jagged_flash_attention(
         softmax is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691), Algorithms 1 and 2.
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    q, k, v = cast_as_products(q, k, v)
     check_offsets_metadata(q_offsets, "q_offsets")
     check_offsets_metadata(kv_offsets, "kv_offsets")
     check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))

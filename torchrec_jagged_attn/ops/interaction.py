@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec_jagged_attn.checks import check_rows, check_tensor, should_validate
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import interaction_gradients as registered
+from torchrec_jagged_attn.ops.autocast import cast_as_products, cast_as_softmax, cast_as_sums
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
@@ -34,7 +35,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
             ``offsets[b + 1] - 1``.
 
     Returns:
-        ``[N, T]``, in the dtype of ``x``.
+        ``[N, T]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm`` gives.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -53,7 +54,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    return registered.call_jagged_dense_bmm(x, y, offsets)
+    return registered.call_jagged_dense_bmm(*cast_as_products(x, y), offsets)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[B, D, T]``, in the dtype of ``x``.
+        ``[B, D, T]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm`` gives.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -83,7 +84,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    return registered.call_jagged_jagged_bmm(x, y, offsets)
+    return registered.call_jagged_jagged_bmm(*cast_as_products(x, y), offsets)
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[N, T]``, in the dtype of ``x``.
+        ``[N, T]``, in the dtype of ``x``; in fp32 under autocast, as ``torch.softmax`` gives.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -111,7 +112,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    return registered.call_softmax(x, offsets, None)
+    return registered.call_softmax(cast_as_softmax(x), offsets, None)
 
 
 def jagged_jagged_bmm_jagged_out(
@@ -136,7 +137,7 @@ def jagged_jagged_bmm_jagged_out(
         total: ``Σ Lx·Ly``. Without it, it is read from the device, which waits for it once.
 
     Returns:
-        ``[Σ Lx·Ly]``, in the dtype of ``x``.
+        ``[Σ Lx·Ly]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm`` gives.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; ``total`` is
@@ -155,7 +156,9 @@ def jagged_jagged_bmm_jagged_out(
     if total is None:
         check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")  # before it waits for the device
         total = _last(pair_offsets)
-    return registered.call_pair_bmm(x, y, x_offsets, y_offsets, pair_offsets, total)
+    return registered.call_pair_bmm(
+        *cast_as_products(x, y), x_offsets, y_offsets, pair_offsets, total
+    )
 
 
 def array_jagged_bmm_jagged_out(
@@ -178,7 +181,8 @@ def array_jagged_bmm_jagged_out(
             from the device, which waits for it once.
 
     Returns:
-        ``[Nx, D]``, in the dtype of ``p``. Where ``Ly`` is 0, rows are zero.
+        ``[Nx, D]``, in the dtype of ``p``; under autocast in its dtype, as ``torch.bmm`` gives.
+        Where ``Ly`` is 0, rows are zero.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; the size of ``p``
@@ -205,7 +209,7 @@ def array_jagged_bmm_jagged_out(
         check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")  # before it waits for the device
         num_rows = _last(x_offsets)
     return registered.call_array_jagged_bmm(
-        p, y, x_offsets, y_offsets, pair_offsets, num_rows, False
+        *cast_as_products(p, y), x_offsets, y_offsets, pair_offsets, num_rows, False
     )
 
 
@@ -221,7 +225,7 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
         y_offsets: ``[B + 1]`` int32 or int64, the same for y; by default ``x_offsets``.
 
     Returns:
-        ``[Σ Lx·Ly]``, in the dtype of ``p``.
+        ``[Σ Lx·Ly]``, in the dtype of ``p``; in fp32 under autocast, as ``torch.softmax`` gives.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; the size of ``p``
@@ -239,7 +243,7 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     if should_validate(x_offsets):
         check_offsets_values(x_offsets, int(x_offsets[-1]), "x_offsets")
         check_offsets_values(y_offsets, int(y_offsets[-1]), "y_offsets")
-    return registered.call_softmax(p, pair_offsets, y_offsets)
+    return registered.call_softmax(cast_as_softmax(p), pair_offsets, y_offsets)
 
 
 def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -252,7 +256,7 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[N, D]``, in the dtype of ``x``.
+        ``[N, D]``, in the dtype of ``x``; under autocast in the wider dtype of ``x`` and ``y``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -264,7 +268,7 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
                 [12.],
                 [23.]])
     """
-    return registered.call_jagged_dense_add(x, y, offsets)
+    return registered.call_jagged_dense_add(*cast_as_sums(x, y), offsets)
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -277,7 +281,7 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[N, D]``, in the dtype of ``x``.
+        ``[N, D]``, in the dtype of ``x``; under autocast in the wider dtype of ``x`` and ``y``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -289,7 +293,7 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
                 [20.],
                 [60.]])
     """
-    return registered.call_jagged_dense_mul(x, y, offsets)
+    return registered.call_jagged_dense_mul(*cast_as_sums(x, y), offsets)
 
 
 def _last(offsets: Tensor) -> int:

@@ -34,6 +34,7 @@ from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.kernels.target import attention as kernels
 from torchrec_jagged_attn.kernels.target.records import Listing
 from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.ops.autocast import cast_as_products
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
@@ -117,7 +118,8 @@ def jagged_target_attention(
 
     Returns:
         One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
-        (also for shared queries) or ``[ΣT, H, D]``.
+        (also for shared queries) or ``[ΣT, H, D]``. Under autocast ``query`` and ``history`` are
+        cast to its dtype, as by ``scaled_dot_product_attention``, and the output has it.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -148,6 +150,7 @@ def jagged_target_attention(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
         of the first three rows of its Table 1.
     """
+    query, history = cast_as_products(query, history)
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     per_sample = check_arguments(
         query, history, offsets, biases, prior_weights, score, query_offsets=query_offsets,

@@ -17,6 +17,7 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
 )
 from torchrec_jagged_attn.ops import jagged_target_attention
+from torchrec_jagged_attn.ops.autocast import cast_as_products
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 
 __all__ = ["jagged_target_attention_over_ids"]
@@ -74,6 +75,7 @@ def jagged_target_attention_over_ids(
         <BLANKLINE>
                 [[-3., -7.]]])
     """
+    query, mean, basis = cast_as_products(query, mean, basis)
     check_tensor(query, "query")
     check_float(query, "query")
     width = query.shape[-1] if query.dim() else None
