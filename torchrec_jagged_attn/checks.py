@@ -18,6 +18,7 @@ __all__ = [
     "check_activation",
     "check_biases",
     "check_digits",
+    "check_finite",
     "check_float",
     "check_heads",
     "check_hidden_dims",
@@ -31,7 +32,6 @@ __all__ = [
     "check_packed",
     "check_packed_values",
     "check_prior_weights",
-    "check_prior_weights_values",
     "check_real",
     "check_request_time",
     "check_rows",
@@ -350,14 +350,12 @@ def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
     check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
 
 
-def check_prior_weights_values(prior_weights: Tensor, name: str = "prior_weights") -> None:
-    """They must be finite and not negative; skipped where reading would wait."""
-    if not should_validate(prior_weights):
+def check_finite(values: Tensor, name: str, *, not_negative: bool = False) -> None:
+    """``values`` ``[N]`` must be finite, and ``not_negative``; skipped where reading would wait."""
+    if not should_validate(values):
         return
-    wrong = torch.nonzero(~((prior_weights >= 0) & (prior_weights < torch.inf)))
+    allowed = values.isfinite() & (values >= 0) if not_negative else values.isfinite()
+    wrong = torch.nonzero(~allowed)
     if wrong.numel():
-        at = int(wrong[0])
-        raise ValueError(
-            f"{name} must be finite and not negative, got "
-            f"{prior_weights[at].item()} at position {at}"
-        )
+        at, expected = int(wrong[0]), "finite and not negative" if not_negative else "finite"
+        raise ValueError(f"{name} must be {expected}, got {values[at].item()} at position {at}")

@@ -11,6 +11,8 @@ from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from tests.modules.collection_scenarios import (
@@ -514,3 +516,23 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
     assert collection.device == torch.device("meta")
     with pytest.raises(TypeError, match=r"embedding_bag_collection must be an .*, got a Linear"):
         TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(nn.Linear(1, 1), PAIR)
+
+
+def test_learned_weights_may_fall_below_zero():
+    """Such a row counts as one whose weight is zero, also without gradients."""
+    scenario = SCENARIOS["weighted"]
+    batch = make_batch(scenario, [2, 0, 3])
+    features = to_features(batch)
+    weights = PositionWeightedModuleCollection(dict.fromkeys(features.keys(), 9))
+    model = FeatureProcessedEmbeddingBagCollection(make_collection(scenario), weights)
+    of_history = weights.position_weights["hist"]
+    with torch.no_grad():
+        of_history[1:] = -0.5
+    pooled = model(features).values()
+    pooled.sum().backward()
+    assert of_history.grad.isfinite().all()
+    assert torch.all(of_history.grad[1:] == 0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(features).values(), pooled)
+        of_history[1:] = 0
+        torch.testing.assert_close(model(features).values(), pooled)

@@ -867,9 +867,9 @@ def test_prior_weights_travel(value_projection, device):
         ({"prior_weights": torch.ones(4)}, ValueError, "prior_weights must have shape [N] = [5]"),
         ({"prior_weights": torch.ones(5).to("meta")}, ValueError, "prior_weights must be on cpu"),
         (
-            {"prior_weights": torch.tensor([1, 0, -0.5, 1, 1])},
+            {"prior_weights": torch.tensor([1, 0, torch.inf, 1, 1])},
             ValueError,
-            "prior_weights must be finite and not negative, got -0.5 at position 2",
+            "prior_weights must be finite, got inf at position 2",
         ),
         ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),

@@ -183,3 +183,21 @@ def test_compiled_under_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         out = compiled(**operands, **others)
         torch.testing.assert_close(out, function_of(name)(**operands, **others))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["jagged_target_attention", "of many targets", "of shared queries", "jagged_flash_attention"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_prior_weights_below_zero(name, dtype, device):
+    """Count as zero, and have a gradient of zero; so has a sample of nothing else."""
+    operands, others = inputs_of(name, device, dtype)
+    lengths = OTHER_LENGTHS if name == "jagged_flash_attention" else LENGTHS
+    weights = torch.linspace(0.5, 1.5, 12, device=device)
+    weights[[1, 10]], weights[: lengths[0]] = -0.5, -2.0
+    expected = run(name, operands | {"prior_weights": weights.clamp(min=0)}, others)
+    actual = run(name, operands | {"prior_weights": weights}, others)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert torch.all(actual[-1][weights < 0] == 0)
+    assert torch.all(actual[-1][weights > 0].isfinite())

@@ -860,7 +860,7 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
         ({"relative_bias": torch.zeros(7, 1)}, ValueError, r"relative_bias must have shape \[R, H"),
         ({"relative_bias": torch.zeros(0, 2)}, ValueError, "relative_bias must have at least one"),
         ({"prior_weights": torch.ones(7, 2)}, ValueError, r"prior_weights must have shape \[N\]"),
-        ({"prior_weights": -torch.ones(7)}, ValueError, "finite and not negative, got -1.0 at pos"),
+        ({"prior_weights": torch.full((7,), torch.nan)}, ValueError, "be finite, got nan at pos"),
         ({"timestamps": torch.zeros(7)}, ValueError, "age_bias and timestamps must be given toge"),
         ({"causal": True, "window": 2.0}, TypeError, "window must be an int or None, got 2.0"),
         ({"causal": True, "window": True}, TypeError, "window must be an int or None, got True"),

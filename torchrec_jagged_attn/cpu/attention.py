@@ -314,7 +314,7 @@ def _bias_of_keys(
     dtype, positions, ages = compute_dtype(q), None, None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
-        logs = bias.to(compute_dtype(bias)).log().to(dtype)
+        logs = bias.to(compute_dtype(bias)).clamp(min=0).log().to(dtype)
         terms = [logs.unsqueeze(1).expand(-1, q.shape[1])]
     if position_bias is not None or age_bias is not None:
         num_rows = int(kv_offsets[-1])

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_finite,
     check_float,
     check_numbers,
-    check_prior_weights_values,
     check_real,
     check_same,
     check_shape,
@@ -61,7 +61,7 @@ def boost_weights(
     """
     check_float(relevance, "relevance")
     check_shape(relevance, "relevance", "[N]", (None,))
-    check_prior_weights_values(relevance, "relevance")
+    check_finite(relevance, "relevance", not_negative=True)
     check_real(strength, "strength")
     weights = relevance**strength
     if (segments is None) != (factors is None):
@@ -73,7 +73,7 @@ def boost_weights(
     check_shape(factors, "factors", "[G]", (None,))
     check_same(relevance, "relevance", dtype=False, segments=segments, factors=factors)
     check_numbers(segments, "segments", factors.shape[0])
-    check_prior_weights_values(factors, "factors")
+    check_finite(factors, "factors", not_negative=True)
     return weights * factors[segments].to(weights.dtype)
 
 
@@ -130,7 +130,7 @@ def _boost(features: KeyedJaggedTensor, keys: list[str], weights: Tensor) -> Key
     check_float(weights, "weights")
     counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
     check_shape(weights, "weights", "[N]", (counts[keys[0]],))
-    check_prior_weights_values(weights, "weights")
+    check_finite(weights, "weights", not_negative=True)
     of_keys = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
     weights, old = torch.cat(of_keys), features.weights_or_none()
     return replace_rows(

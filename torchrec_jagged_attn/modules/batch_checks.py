@@ -10,8 +10,8 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_finite,
     check_float,
-    check_prior_weights_values,
     should_validate,
 )
 
@@ -129,7 +129,7 @@ def check_pooled_weights(weights: torch.Tensor, names: list[str]) -> None:
 def check_history_weights(weights: torch.Tensor, name: str) -> None:
     """``weights`` of the history ``name`` must be able to be prior weights of its rows."""
     check_float(weights, f"weights of history {name!r}")
-    check_prior_weights_values(weights, f"weights of history {name!r}")
+    check_finite(weights, f"weights of history {name!r}")
 
 
 def check_single_rows(sequence: JaggedTensor, name: str) -> None:

@@ -125,8 +125,8 @@ class JaggedSelfAttention(nn.Module):
         Args:
             history: values ``[N, E]`` of ``B`` samples, each from its oldest row to its newest. Its
                 weights are not read.
-            prior_weights: ``[N]``, not negative: what each row counts before others are compared
-                with it, see :func:`jagged_flash_attention`. A row of zero is attended by none.
+            prior_weights: ``[N]``, what each row counts before others are compared with it, see
+                :func:`jagged_flash_attention`. A row of zero or below is attended by none.
 
         Returns:
             Values ``[N, E]`` with the offsets of ``history``, in the dtype of the module's

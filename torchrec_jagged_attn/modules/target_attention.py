@@ -344,8 +344,8 @@ class JaggedTargetAttention(nn.Module):
                 ``history_codes``, values ``[N, num_bytes]`` uint8.
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
-            prior_weights: ``[N]``, not negative: what each row counts before it is compared with a
-                target, see :func:`jagged_target_attention`. Zero removes the row; but positions,
+            prior_weights: ``[N]``, what each row counts before it is compared with a target, see
+                :func:`jagged_target_attention`. Zero, or less, removes the row; but positions,
                 ages and lengths count it. A history whose rows are all removed is pooled as an
                 empty one.
             indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``

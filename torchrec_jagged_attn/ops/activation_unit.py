@@ -15,10 +15,10 @@ from torchrec_jagged_attn.arguments import (
 from torchrec_jagged_attn.checks import (
     check_activation,
     check_biases,
+    check_finite,
     check_float,
     check_hidden_dims,
     check_offsets_metadata,
-    check_prior_weights_values,
     check_same,
     check_shape,
     check_tensor,
@@ -166,7 +166,7 @@ def check_one_target(query: Tensor, name: str) -> None:
 def _forward(args: ActivationUnitArguments) -> ActivationUnitOutputs:
     check_offsets_values(args.offsets, args.history.shape[0], "offsets")
     if args.prior_weights is not None:
-        check_prior_weights_values(args.prior_weights)
+        check_finite(args.prior_weights, "prior_weights")
     if implementation(args.query.device)[0] == "reference":
         return cpu.forward(args)
     return kernels.forward(args)

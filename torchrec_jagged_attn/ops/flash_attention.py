@@ -11,9 +11,9 @@ from torch import Tensor
 from torchrec_jagged_attn.arguments import Biases, FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.checks import (
     check_biases,
+    check_finite,
     check_float,
     check_offsets_metadata,
-    check_prior_weights_values,
     check_same,
     check_shape,
     check_width,
@@ -137,8 +137,8 @@ def jagged_flash_attention(
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
         timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
         request_time: ``[B]`` in the dtype of ``timestamps``; as there.
-        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, not negative, for all heads; zero
-            hides the key. Their gradient is zero where they are.
+        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, for all heads; zero hides the key,
+            and so does what is below zero. Their gradient is zero there.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
             On a GPU, of up to 2^30 - 129 rows of queries and of keys.
         row_dropout: the probability that a key is left out, for all queries and heads: as if its
@@ -224,7 +224,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets")
     check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
     if args.bias is not None and args.bias.dim() == 1:
-        check_prior_weights_values(args.bias)
+        check_finite(args.bias, "prior_weights")
     return implementation_of(args.q, cpu, kernels).forward(args)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_prior_weights_values
+from torchrec_jagged_attn.checks import check_finite
 
 __all__ = ["bias_gradient", "bias_or_prior_weights"]
 
@@ -14,9 +14,9 @@ def bias_or_prior_weights(bias: Tensor | None, prior_weights: Tensor | None) -> 
     """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``."""
     if bias is None or prior_weights is None:
         return prior_weights if bias is None else bias
-    check_prior_weights_values(prior_weights)
+    check_finite(prior_weights, "prior_weights")
     dtype = torch.promote_types(bias.dtype, torch.promote_types(prior_weights.dtype, torch.float32))
-    removed = prior_weights == 0
+    removed = prior_weights <= 0
     logs = prior_weights.to(dtype).masked_fill(removed, 1).log().masked_fill(removed, -torch.inf)
     return bias.to(dtype) + logs.unsqueeze(1)
 
@@ -27,4 +27,4 @@ def bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
         return grad
     if grad.dim() == 2:
         grad = grad.sum(1)
-    return (grad / bias).masked_fill(bias == 0, 0).to(bias.dtype)
+    return (grad / bias).masked_fill(bias <= 0, 0).to(bias.dtype)

@@ -17,12 +17,12 @@ from torchrec_jagged_attn.arguments import (
 from torchrec_jagged_attn.checks import (
     check_biases,
     check_digits,
+    check_finite,
     check_float,
     check_indices,
     check_indices_values,
     check_offsets_metadata,
     check_packed_values,
-    check_prior_weights_values,
     check_same,
     check_score,
     check_shape,
@@ -100,9 +100,9 @@ def jagged_target_attention(
             as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
         request_time: ``[B]`` in the dtype of ``timestamps``: when each sample is scored, which the
             ages of its rows are counted from; by default the time of its last row. No gradient.
-        prior_weights: ``[N]``, any dtype that ``query`` may have, not negative: what each row
-            counts before it is compared with a query, for all heads. Their gradient is zero where
-            they are.
+        prior_weights: ``[N]``, any dtype that ``query`` may have: what each row counts before it is
+            compared with a query, for all heads. One below zero counts as zero, and has a gradient
+            of zero: make weights that are learned of ``exp`` or ``softplus`` to keep them above.
         row_dropout: the probability that a row is left out, for all queries and heads: as if its
             prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
         dropout: the probability that a weight :math:`p_n` of a query row and head is set to zero,
@@ -235,7 +235,7 @@ def check_values(args: TargetArguments) -> None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     if args.bias is not None and args.bias.dim() == 1:
         check_score(args.score, args.bias)
-        check_prior_weights_values(args.bias)
+        check_finite(args.bias, "prior_weights")
 
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:

@@ -90,9 +90,9 @@ def load_bias(
 
     ``biases`` has pointers in the fields of ``arguments.Biases``, but ``relative_bias``.
 
-    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads; rows that are dropped
-    have ``-inf``. Zero for the query rows from ``count`` on: they have no maximum to keep it from
-    overflowing.
+    PRIOR weights count by their logarithm, ``-inf`` of zero and of what is below, for all heads;
+    rows that are dropped have ``-inf``. Zero for the query rows from ``count`` on: they have no
+    maximum to keep it from overflowing.
     """
     mask = visible & (r < count)
     head = (r % H).to(tl.int32)
@@ -100,7 +100,7 @@ def load_bias(
     if PRIOR:
         # For each query row, too: a column of weights, spread over these rows, is lowered wrongly.
         weights = tl.load(biases.bias + n + head * 0, mask=mask, other=1.0)
-        bias += tl.log(weights.to(tl.float32))
+        bias += tl.log(tl.where(weights < 0, 0.0, weights.to(tl.float32)))  # NaN stays
     elif biases.bias is not None:
         bias += tl.load(biases.bias + n * H + head, mask=mask, other=0.0).to(tl.float32)
     if P > 0 or A > 0:

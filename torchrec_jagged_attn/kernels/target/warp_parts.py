@@ -471,14 +471,15 @@ def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.co
     """All ``biases`` of the rows ``n`` of the sample that begins at row ``first``, for the query
     rows ``r``.
 
-    PRIOR weights count by their logarithm, ``-inf`` of zero, for all heads; rows that are dropped
-    have ``-inf``. Zero for the query rows from ``count`` on.
+    PRIOR weights count by their logarithm, ``-inf`` of zero and of what is below, for all heads;
+    rows that are dropped have ``-inf``. Zero for the query rows from ``count`` on.
     """
     head = r % C.H
     mask = visible & (r < count)
     bias = 0.0
     if C.PRIOR:
         weights = gl.load(biases.bias + first + n, mask=visible, other=1.0).to(gl.float32)
+        weights = gl.where(weights < 0, 0.0, weights)  # NaN stays
         bias += gl.where(mask, gl.log(weights), 0.0)
     elif biases.bias is not None:
         ptrs = biases.bias + first * C.H + (n * C.H + head)
