@@ -9,6 +9,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from torchrec_jagged_attn.arguments import ACTIVATIONS, SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
@@ -20,6 +21,7 @@ __all__ = [
     "check_digits",
     "check_finite",
     "check_float",
+    "check_has_values",
     "check_heads",
     "check_hidden_dims",
     "check_indices",
@@ -42,6 +44,7 @@ __all__ = [
     "check_timestamps",
     "check_width",
     "check_window",
+    "has_values",
     "should_validate",
 ]
 
@@ -50,13 +53,28 @@ def should_validate(tensor: Tensor) -> bool:
     """Whether reading the values of ``tensor`` to check them is allowed here.
 
     Always on CPU. On CUDA a read waits for the device, so only when the environment variable
-    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Never while compiling: there are no values yet.
+    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Never while compiling, nor of what has no values.
     """
     if torch.compiler.is_compiling():
         return False
-    if tensor.is_cpu:
-        return True
-    return tensor.is_cuda and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1"
+    if not tensor.is_cpu and os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") != "1":
+        return False
+    return has_values(tensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether there are values to read: not on the meta device, nor in ``FakeTensorMode``."""
+    is_mode_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return not (tensor.is_meta or is_mode_fake or is_fake(tensor))
+
+
+def check_has_values(tensor: Tensor, name: str) -> None:
+    """The number ``name``, which ``tensor`` would tell, must be given where it has no values."""
+    if not torch.compiler.is_compiling() and not has_values(tensor):
+        raise ValueError(
+            f"{name} must be given for tensors without values, as those on the meta device or in "
+            "FakeTensorMode are, got None"
+        )
 
 
 def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:

@@ -23,19 +23,27 @@ __all__ = [
 ]
 
 
+# What has no values has shapes alone, by the fake of an op.
+_META = ("shapes", "meta device")
 # Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect.
 if runtime.interpret:
     IMPLEMENTATIONS = {
         "cpu": ("triton-interpreter", "CPU device, TRITON_INTERPRET=1"),
         "cuda": ("triton-interpreter", "CUDA device, TRITON_INTERPRET=1"),
+        "meta": _META,
     }
 else:
-    IMPLEMENTATIONS = {"cpu": ("reference", "CPU device"), "cuda": ("triton", "CUDA device")}
+    IMPLEMENTATIONS = {
+        "cpu": ("reference", "CPU device"),
+        "cuda": ("triton", "CUDA device"),
+        "meta": _META,
+    }
 
 DTYPES = {
     "triton": (torch.float32, torch.bfloat16, torch.float16),
     "triton-interpreter": (torch.float32, torch.float16),  # it has no bf16 products
     "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "shapes": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
 }
 
 
@@ -44,8 +52,9 @@ def implementation(device: torch.device) -> tuple[str, str]:
 
     Returns:
         ``(name, reason)``. The name is one of ``"triton"`` (compiled kernels),
-        ``"triton-interpreter"`` (the same kernels, run by Triton's interpreter) and
-        ``"reference"`` (plain PyTorch, but attention in C++ where that can be built).
+        ``"triton-interpreter"`` (the same kernels, run by Triton's interpreter), ``"reference"``
+        (plain PyTorch, but attention in C++ where that can be built) and ``"shapes"`` (of tensors
+        on the meta device, which have no values).
 
     Raises:
         NotImplementedError: no op runs on ``device``.
@@ -56,7 +65,7 @@ def implementation(device: torch.device) -> tuple[str, str]:
     """
     found = IMPLEMENTATIONS.get(device.type)
     if found is None:
-        raise NotImplementedError(f"the ops run on cpu and cuda tensors, got {device}")
+        raise NotImplementedError(f"the ops run on cpu, cuda and meta tensors, got {device}")
     return found
 
 
@@ -72,7 +81,8 @@ def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether kernels compute in ``dtype`` on ``device``, compiled or interpreted."""
-    return implementation(device)[0] != "reference" and dtype in supported_dtypes(device)
+    name, _ = implementation(device)
+    return name in ("triton", "triton-interpreter") and dtype in DTYPES[name]
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_offsets_metadata, should_validate
+from torchrec_jagged_attn.checks import check_has_values, check_offsets_metadata, should_validate
 
 __all__ = ["JaggedLayout", "check_offsets_values", "check_order"]
 
@@ -53,7 +53,10 @@ class JaggedLayout:
         """
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
-        return cls(offsets, int(offsets[-1]) if num_rows is None else num_rows)
+        if num_rows is None:
+            check_has_values(offsets, "num_rows")
+            num_rows = int(offsets[-1])
+        return cls(offsets, num_rows)
 
     @property
     def batch_size(self) -> int:

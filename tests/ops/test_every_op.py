@@ -1,5 +1,6 @@
 """What holds for every op that is public: strides, autocast, tensors without values, FLOPs."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -7,9 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import torchrec_jagged_attn
-from torchrec_jagged_attn import select_rows, take_rows
+from torchrec_jagged_attn import array_jagged_bmm_jagged_out, select_rows, take_rows
 
 LENGTHS = [3, 0, 5, 4]
 OTHER_LENGTHS = [4, 2, 0, 6]
@@ -201,3 +204,40 @@ def test_prior_weights_below_zero(name, dtype, device):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert torch.all(actual[-1][weights < 0] == 0)
     assert torch.all(actual[-1][weights > 0].isfinite())
+
+
+def shapes_of(tensors):
+    return [(x.shape, x.dtype, x.stride()) for x in tensors]
+
+
+@pytest.mark.reference  # alike with any kernels
+@EVERY_OP
+@pytest.mark.parametrize("on", ["meta", "fake", "in fake mode"])
+def test_tensors_without_values(name, on):
+    """Have the shapes of those that have some, forward and backward."""
+    operands, others = inputs_of(name, torch.device("cpu"))
+    expected = shapes_of(run(name, operands, others))
+    mode = FakeTensorMode(allow_non_fake_inputs=on == "in fake mode")
+    if on == "meta":
+        operands, others = inputs_of(name, torch.device("meta"))
+    elif on == "fake":
+        operands, others = tree_map_only(torch.Tensor, mode.from_tensor, (operands, others))
+    with mode if on == "in fake mode" else contextlib.nullcontext():
+        assert shapes_of(run(name, operands, others)) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x, o: torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, x, o), "total"),
+        (lambda x, o: array_jagged_bmm_jagged_out(x[:, 0], x, o, o.clone()), "num_rows"),
+        (lambda x, o: select_rows(o, x[:, 0], keep=2), "capacity"),
+        (lambda x, o: torchrec_jagged_attn.JaggedLayout.from_lengths(o), "num_rows"),
+    ],
+)
+def test_sizes_must_be_given_where_values_do_not_tell_them(call, name):
+    rows = torch.zeros(7, 16, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=f"{name} must be given for tensors without values"):
+        call(*rows)
+    with FakeTensorMode(), pytest.raises(ValueError, match=f"{name} must be given for tensors"):
+        call(torch.zeros(7, 16), torch.zeros(3, dtype=torch.int64))

@@ -658,12 +658,3 @@ def test_more_pairs_than_int32_counts():
 def test_errors_name_the_argument(name, change, error, message):
     with pytest.raises(error, match=message):
         function_of(name)(**inputs_of(name, [3, 4]) | change)
-
-
-def test_what_cannot_be_computed_is_refused_before_a_number_is_read_from_the_device():
-    x = torch.zeros(7, 16, device="meta")
-    offsets = torch.zeros(3, dtype=torch.int64, device="meta")
-    with pytest.raises(NotImplementedError, match="meta"):
-        torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, x, offsets)
-    with pytest.raises(NotImplementedError, match="meta"):
-        torchrec_jagged_attn.array_jagged_bmm_jagged_out(x[:, 0], x, offsets, offsets.clone())

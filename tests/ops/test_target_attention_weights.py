@@ -221,7 +221,7 @@ def test_never_waits_for_the_device():
         ),
         ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
         ({"offsets": torch.tensor([0, 3, 6])}, ValueError, "offsets must end at the 7 rows"),
-        ({"prior_weights": -torch.ones(7)}, ValueError, "prior_weights must be finite and not neg"),
+        ({"prior_weights": torch.ones(7) / 0}, ValueError, "prior_weights must be finite, got inf"),
         ({"score": "relu"}, ValueError, "score must be one of softmax, silu, sigmoid, got 'relu'"),
     ],
 )

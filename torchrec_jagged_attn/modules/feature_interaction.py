@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch  # noqa: F401  (for the examples)
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -16,6 +16,7 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     check_tensor,
     check_width,
+    has_values,
 )
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import (
@@ -153,8 +154,10 @@ class JaggedFeatureInteraction(nn.Module):
             return jagged_target_attention(
                 query, rows, offsets, query_offsets=target_offsets, scale=scale
             ).squeeze(1)
-        layout = (target_offsets, offsets)
-        scores = jagged_jagged_bmm_jagged_out(targets * scale, rows, *layout)
+        layout, total = (target_offsets, offsets), None
+        if not torch.compiler.is_compiling() and not has_values(offsets):  # any number will do
+            total = targets.shape[0] * rows.shape[0] // max(offsets.numel() - 1, 1)
+        scores = jagged_jagged_bmm_jagged_out(targets * scale, rows, *layout, total=total)
         weights = scores
         if self.activation == "softmax":
             weights = jagged2_softmax(scores, *layout)

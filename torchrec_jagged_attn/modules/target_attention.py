@@ -37,6 +37,7 @@ from torchrec_jagged_attn.ops.activation_unit import (
     call_activation_unit,
     check_one_target,
 )
+from torchrec_jagged_attn.ops.autocast import autocast_dtype
 from torchrec_jagged_attn.ops.digits import unpack_digits
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
@@ -696,10 +697,8 @@ def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
 
 def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
     """That of the parameters, or of autocast."""
-    device_type = rows.device.type
-    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:  # which it leaves
-        return torch.get_autocast_dtype(device_type)
-    return dtype
+    of_autocast = autocast_dtype(rows)
+    return dtype if of_autocast is None or dtype == torch.float64 else of_autocast
 
 
 # torch.jit.script takes the packet of an op, not its overloads.

@@ -5,36 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["cast_as_products", "cast_as_softmax", "cast_as_sums"]
+__all__ = ["autocast_dtype", "cast_as_products", "cast_as_softmax", "cast_as_sums"]
+
+
+def autocast_dtype(x: object) -> torch.dtype | None:
+    """That of autocast on the device of ``x``; ``None`` where it is off, or ``x`` no tensor."""
+    if not isinstance(x, Tensor) or x.is_meta:
+        return None
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def cast_as_products(*operands: Tensor) -> tuple[Tensor, ...]:
     """Under autocast the ``operands`` in its dtype, as ``torch.bmm`` takes them; else as they are.
 
-    fp64 stays fp64, and what has no floating point, or eight bits, is left alone.
+    fp64 stays fp64, and what is no floating point, or no tensor, is left for the op to refuse.
     """
-    if not _is_on(operands[0]):
-        return operands
-    return _cast(operands, torch.get_autocast_dtype(operands[0].device.type))
+    dtype = autocast_dtype(operands[0])
+    return operands if dtype is None else _cast(operands, dtype)
 
 
 def cast_as_softmax(x: Tensor) -> Tensor:
     """Under autocast ``x`` in fp32, as ``torch.softmax`` takes it; else as it is."""
-    return _cast((x,), torch.float32)[0] if _is_on(x) else x
+    return x if autocast_dtype(x) is None else _cast((x,), torch.float32)[0]
 
 
 def cast_as_sums(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Under autocast both in the wider dtype of the two, as sums take them; else as they are."""
-    if not _is_on(x) or not isinstance(y, Tensor):
+    if autocast_dtype(x) is None or not isinstance(y, Tensor):
         return x, y
     return _cast((x, y), torch.promote_types(x.dtype, y.dtype))
-
-
-def _is_on(x: object) -> bool:
-    if not isinstance(x, Tensor):  # for the op to refuse
-        return False
-    device_type = x.device.type
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _cast(operands: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -42,9 +42,4 @@ def _cast(operands: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...
 
 
 def _is_cast(x: object) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and x.is_floating_point()
-        and x.dtype != torch.float64
-        and x.element_size() > 1
-    )
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

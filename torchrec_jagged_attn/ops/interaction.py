@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_rows, check_tensor, should_validate
+from torchrec_jagged_attn.checks import check_has_values, check_rows, check_tensor, should_validate
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import interaction_gradients as registered
 from torchrec_jagged_attn.ops.autocast import cast_as_products, cast_as_softmax, cast_as_sums
@@ -155,7 +155,7 @@ def jagged_jagged_bmm_jagged_out(
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
     if total is None:
         check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")  # before it waits for the device
-        total = _last(pair_offsets)
+        total = _last(pair_offsets, "total")
     return registered.call_pair_bmm(
         *cast_as_products(x, y), x_offsets, y_offsets, pair_offsets, total
     )
@@ -207,7 +207,7 @@ def array_jagged_bmm_jagged_out(
         num_rows = y.shape[0]
     elif num_rows is None:
         check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")  # before it waits for the device
-        num_rows = _last(x_offsets)
+        num_rows = _last(x_offsets, "num_rows")
     return registered.call_array_jagged_bmm(
         *cast_as_products(p, y), x_offsets, y_offsets, pair_offsets, num_rows, False
     )
@@ -296,8 +296,11 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return registered.call_jagged_dense_mul(*cast_as_sums(x, y), offsets)
 
 
-def _last(offsets: Tensor) -> int:
-    """The number of rows or pairs that ``offsets`` divide; waits for the device once."""
+def _last(offsets: Tensor, name: str) -> int:
+    """The number of rows or pairs that ``offsets`` divide, the argument ``name``; waits for the
+    device once.
+    """
+    check_has_values(offsets, name)
     size = cast("int", offsets[-1].item())  # torch.export cannot trace int(offsets[-1])
     if torch.compiler.is_compiling():
         torch._check_value(size >= 0)  # without a message: a strict export takes none

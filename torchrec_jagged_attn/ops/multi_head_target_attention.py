@@ -283,7 +283,7 @@ def _is_cheaper_explicit(args: MultiHeadArguments) -> bool:
     """
     target, history, num_heads = args.target, args.history, args.num_heads
     embed_dim, history_dim = args.embed_dim, history.shape[1]
-    device_type = history.device.type
+    device_type = "cuda" if history.is_cuda else "cpu"
     if args.query_offsets is not None:
         num_samples, num_targets = args.offsets.numel() - 1, target.shape[0]
         num_to_fill = ROWS_TO_FILL[device_type] // num_heads

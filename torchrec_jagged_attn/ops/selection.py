@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.checks import (
     check_float,
+    check_has_values,
     check_integers,
     check_offsets_metadata,
     check_same,
@@ -255,6 +256,7 @@ def _check_capacity(capacity: int, new_offsets: Tensor) -> None:
 
 def _read_last(offsets: Tensor, num_rows: int) -> int:
     """How many of the rows are kept; waits for the device once."""
+    check_has_values(offsets, "capacity")
     size = cast("int", offsets[-1].item())
     if torch.compiler.is_compiling():
         torch._check(size >= 0)

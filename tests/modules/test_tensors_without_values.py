@@ -1,0 +1,101 @@
+"""Modules on the meta device and in ``FakeTensorMode``: shapes alone, forward and backward."""
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_jagged_attn import (
+    HistoryEncoderLayer,
+    JaggedFeatureInteraction,
+    JaggedSelfAttention,
+    JaggedTargetAttention,
+    repeat_by_request,
+)
+
+pytestmark = pytest.mark.reference  # alike with any kernels
+
+
+@pytest.fixture(params=["meta", "fake", "of real parameters"])
+def mode(request):
+    """A device, and a mode for what is made before inputs are, and for the call."""
+    is_meta, is_real = request.param == "meta", request.param == "of real parameters"
+    fake = contextlib.nullcontext() if is_meta else FakeTensorMode(allow_non_fake_inputs=is_real)
+    device = "meta" if is_meta else "cpu"
+    return device, contextlib.nullcontext() if is_real else fake, fake
+
+
+def draw(*shape, device):
+    return torch.randn(shape, device=device, requires_grad=True)
+
+
+def history_of(device):
+    lengths = torch.tensor([2, 0, 4], device=device)
+    return JaggedTensor(draw(6, 8, device=device), lengths=lengths)
+
+
+TARGETS = {
+    "one": lambda device: draw(3, 8, device=device),
+    "five": lambda device: draw(3, 5, 8, device=device),
+    "jagged": history_of,
+}
+
+
+def assert_pools(module, target, device, **others):
+    target, history = TARGETS[target](device), history_of(device)
+    out = module(target, history, **others)
+    rows = target.values() if isinstance(target, JaggedTensor) else target
+    assert out.shape == rows.shape
+    of_history, of_target = torch.autograd.grad(out.sum(), [history.values(), rows])
+    assert of_history.shape == (6, 8)
+    assert of_target.shape == rows.shape
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keys_and_values": "explicit", "age_bias": True},
+        {"keys_and_values": "absorbed", "dropout": 0.1, "row_dropout": 0.1},
+        {"score": "silu"},
+    ],
+    ids=str,
+)
+def test_target_attention(options, target, mode):
+    device, around, inside = mode
+    with around:
+        attention = JaggedTargetAttention(8, 2, device=device, **options)
+    with inside:
+        indices = torch.zeros(6, dtype=torch.int64, device=device)
+        others = {"timestamps": indices} if "age_bias" in options else {}
+        assert_pools(attention, target, device, **others)
+        assert_pools(attention, target, device, indices=indices, **others)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_feature_interaction(fused, target, mode):
+    device, _, inside = mode
+    with inside:
+        assert_pools(JaggedFeatureInteraction(fused=fused), target, device)
+
+
+@pytest.mark.parametrize("layer", [JaggedSelfAttention, HistoryEncoderLayer])
+def test_self_attention(layer, mode):
+    device, around, inside = mode
+    with around:
+        attention = layer(8, 2, causal=True, window=3, device=device)
+    with inside:
+        history = history_of(device)
+        out = attention(history).values()
+        (grad,) = torch.autograd.grad(out.sum(), history.values())
+        assert out.shape == grad.shape == (6, 8)
+
+
+def test_repeat_by_request(mode):
+    device, _, inside = mode
+    with inside:
+        assert repeat_by_request(draw(3, 8, device=device), history_of(device)).shape == (6, 8)
