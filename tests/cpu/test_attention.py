@@ -16,12 +16,10 @@ from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
     flash_attention_oracle,
-    flash_attention_plain,
     make_flash_inputs,
     offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 pytestmark = pytest.mark.reference
@@ -157,9 +155,7 @@ def test_gradients_of_tables_repeat():
 def test_odd_widths(width):
     inputs = inputs_of([3, 0, 70, 1], targets=3, width=width)
     del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
-    assert_matches_oracle(
-        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
-    )
+    assert_matches_oracle(jagged_target_attention, target_attention_oracle, inputs)
 
 
 def test_history_at_any_address():
@@ -174,9 +170,7 @@ def test_history_at_any_address():
 def test_sums_over_long_histories():
     inputs = inputs_of([20_000, 3])
     del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"]
-    assert_matches_oracle(
-        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
-    )
+    assert_matches_oracle(jagged_target_attention, target_attention_oracle, inputs)
 
 
 def peak_bytes(call):
@@ -236,7 +230,7 @@ def without_compiled(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("targets", [2, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
 def test_target_attention_in_python(targets, dtype):
-    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    functions = jagged_target_attention, target_attention_oracle
     inputs = inputs_of(LENGTHS, targets=targets, dtype=dtype)
     timestamps = inputs.pop("timestamps")
     assert_matches_oracle(
@@ -253,7 +247,7 @@ def test_target_attention_in_python(targets, dtype):
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_flash_attention_in_python(dtype, cross, causal, window):
-    functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+    functions = jagged_flash_attention, flash_attention_oracle
     case = Case("python", 7, 40, 4, 24, dtype=dtype)
     inputs = make_flash_inputs(case, "cpu", cross=cross, kv_heads=2, value_width=16, bias=True)
     assert_matches_oracle(

@@ -15,7 +15,7 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.testing import assert_close
+from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
 
@@ -392,38 +392,26 @@ def check_against_oracle(
         grads_out.append(torch.randn(outs[-1].shape, generator=generator))
         outs[-1].backward(grads_out[-1].to(device))
 
-    def reference(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-        leaves = {
-            kind: {name: p.detach().cpu().to(dtype).requires_grad_() for name, p in named.items()}
-            for kind, named in (
-                ("tables", table_weights(collection)),
-                ("attentions", attention_parameters(collection)),
-            )
-        }
-        expected = []
-        for batch, grad_out in zip(batches, grads_out, strict=True):
-            expected.append(torch.cat(oracle(scenario, to_samples(batch), **leaves), dim=1))
-            expected[-1].backward(grad_out.to(dtype))
-        grads = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
-            for named in leaves.values()
-            for name, p in named.items()
-        }
-        return torch.cat(expected), grads
-
-    expected, expected_grads = reference(torch.float64)
-    plain, plain_grads = reference(torch.float32)
-    assert_close(torch.cat(outs).cpu(), expected, plain)
+    leaves = {
+        kind: {name: p.detach().cpu().double().requires_grad_() for name, p in named.items()}
+        for kind, named in (
+            ("tables", table_weights(collection)),
+            ("attentions", attention_parameters(collection)),
+        )
+    }
+    with RoundingErrors(torch.float32) as errors:
+        for batch, out, grad_out in zip(batches, outs, grads_out, strict=True):
+            expected = torch.cat(oracle(scenario, to_samples(batch), **leaves), dim=1)
+            expected.backward(grad_out.double())
+            assert_close(out.cpu(), expected, errors)
     actual = {**table_weights(collection), **attention_parameters(collection)}
+    expected_grads = {name: p.grad for named in leaves.values() for name, p in named.items()}
     assert actual.keys() == expected_grads.keys()
     for name, parameter in actual.items():
         assert parameter.grad is not None, f"{name} has no gradient"
-    # Those of one attention together: a bias of few numbers would be held against its own luck.
-    for owner in {name.split(".")[0] for name in actual}:
-        names = [name for name in actual if name.split(".")[0] == owner]
-        grads = ({name: actual[name].grad.cpu() for name in names}, expected_grads, plain_grads)
-        joined = (torch.cat([of[name].flatten() for name in names]) for of in grads)
-        assert_close(*joined, gradient=True, name=" ".join(names))
+        grad = expected_grads[name]
+        grad = torch.zeros_like(parameter.grad.cpu()).double() if grad is None else grad
+        assert_close(parameter.grad.cpu(), grad, errors, name=name)
 
 
 ITEM = table("t_item", "item", "hist")

@@ -77,7 +77,7 @@ def test_is_the_formula(activation, fused, dtype, targets, device):
     skip_unless_supported(Case("interaction", 6, 300, 1, 24, dtype=dtype), device)
     function = functools.partial(run, JaggedFeatureInteraction(activation, fused=fused))
     oracle = functools.partial(formula, activation)
-    assert_matches_oracle(function, oracle, oracle, inputs_of(targets, device, dtype))
+    assert_matches_oracle(function, oracle, inputs_of(targets, device, dtype))
 
 
 @pytest.mark.reference  # kernels compute no fp64

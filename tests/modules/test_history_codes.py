@@ -72,7 +72,7 @@ def assert_right(codes, targets, dtype, device, **options):
     def over_codes(**inputs):
         return attend(module, timestamps=timestamps, **inputs)
 
-    assert_matches_oracle(over_codes, over_rows, over_rows, inputs)
+    assert_matches_oracle(over_codes, over_rows, inputs)
 
 
 @pytest.mark.parametrize(

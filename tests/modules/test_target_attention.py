@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
@@ -28,9 +27,9 @@ from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops import flash_attention, target_attention
 from torchrec_jagged_attn.testing import (
     CASES,
+    RoundingErrors,
     assert_close,
     assert_matches_oracle,
-    flash_attention_plain,
     jagged_lengths,
     outputs_and_gradients,
 )
@@ -48,32 +47,10 @@ def inputs_of_case(module, case, device, targets=None):
     )
 
 
-def attend_by_formula(module, *, target, history, offsets, timestamps=None, **parameters):
-    """The textbook formula, its projections of all rows at once; without a recency bias."""
-    if "in_proj_weight" in parameters:
-        q_weight, k_weight, v_weight = parameters["in_proj_weight"].chunk(3)
-    else:
-        q_weight, k_weight, v_weight = (parameters[f"{name}_proj_weight"] for name in "qkv")
-    biases = parameters["in_proj_bias"].chunk(3) if "in_proj_bias" in parameters else [None] * 3
-    queries = target.view(-1, module.target_dim)
-    num_targets = len(queries) // max(len(target), 1)
-    q, k, v = (
-        F.linear(rows, weight, bias).unflatten(1, (module.num_heads, -1))
-        for rows, weight, bias in zip(
-            (queries, history, history), (q_weight, k_weight, v_weight), biases, strict=True
-        )
-    )
-    query_offsets = num_targets * torch.arange(len(target) + 1, device=offsets.device)
-    out = flash_attention_plain(q, k, v, query_offsets, offsets).flatten(1)
-    out = F.linear(out, parameters["out_proj.weight"], parameters.get("out_proj.bias"))
-    return out.view(*target.shape[:-1], module.embed_dim)
-
-
-def assert_right(module, inputs, plain=attend_by_sample, timestamps=None):
+def assert_right(module, inputs, timestamps=None):
     assert_matches_oracle(
         lambda **inputs: attend(module, timestamps=timestamps, **inputs),
         lambda **inputs: attend_by_sample(module, timestamps=timestamps, **inputs),
-        lambda **inputs: plain(module, timestamps=timestamps, **inputs),
         inputs,
     )
 
@@ -92,7 +69,7 @@ def test_is_multihead_attention(name, bias, path, device):
     skip_unless_supported(case, device)
     module = module_of_case(case, bias=bias, recency_bias=False, **path)
     targets = None if case.num_targets == 1 else case.num_targets
-    assert_right(module, inputs_of_case(module, case, device, targets), attend_by_formula)
+    assert_right(module, inputs_of_case(module, case, device, targets))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +137,7 @@ def test_gradients_of_biases_over_many_targets(path, device):
     """Sums of thousands of targets, and of about as many rows."""
     module = projected(32, 2, recency_bias=False, device="meta", **path)
     inputs = make_inputs(module, [1100, 0, 900, 20], device, targets=1024)
-    assert_right(module, inputs, attend_by_formula)
+    assert_right(module, inputs)
 
 
 @pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "no-recency"])
@@ -280,17 +257,6 @@ def test_state_dict_moves_both_ways(history_dim, bias, path):
 # Dtypes that differ
 
 
-def attend_by_sample_in(dtype):
-    """``nn.MultiheadAttention`` in ``dtype``, whatever its inputs; the output as ``out_proj``'s."""
-
-    def plain(module, timestamps=None, **inputs):
-        cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in inputs.items()}
-        out = attend_by_sample(module, timestamps=timestamps, **cast)
-        return out.to(next(x.dtype for name, x in inputs.items() if "proj" in name))
-
-    return plain
-
-
 @pytest.mark.parametrize(
     ("history_dtype", "target_dtype", "targets", "recency_bias", "path"),
     each_pair_by_dtype(
@@ -314,7 +280,7 @@ def test_half_history_with_fp32_weights(
     inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
     inputs["target"] = inputs["target"].to(target_dtype)
-    assert_right(module, inputs, attend_by_sample_in(history_dtype))
+    assert_right(module, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -325,7 +291,7 @@ def test_fp32_history_with_half_weights(dtype, path, device):
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype)
     inputs = {"out_proj.weight": inputs.pop("out_proj.weight"), **inputs}
     inputs["history"] = inputs["history"].float()
-    assert_right(module, inputs, attend_by_sample_in(dtype))
+    assert_right(module, inputs)
 
 
 @pytest.mark.parametrize("kind", ["recency", "no-recency", "rows"])
@@ -357,7 +323,6 @@ def test_autocast(device, dtype, targets, kind, path):
     assert_matches_oracle(
         autocast(attend),
         lambda **inputs: attend_by_sample(module, **inputs),
-        autocast(attend_by_sample),
         inputs,
     )
 
@@ -534,7 +499,7 @@ def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_
     inputs = make_inputs(module, [7, 0, 60, 1, 20], device, dtype, targets=targets)
     inputs = {"q_proj_weight": inputs.pop("q_proj_weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
-    assert_right(module, inputs, attend_by_sample_in(half))
+    assert_right(module, inputs)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
@@ -622,8 +587,9 @@ def test_lookups_of_a_quantized_collection(dtype):
         **dict(module.named_parameters()),
     }
     exact = {n: v.double() if v.is_floating_point() else v for n, v in arguments.items()}
-    expected = attend_by_sample(module, **exact)
-    assert_close(out, expected, attend_by_sample_in(dtype)(module, **arguments))
+    with RoundingErrors(dtype) as errors:
+        expected = attend_by_sample(module, **exact)
+    assert_close(out, expected, errors)
 
 
 def test_lookups_of_a_collection_train_its_table():

@@ -9,6 +9,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
+from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from torchrec_jagged_attn import (
@@ -25,10 +26,7 @@ from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     flash_attention_oracle,
-    flash_attention_plain,
-    outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 P = 0.4
@@ -109,12 +107,11 @@ def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
 
 
 def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num_rows, device):
-    attend, oracle, plain = functions
+    attend, oracle = functions
     factors = factors_of(device, num_query_rows, num_heads, num_rows)
     assert_matches_oracle(
         seeded(attend, dropout=P),
         functools.partial(oracle, weight_factors=factors),
-        functools.partial(plain, weight_factors=factors),
         inputs,
     )
 
@@ -140,12 +137,12 @@ def test_target_attention(layout, num_targets, dtype, others, score, device):
     num_query_rows = 32 if layout == "jagged" else num_targets * len(LENGTHS)
     functions = [
         functools.partial(function, score=score)
-        for function in (jagged_target_attention, target_attention_oracle, target_attention_plain)
+        for function in (jagged_target_attention, target_attention_oracle)
     ]
     assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(LENGTHS), device)
 
 
-FLASH = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+FLASH = jagged_flash_attention, flash_attention_oracle
 
 
 @pytest.mark.usefixtures("without_a_compiler")
@@ -174,26 +171,21 @@ def test_cross_attention_with_all_biases(device):
 
 
 def test_beside_distances(device):
-    """They have a kernel of their own; the oracle is the same op on one-hot values."""
+    """They have a kernel of their own."""
     q, k, v = (torch.randn(93, 2, 16, device=device) for _ in range(3))
     relative_bias = torch.randn(6, 2, device=device)
     offsets = torch.tensor([0, 70, 70, 93], device=device)
-    factors = factors_of(device, 93, 2, 93).float()
+    factors = factors_of(device, 93, 2, 93).double()
 
     def by_weights(q, k, v, relative_bias):
         """All weights by values that are rows of a unit matrix, then dropped and multiplied."""
-        ones = torch.eye(93, device=device).unsqueeze(1).expand(-1, 2, -1)
-        weights = jagged_flash_attention(
-            q, k, ones.contiguous(), offsets, relative_bias=relative_bias, causal=True
-        )
+        ones = torch.eye(93, device=device, dtype=q.dtype).unsqueeze(1).expand(-1, 2, -1)
+        weights = with_relative_bias(q, k, ones, offsets, relative_bias=relative_bias, causal=True)
         return torch.einsum("ihj,jhd->ihd", weights * factors, v)
 
     inputs = {"q": q, "k": k, "v": v, "relative_bias": relative_bias}
     attend = seeded(jagged_flash_attention, q_offsets=offsets, causal=True, dropout=P)
-    grad_out = torch.randn(93, 2, 16, device=device)
-    actual = outputs_and_gradients(attend, inputs, grad_out)
-    for name, value in outputs_and_gradients(by_weights, inputs, grad_out).items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+    assert_matches_oracle(attend, by_weights, inputs)
 
 
 def test_with_row_dropout(device):
@@ -211,7 +203,6 @@ def test_with_row_dropout(device):
     assert_matches_oracle(
         seeded(jagged_flash_attention, row_dropout=0.3, dropout=P),
         functools.partial(flash_attention_oracle, **options),
-        functools.partial(flash_attention_plain, **options),
         inputs,
     )
 

@@ -24,7 +24,6 @@ from torchrec_jagged_attn.testing import (
     Case,
     assert_matches_oracle,
     flash_attention_oracle,
-    flash_attention_plain,
     make_flash_inputs,
     offsets_of,
     outputs_and_gradients,
@@ -35,7 +34,7 @@ CPU = torch.device("cpu")
 
 def assert_right(inputs, causal=False, timestamps=None, window=None):
     # Timestamps are no leaf, though they may be floating-point.
-    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    functions = (jagged_flash_attention, flash_attention_oracle)
     options = {"causal": causal, "timestamps": timestamps, "window": window}
     assert_matches_oracle(*(partial(function, **options) for function in functions), inputs)
 
@@ -175,7 +174,7 @@ def test_window_and_distances(window, dtype, width, device):
     inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
     assert_matches_oracle(
         partial(jagged_flash_attention, causal=True, window=window),
-        *[partial(with_relative_bias, causal=True, window=window)] * 2,
+        partial(with_relative_bias, causal=True, window=window),
         inputs,
     )
 
@@ -441,7 +440,7 @@ def test_relative_bias(causal, dtype, device):
     inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
     assert_matches_oracle(
         partial(jagged_flash_attention, causal=causal),
-        *[partial(with_relative_bias, causal=causal)] * 2,
+        partial(with_relative_bias, causal=causal),
         inputs,
     )
 
@@ -458,7 +457,7 @@ def test_relative_bias_beside_one_of_keys(causal, num_buckets, scale, width, dev
     inputs["relative_bias"] = torch.randn(num_buckets, 2, generator=generator).to(device)
     assert_matches_oracle(
         partial(jagged_flash_attention, causal=causal, scale=scale),
-        *[partial(with_relative_bias, causal=causal, scale=scale)] * 2,
+        partial(with_relative_bias, causal=causal, scale=scale),
         inputs,
     )
 
@@ -469,7 +468,7 @@ def test_relative_bias_of_far_keys(dtype):
     """Of 70,000 keys and a query: 65 buckets, and one that is empty."""
     inputs = inputs_of([1], [70_000], "cuda", dtype, width=64)
     inputs["relative_bias"] = torch.linspace(-2, 2, 132, device="cuda").view(66, 2)
-    assert_matches_oracle(jagged_flash_attention, *[with_relative_bias] * 2, inputs)
+    assert_matches_oracle(jagged_flash_attention, with_relative_bias, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -500,7 +499,7 @@ def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
 @pytest.mark.parametrize("scale", [-0.7, 0.0], ids=str)
 def test_any_scale(scale, width, dtype, device):
     inputs = inputs_of([3, 70, 5], [5, 90, 5], device, dtype, width=width)
-    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    functions = (jagged_flash_attention, flash_attention_oracle)
     assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
 
 

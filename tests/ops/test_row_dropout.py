@@ -23,11 +23,9 @@ from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     flash_attention_oracle,
-    flash_attention_plain,
     offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 
@@ -75,12 +73,11 @@ def kept(device, num_rows, p):
 
 
 def assert_rows_are_dropped(functions, inputs, num_rows, device, p=0.4):
-    attend, oracle, plain = functions
+    attend, oracle = functions
     weights = kept(device, num_rows, p)
     assert_matches_oracle(
         seeded(attend, row_dropout=p),
         functools.partial(oracle, prior_weights=weights),
-        functools.partial(plain, prior_weights=weights),
         inputs,
     )
 
@@ -111,7 +108,7 @@ def flash_inputs(lengths, width, dtype, device):
 )
 def test_target_attention(layout, num_targets, dtype, others, device):
     inputs, _ = inputs_of_layout(layout, num_targets, dtype, others, device)
-    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    functions = jagged_target_attention, target_attention_oracle
     assert_rows_are_dropped(functions, inputs, sum(LENGTHS), device)
 
 
@@ -123,7 +120,7 @@ def test_target_attention(layout, num_targets, dtype, others, device):
 def test_flash_attention(mask, width, dtype, device):
     causal, window = mask
     inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
-    functions = jagged_flash_attention, flash_attention_oracle, flash_attention_plain
+    functions = jagged_flash_attention, flash_attention_oracle
     options = {"causal": causal, "window": window}
     functions = [functools.partial(function, **options) for function in functions]
     assert_rows_are_dropped(functions, inputs, 93, device)

@@ -24,16 +24,13 @@ from torchrec_jagged_attn.testing import (
     offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 CPU = torch.device("cpu")
 
 
 def assert_right(inputs):
-    assert_matches_oracle(
-        jagged_target_attention, target_attention_oracle, target_attention_plain, inputs
-    )
+    assert_matches_oracle(jagged_target_attention, target_attention_oracle, inputs)
 
 
 def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets=1, width=16):
@@ -107,7 +104,6 @@ def test_recency(layout, times, dtype, device):
     assert_matches_oracle(
         with_times(jagged_target_attention),
         with_times(target_attention_oracle),
-        with_times(target_attention_plain),
         inputs,
     )
 
@@ -173,7 +169,7 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
     if layout == "jagged":
         inputs["query_offsets"] = inputs["query_offsets"].int()
-    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    functions = (jagged_target_attention, target_attention_oracle)
     inputs["prior_weights"] = draw_prior_weights(
         LENGTHS, device, dtype if num_targets == 9 else torch.float32
     )
@@ -262,7 +258,6 @@ def test_recency_over_several_chunks(num_targets, num_heads, width, length, shar
     assert_matches_oracle(
         with_times(jagged_target_attention),
         with_times(target_attention_oracle),
-        with_times(target_attention_plain),
         inputs,
     )
 

@@ -16,7 +16,6 @@ from torchrec_jagged_attn.testing import (
     offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 CPU = torch.device("cpu")
@@ -69,7 +68,6 @@ def assert_right_over_digits(inputs, num_levels=3, **options):
     assert_matches_oracle(
         functools.partial(jagged_target_attention, num_levels=num_levels, **options),
         over_rows(target_attention_oracle, num_levels, **options),
-        over_rows(target_attention_plain, num_levels, **options),
         inputs,
     )
 

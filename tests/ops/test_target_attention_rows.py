@@ -23,7 +23,6 @@ from torchrec_jagged_attn.testing import (
     offsets_of,
     outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 CPU = torch.device("cpu")
@@ -61,7 +60,6 @@ def of_copies(attend):
 FUNCTIONS = (
     jagged_target_attention,
     of_copies(target_attention_oracle),
-    of_copies(target_attention_plain),
 )
 
 

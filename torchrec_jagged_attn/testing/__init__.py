@@ -18,6 +18,7 @@ from torchrec_jagged_attn.testing.oracles import (
     target_attention_plain,
     target_attention_weights,
 )
+from torchrec_jagged_attn.testing.rounding import RoundingErrors
 from torchrec_jagged_attn.testing.tolerance import (
     TF32Products,
     assert_close,
@@ -30,6 +31,7 @@ from torchrec_jagged_attn.testing.tolerance import (
 __all__ = [
     "CASES",
     "Case",
+    "RoundingErrors",
     "ScoreBiases",
     "TF32Products",
     "activation_unit",

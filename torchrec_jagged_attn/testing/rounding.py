@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -70,6 +71,17 @@ class RoundingErrors(TorchDispatchMode):
         self.unit_of_products = 2**-10 if is_tf32 else self.unit
         # By storage: a view of a tensor has a view of its errors, and sees changes in place.
         self._of_storage: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._entered = []
+
+    def __enter__(self) -> RoundingErrors:
+        """Also have PyTorch's attention made of operators that have rules."""
+        self._entered.append(sdpa_kernel(SDPBackend.MATH))
+        self._entered[-1].__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered.pop().__exit__(*error)
 
     def bound(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The largest error of each element of ``x`` that is allowed in a result in ``dtype``."""
@@ -198,7 +210,7 @@ EXACT = {
 FILLS = {"bernoulli_", "fill_", "normal_", "resize_", "set_", "uniform_", "zero_"}
 COPIES = {
     "_to_copy", "cat", "clone", "constant_pad_nd", "diagonal_backward", "embedding", "flip",
-    "gather", "index", "index_select", "masked_fill", "masked_select", "neg", "repeat", "roll",
+    "gather", "index", "index_select", "masked_fill", "masked_select", "repeat", "roll",
     "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "stack",
     "tril", "triu", "where",
 }  # fmt: skip
@@ -231,6 +243,11 @@ def _add(errors, func, out, a, b, alpha=1):
     if func._schema.name == "aten::rsub":
         of_a, of_b = of_b, of_a
     return _total(of_a, _times(of_b, alpha), errors.rounded(out))
+
+
+@_rule("neg")
+def _neg(errors, func, out, x):
+    return errors.squares(x)
 
 
 @_rule("mul")

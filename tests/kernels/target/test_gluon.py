@@ -32,7 +32,6 @@ from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     outputs_and_gradients,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
@@ -48,7 +47,7 @@ def launched():
 
 
 def assert_right(inputs, timestamps=None):
-    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    functions = (jagged_target_attention, target_attention_oracle)
     assert_matches_oracle(
         *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
     )
@@ -284,7 +283,7 @@ def test_row_dropout(num_targets, dtype, path):
     lengths, cpu = [560, 0, 3, 64, 1], torch.device("cpu")
     inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
     del inputs["bias"]
-    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    functions = jagged_target_attention, target_attention_oracle
     with gluon_in_numpy(path == "warpgroup") as launched:
         assert_rows_are_dropped(functions, inputs, sum(lengths), cpu)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
@@ -309,7 +308,7 @@ def test_dropout(num_targets, dtype, path, score):
     inputs["position_bias"] = inputs["position_bias"].to(dtype)
     functions = [
         functools.partial(function, score=score)
-        for function in (jagged_target_attention, target_attention_oracle, target_attention_plain)
+        for function in (jagged_target_attention, target_attention_oracle)
     ]
     num_query_rows = num_targets * len(lengths)
     with gluon_in_numpy(path == "warpgroup") as launched:
@@ -333,7 +332,7 @@ def test_scores(num_targets, dtype, path, score):
     del inputs["bias"]
     inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
     inputs["position_bias"] = inputs["position_bias"].to(dtype)
-    functions = jagged_target_attention, target_attention_oracle, target_attention_plain
+    functions = jagged_target_attention, target_attention_oracle
     with gluon_in_numpy(path == "warpgroup") as launched:
         assert_matches_oracle(
             *(functools.partial(function, score=score) for function in functions), inputs
