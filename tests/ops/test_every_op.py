@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import array_jagged_bmm_jagged_out, select_rows, take_rows
@@ -241,3 +242,52 @@ def test_sizes_must_be_given_where_values_do_not_tell_them(call, name):
         call(*rows)
     with FakeTensorMode(), pytest.raises(ValueError, match=f"{name} must be given for tensors"):
         call(torch.zeros(7, 16), torch.zeros(3, dtype=torch.int64))
+
+
+# Of forward and of backward; of attention for a pair and head, 2 · (8 + 4) and 2 · (3 · 8 + 2 · 4)
+# of keys of 8 columns and values of 4.
+FLOPS = {
+    "jagged_dense_bmm": (2 * 12 * 8 * 4, 4 * 12 * 8 * 4),
+    "jagged_jagged_bmm": (2 * 12 * 8 * 4, 4 * 12 * 8 * 4),
+    "jagged_jagged_bmm_jagged_out": (2 * 36 * 8, 4 * 36 * 8),
+    "array_jagged_bmm_jagged_out": (2 * 36 * 8, 4 * 36 * 8),
+    "jagged_target_attention": (12 * 2 * 32, 12 * 2 * 80),
+    "of many targets": (12 * 3 * 2 * 32, 12 * 3 * 2 * 80),
+    "of shared queries": (12 * 3 * 2 * 32, 12 * 3 * 2 * 80),
+    "jagged_flash_attention": (36 * 4 * 24, 36 * 4 * 64),
+    "causal": ((6 + 12 + 9) * 2 * 32, (6 + 12 + 9) * 2 * 80),
+}
+
+
+@EVERY_OP
+def test_flops(name, device):
+    operands, others = inputs_of(name, device)
+    leaves = [x.requires_grad_() for x in operands.values()]
+    with FlopCounterMode(display=False) as of_forward:
+        out = function_of(name)(**operands, **others)
+    with FlopCounterMode(display=False) as of_backward:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    counted = of_forward.get_total_flops(), of_backward.get_total_flops()
+    assert counted == FLOPS.get(name, (0, 0))
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm_jagged_out"])
+def test_flops_of_one_gradient(name, device):
+    operands, others = inputs_of(name, device)
+    out = function_of(name)(**operands | {"x": operands["x"].requires_grad_()}, **others)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == FLOPS[name][0]
+
+
+@pytest.mark.reference  # alike with any kernels
+@pytest.mark.parametrize("name", FLOPS)
+@pytest.mark.parametrize("fake", [False, True])
+def test_flops_without_values(name, fake):
+    """As if all samples were equally long: of 3 rows."""
+    operands, others = inputs_of(name, torch.device("cpu" if fake else "meta"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    with mode, FlopCounterMode(display=False) as counter:
+        function_of(name)(**operands, **others)
+    expected = 4 * 6 * 2 * 32 if name == "causal" else FLOPS[name][0]
+    assert counter.get_total_flops() == expected

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from torchrec import JaggedTensor
 
 from tests.combinations import each_pair
@@ -217,3 +218,33 @@ def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
     # Queries, values, the output and statistics; if absorbed, u and what is pooled by it, too.
     most = (5 + (2 * num_heads if num_targets == 8 else 0)) * out.nbytes
     assert torch.cuda.max_memory_allocated() - before < most
+
+
+@pytest.mark.parametrize("jagged", [False, True])
+@pytest.mark.parametrize("value_projection", [False, True])
+@pytest.mark.parametrize("keys_and_values", PATHS)
+def test_flops(keys_and_values, value_projection, jagged, device):
+    """Of 6 targets of 16 columns, 8 rows, and 16 or, of jagged targets, 3 + 25 pairs, by 2 heads
+    of 8.
+    """
+    arguments = op_arguments(
+        device,
+        jagged=jagged,
+        value_projection=value_projection,
+        keys_and_values=keys_and_values,
+    )
+    with FlopCounterMode(display=False) as of_forward:
+        out = OP(*arguments.values())[0]
+    leaves = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    with FlopCounterMode(display=False) as of_backward:
+        torch.autograd.grad(out.sum(), leaves)
+    pairs, product = 28 if jagged else 16, 2 * 16 * 16
+    if keys_and_values == "absorbed":
+        forward = 6 * product * (4 if value_projection else 2) + pairs * 2 * 64
+        backward = 2 * 6 * product * (4 if value_projection else 2) + pairs * 2 * 160
+    else:
+        of_targets, of_rows = (2, 2) if value_projection else (1, 1)
+        forward = product * (6 * of_targets + 8 * of_rows) + pairs * 64
+        backward = product * (2 * 6 * of_targets + 3 * 8 * of_rows) + pairs * 160
+    assert of_forward.get_total_flops() == forward
+    assert of_backward.get_total_flops() == backward

@@ -25,6 +25,7 @@ from torchrec_jagged_attn.kernels.flash import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.autocast import cast_as_products
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
 
@@ -259,8 +260,19 @@ def backward(
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
 
 
+def _flops(args: FlashArguments, needs: FlashArguments | None) -> int:
+    q, k = args.q, args.k
+    pairs = pairs_of(
+        args.q_offsets, q.shape[0], args.kv_offsets, k.shape[0],
+        causal=args.causal, window=args.window,
+    )  # fmt: skip
+    widths = q.shape[2], args.v.shape[2]
+    return attention_flops(pairs * q.shape[1], *widths, backward=needs is not None)
+
+
 flash_attention, _call_flash_attention = register_op(
     "flash_attention",
+    flops=_flops,
     arguments=FlashArguments,
     outputs=FlashOutputs,
     forward=forward,

@@ -124,6 +124,12 @@ def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     return implementation_of(x, reference, of_triton)
 
 
+def _flops_of_rows(args: Rows, needs: Rows | None) -> int:
+    """Of ``[N, D]`` and ``T`` columns, once for each of both gradients."""
+    products = 1 if needs is None else int(needs.x) + int(needs.y)
+    return 2 * args.x.numel() * args.y.shape[-1] * products
+
+
 def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
     check_rows(x, "x", "[N, D]", offsets, "offsets")
     check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
@@ -156,6 +162,7 @@ _, call_jagged_dense_bmm = register_op(
     forward=_dense_forward,
     fake=lambda args: Output(args.x.new_empty(args.x.shape[0], args.y.shape[2])),
     backward=_dense_backward,
+    flops=_flops_of_rows,
     unsaved=("out",),
 )
 
@@ -197,6 +204,7 @@ _, call_jagged_jagged_bmm = register_op(
     forward=_jagged_forward,
     fake=_fake_jagged,
     backward=_jagged_backward,
+    flops=_flops_of_rows,
     unsaved=("out",),
 )
 
@@ -259,6 +267,11 @@ def _pair_backward(grad_out: Tensor, args: Pairs, _: Output, needs: Pairs) -> Gr
     )
 
 
+def _flops_of_pairs(args: Pairs, needs: Pairs | None) -> int:
+    products = 1 if needs is None else int(needs.x) + int(needs.y)
+    return 2 * args.total * args.x.shape[1] * products
+
+
 pair_bmm, call_pair_bmm = register_op(
     "jagged_jagged_bmm_jagged_out",
     arguments=Pairs,
@@ -267,6 +280,7 @@ pair_bmm, call_pair_bmm = register_op(
     forward=_pair_forward,
     fake=lambda args: Output(args.x.new_empty(args.total)),
     backward=_pair_backward,
+    flops=_flops_of_pairs,
     unsaved=("out",),
     lengths=("total",),
 )
@@ -305,6 +319,11 @@ def _array_backward(
     return WeightedGradients(grad_p, grad_y)
 
 
+def _flops_of_weighted(args: Weighted, needs: Weighted | None) -> int:
+    products = 1 if needs is None else int(needs.p) + int(needs.y)
+    return 2 * args.p.numel() * args.y.shape[1] * products
+
+
 array_jagged_bmm, call_array_jagged_bmm = register_op(
     "array_jagged_bmm_jagged_out",
     arguments=Weighted,
@@ -313,6 +332,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     forward=_array_forward,
     fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
     backward=_array_backward,
+    flops=_flops_of_weighted,
     unsaved=("out",),
     lengths=("num_rows",),
 )

@@ -444,8 +444,26 @@ def _query_shape(args: MultiHeadArguments) -> tuple[int, ...]:
     return *shape, args.num_heads, args.row_dim
 
 
+def _flops(args: MultiHeadArguments, needs: MultiHeadArguments | None) -> int:
+    """Of the products at the top of this file; backward has two for each, and makes keys anew."""
+    num_targets, target_dim = math.prod(args.target.shape[:-1]), args.target.shape[-1]
+    embed_dim, num_keys = args.embed_dim, 0
+    of_targets = target_dim + (0 if args.out_weight is None else embed_dim)
+    query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
+    attention = target_attention.flops_of(_over_rows(args, query), needs)
+    if is_explicit(args):
+        attention = attention // (args.num_heads * args.row_dim) * embed_dim
+        num_keys = args.history.shape[0] * (1 if args.out_weight is None else 2)
+    else:
+        of_targets += args.row_dim * (1 if args.out_weight is None else 2)
+    products = (1, 1) if needs is None else (2, 3)
+    of_targets, of_keys = num_targets * of_targets, num_keys * args.row_dim
+    return attention + 2 * embed_dim * (products[0] * of_targets + products[1] * of_keys)
+
+
 multi_head_target_attention, call_multi_head_target_attention = register_op(
     "multi_head_target_attention",
+    flops=_flops,
     arguments=MultiHeadArguments,
     outputs=MultiHeadOutputs,
     forward=_forward,

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
+from torchrec_jagged_attn.ops.flops import count_flops
 from torchrec_jagged_attn.replay.calls import ReplayedOp
 
 __all__ = [
@@ -54,6 +55,7 @@ def register_op(
     passes_gradient: bool = False,
     lengths: tuple[str, ...] = (),
     check: Callable[..., object] | None = None,
+    flops: Callable[[Arguments, Arguments | None], int] | None = None,
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
@@ -85,6 +87,8 @@ def register_op(
         lengths: names of the integers that differ from call to call, which follow the tensors.
         check: of the arguments, raises if they do not fit; made by the caller that is returned, not
             by the op itself.
+        flops: of products, for PyTorch's counter: those of forward, or, with ``needs``, of
+            backward. An op without products has none.
 
     Returns:
         The op, a function of the arguments one by one; and what calls it at little cost to the
@@ -141,6 +145,14 @@ def register_op(
     )
     tensors = _tensors(op)
     num_tensors = len(tensors)
+    if flops is not None:
+        count_flops(op, lambda *fields, out_val: flops(arguments(*fields), None))
+        count_flops(
+            backward_op,
+            lambda _, needs_grad, *fields, out_val: flops(
+                arguments(*fields[:num_arguments]), arguments(*needs_grad)
+            ),
+        )
     saved = [x not in unsaved for x in (*tensors, *outputs._fields)]
 
     def node_forward(ctx: Any, *inputs: Any) -> Any:

@@ -36,6 +36,7 @@ from torchrec_jagged_attn.kernels.target.records import Listing
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops.autocast import cast_as_products
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
 
@@ -280,8 +281,20 @@ def backward(
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
 
 
+def flops_of(args: TargetArguments, needs: object) -> int:
+    """FLOPs of :func:`forward`, or, with ``needs``, of :func:`backward`."""
+    query = args.query
+    *_, num_heads, width = query.shape
+    if args.query_offsets is None:
+        pairs = query.shape[1] * args.num_rows
+    else:
+        pairs = pairs_of(args.query_offsets, query.shape[0], args.offsets, args.num_rows)
+    return attention_flops(pairs * num_heads, width, width, backward=needs is not None)
+
+
 _, call_target_attention = register_op(
     "target_attention",
+    flops=flops_of,
     arguments=TargetArguments,
     outputs=TargetOutputs,
     forward=forward,
