@@ -18,6 +18,7 @@ from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_
 __all__ = [
     "check_activation",
     "check_biases",
+    "check_bool",
     "check_digits",
     "check_finite",
     "check_float",
@@ -195,6 +196,12 @@ def check_int(value: object, name: str, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if int(value) < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_bool(value: object, name: str) -> None:
+    """``value`` must be a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def check_real(value: object, name: str, *, positive: bool = False) -> None:

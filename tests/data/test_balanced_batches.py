@@ -249,9 +249,14 @@ def test_ranks_come_from_the_process_group():
         ({"lengths": [1.0]}, TypeError, "lengths must be integers, got torch.float32"),
         ({"lengths": ["a"]}, TypeError, "lengths must be a tensor, an array, a list or a S"),
         ({"lengths": [1, True]}, TypeError, "lengths must be integers, got a bool"),
-        ({"lengths": np.array([True])}, TypeError, "lengths must be integers, got a bool"),
-        ({"lengths": pd.Series([1.5])}, TypeError, r"lengths must be integers, got torch\.float32"),
+        ({"lengths": np.array([True])}, TypeError, "lengths must be integers, got bool"),
+        ({"lengths": pd.Series([1.5])}, TypeError, "lengths must be integers, got float64"),
         ({"lengths": pd.Series([1, None], dtype="Int64")}, TypeError, "lengths must be integers"),
+        (
+            {"lengths": pd.Series(pd.to_timedelta([1]))},
+            TypeError,
+            "must be integers, got timedelta",
+        ),
         ({"lengths": {1: 2}}, TypeError, "lengths must be a tensor, .* of integers, got a dict"),
         ({"lengths": None}, TypeError, "lengths must be a tensor, .* of integers, got a NoneType"),
         (

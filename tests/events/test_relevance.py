@@ -310,6 +310,8 @@ def test_wrong_events_are_named():
         relevance.update(dwell, surface, 2 * torch.ones_like(surface))
     with pytest.raises(TypeError, match=r"num_bins must be an int, got 8\.0"):
         relevance.mutual_information(8.0)
+    with pytest.raises(TypeError, match="min_redundancy must be a bool, got 'no'"):
+        rank_attributes(surface.unsqueeze(1), converted, 1, min_redundancy="no")
     with pytest.raises(TypeError, match="count must be an int, got True"):
         rank_attributes(surface.unsqueeze(1), converted, True)
     with pytest.raises(ValueError, match="num_bins must divide 256, got 7"):

@@ -351,6 +351,12 @@ def test_wrong_modules_are_named(arguments, message):
         ((["item"], True), {}, TypeError, "keep must be an int, got True"),
         ((["item"], 2.0), {}, TypeError, r"keep must be an int, got 2\.0"),
         ((["item"], [1, -1]), {"segments": scores_of}, ValueError, "keep must be at least 0, got"),
+        (
+            (["item"], []),
+            {"segments": scores_of},
+            ValueError,
+            "keep must have a number for each se",
+        ),
         ((["item"], 2), {"scores": "dwell"}, TypeError, "scores must be a function of a Keyed"),
         ((["item"], [2]), {"segments": 1}, TypeError, "segments must be a function of a Keyed"),
         (
@@ -373,6 +379,10 @@ def test_wrong_options_are_named(arguments, options, error, message):
 
 
 def test_wrong_boostings_are_named():
+    for module in (EventSelection(["item"], 2), EventBoosting(["item"], scores_of)):
+        module.weights = scores_of
+        with pytest.raises(TypeError, match="features must be a KeyedJaggedTensor, got a dict"):
+            module(make_features().to_dict())
     with pytest.raises(
         TypeError, match="weights must be a function of a KeyedJaggedTensor, got 'a'"
     ):

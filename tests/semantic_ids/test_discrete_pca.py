@@ -372,6 +372,7 @@ def test_gradients_of_decoding():
         ({"embed_dim": 4.0}, TypeError, r"embed_dim must be an int, got 4\.0"),
         ({"num_digits": 0}, ValueError, "num_digits must be at least 1, got 0"),
         ({"num_levels": 2}, ValueError, "num_levels must be odd and 3 to 255, got 2"),
+        ({"trainable": "no"}, TypeError, "trainable must be a bool, got 'no'"),
         ({"num_sweeps": -1}, ValueError, "num_sweeps must be at least 0, got -1"),
         ({"dtype": torch.float16}, TypeError, "dtype must be float32 or float64, got torch.float1"),
     ],

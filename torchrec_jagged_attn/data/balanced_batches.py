@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from torchrec_jagged_attn.checks import check_int
+from torchrec_jagged_attn.checks import check_bool, check_int
 
 __all__ = ["BalancedBatchSampler"]
 
@@ -100,8 +100,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"rank must be less than num_replicas {num_replicas}, got {rank}")
         if seed >= NUM_SEEDS:
             raise ValueError(f"seed must be less than 2**64, got {seed}")
-        if not isinstance(drop_last, bool):
-            raise TypeError(f"drop_last must be a bool, got {drop_last!r}")
+        check_bool(drop_last, "drop_last")
         if not isinstance(cost, str) or cost not in POWERS:
             raise ValueError(f"cost must be one of {', '.join(POWERS)}, got {cost!r}")
         self._costs = _checked_lengths(lengths).double() ** POWERS[cost]
@@ -243,9 +242,10 @@ def _checked_lengths(lengths: Any) -> Tensor:
     kind = type(lengths).__name__
     if hasattr(lengths, "__array__") and not isinstance(lengths, Tensor):
         lengths = lengths.__array__()  # a Series has an index of its own
+        if lengths.dtype.kind not in "iuO":
+            raise TypeError(f"lengths must be integers, got {lengths.dtype}")
         # PyTorch takes neither another order of bytes, nor strides below zero, nor objects.
-        native = lengths.dtype.newbyteorder("=")
-        is_integer = lengths.dtype.kind in "iu"
+        is_integer, native = lengths.dtype.kind in "iu", lengths.dtype.newbyteorder("=")
         lengths = lengths.astype(native, order="C") if is_integer else lengths.tolist()
     if isinstance(lengths, (list, tuple)) and any(isinstance(x, bool) for x in lengths):
         raise TypeError("lengths must be integers, got a bool")

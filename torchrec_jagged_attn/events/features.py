@@ -10,6 +10,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_bool,
     check_int,
     check_integers,
     check_real,
@@ -109,8 +110,9 @@ class EventBasedFeature(nn.Module):
         device: of all parameters.
 
     Raises:
-        TypeError: ``out_dim`` is no int, or ``periods`` no tuple of numbers.
-        ValueError: ``out_dim`` or a period is not positive.
+        TypeError: ``out_dim`` is no int, ``is_weighted`` no bool, or ``periods`` no tuple of
+            numbers.
+        ValueError: there is no table, or ``out_dim`` or a period is not positive.
 
     Example:
         >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -145,7 +147,10 @@ class EventBasedFeature(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(tables, (list, tuple)) or not tables:
+            raise ValueError(f"tables must be a list of one table or more, got {tables!r}")
         check_int(out_dim, "out_dim", 1)
+        check_bool(is_weighted, "is_weighted")
         self.embedding_bag_collection = EmbeddingBagCollection(tables, is_weighted, device)
         self.attributes = [name for table in tables for name in table.feature_names]
         self.is_weighted = is_weighted

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
+    check_bool,
     check_int,
     check_numbers,
     check_real,
@@ -270,6 +271,7 @@ def rank_attributes(
     _check_converted(converted, attributes, "attributes")
     columns = list(attributes.long().unbind(1))
     check_int(count, "count", 1)
+    check_bool(min_redundancy, "min_redundancy")
     if count > len(columns):
         raise ValueError(f"count must be 1 to {len(columns)}, got {count}")
     if attributes.numel() and int(attributes.min()) < 0:

@@ -157,6 +157,8 @@ class EventSelection(nn.Module):
             raise ValueError(f"threshold must be None without scores, got {threshold}")
         if not callable(keep) and isinstance(keep, list) != (segments is not None):
             raise ValueError(f"keep must be a list if and only if there are segments, got {keep!r}")
+        if isinstance(keep, list) and not keep:
+            raise ValueError("keep must have a number for each segment, got []")
         if keep is not None and not callable(keep):
             for budget in keep if isinstance(keep, list) else [keep]:
                 check_int(budget, "keep", 0)
@@ -167,6 +169,7 @@ class EventSelection(nn.Module):
         """``features`` with the same keys and samples, without the events that are not kept.
 
         Raises:
+            TypeError: ``features`` are of another type, or a dtype does not fit.
             ValueError: a key is missing, or keys differ in length or batch size; scores or segments
                 are not one for each event; or budgets not of each sample.
         """
@@ -240,6 +243,8 @@ def check_keys(keys: list[str]) -> None:
 
 def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:
     """``features`` must have the ``keys``, equally long in each sample."""
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(f"features must be a KeyedJaggedTensor, got a {type(features).__name__}")
     known = features.keys()
     if missing := [key for key in keys if key not in known]:
         raise ValueError(f"features must have the keys {missing}, got {known}")

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from torchrec_jagged_attn.checks import (
+    check_bool,
     check_int,
     check_real,
     check_same,
     check_shape,
     check_tensor,
+    has_values,
     should_validate,
 )
 from torchrec_jagged_attn.ranks import Ranks
@@ -99,6 +100,7 @@ class DiscretePCA(nn.Module):
         super().__init__()
         check_int(embed_dim, "embed_dim", 1)
         check_int(num_sweeps, "num_sweeps", 0)
+        check_bool(trainable, "trainable")
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float32 or float64, got {dtype}")
         self.ids = SemanticIds(num_digits, num_levels)
@@ -182,7 +184,7 @@ class DiscretePCA(nn.Module):
         Raises:
             ValueError: they are.
         """
-        if self._is_fitted or self.mean.is_meta or isinstance(self.mean, FakeTensor):
+        if self._is_fitted or not has_values(self.mean):
             return
         if not self.mean.any() and not self.basis.any():
             raise ValueError(

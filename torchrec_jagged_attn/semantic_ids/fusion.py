@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
+    check_bool,
     check_int,
     check_numbers,
     check_real,
@@ -121,7 +122,7 @@ class VQFusion(nn.Module):
                 raise TypeError(f"{argument} must be by name, got a {type(given).__name__}")
             if unknown := sorted(given.keys() - known):
                 raise ValueError(f"{argument} must be of {sorted(known)}, got {unknown}")
-        if wrong := sorted({*losses.values()} - {*LOSSES}):
+        if wrong := [loss for loss in losses.values() if loss not in LOSSES]:
             raise ValueError(f"losses must be {' or '.join(LOSSES)}, got {wrong}")
         for name, weight in weights.items():
             check_real(weight, f"weights[{name!r}]")
@@ -163,6 +164,7 @@ class VQFusion(nn.Module):
                 no row; or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a class is out of
                 range, or ``quantize`` is True before :meth:`fit`.
         """
+        check_bool(quantize, "quantize")
         labels = labels or {}
         latents = self._latents(embeddings)
         if len(latents) == 0:
