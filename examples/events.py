@@ -1,7 +1,7 @@
 """From a log of who took which item when, to batches that a TorchRec model trains on.
 
 A data source delivers an `InteractionLog`. `Events` makes examples of its rows: each row is a
-positive, beside it stand items that its user could have taken and did not, and all of them see the
+positive, beside it are items that its user could have taken and did not, and all of them see the
 user's *strictly earlier* rows as history.
 """
 

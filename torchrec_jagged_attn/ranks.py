@@ -13,7 +13,7 @@ __all__ = ["Ranks"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of ``group``, or of the default process group; one rank where there is none.
+    """The ranks of ``group``, or of the default process group; without one, a single rank.
 
     All methods but properties are collective: every rank calls them, with equal shapes. They return
     the same bits on every rank, on the device of ``x``.

@@ -30,6 +30,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     balancing changes, unless ``balanced_steps`` is more than 1. All ranks compute the same shares
     without communication.
 
+    It is the ``batch_sampler`` of a loader, and divides the examples among the ranks itself: a
+    framework must not do so again (in Lightning, ``Trainer(use_distributed_sampler=False)``).
+
     Args:
         lengths: ``[S]`` integers, the rows of each example's history: a tensor, an array, a list or
             a pandas Series, in its order whatever its index.
@@ -204,8 +207,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """This rank's batches of ``num_steps`` steps.
 
         Shares of like cost become one step: of what is too long to be balanced, ranks have some
-        each. Which step comes first, and which rank has which share, goes by the first of their
-        examples in the shuffle: that does not depend on lengths.
+        each. Which step comes first, and which rank has which share, is decided by the first of
+        their examples in the shuffle: that does not depend on lengths.
         """
         costs = self._costs[examples]
         shares = _equal_shares(costs, num_steps * self.num_replicas)

@@ -51,7 +51,7 @@ def boost_weights(
         TypeError: a dtype does not fit.
         ValueError: a shape or a device does not fit, ``strength`` is negative, one of ``segments``
             and ``factors`` is missing, or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a segment is none of 0 to G - 1, or relevance or a
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a segment is not in 0 to G - 1, or relevance or a
             factor is negative or not finite.
 
     Example:

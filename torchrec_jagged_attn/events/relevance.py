@@ -100,7 +100,7 @@ class Relevance(nn.Module):
         Raises:
             TypeError: a dtype does not fit.
             ValueError: a shape or a device does not fit, or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a surface is none of 0 to S - 1, or
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a surface is not in 0 to S - 1, or
                 ``converted`` is neither 0 nor 1.
         """
         self._check(dwell, surface)

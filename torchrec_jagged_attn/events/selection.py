@@ -102,8 +102,8 @@ class EventSelection(nn.Module):
     """Keeps some events of each user in a KeyedJaggedTensor, before anything is looked up.
 
     All features of an event are kept or removed together; other keys stay as they are. It has no
-    sharded child, so TorchRec's pipelines run it before the lookups, where they are told
-    ``pipeline_postproc=True``: removed events are neither sent to other ranks nor looked up. How
+    sharded child, so TorchRec's pipelines with ``pipeline_postproc=True`` run it before the
+    lookups: removed events are neither sent to other ranks nor looked up. How
     many rows are left is known on the device alone: without a pipeline, the host waits for it.
 
     Args:

@@ -34,7 +34,7 @@ class SemanticIds:
 
     .. math:: \sum_{j < k} (c_{j} + h) \cdot levels^j, \qquad levels^k \le 256
 
-    The last byte of a row may have fewer digits. A packed row is a row of ``uint8``, and travels as
+    The last byte of a row may have fewer digits. A packed row is a row of ``uint8``, like
     any other: as the values of a ``JaggedTensor``, with the offsets of the history. In a
     ``KeyedJaggedTensor``, whose values are numbers, it is an int64 for each eight bytes.
 
