@@ -599,7 +599,7 @@ def test_ages_from_the_request(causal, times, dtype, device):
         "timestamps": (torch.arange(num_keys, device=device) ** 2).to(times),
         "request_time": (torch.arange(num_samples, device=device) * 4000).to(times),
     }
-    functions = (jagged_flash_attention, flash_attention_oracle, flash_attention_plain)
+    functions = (jagged_flash_attention, flash_attention_oracle)
     options = {"causal": causal, **ages}
     assert_matches_oracle(*(partial(function, **options) for function in functions), inputs)
 

@@ -369,7 +369,7 @@ def test_ages_from_the_request(layout, times, dtype, device):
         "timestamps": timestamps.to(times),
         "request_time": torch.tensor(REQUEST_TIMES, device=device).to(times),
     }
-    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    functions = (jagged_target_attention, target_attention_oracle)
     assert_matches_oracle(*(functools.partial(function, **ages) for function in functions), inputs)
 
 

@@ -162,7 +162,7 @@ def test_ages_from_the_request(has_warpgroup, num_targets):
         "timestamps": torch.arange(sum(LENGTHS)) ** 2,
         "request_time": torch.tensor(REQUEST_TIMES),
     }
-    functions = (jagged_target_attention, target_attention_oracle, target_attention_plain)
+    functions = (jagged_target_attention, target_attention_oracle)
     with gluon_in_numpy(has_warpgroup) as launched:
         assert_matches_oracle(
             *(functools.partial(function, **ages) for function in functions), inputs
