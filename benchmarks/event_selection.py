@@ -258,8 +258,8 @@ class Ranker(nn.Module):
         self.collection = TargetAttentionEmbeddingBagCollection(
             [table],
             [attention],
+            isinstance(selection, EventBoosting),
             torch.device(device),
-            is_weighted=isinstance(selection, EventBoosting),
         )
         self.layers = nn.Sequential(nn.Linear(3 * width, 64), nn.ReLU(), nn.Linear(64, 1))
         self.layers.to(device)

@@ -242,7 +242,7 @@ def make_collection(is_weighted, device="cpu"):
     ]
     torch.manual_seed(0)
     attention = TargetAttentionConfig("target", "item", num_heads=2, recency_bias=False)
-    return TargetAttentionEmbeddingBagCollection(tables, attention, device, is_weighted)
+    return TargetAttentionEmbeddingBagCollection(tables, attention, is_weighted, device)
 
 
 def with_target(features):

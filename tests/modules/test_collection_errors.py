@@ -3,12 +3,14 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.modules.collection_scenarios import (
@@ -23,7 +25,10 @@ from tests.modules.collection_scenarios import (
     table,
     to_features,
 )
-from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
+from torchrec_jagged_attn import (
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+)
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 
 REFUSED = {
@@ -66,12 +71,6 @@ REFUSED = {
         [PAIR, TargetAttentionConfig("hist", "item")],
         r"target must be no history of any attention, got \['hist', 'item'\]",
     ),
-    "empty-lists": ([ITEM], [TargetAttentionConfig([], [])], "at least one"),
-    "no-rows-at-all": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", max_history=0)],
-        "max_history must be at least 1, or None, got 0",
-    ),
     "two-lengths-of-one-key": (
         [ITEM, table("t_other", "other")],
         [
@@ -90,62 +89,16 @@ REFUSED = {
         [TargetAttentionConfig("item", "hist", num_heads=3)],
         "num_heads must divide the 8 columns of history 'hist', got 3",
     ),
-    "less-than-no-encoder": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_layers=-1)],
-        "encoder_layers must be at least 0, got -1",
-    ),
-    "causal-without-encoder": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_causal=True)],
-        "encoder_causal must go with encoder_layers, at least 1, got 0",
-    ),
-    "dropout-without-encoder": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_dropout=0.1)],
-        "encoder_dropout must go with encoder_layers, at least 1, got 0",
-    ),
-    "encoder-dropout": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_layers=1, encoder_dropout=1.0)],
-        "encoder_dropout must be at least 0 and below 1, got 1.0",
-    ),
-    "user-column-without-encoder": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", user_column=True)],
-        "user_column must go with encoder_layers, at least 1, got 0",
-    ),
-    "window-that-is-not-causal": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", encoder_layers=1, encoder_window=3)],
-        "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
-    ),
-    "window-of-nothing": (
-        [ITEM],
-        [
-            TargetAttentionConfig(
-                "item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=0
-            )
-        ],
-        "encoder_window must be at least 1, or None, got 0",
-    ),
     "user-column-of-a-feature's-name": (
         [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
         [TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)],
         "user_column must make a key that no feature has in the output, got 'user@hist'",
     ),
-    "no-heads": ([ITEM], [TargetAttentionConfig("item", "hist", num_heads=0)], "num_heads"),
     "timestamps-in-a-table": (
         [ITEM, table("t_time", "time")],
         [TargetAttentionConfig("item", "hist", timestamps="time")],
         "timestamps must be a key that no table holds, got 'time' of table 't_time'",
     ),
-    "timestamps-without-recency": (
-        [ITEM],
-        [TargetAttentionConfig("item", "hist", timestamps="time", recency_bias=False)],
-        "timestamps must go with recency_bias=True",
-    ),
-    "unknown-init": ([ITEM], [TargetAttentionConfig("item", "hist", init="zeros")], "init must be"),
     "no-pooling": (
         [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
         [PAIR],
@@ -160,6 +113,149 @@ def test_refused_at_construction(case: str):
     with pytest.raises(ValueError, match=message) as error:
         TargetAttentionEmbeddingBagCollection(tables, attentions)
     assert "\n" not in str(error.value)
+
+
+ENCODER = {"encoder_layers": 1}
+REFUSED_OPTIONS = {
+    "no-history": ({"history": []}, ValueError, r"history must name at least one .*, got \[\]"),
+    "a-number-as-target": (
+        {"target": 3},
+        TypeError,
+        "target must be a feature or a list .*, got 3",
+    ),
+    "numbers-as-history": ({"history": ["hist", 3]}, TypeError, r"got \['hist', 3\]"),
+    "a-list-as-timestamps": ({"timestamps": ["t"]}, TypeError, "timestamps must be a key or None"),
+    "timestamps-without-recency": (
+        {"timestamps": "time", "recency_bias": False},
+        ValueError,
+        "timestamps must go with recency_bias=True",
+    ),
+    "recency": ({"recency_bias": "yes"}, TypeError, "recency_bias must be a bool, got 'yes'"),
+    "values": ({"value_projection": 1}, TypeError, "value_projection must be a bool, got 1"),
+    "unknown-score": ({"score": "sofmax"}, ValueError, "score must be one of .*, got 'sofmax'"),
+    "unknown-init": ({"init": "zeros"}, ValueError, "init must be 'recency' or 'mha', got 'zeros'"),
+    "no-heads": ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+    "true-heads": ({"num_heads": True}, TypeError, "num_heads must be an int, got True"),
+    "part-of-a-head": ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
+    "no-rows-at-all": ({"max_history": 0}, ValueError, "max_history must be at least 1, got 0"),
+    "true-rows": ({"max_history": True}, TypeError, "max_history must be an int, got True"),
+    "dropout": (
+        {"row_dropout": 1.0},
+        ValueError,
+        "row_dropout must be at least 0 and below 1, got 1.0",
+    ),
+    "no-layers": ({"encoder_layers": None}, TypeError, "encoder_layers must be an int, got None"),
+    "less-than-no-encoder": ({"encoder_layers": -1}, ValueError, "encoder_layers must be at least"),
+    "encoder-dropout": (
+        ENCODER | {"encoder_dropout": 1.0},
+        ValueError,
+        "encoder_dropout must be at least 0 and below 1, got 1.0",
+    ),
+    "window-that-is-not-causal": (
+        ENCODER | {"encoder_window": 3},
+        ValueError,
+        "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
+    ),
+    "window-of-nothing": (
+        ENCODER | {"encoder_causal": True, "encoder_window": 0},
+        ValueError,
+        "encoder_window must be at least 1, got 0",
+    ),
+    **{
+        f"{name}-without-encoder": (
+            {name: value},
+            ValueError,
+            f"{name} must go with encoder_layers, at least 1, got 0",
+        )
+        for name, value in (
+            ("encoder_causal", True),
+            ("encoder_window", 3),
+            ("encoder_dropout", 0.1),
+            ("user_column", True),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
+def test_a_config_refuses_its_options(case: str):
+    options, kind, message = REFUSED_OPTIONS[case]
+    with pytest.raises(kind, match=message) as error:
+        TargetAttentionConfig(**{"target": "item", "history": "hist"} | options)
+    assert "\n" not in str(error.value)
+
+
+def test_numbers_of_numpy_are_as_those_of_python():
+    options = {
+        "num_heads": 2,
+        "max_history": 5,
+        "encoder_layers": 1,
+        "encoder_window": 3,
+        "dropout": 0.5,
+        "encoder_dropout": 0.5,
+    }
+    of_numpy = {name: np.array(value)[()] for name, value in options.items()}
+    configs = [
+        TargetAttentionConfig("item", "hist", encoder_causal=True, **x) for x in (options, of_numpy)
+    ]
+    assert configs[0] == configs[1]
+    made = [str(TargetAttentionEmbeddingBagCollection([ITEM], config)) for config in configs]
+    assert made[0] == made[1]
+
+
+OTHER = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["item", "hist"])
+WRONG_TYPES = {
+    "config-first": ((PAIR, [ITEM]), "tables must be a list of EmbeddingBagConfig, got a Target.*"),
+    "a-table-alone": ((ITEM, PAIR), "tables must be a list of EmbeddingBagConfig, got a Embedd.*"),
+    "tables-of-sequences": (([OTHER], PAIR), "tables must hold .*s, got a EmbeddingConfig"),
+    "a-dict-of-tables": (({"t": ITEM}, PAIR), "tables must be a list of .*, got a dict"),
+    "device-second": (
+        ([ITEM], torch.device("cpu")),
+        "attentions must be a list of TargetAttentionConfig, got a device",
+    ),
+    "names-of-attentions": (
+        ([ITEM], ["hist"]),
+        "attentions must hold TargetAttentionConfigs, got a str",
+    ),
+    "device-third": (
+        ([ITEM], PAIR, torch.device("cpu")),
+        r"is_weighted must be a bool, got device\(type='cpu'\)",
+    ),
+    "a-bool-as-device": (([ITEM], PAIR, False, True), "device must be a torch.device .*, got True"),
+    "a-list-as-device": (([ITEM], PAIR, False, ["cpu"]), r"device must be .*, got \['cpu'\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TYPES)
+def test_arguments_of_other_types_are_named(case: str):
+    arguments, message = WRONG_TYPES[case]
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        TargetAttentionEmbeddingBagCollection(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"single_lookup": "no"}, "single_lookup must be a bool, got 'no'"),
+        ({"candidate_features": 3}, "candidate_features must be a feature or a list .*, got 3"),
+    ],
+)
+def test_options_of_other_types_are_named(option: dict, message: str):
+    with pytest.raises(TypeError, match=message):
+        TargetAttentionEmbeddingBagCollection([ITEM], PAIR, **option)
+    with pytest.raises(TypeError, match=message):
+        TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
+            EmbeddingBagCollection([ITEM]), PAIR, **option
+        )
+
+
+def test_arguments_are_in_the_order_of_an_embedding_bag_collection():
+    arguments = False, torch.device("meta")
+    assert EmbeddingBagCollection([ITEM], *arguments).device.type == "meta"
+    collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, *arguments)
+    assert {parameter.device.type for parameter in collection.parameters()} == {"meta"}
+    with pytest.raises(TypeError, match="positional arguments"):
+        TargetAttentionEmbeddingBagCollection([ITEM], PAIR, *arguments, True)
 
 
 BAD_BATCHES = {

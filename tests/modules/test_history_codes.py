@@ -328,11 +328,9 @@ def test_dlrm_reads_what_codes_give():
     ],
 )
 def test_wrong_configurations_are_named(change, error, message):
-    config = TargetAttentionConfig(
-        **({"target": "item", "history": "h", "history_codes": fitted()} | change)
-    )
+    options = {"target": "item", "history": "h", "history_codes": fitted()} | change
     with pytest.raises(error, match=message):
-        TargetAttentionEmbeddingBagCollection(make_tables(), config)
+        TargetAttentionEmbeddingBagCollection(make_tables(), TargetAttentionConfig(**options))
 
 
 def test_a_key_of_the_output_is_named():

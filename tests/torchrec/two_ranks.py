@@ -195,8 +195,8 @@ def make_model(
     collection = TargetAttentionEmbeddingBagCollection(
         tables,
         attentions,
-        device,
         is_weighted,
+        device,
         single_lookup=single_lookup,
         candidates=candidates,
         candidate_features=candidate_features,

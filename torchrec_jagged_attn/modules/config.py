@@ -7,7 +7,7 @@ from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_jagged_attn.checks import check_int, check_window
+from torchrec_jagged_attn.checks import check_int, check_score, check_window
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
 from torchrec_jagged_attn.ops.dropout import drops_of
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
@@ -15,7 +15,9 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 __all__ = [
     "TargetAttentionConfig",
+    "check_bool",
     "check_configs",
+    "check_list",
     "coded",
     "find_feature",
     "keys_of_candidates",
@@ -83,6 +85,10 @@ class TargetAttentionConfig:
             table that pools the same feature. A training pipeline overlaps this, and the lookups,
             if it is told ``pipeline_postproc=True``. ``None`` keeps all rows.
 
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of its range or unknown, or has no effect without another.
+
     Example:
         >>> config = TargetAttentionConfig(target=["item", "tag"], history=["items", "tags"])
         >>> config.histories
@@ -109,6 +115,56 @@ class TargetAttentionConfig:
     history_codes: DiscretePCA | SemanticIds | None = None
     encoder_dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("target", "history"):
+            check_names(getattr(self, name), name)
+            if not getattr(self, name):
+                raise ValueError(
+                    f"{name} must name at least one feature, got {getattr(self, name)}"
+                )
+        if self.timestamps is not None and not isinstance(self.timestamps, str):
+            raise TypeError(f"timestamps must be a key or None, got {self.timestamps!r}")
+        for name in ("recency_bias", "encoder_causal", "user_column"):
+            check_bool(getattr(self, name), name)
+        if self.value_projection is not None:
+            check_bool(self.value_projection, "value_projection")
+        for name, least in (
+            ("num_heads", 1),
+            ("encoder_layers", 0),
+            ("encoder_window", 1),
+            ("max_history", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None or name == "encoder_layers":
+                check_int(value, name, least)
+                setattr(self, name, int(value))
+        for name in ("row_dropout", "dropout", "encoder_dropout"):
+            drops_of(getattr(self, name), name)
+        if self.init not in ("recency", "mha"):
+            raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
+        check_score(self.score, also=("din",))
+        for name in ("encoder_causal", "encoder_window", "encoder_dropout", "user_column"):
+            if getattr(self, name) and self.encoder_layers == 0:
+                raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
+        check_window(self.encoder_window, self.encoder_causal, "encoder_window", "encoder_causal")
+        if self.timestamps is not None and not self.recency_bias:
+            raise ValueError(
+                "timestamps must go with recency_bias=True, which learns from them, "
+                f"got {self.timestamps!r} and recency_bias=False"
+            )
+        if self.history_codes is not None:
+            check_codes(self.history_codes, None)
+            num_words = ids_of_codes(self.history_codes).num_words
+            if len(self.histories) != num_words:
+                raise ValueError(
+                    f"history must name a feature for each of the {num_words} words of "
+                    f"history_codes, got {self.history!r}"
+                )
+            if self.encoder_layers:
+                raise ValueError(
+                    f"encoder_layers must be 0 with history_codes, got {self.encoder_layers}"
+                )
+
     @property
     def targets(self) -> list[str]:
         """The target features, always as a list."""
@@ -118,6 +174,28 @@ class TargetAttentionConfig:
     def histories(self) -> list[str]:
         """The history features, always as a list."""
         return [self.history] if isinstance(self.history, str) else list(self.history)
+
+
+def check_bool(value: object, name: str) -> None:
+    """``value`` must be a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def check_names(value: object, name: str) -> None:
+    """``value`` must be the name of a feature, or several."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) for x in names):
+        raise TypeError(f"{name} must be a feature or a list of features, got {value!r}")
+
+
+def check_list(value: object, name: str, kind: type) -> None:
+    """``value`` must be a list of ``kind``."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list of {kind.__name__}, got a {type(value).__name__}")
+    for item in value:
+        if not isinstance(item, kind):
+            raise TypeError(f"{name} must hold {kind.__name__}s, got a {type(item).__name__}")
 
 
 def find_feature(
@@ -149,8 +227,7 @@ def check_configs(
     """``tables``, whose features have names, and ``attentions`` must fit together.
 
     Raises:
-        TypeError: an entry of ``attentions`` is no TargetAttentionConfig.
-        ValueError: anything else, named by its argument.
+        ValueError: naming the argument that does not.
     """
     if not tables:
         raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
@@ -158,16 +235,6 @@ def check_configs(
         raise ValueError("attentions must hold at least one TargetAttentionConfig, got none")
     if repeated := _repeated(table.name for table in tables):
         raise ValueError(f"tables must have different names, got {repeated} more than once")
-    for config in attentions:
-        if not isinstance(config, TargetAttentionConfig):
-            raise TypeError(
-                f"attentions must hold TargetAttentionConfigs, got a {type(config).__name__}"
-            )
-        if not config.histories or not config.targets:
-            raise ValueError(
-                "target and history must name at least one feature each, "
-                f"got {config.target!r} and {config.history!r}"
-            )
     targets = {
         find_feature("target", name, tables)[1] for config in attentions for name in config.targets
     }
@@ -200,62 +267,28 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         embed_dim = sum(features[name] for name in config.histories)
     else:
         embed_dim = check_codes(config.history_codes, None)
-        _check_over_codes(config, config.history_codes, tables)
-    if config.num_heads is not None:
-        check_int(config.num_heads, "num_heads", 1)
-        if embed_dim % config.num_heads != 0:
-            raise ValueError(
-                f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
-                f"got {config.num_heads}"
-            )
-    if config.encoder_layers < 0:
-        raise ValueError(f"encoder_layers must be at least 0, got {config.encoder_layers}")
-    drops_of(config.encoder_dropout, "encoder_dropout")
-    for name in ("encoder_causal", "encoder_dropout", "user_column"):
-        if getattr(config, name) and config.encoder_layers == 0:
-            raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
-    check_window(config.encoder_window, config.encoder_causal, "encoder_window", "encoder_causal")
-    if config.max_history is not None and not isinstance(config.max_history, int):
-        raise TypeError(f"max_history must be an int or None, got {config.max_history!r}")
-    if config.max_history is not None and config.max_history < 1:
-        raise ValueError(f"max_history must be at least 1, or None, got {config.max_history}")
-    if config.timestamps is None:
-        return
+        _check_over_codes(config, tables)
+    if config.num_heads is not None and embed_dim % config.num_heads != 0:
+        raise ValueError(
+            f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
+            f"got {config.num_heads}"
+        )
     for table in tables:
         if config.timestamps in table.feature_names:
             raise ValueError(
                 "timestamps must be a key that no table holds, "
                 f"got {config.timestamps!r} of table {table.name!r}"
             )
-    if not config.recency_bias:
-        raise ValueError(
-            "timestamps must go with recency_bias=True, which learns from them, "
-            f"got {config.timestamps!r} and recency_bias=False"
-        )
 
 
-def _check_over_codes(
-    config: TargetAttentionConfig,
-    codes: DiscretePCA | SemanticIds,
-    tables: list[EmbeddingBagConfig],
-) -> None:
-    """Histories of codes have no table, and a feature for each of their words."""
+def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
+    """Histories of codes have no table."""
     for table in tables:
         if held := sorted({*config.histories} & {*table.feature_names}):
             raise ValueError(
                 f"history must have no table where it comes as history_codes, got {held} of table "
                 f"{table.name!r}"
             )
-    num_words = ids_of_codes(codes).num_words
-    if len(config.histories) != num_words:
-        raise ValueError(
-            f"history must name a feature for each of the {num_words} words of history_codes, "
-            f"got {config.history!r}"
-        )
-    if config.encoder_layers:
-        raise ValueError(
-            f"encoder_layers must be 0 with history_codes, got {config.encoder_layers}"
-        )
 
 
 def looked_up(config: TargetAttentionConfig) -> list[str]:
@@ -299,9 +332,11 @@ def keys_of_candidates(
     sample is one candidate.
 
     Raises:
+        TypeError: ``candidate_features`` are no names.
         ValueError: an argument that is unknown, or does not fit the others.
         NotImplementedError: an attention takes one target per sample alone.
     """
+    check_names(candidate_features, "candidate_features")
     if candidates not in ("one", "jagged"):
         raise ValueError(f"candidates must be 'one' or 'jagged', got {candidates!r}")
     if isinstance(candidate_features, str):

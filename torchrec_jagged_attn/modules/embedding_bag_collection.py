@@ -3,6 +3,7 @@
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
 from collections.abc import Iterator, Sequence
+from types import NoneType
 from typing import Literal
 
 import torch
@@ -18,7 +19,9 @@ from torchrec_jagged_attn.modules.batch_checks import (
 )
 from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
+    check_bool,
     check_configs,
+    check_list,
     coded,
     find_feature,
     keys_of_candidates,
@@ -64,11 +67,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             ``embedding_dim`` that is a multiple of 4.
         attentions: one entry per attention, or a single entry. A history belongs to one entry, a
             target to any number.
-        device: of all parameters; CPU by default.
         is_weighted: whether batches have weights. Pooled rows are multiplied by theirs. Those of a
             history are the prior weights of its rows in :class:`JaggedTargetAttention`; of several
             histories attended together, those of the first one named. In the output a target's row
             is multiplied by its weight, but not as a query.
+        device: of all parameters; by default PyTorch's default device.
         single_lookup: whether tables as wide as one with a target or a history are looked up with
             it, and their rows pooled afterwards. One sharded module instead of two takes the host
             less time per step. Rows cross ranks before they are pooled, not after, so this is for
@@ -85,7 +88,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             ``single_lookup``, their tables are in ``embedding_collections``.
 
     Raises:
-        TypeError: an entry of ``attentions`` is no TargetAttentionConfig.
+        TypeError: an argument is of another type.
         ValueError: tables, attentions and features of candidates do not fit together.
         NotImplementedError: ``score="din"`` with ``candidates="jagged"``.
 
@@ -128,8 +131,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self,
         tables: list[EmbeddingBagConfig],
         attentions: TargetAttentionConfig | list[TargetAttentionConfig],
-        device: torch.device | None = None,
         is_weighted: bool = False,
+        device: torch.device | None = None,
         *,
         single_lookup: bool = False,
         candidates: Literal["one", "jagged"] = "one",
@@ -138,6 +141,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         super().__init__()
         if isinstance(attentions, TargetAttentionConfig):
             attentions = [attentions]
+        check_list(tables, "tables", EmbeddingBagConfig)
+        check_list(attentions, "attentions", TargetAttentionConfig)
+        check_bool(is_weighted, "is_weighted")
+        check_bool(single_lookup, "single_lookup")
+        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int, NoneType)):
+            raise TypeError(f"device must be a torch.device or None, got {device!r}")
         tables = [
             dataclasses.replace(table, feature_names=list(table.feature_names) or [table.name])
             for table in tables
@@ -252,8 +261,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         collection = cls(
             tables,
             attentions,
-            device,
             source.is_weighted(),
+            device,
             single_lookup=single_lookup,
             candidates=candidates,
             candidate_features=candidate_features,
