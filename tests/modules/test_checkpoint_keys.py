@@ -1,12 +1,17 @@
 """Checkpoints go from a model that pools histories to one that attends to them, and back."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -41,7 +46,7 @@ def sharded(model: nn.Module, device: torch.device) -> DistributedModelParallel:
 
 def state_of(model: DistributedModelParallel, names: dict[str, str]) -> dict[str, Any]:
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-    return rename_keys(state, names)
+    return rename_keys(state, names) if names else state
 
 
 def load(model: DistributedModelParallel, checkpoint: Path, names: dict[str, str]) -> None:
@@ -106,3 +111,61 @@ def test_tables_and_their_optimizer_go_on(tmp_path: Path, backend: str):
     assert_equal(optimizers[2], optimizers[0])
     for name, value in optimizers[3].items():
         assert (value >= optimizers[1][name]).all(), name  # sums of squares go on
+
+
+def compile_lookups(model: nn.Module) -> nn.Module:
+    lookups = collection_of(model).embedding_collections
+    for width in lookups:
+        lookups[width] = torch.compile(lookups[width])
+    return model
+
+
+def checkpoint_collection(model: nn.Module) -> nn.Module:
+    arch = model.model.sparse_arch
+    arch.embedding_bag_collection = checkpoint_wrapper(arch.embedding_bag_collection)
+    return model
+
+
+WRAPPERS = {
+    "none": [],
+    "DDP": [DistributedDataParallel],
+    "torch.compile": [torch.compile],
+    "checkpoint_wrapper": [checkpoint_wrapper],
+    "checkpoint_wrapper of the collection": [checkpoint_collection],
+    "torch.compile of lookups": [compile_lookups],
+    "torch.compile in DDP": [torch.compile, DistributedDataParallel],
+    "DDP in torch.compile": [checkpoint_wrapper, DistributedDataParallel, torch.compile],
+    "FSDP": [lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))],
+}
+
+
+def names_under_wrappers(_: torch.device) -> dict[str, tuple[list[str], list[str]]]:
+    """What tables are called, and all that the state dict names."""
+    names = {}
+    for name, wrappers in WRAPPERS.items():
+        model = make_model()
+        for wrap in wrappers:
+            model = wrap(model)
+        keys = embedding_bag_keys(model)
+        with (
+            FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT)
+            if name == "FSDP"
+            else contextlib.nullcontext()
+        ):
+            names[name] = list(keys), list(model.state_dict())
+    return names
+
+
+def test_names_are_those_of_the_state_dict(tmp_path: Path):
+    (names,) = run_ranks(names_under_wrappers, tmp_path, "gloo", ranks=1)
+    for name, (tables, keys) in names.items():
+        assert len(tables) == len(FEATURES), name
+        assert set(tables) <= set(keys), name
+
+
+def test_nothing_to_rename_is_an_error():
+    names = embedding_bag_keys(make_model())
+    with pytest.raises(ValueError, match=r"names must be of keys in state, got none .*: \['model"):
+        rename_keys({"model": make_pooled_model().state_dict()}, names)
+    with pytest.raises(ValueError, match=r"names must be of keys in state, got none .*: \[\]"):
+        rename_keys(make_model().state_dict(), {})

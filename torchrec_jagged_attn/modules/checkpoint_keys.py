@@ -1,9 +1,14 @@
 """Names of tables in checkpoints, of models with attention and of those that pool histories."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.model_parallel import get_unwrapped_module
+from torch._dynamo import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from torchrec_jagged_attn.modules.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
@@ -17,7 +22,9 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
     EmbeddingBagCollections in place of its TargetAttentionEmbeddingBagCollections.
 
     Args:
-        model: sharded or not.
+        model: sharded or not, and wrapped or not: in DistributedModelParallel,
+            DistributedDataParallel, FullyShardedDataParallel, ``torch.compile`` or
+            ``checkpoint_wrapper``. Names are those of ``model.state_dict()``.
 
     Returns:
         From each name here to the one there.
@@ -35,12 +42,44 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
         {'sparse.embedding_collections.8.embeddings.t.weight': 'sparse.embedding_bags.t.weight'}
     """
     keys = {}
-    for path, module in get_unwrapped_module(model).named_modules():
-        if isinstance(module, TargetAttentionEmbeddingBagCollection):
-            prefix = f"{path}." if path else ""
-            for table, key in module.table_keys().items():
-                keys[prefix + key] = f"{prefix}embedding_bags.{table}.weight"
+    for prefix, collection in _collections(model):
+        for table, key in collection.table_keys().items():
+            lookup, kind, rest = key.partition(".embedding")
+            wrapped = _unwrapped(collection.get_submodule(lookup))[1]
+            name = f"{prefix}{lookup}.{wrapped}{kind[1:]}{rest}"
+            keys[name] = f"{prefix}embedding_bags.{table}.weight"
     return keys
+
+
+def _collections(
+    module: nn.Module, prefix: str = ""
+) -> Iterator[tuple[str, TargetAttentionEmbeddingBagCollection]]:
+    """Those in ``module``, and what state dicts put before their names."""
+    module, wrapped = _unwrapped(module)
+    prefix += wrapped
+    if isinstance(module, TargetAttentionEmbeddingBagCollection):
+        yield prefix, module
+    else:
+        for name, child in module.named_children():
+            yield from _collections(child, f"{prefix}{name}.")
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
+    """What ``module`` wraps, and what state dicts put before its names."""
+    prefix = ""
+    while True:
+        if isinstance(module, DistributedModelParallel):
+            module = get_unwrapped_module(module)
+        elif isinstance(module, FullyShardedDataParallel):
+            module = module.module
+        elif isinstance(module, ActivationWrapper):
+            module = module.get_submodule("_checkpoint_wrapped_module")
+        elif isinstance(module, DistributedDataParallel):
+            prefix, module = f"{prefix}module.", module.module
+        elif isinstance(module, OptimizedModule):
+            prefix, module = f"{prefix}_orig_mod.", module._orig_mod
+        else:
+            return module, prefix
 
 
 def rename_keys(state: Any, names: dict[str, str]) -> Any:
@@ -50,16 +89,34 @@ def rename_keys(state: Any, names: dict[str, str]) -> Any:
         state: dicts and lists in each other; what they hold is not copied.
         names: from each name in ``state`` to another. Others stay.
 
+    Raises:
+        ValueError: ``state`` has none of the ``names``.
+
     Example:
         >>> state = {"state": {"a": 1, "b": 2}, "param_groups": [{"params": ["a"]}]}
         >>> rename_keys(state, {"a": "c"})
         {'state': {'c': 1, 'b': 2}, 'param_groups': [{'params': ['c']}]}
     """
+    renamed, count = _rename(state, names)
+    if count == 0:
+        raise ValueError(
+            f"names must be of keys in state, got none that is among them: {list(names)[:3]}"
+        )
+    return renamed
+
+
+def _rename(state: Any, names: dict[str, str]) -> tuple[Any, int]:
+    """The copy, and how many keys of it have another name."""
     if isinstance(state, dict):
-        return {names.get(key, key): rename_keys(value, names) for key, value in state.items()}
+        parts = {key: _rename(value, names) for key, value in state.items()}
+        renamed = {names.get(key, key): value for key, (value, _) in parts.items()}
+        return renamed, sum(key in names for key in parts) + sum(n for _, n in parts.values())
     if isinstance(state, list):
-        return [
-            names.get(item, item) if isinstance(item, str) else rename_keys(item, names)
+        items = [
+            (names.get(item, item), int(item in names))
+            if isinstance(item, str)
+            else _rename(item, names)
             for item in state
         ]
-    return state
+        return [item for item, _ in items], sum(count for _, count in items)
+    return state, 0
