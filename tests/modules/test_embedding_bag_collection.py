@@ -148,22 +148,76 @@ def test_reads_jagged_tensors_that_are_views():
     assert torch.equal(actual.values(), expected.values())
 
 
-def test_no_sample_at_all():
-    """TorchRec's lookups do not take a batch of none, what follows them does."""
-    scenario = SCENARIOS["pooled-neighbours"]
-    collection = make_collection(scenario)
-    none = torch.zeros(0, dtype=torch.int64)
-    features = KeyedJaggedTensor(keys=keys_of(scenario), values=none, lengths=none)
-    empty = {
-        name: JaggedTensor(torch.zeros(0, 8), lengths=none)
-        for lookup in collection.embedding_collections.values()
-        for config in lookup.embedding_configs()
-        for name in config.feature_names
-    }
-    with pytest.raises(ValueError, match="features must have at least one sample, got none"):
-        collection(features)
-    bags = KeyedTensor(["tags"], [8], torch.zeros(0, 8))
-    assert collection.pooling(features, [empty], bags).values().shape == (0, 6 * 8)
+ENCODED = Scenario(
+    [table("t_item", "item", "hist"), table("t_user", "user")],
+    [
+        TargetAttentionConfig(
+            "item",
+            "hist",
+            timestamps="time",
+            max_history=3,
+            encoder_layers=2,
+            encoder_causal=True,
+            encoder_window=3,
+            user_column=True,
+        )
+    ],
+)
+
+
+@pytest.mark.parametrize("candidates", ["one", "jagged"])
+@pytest.mark.parametrize("name", [*SCENARIOS, "encoded"])
+def test_no_sample_at_all(name: str, candidates: str, device: torch.device):
+    scenario = dataclasses.replace((SCENARIOS | {"encoded": ENCODED})[name], candidates=candidates)
+    collection = make_collection(scenario, device)
+    some = to_features(make_batch(scenario, [2]), device=device, is_weighted=scenario.is_weighted)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    weights = torch.zeros(0, device=device) if scenario.is_weighted else None
+    pooled = collection(KeyedJaggedTensor(keys_of(scenario), none, weights, lengths=none))
+    assert pooled.keys() == collection(some).keys()
+    assert pooled.values().shape == (0, collection(some).values().shape[1])
+    pooled.values().sum().backward()
+    for parameter in collection.parameters():  # DDP waits for gradients of all of them
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates"),
+    [
+        ("several-pairs", "one"),
+        ("features-in-two-tables", "jagged"),
+        ("weighted", "one"),
+        ("timestamps", "jagged"),
+        ("encoded", "one"),
+        ("encoded", "jagged"),
+    ],
+)
+def test_scripted(name: str, candidates: str, device: torch.device):
+    scenario = dataclasses.replace((SCENARIOS | {"encoded": ENCODED})[name], candidates=candidates)
+    collection = make_collection(scenario, device)
+    scripted = torch.jit.script(collection)
+    for lengths in ([3, 0, 1, 7], [0, 2]):
+        features = to_features(
+            make_batch(scenario, lengths), device=device, is_weighted=scenario.is_weighted
+        )
+        actual, expected = scripted(features), collection(features)
+        assert actual.keys() == expected.keys()
+        assert torch.equal(actual.values(), expected.values())
+
+
+def test_the_device_is_where_the_tables_are():
+    meta = torch.device("meta")
+    with meta:
+        made = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
+    assert made.device == EmbeddingBagCollection([ITEM], device=meta).device == meta
+    torch.set_default_device(meta)
+    try:
+        assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR).device == meta
+    finally:
+        torch.set_default_device(None)
+    assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR).device == CPU
+    assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=CPU).to(meta).device == meta
 
 
 def test_state_dict_round_trip():

@@ -19,15 +19,25 @@ from torchrec.fx import Tracer
 from torchrec.inference.modules import (
     assign_weights_to_tbe,
     get_table_to_weights_from_tbe,
+    quantize_embeddings,
     quantize_inference_model,
     shard_quant_model,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import FEATURES, NUM_IDS, NUM_STEPS, make_batch, make_model
-from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn import (
+    JaggedTargetAttention,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+)
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 KEYS = make_batch(0, 0).sparse_features.keys()
@@ -125,6 +135,44 @@ def test_quantized_tables(tables: str, device: torch.device):
             torch.testing.assert_close(quantized(*batch), expected(*batch), rtol=1e-3, atol=1e-3)
     else:
         assert_near(quantized, expected, device)
+
+
+def make_quantizable() -> TargetAttentionEmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=9, feature_names=features)
+        for name, features in (("t1", ["item", "hist"]), ("t2", ["user"]))
+    ]
+    return TargetAttentionEmbeddingBagCollection(
+        tables, TargetAttentionConfig("item", "hist")
+    ).eval()
+
+
+@pytest.mark.parametrize("output_dtype", [torch.float16, torch.float32])
+def test_quantized_outputs_have_the_dtype_that_was_asked_for(output_dtype: torch.dtype):
+    model = nn.Sequential(make_quantizable())
+    quantize_inference_model(
+        model, output_dtype=output_dtype, per_table_weight_dtype={"t1": torch.float16}
+    )
+    features = KeyedJaggedTensor(
+        keys=["item", "hist", "user"],
+        values=torch.arange(6),
+        lengths=torch.tensor([1, 1, 0, 2, 1, 1]),
+    )
+    assert model(features).values().dtype == output_dtype
+    tables = model[0].embedding_bag_configs()
+    assert [table.data_type for table in tables] == [DataType.FP16, DataType.INT8]
+
+
+def test_sequences_left_out_of_quantization_are_named():
+    model = nn.Sequential(make_quantizable())
+    quantize_embeddings(model, dtype=torch.int8, inplace=True)  # of bags alone, unless told
+    tables = model[0].embedding_bag_configs()
+    assert [table.data_type for table in tables] == [DataType.FP32, DataType.INT8]
+    features = KeyedJaggedTensor(
+        ["item", "hist", "user"], torch.arange(3), lengths=torch.tensor([1] * 3)
+    )
+    with pytest.raises(RuntimeError, match="additional_qconfig_spec_keys"):
+        model(features)
 
 
 def trace(model: nn.Module) -> torch.fx.GraphModule:

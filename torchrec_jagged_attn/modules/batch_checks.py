@@ -23,7 +23,10 @@ __all__ = [
     "check_history_weights",
     "check_pooled_weights",
     "check_single_rows",
+    "has_no_sample",
     "of_each_sample",
+    "one_sample_without_ids",
+    "without_samples",
 ]
 
 
@@ -40,6 +43,35 @@ def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
         sequence.weights_or_none(),
     )
     return JaggedTensor(values, lengths=lengths, weights=weights)
+
+
+def has_no_sample(features: KeyedJaggedTensor) -> bool:
+    """Whether the batch is empty, which TorchRec's lookups fail on.
+
+    Not of an FX proxy, nor while compiling: programs are made for one sample and more.
+    """
+    if not isinstance(features, KeyedJaggedTensor) or torch.compiler.is_compiling():
+        return False
+    return not features.variable_stride_per_key() and features.stride() == 0
+
+
+def one_sample_without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """What lookups take in place of ``features`` that have no sample."""
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths().new_zeros(len(features.keys())),
+        stride=1,
+    )
+
+
+def without_samples(sequences: list[dict[str, JaggedTensor]]) -> list[dict[str, JaggedTensor]]:
+    """What lookups of :func:`one_sample_without_ids` give, of no sample."""
+    return [
+        {key: JaggedTensor(x.values(), lengths=x.lengths()[:0]) for key, x in of_one.items()}
+        for of_one in sequences
+    ]
 
 
 def check_bags(bags: KeyedTensor) -> None:
@@ -82,8 +114,6 @@ def check_features(
             "features must have no weights unless is_weighted=True, got a weighted "
             "KeyedJaggedTensor"
         )
-    if features.stride() == 0:  # which lookups fail on, each in another way
-        raise ValueError("features must have at least one sample, got none")
     if features.variable_stride_per_key():
         if not is_sharded:
             raise NotImplementedError(
@@ -92,7 +122,7 @@ def check_features(
             )
         if features.inverse_indices_or_none() is None:
             raise ValueError("features of several batch sizes must have inverse_indices, got none")
-    if should_validate(features.values()):
+    if should_validate(features.values()) and features.stride() > 0:
         _check_ids(features, num_embeddings)
 
 

@@ -134,10 +134,11 @@ class TargetAttentionConfig:
             ("encoder_window", 1),
             ("max_history", 1),
         ):
+            if name != "encoder_layers" and getattr(self, name) is None:
+                continue
             value = getattr(self, name)
-            if value is not None or name == "encoder_layers":
-                check_int(value, name, least)
-                setattr(self, name, int(value))
+            check_int(value, name, least)
+            setattr(self, name, int(value))
         for name in ("row_dropout", "dropout", "encoder_dropout"):
             drops_of(getattr(self, name), name)
         if self.init not in ("recency", "mha"):

@@ -2,20 +2,25 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.modules.batch_checks import (
     check_features,
     check_pooled_weights,
+    has_no_sample,
+    one_sample_without_ids,
+    without_samples,
 )
 from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
@@ -31,7 +36,11 @@ from torchrec_jagged_attn.modules.config import (
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
-from torchrec_jagged_attn.modules.sharding import check_sharded, takes_table_optimizer
+from torchrec_jagged_attn.modules.sharding import (
+    check_quantized,
+    check_sharded,
+    takes_table_optimizer,
+)
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
 __all__ = ["TargetAttentionEmbeddingBagCollection"]
@@ -127,6 +136,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         torch.Size([2, 24])
     """
 
+    __jit_unused_properties__ = ["device"]  # noqa: RUF012 (scripting reads a list)
+
     def __init__(
         self,
         tables: list[EmbeddingBagConfig],
@@ -183,7 +194,6 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for name in table.feature_names
             if table.data_type == DataType.FP32
         ]
-        self._device = torch.device("cpu") if device is None else torch.device(device)
         self._timestamps = [config.timestamps for config in attentions if config.timestamps]
         self._codes = [name for config in attentions for name in coded(config)]
         self._num_embeddings: dict[str, int] = {}
@@ -291,33 +301,48 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 sample (or, of requests, features of candidates with different lengths), or
                 histories (and timestamps) of one attention with different lengths.
                 Counts of rows are always checked; ids and the lengths of each sample on CPU, and on
-                CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. No sample, weights that are missing
+                CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. Weights that are missing
                 or not asked for, or batch sizes that vary by feature without ``inverse_indices``.
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
                 or that are pooled in bf16 on a GPU.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
         """
-        _check_features(
-            features,
-            self._num_embeddings,
-            self._timestamps,
-            self._codes,
-            self._is_weighted,
-            self._weights_fp32,
-            check_sharded(self._lookups()),
-        )
+        features = maybe_td_to_kjt(features)
+        keep_dtype = is_empty = False
+        if not is_scripting():
+            _check_features(
+                features,
+                self._num_embeddings,
+                self._timestamps,
+                self._codes,
+                self._is_weighted,
+                self._weights_fp32,
+                check_sharded(self._lookups()),
+            )
+            keep_dtype = check_quantized(self._lookups())
         if self.history_truncation is not None:
             features = self.history_truncation(features)
-        sequences = [lookup(features) for lookup in self.embedding_collections.values()]
-        bags = None
+        looked_up = features
+        if not is_scripting():
+            is_empty = has_no_sample(features)
+            if is_empty:
+                looked_up = one_sample_without_ids(features)
+        sequences: list[dict[str, JaggedTensor]] = []
+        for lookup in self.embedding_collections.values():
+            sequences.append(lookup(looked_up))
+        bags: KeyedTensor | None = None
         if self.embedding_bag_collection is not None:
-            bags = self.embedding_bag_collection(features)
-        indices = {}
-        for at, keys in enumerate(self._by_index):
-            # After the lookup of bags has begun: this waits for the rows.
-            sequences[at], found = take_rows(sequences[at], keys)
-            indices |= {keys[name]: places for name, places in found.items()}
-        return self.pooling(features, sequences, bags, indices or None)
+            bags = self.embedding_bag_collection(looked_up)
+        if not is_scripting() and is_empty:
+            sequences = without_samples(sequences)
+        indices: dict[str, Tensor] | None = None
+        if not is_scripting():
+            indices = {}
+            for at, keys in enumerate(self._by_index):
+                # After the lookup of bags has begun: this waits for the rows.
+                sequences[at], found = take_rows(sequences[at], keys)
+                indices |= {keys[name]: places for name, places in found.items()}
+        return self.pooling(features, sequences, bags, indices, keep_dtype, is_empty)
 
     def reset_parameters(self) -> None:
         """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""
@@ -338,10 +363,19 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return keys
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """All tables, as EmbeddingBagCollection gives them; then, for each history of codes, as if
-        a table of one row had it.
+        """All tables, as EmbeddingBagCollection gives them, with the data types that quantization
+        left; then, for each history of codes, as if a table of one row had it.
         """
-        return self._tables + self._tables_of_codes
+        types = {}
+        for lookup in self._lookups():
+            for name in ("embedding_configs", "embedding_bag_configs"):
+                configs = getattr(lookup, name, list)()  # sharded ones for training have neither
+                types |= {config.name: config.data_type for config in configs}
+        tables = [
+            dataclasses.replace(table, data_type=types.get(table.name, table.data_type))
+            for table in self._tables
+        ]
+        return tables + self._tables_of_codes
 
     def is_weighted(self) -> bool:
         """Whether batches have weights."""
@@ -349,8 +383,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables were made."""
-        return self._device
+        """Where the tables are."""
+        of_tables = (
+            tensor
+            for lookup in self._lookups()
+            for tensor in itertools.chain(lookup.parameters(), lookup.buffers())
+        )
+        return next(of_tables).device
 
     def named_modules(
         self,
@@ -389,7 +428,7 @@ def _check_features(
     weights_fp32: list[str],
     is_sharded: bool,
 ) -> None:
-    if not is_scripting():
+    if not is_scripting():  # scripted as a part of an FX graph
         check_features(features, num_embeddings, timestamps, codes, is_weighted, is_sharded)
         if is_weighted and weights_fp32 and not is_sharded:
             check_pooled_weights(features.weights(), weights_fp32)

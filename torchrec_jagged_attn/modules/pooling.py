@@ -31,6 +31,70 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
 __all__ = ["TargetAttentionPooling"]
 
 
+class _Source(NamedTuple):
+    """Where rows of a sequence come from, and the column that they end in.
+
+    Attributes:
+        feature: key of the KeyedJaggedTensor.
+        key: of the output.
+        width: of the rows.
+        lookup: number of the EmbeddingCollection.
+        name: what that one calls the feature.
+    """
+
+    feature: str
+    key: str
+    width: int
+    lookup: int
+    name: str
+
+
+class _Attention(NamedTuple):
+    """What one attention reads, and where it goes.
+
+    Attributes:
+        targets: whose rows are looked up.
+        histories: likewise; none where they come as codes.
+        features: keys of the KeyedJaggedTensor that the history has.
+        keys: of the output.
+        width: of all these.
+        encoder_heads: heads of its encoder layers.
+        num_bytes: of a row of codes; 0 where rows are looked up.
+        timestamps: key of the KeyedJaggedTensor, empty if there are none.
+        takes_indices: whether it takes rows by index.
+        user_key: of the user column, empty if there is none.
+    """
+
+    targets: list[_Source]
+    histories: list[_Source]
+    features: list[str]
+    keys: list[str]
+    width: int
+    encoder_heads: int
+    num_bytes: int
+    timestamps: str
+    takes_indices: bool
+    user_key: str
+
+
+class _Encoder(nn.Sequential):
+    """Encoder layers, one after the other; of none, rows stay as they are."""
+
+    def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
+        for layer in self:
+            history = layer(history, prior_weights)
+        return history
+
+
+class _Slice(NamedTuple):
+    """Columns of one of several tensors."""
+
+    block: int
+    begin: int
+    width: int
+    is_whole: bool
+
+
 class TargetAttentionPooling(nn.Module):
     """Pools what was looked up: histories by attention, other sequences by sum or mean.
 
@@ -47,6 +111,13 @@ class TargetAttentionPooling(nn.Module):
             where each sample is one candidate.
         device: of the parameters.
     """
+
+    # torch.jit.script infers neither records nor what empty lists hold.
+    _targets: list[_Source]
+    _attentions: list[_Attention]
+    _pooled: list[tuple[list[_Source], str]]
+    _slices: list[_Slice]
+    _bags: list[str]
 
     def __init__(
         self,
@@ -74,7 +145,7 @@ class TargetAttentionPooling(nn.Module):
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         self._num_lookups = len(sequence_tables)
         for attention in self._attentions:
-            if attention.user_key is not None:
+            if attention.user_key:
                 _check_is_new("user_column", attention.user_key, widths)
                 widths[attention.user_key] = attention.width
         self._keys, self._widths = list(widths), list(widths.values())
@@ -101,7 +172,7 @@ class TargetAttentionPooling(nn.Module):
         ]
         of_samples = [
             *([source.key for source in of_mode] for of_mode, _ in self._pooled),
-            *([x.user_key] for x in self._attentions if x.user_key is not None),
+            *([x.user_key] for x in self._attentions if x.user_key),
             list(bags.values()),
         ]
         if candidates:
@@ -110,7 +181,7 @@ class TargetAttentionPooling(nn.Module):
         self._slices = _slices(widths, blocks)
 
         self.encoders = nn.ModuleList(
-            nn.Sequential(
+            _Encoder(
                 *(
                     HistoryEncoderLayer(
                         attention.width,
@@ -154,6 +225,8 @@ class TargetAttentionPooling(nn.Module):
         sequences: list[dict[str, JaggedTensor]],
         bags: KeyedTensor | None,
         indices: dict[str, Tensor] | None = None,
+        keep_dtype: bool = False,
+        is_empty: bool = False,
     ) -> KeyedTensor:
         """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
         requests ``[ΣT, sum of widths]``.
@@ -164,63 +237,68 @@ class TargetAttentionPooling(nn.Module):
             bags: of the EmbeddingBagCollection, if there is one.
             indices: ``[N]`` of histories that are read by index, by their keys of the output. Their
                 sequences have values ``[U, D]``.
+            keep_dtype: whether the output has the dtype of the sequences.
+            is_empty: whether there is no sample, where ``bags`` have one. They are waited for at
+                the same point on all ranks, or the exchanges of backward would be out of order.
         """
-        looked_up = [x.rows(sequences) for x in self._targets]
+        looked_up = [_rows(x, sequences) for x in self._targets]
         candidates = looked_up[0]
         names = [x.feature for x in self._targets]
         if self._is_of_requests:
             rows = _rows_of_candidates(looked_up, names)
         else:
             rows = _single_rows(looked_up, names)
-        targets = {x.key: rows[i] for i, x in enumerate(self._targets)}
-        of_candidates = list(targets.values())
-        if self._is_weighted:
-            of_candidates = [
-                targets[x.key] * _weights(features, x.feature).unsqueeze(1) for x in self._targets
-            ]
-        of_samples = []
-        for of_mode, mode in self._pooled:
-            weights = None
+        targets: dict[str, Tensor] = {}
+        blocks: list[Tensor] = []
+        for i, x in enumerate(self._targets):
+            targets[x.key] = rows[i]
+            weighted = rows[i]
             if self._is_weighted:
-                weights = [_weights(features, x.feature) for x in of_mode]
-            of_samples.append(_segment_reduce([x.rows(sequences) for x in of_mode], weights, mode))
-        for attention, layers, attend in zip(
-            self._attentions, self.encoders, self.attentions, strict=True
-        ):
+                weighted = weighted * _weights(features, x.feature).unsqueeze(1)
+            blocks.append(weighted)
+        of_samples: list[Tensor] = []
+        for of_mode, mode in self._pooled:
+            pooled_weights: list[Tensor] | None = None
+            if self._is_weighted:
+                pooled_weights = [_weights(features, x.feature) for x in of_mode]
+            pooled = [_rows(x, sequences) for x in of_mode]
+            of_samples.append(_segment_reduce(pooled, pooled_weights, mode))
+        for i, (encode, attend) in enumerate(zip(self.encoders, self.attentions)):  # noqa: B905
+            attention = self._attentions[i]
             keys = attention.features
             if attention.num_bytes > 0:
                 history = _codes(features, keys, attention.num_bytes)
             else:
-                history = _side_by_side([x.rows(sequences) for x in attention.histories], keys)
+                history = _side_by_side([_rows(x, sequences) for x in attention.histories], keys)
             places = history
-            timestamps = weights = rows = None
+            gathered: Tensor | None = None
             if indices is not None and attention.keys[0] in indices:
-                rows = indices[attention.keys[0]]
-                places = _of_samples(rows, history)
-            if attention.timestamps is not None:
+                gathered = indices[attention.keys[0]]
+                places = _of_samples(gathered, history)
+            timestamps: Tensor | None = None
+            if attention.timestamps != "":
                 timestamps = _timestamps(features, attention.timestamps, places, keys[0])
+            weights: Tensor | None = None
             if self._is_weighted:
                 weights = _prior_weights(features, keys[0])
-            for layer in layers.children():
-                history = layer(history, weights)
-            target = _join([targets[x.key] for x in attention.targets])
+            history = encode(history, weights)
+            target: Tensor | JaggedTensor = _join([targets[x.key] for x in attention.targets])
             if self._is_of_requests:
-                target = _of_samples(target, candidates)
-            by_index = {} if rows is None else {"indices": rows}
-            of_candidates.append(attend(target, history, timestamps, weights, **by_index))
-            if attention.user_key is not None:
+                target = _of_samples(_join([targets[x.key] for x in attention.targets]), candidates)
+            blocks.append(attend(target, history, timestamps, weights, gathered))
+            if attention.user_key != "":
                 of_samples.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
-            of_samples.append(_in_order(bags, self._bags))
-        if self._is_of_requests and of_samples:
+            of_bags = _in_order(bags, self._bags)
+            of_samples.append(of_bags[:0] if is_empty else of_bags)
+        if self._is_of_requests and len(of_samples) > 0:
             of_samples = [repeat_by_request(_join(of_samples), candidates)]
-        blocks = [*of_candidates, *of_samples]
-        return KeyedTensor(
-            keys=self._keys,
-            length_per_key=self._widths,
-            values=_join([x.of(blocks[x.block]) for x in self._slices]),
-        )
+        blocks = blocks + of_samples
+        values = _join([_columns(blocks[x.block], x) for x in self._slices])
+        if keep_dtype:
+            values = values.to(candidates.values().dtype)
+        return KeyedTensor(keys=self._keys, length_per_key=self._widths, values=values)
 
     def histories_by_index(self) -> list[dict[str, str]]:
         """The histories that may be read by index: of each lookup their keys of the output, by what
@@ -245,26 +323,9 @@ def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
     }
 
 
-class _Source(NamedTuple):
-    """Where rows of a sequence come from, and the column that they end in.
-
-    Attributes:
-        feature: key of the KeyedJaggedTensor.
-        key: of the output.
-        width: of the rows.
-        lookup: number of the EmbeddingCollection.
-        name: what that one calls the feature.
-    """
-
-    feature: str
-    key: str
-    width: int
-    lookup: int
-    name: str
-
-    def rows(self, sequences: list[dict[str, JaggedTensor]]) -> JaggedTensor:
-        """The rows, among those that all lookups give."""
-        return sequences[self.lookup][self.name]
+def _rows(source: _Source, sequences: list[dict[str, JaggedTensor]]) -> JaggedTensor:
+    """Those of ``source``, among what all lookups give."""
+    return sequences[source.lookup][source.name]
 
 
 def _sources(
@@ -280,34 +341,6 @@ def _sources(
     return sources
 
 
-class _Attention(NamedTuple):
-    """What one attention reads, and where it goes.
-
-    Attributes:
-        targets: whose rows are looked up.
-        histories: likewise; none where they come as codes.
-        features: keys of the KeyedJaggedTensor that the history has.
-        keys: of the output.
-        width: of all these.
-        encoder_heads: heads of its encoder layers.
-        num_bytes: of a row of codes; 0 where rows are looked up.
-        timestamps: key of the KeyedJaggedTensor, if there are any.
-        takes_indices: whether it takes rows by index.
-        user_key: of the user column, if there is one.
-    """
-
-    targets: list[_Source]
-    histories: list[_Source]
-    features: list[str]
-    keys: list[str]
-    width: int
-    encoder_heads: int
-    num_bytes: int
-    timestamps: str | None
-    takes_indices: bool
-    user_key: str | None
-
-
 def _attention(
     config: TargetAttentionConfig,
     tables: list[EmbeddingBagConfig],
@@ -320,7 +353,7 @@ def _attention(
         ]
         for argument, names in (("target", config.targets), ("history", looked_up(config)))
     )
-    user_key = f"user@{histories[0].key}" if config.user_column else None
+    user_key = f"user@{histories[0].key}" if config.user_column else ""
     takes_indices = config.encoder_layers == 0 and config.score != "din"
     if config.history_codes is None:
         features, keys = [x.feature for x in histories], [x.key for x in histories]
@@ -333,8 +366,8 @@ def _attention(
     if encoder_heads is None:
         encoder_heads = min(4, check_target_heads(None, width, config.score))
     return _Attention(
-        targets, histories, features, keys, width, encoder_heads, num_bytes, config.timestamps,
-        takes_indices, user_key,
+        targets, histories, features, keys, width, encoder_heads, num_bytes,
+        config.timestamps or "", takes_indices, user_key,
     )  # fmt: skip
 
 
@@ -349,16 +382,8 @@ def _width(sources: list[_Source]) -> int:
     return sum(source.width for source in sources)
 
 
-class _Slice(NamedTuple):
-    """Columns of one of several tensors."""
-
-    block: int
-    begin: int
-    width: int
-    is_whole: bool
-
-    def of(self, block: Tensor) -> Tensor:
-        return block if self.is_whole else block.narrow(1, self.begin, self.width)
+def _columns(block: Tensor, of: _Slice) -> Tensor:
+    return block if of.is_whole else block.narrow(1, of.begin, of.width)
 
 
 def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:

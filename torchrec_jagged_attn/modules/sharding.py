@@ -11,21 +11,34 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.quant import embedding_modules as quantized
 
 from torchrec_jagged_attn.paths import levels_to_caller
 
 __all__ = [
+    "check_quantized",
     "check_sharded",
     "embedding_parameters",
     "takes_table_optimizer",
 ]
+
+
+QUANTIZED = (
+    quantized.EmbeddingBagCollection,
+    quantized.EmbeddingCollection,
+    ShardedQuantEmbeddingBagCollection,
+    ShardedQuantEmbeddingCollection,
+)
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -69,9 +82,12 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
 
     Raises:
         RuntimeError: a DistributedModelParallel left some of them whole on each rank.
+        ValueError: tables of one lookup have several ``output_dtype``.
     """
     left = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
     if not left:
+        for lookup in lookups:
+            _give_ranks_one_dtype(lookup)
         return True
     if len(left) < len(lookups) or (
         dist.is_initialized()
@@ -84,6 +100,50 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
             "such sharder: each rank would train its tables whole, and from another start"
         )
     return False
+
+
+def _give_ranks_one_dtype(lookup: nn.Module) -> None:
+    """The rows that a rank without a table sends, none, must have the dtype of the others'.
+
+    TorchRec makes them fp32 whatever ``output_dtype`` is: ranks then disagree on the bytes that
+    they exchange, and hang. ``tests/torchrec/test_options.py`` fails where private names change.
+    """
+    shardings = getattr(lookup, "_sharding_type_to_sharding", {}).values()
+    shardings = getattr(lookup, "_embedding_shardings", shardings)
+    for sharding, of_rank in zip(shardings, getattr(lookup, "_lookups", ()), strict=False):
+        none = getattr(of_rank, "_dummy_embs_tensor", None)
+        configs = getattr(sharding, "_grouped_embedding_configs_per_rank", ())
+        dtypes = {
+            (config.fused_params or {}).get("output_dtype", SparseType.FP32)
+            for of_one in configs
+            for config in of_one
+        }
+        if len(dtypes) > 1 and len(configs) > 1:
+            names = sorted(str(dtype) for dtype in dtypes)
+            raise ValueError(
+                "output_dtype must be one for all tables that ranks look up together, got "
+                f"{', '.join(names)}"
+            )
+        for dtype in dtypes:
+            if none is not None and none.dtype != dtype.as_dtype():
+                of_rank._dummy_embs_tensor = none.detach().to(dtype.as_dtype()).requires_grad_()
+
+
+def check_quantized(lookups: list[nn.Module]) -> bool:
+    """Whether ``lookups`` are quantized, as all or none of them must be.
+
+    Raises:
+        RuntimeError: some of them are.
+    """
+    are_quantized = [isinstance(lookup, QUANTIZED) for lookup in lookups]
+    if any(are_quantized) and not all(are_quantized):
+        raise RuntimeError(
+            "quantize_embeddings must quantize EmbeddingCollections, too, got only the "
+            "EmbeddingBagCollection quantized: give it additional_qconfig_spec_keys="
+            "[EmbeddingCollection] and additional_mapping={EmbeddingCollection: "
+            "torchrec.quant.EmbeddingCollection}, as quantize_inference_model does"
+        )
+    return all(are_quantized)
 
 
 def takes_table_optimizer() -> bool:
