@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from events import LONGEST_DWELL, Events
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
@@ -67,8 +68,12 @@ def selection_of(way: str, budget: float, keys: list[str], relevance: ByRelevanc
 
 
 def fit_relevance(events: Events) -> ByRelevance:
-    """Of all events in training time, with their items' categories for surfaces."""
-    log, rows = events.log, events.rows_of_training
+    """Of all events in training time, with their items' categories for surfaces.
+
+    Each rank counts a share of them, and all get the same coefficients.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    log, rows = events.log, events.rows_of_training[rank::world_size]
     surface = log.category[log.item]
     relevance = Relevance(int(log.category.max()) + 1, max_dwell=LONGEST_DWELL)
     relevance.update(*(torch.from_numpy(np.ascontiguousarray(x[rows]))
