@@ -258,16 +258,6 @@ OP_TABLES = {
             for name in names
         ),
     ),
-    "target_attention_weights": Table(
-        ("target_attention_weights",),
-        f"{SHAPE} | dtype",
-        shapes(["rank-1k", "rank-2k", "rank-200", "rank-2k-8-targets"]),
-        (
-            one("ours, µs", "ours", "forward", "µs"),
-            one("of the floor", "ours", "forward", "of floor"),
-            one("padded, to ours", "padded", "forward", "× ours"),
-        ),
-    ),
     "semantic_ids": Table(
         ("semantic_ids",),
         f"{SHAPE} | dtype",

@@ -16,7 +16,6 @@ from torchrec_jagged_attn.ops import (
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
     jagged_target_attention,
-    jagged_target_attention_weights,
     select_rows,
     take_rows,
 )
@@ -88,7 +87,6 @@ __all__ = [
     "jagged_softmax",
     "jagged_target_attention",
     "jagged_target_attention_over_ids",
-    "jagged_target_attention_weights",
     "rank_attributes",
     "rename_keys",
     "repeat_by_request",

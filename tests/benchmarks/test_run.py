@@ -62,7 +62,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 def test_every_suite_file_is_found():
     others = ["activation_unit", "giant", "host", "ikbo", "select_events", "semantic_ids"]
     others += ["serving", "serving_kernel", "skew", "table1", "targets"]
-    variants = [f"target_attention_{name}" for name in ("rows", "scores", "weights")]
+    variants = [f"target_attention_{name}" for name in ("rows", "scores")]
     figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
     assert list(SUITES) == sorted([*TRAINING, *others, *variants, *figure2, *self_attention])

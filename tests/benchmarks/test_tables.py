@@ -83,7 +83,6 @@ def test_every_figure_says_where_it_is_from(path):
         ("semantic_ids", "semantic_ids", ""),
         ("activation_unit", "activation_unit", ""),
         ("target_attention_scores", "target_attention_scores", ""),
-        ("target_attention_weights", "target_attention_weights", "rank-*"),
         ("select_events", "select_events", ""),
         ("serving", "serving", "*"),
     ],

@@ -39,7 +39,6 @@ from torchrec_jagged_attn import (
     jagged_jagged_bmm,
     jagged_softmax,
     jagged_target_attention,
-    jagged_target_attention_weights,
     kernels,
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
@@ -131,13 +130,6 @@ def target(
         query, history, OFFSETS, query_offsets=query_offsets, indices=indices, score=score,
         dropout=dropout, **biases,
     ).sum().backward()  # fmt: skip
-
-
-def target_weights(dtype: torch.dtype, biased: bool = False, score: Any = "softmax") -> None:
-    biases = tables(4) if biased else {}
-    biases.pop("row_dropout", None)
-    query, history = zeros(4, 2, 4, 32, dtype=dtype), zeros(N, 32, dtype=dtype)
-    jagged_target_attention_weights(query, history, OFFSETS, score=score, **biases)
 
 
 def digits(
@@ -273,13 +265,6 @@ CASES = {
     "digits, wide": Case((90,), "target", lambda: digits(BF16, 250, num_levels=15)),
     "digits, general, wide, dropout": Case(
         (90,), "general", lambda: digits(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)
-    ),
-    "weights of target attention": Case((80,), "weights", lambda: target_weights(FP32)),
-    "weights of target attention, biased": Case(
-        (80, 90), "weights", lambda: target_weights(BF16, biased=True)
-    ),
-    "weights of target attention, SiLU": Case(
-        (90,), "weights", lambda: target_weights(BF16, score="silu")
     ),
     "hopper flash": Case((90,), "", lambda: flash(64)),
     "general flash of short samples": Case((90,), "short", lambda: flash(20)),

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
 from tests.combinations import each_pair
-from tests.fixtures import skip_unless_supported
+from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.modules.target_attention_inputs import (
     OPTIONS,
     attend_by_sample,
@@ -90,15 +90,45 @@ def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(devic
     torch.testing.assert_close(of_one, weights.values()[:, 1])
 
 
-def test_attention_weights_under_autocast_have_the_dtype_of_the_history(device):
+def test_attention_weights_are_computed_in_fp32(device):
+    """Under autocast, and of half-precision rows, whose weights are rounded once."""
     module = JaggedTargetAttention(16, 2, init="mha").to(device)
     target, history = example(module, [5, 0, 40], device)
-    expected = module.attention_weights(target, history).values()
+    rows = history.values().half()
+    exact = JaggedTensor(rows.float(), lengths=history.lengths())
+    expected = module.attention_weights(target, exact).values()
+    assert expected.dtype == torch.float32
     with torch.autocast(device.type, torch.bfloat16):
-        weights = module.attention_weights(target, history).values()
-    assert weights.dtype == torch.float32
-    assert not torch.equal(weights, expected)
-    torch.testing.assert_close(weights, expected, atol=0.02, rtol=0.02)
+        weights = module.attention_weights(target, exact).values()
+    assert torch.equal(weights, expected)
+    half = JaggedTensor(rows, lengths=history.lengths())
+    assert torch.equal(module.attention_weights(target, half).values(), expected.half())
+
+
+def test_attention_weights_do_not_depend_on_other_samples(device):
+    module = JaggedTargetAttention(16, 2, age_bias=True).to(device)
+    target, history, times = example(module, [5, 0, 40, 3], device)
+    prior_weights = torch.ones(48, device=device)
+    prior_weights[[1, 46]] = 0
+    expected = module.attention_weights(target, history, times, prior_weights).values()
+    assert torch.all(expected[[1, 46]] == 0)
+    values = history.values().detach().clone()
+    values[10] = torch.nan
+    poisoned = JaggedTensor(values, lengths=history.lengths())
+    weights = module.attention_weights(target, poisoned, times, prior_weights).values()
+    assert torch.equal(weights[:5], expected[:5])
+    assert torch.equal(weights[45:], expected[45:])
+    assert torch.isnan(weights[5:45]).all()
+
+
+@pytest.mark.gpu
+def test_attention_weights_never_wait_for_the_device():
+    module = JaggedTargetAttention(16, 2, age_bias=True).cuda()
+    arguments = example(module, [30, 0, 700], torch.device("cuda"))
+    arguments[1].offsets()
+    module.attention_weights(*arguments)
+    with sync_debug_mode("error"):
+        module.attention_weights(*arguments)
 
 
 def test_attention_weights_compile_once_for_all_batches(device):

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn import (
+    DiscretePCA,
     HistoryEncoderLayer,
     JaggedFeatureInteraction,
     JaggedSelfAttention,
@@ -73,6 +74,27 @@ def test_target_attention(options, target, mode):
         others = {"timestamps": indices} if "age_bias" in options else {}
         assert_pools(attention, target, device, **others)
         assert_pools(attention, target, device, indices=indices, **others)
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_attention_weights(is_packed, score, mode):
+    device, around, inside = mode
+    with around:
+        codes = None
+        if is_packed:
+            codes = DiscretePCA(8, 12, device=device)
+            codes.mean += 1  # as if it were fitted
+        options = {"age_bias": True, "history_codes": codes, "score": score, "device": device}
+        attention = JaggedTargetAttention(8, 2, **options)
+    with inside:
+        history, times = history_of(device), torch.zeros(6, dtype=torch.int64, device=device)
+        if is_packed:
+            packed = torch.zeros(6, 3, dtype=torch.uint8, device=device)
+            history = JaggedTensor(packed, lengths=history.lengths())
+        target = TARGETS["five"](device)
+        assert attention.attention_weights(target, history, times).values().shape == (6, 5, 2)
+        assert attention(target, history, times).shape == (3, 5, 8)
 
 
 @pytest.mark.parametrize("target", TARGETS)

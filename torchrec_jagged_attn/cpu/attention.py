@@ -30,7 +30,14 @@ from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = ["age_buckets", "backward", "compute_dtype", "forward", "recency_buckets", "weights"]
+__all__ = [
+    "age_buckets",
+    "backward",
+    "bias_of_keys",
+    "compute_dtype",
+    "forward",
+    "recency_buckets",
+]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -115,30 +122,14 @@ def backward(
     )
 
 
-def weights(args: FlashArguments, num_queries: int, score: str = "softmax") -> Tensor:
-    """``[N, L, H]``: what the ``L`` queries of each key's sample give it, as many in each."""
-    q, k = args.q, args.k
-    dtype = compute_dtype(q)
-    bias_HN, _ = _bias_of_keys(q, args.kv_offsets, args.biases)
-    out = q.new_empty(k.shape[0], num_queries, q.shape[1])
-    if num_queries == 0:
-        return out
-    q = q.to(dtype) * args.scale
-    for queries, keys, _ in _samples(args.q_offsets, args.kv_offsets):
-        own_bias = None if bias_HN is None else bias_HN[:, keys]
-        scores_HLS = _by_head(q[queries]) @ _by_head(k[keys], q).mT
-        p_HLS, _ = _weights(scores_HLS, own_bias, None, None, SCORES.index(score))
-        out[keys] = p_HLS.permute(2, 1, 0)
-    return out
-
-
 def _operands(
     args: FlashArguments, score: str, indices: Tensor | None
 ) -> tuple[_Operands, tuple[Tensor | None, Tensor | None]]:
     """What is computed with, and ``[N]`` buckets of the positions and ages of keys."""
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
-    bias_HN, buckets = _bias_of_keys(q, kv_offsets, args.biases)
+    num_keys = int(kv_offsets[-1])
+    bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, args.biases)
     by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
     return _Operands(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
@@ -306,22 +297,25 @@ def _by_distance(
     return relative_bias.to(dtype)[buckets].contiguous()
 
 
-def _bias_of_keys(
-    q: Tensor, kv_offsets: Tensor, biases: Biases
+def bias_of_keys(
+    dtype: torch.dtype, num_heads: int, kv_offsets: Tensor, num_keys: int, biases: Biases
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages."""
+    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
+
+    On any device, and without waiting for it.
+    """
     bias, position_bias, age_bias, timestamps, request_time, row_dropout, _, _ = biases
-    dtype, positions, ages = compute_dtype(q), None, None
+    positions = ages = None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
         logs = bias.to(compute_dtype(bias)).clamp(min=0).log().to(dtype)
-        terms = [logs.unsqueeze(1).expand(-1, q.shape[1])]
+        terms = [logs.unsqueeze(1).expand(-1, num_heads)]
     if position_bias is not None or age_bias is not None:
-        num_rows = int(kv_offsets[-1])
-        samples = JaggedLayout(kv_offsets, num_rows).sample_ids()
+        samples = JaggedLayout(kv_offsets, num_keys).sample_ids()
         newest = (kv_offsets[1:] - 1).index_select(0, samples)
         if position_bias is not None:
-            positions = recency_buckets(newest - torch.arange(num_rows), len(position_bias))
+            rows = torch.arange(num_keys, device=kv_offsets.device)
+            positions = recency_buckets(newest - rows, len(position_bias))
             terms.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             if request_time is None:
@@ -331,8 +325,9 @@ def _bias_of_keys(
             ages = age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
-        dropped = dropped_rows(row_dropout, int(kv_offsets[-1])).unsqueeze(1)
-        terms.append(q.new_zeros(1, q.shape[1], dtype=dtype).masked_fill(dropped, -torch.inf))
+        dropped = dropped_rows(row_dropout, num_keys).unsqueeze(1)
+        zeros = torch.zeros(1, num_heads, dtype=dtype, device=dropped.device)
+        terms.append(zeros.masked_fill(dropped, -torch.inf))
     total = sum(terms[1:], terms[0]).T.contiguous() if terms else None
     return total, (positions, ages)
 

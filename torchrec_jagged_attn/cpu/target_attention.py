@@ -14,7 +14,7 @@ from torchrec_jagged_attn.arguments import (
 from torchrec_jagged_attn.cpu import attention
 from torchrec_jagged_attn.cpu.digits import rows_of_digits
 
-__all__ = ["backward", "forward", "weights"]
+__all__ = ["backward", "forward"]
 
 
 def forward(args: TargetArguments) -> TargetOutputs:
@@ -67,12 +67,6 @@ def backward(
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
     )
-
-
-def weights(args: TargetArguments) -> Tensor:
-    """``[N, T, H]``: what the targets of each row's sample give it; queries are not jagged."""
-    query = args.query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    return attention.weights(_over_rows(args, query, args.history), query.shape[1], args.score)
 
 
 def _rows_of(args: TargetArguments) -> Tensor:

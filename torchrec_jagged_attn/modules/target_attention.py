@@ -12,7 +12,7 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.arguments import SCORES, MultiHeadArguments
+from torchrec_jagged_attn.arguments import SCORES, Biases, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
     check_packed_values,
     check_score,
@@ -37,7 +37,8 @@ from torchrec_jagged_attn.ops.activation_unit import (
     call_activation_unit,
     check_one_target,
 )
-from torchrec_jagged_attn.ops.autocast import autocast_dtype
+from torchrec_jagged_attn.ops.attention_weights import attention_weights
+from torchrec_jagged_attn.ops.autocast import autocast_dtype, autocast_off
 from torchrec_jagged_attn.ops.digits import unpack_digits
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
@@ -45,7 +46,6 @@ from torchrec_jagged_attn.ops.multi_head_target_attention import (
     is_explicit,
     multi_head_target_attention,
 )
-from torchrec_jagged_attn.ops.target_attention_weights import target_attention_weights
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
@@ -444,10 +444,11 @@ class JaggedTargetAttention(nn.Module):
         timestamps: Tensor | None = None,
         prior_weights: Tensor | None = None,
     ) -> JaggedTensor:
-        """What each head of each target gives each row of its history, to be looked at.
+        """Return the weight that each head of each target gives each row of its history.
 
-        The weights that :meth:`forward` sums up the rows by, but for rounding, with nothing
-        dropped. No key is made, and they have no gradient.
+        Up to rounding, these are the weights by which :meth:`forward` sums up the rows in eval
+        mode. They are computed in fp32, also under autocast (in fp64 for an fp64 history), and
+        have no gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
@@ -456,8 +457,8 @@ class JaggedTargetAttention(nn.Module):
             prior_weights: see there.
 
         Returns:
-            ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, in the dtype of ``history``,
-            and with its lengths.
+            ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, with the lengths of
+            ``history`` and in its dtype; of packed codes, in that of the parameters.
 
         Raises:
             TypeError: as in :meth:`forward`, and where ``target`` is a JaggedTensor.
@@ -493,22 +494,24 @@ class JaggedTargetAttention(nn.Module):
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
         else:
             w_q, w_k = self.q_proj_weight, self.k_proj_weight
-        dtype = _dtype_of_products(w_q.dtype, rows)
         if self._num_levels:
             check_packed_values(rows, "history.values()", self._num_digits, self._num_levels)
             has_constant = self.score != "softmax"
             w_k = _over_digits(w_k, self.history_basis, self.history_mean, has_constant)
             rows = unpack_digits(rows, self._num_digits, self._num_levels)
-            rows = F.pad(rows.to(dtype), (0, 1), value=1.0)
+            rows = F.pad(rows.to(w_k.dtype), (0, 1), value=1.0)
+        dtype = torch.promote_types(rows.dtype, torch.float32)
         if self.in_proj_bias is not None:
             b_q = self.in_proj_bias[: self.embed_dim].to(dtype)
-        q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
-        by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
-        u = torch.einsum("...he,hed->...hd", q.unflatten(-1, by_head.shape[:2]), by_head)
-        weights = target_attention_weights(
-            (u.unsqueeze(1) if target.dim() == 2 else u).to(rows.dtype), rows, offsets,
-            prior_weights, position_bias, age_bias, timestamps, self.head_dim**-0.5, self.score,
-        )  # fmt: skip
+        biases = Biases(prior_weights, position_bias, age_bias, timestamps)
+        with autocast_off(rows):
+            q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
+            by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
+            u = torch.einsum("...he,hed->...hd", q.unflatten(-1, by_head.shape[:2]), by_head)
+            weights = attention_weights(
+                u.unsqueeze(1) if target.dim() == 2 else u, rows.to(dtype), offsets, biases,
+                self.head_dim**-0.5, self.score,
+            ).to(rows.dtype)  # fmt: skip
         return JaggedTensor(
             weights.squeeze(1) if target.dim() == 2 else weights,
             lengths=history.lengths(),
@@ -634,7 +637,7 @@ def _over_digits(
     constant = mean if has_constant else torch.zeros_like(mean)
     rows = torch.cat([basis, constant.unsqueeze(0)])
     if not is_scripting():
-        with torch.autocast(weight.device.type, enabled=False):
+        with autocast_off(weight):
             return weight @ rows.T
     return weight @ rows.T
 

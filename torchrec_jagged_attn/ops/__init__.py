@@ -17,7 +17,6 @@ from torchrec_jagged_attn.ops.interaction import (
 )
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows
 from torchrec_jagged_attn.ops.target_attention import jagged_target_attention
-from torchrec_jagged_attn.ops.target_attention_weights import jagged_target_attention_weights
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
@@ -32,7 +31,6 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
-    "jagged_target_attention_weights",
     "select_rows",
     "take_rows",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "cast_as_products", "cast_as_softmax", "cast_as_sums"]
+__all__ = ["autocast_dtype", "autocast_off", "cast_as_products", "cast_as_softmax", "cast_as_sums"]
 
 
 def autocast_dtype(x: object) -> torch.dtype | None:
@@ -14,6 +16,13 @@ def autocast_dtype(x: object) -> torch.dtype | None:
         return None
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def autocast_off(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context without autocast on the device of ``x``; the meta device never has it."""
+    if x.is_meta:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def cast_as_products(*operands: Tensor) -> tuple[Tensor, ...]:

@@ -153,7 +153,7 @@ def jagged_target_attention(
     """
     query, history = cast_as_products(query, history)
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
-    per_sample = check_arguments(
+    per_sample = _check_arguments(
         query, history, offsets, biases, prior_weights, score, query_offsets=query_offsets,
         indices=indices, num_levels=num_levels,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def jagged_target_attention(
     return out.squeeze(1) if per_sample else out
 
 
-def check_arguments(
+def _check_arguments(
     query: Tensor,
     history: Tensor,
     offsets: Tensor,
@@ -225,7 +225,7 @@ def check_arguments(
     return per_sample
 
 
-def check_values(args: TargetArguments) -> None:
+def _check_values(args: TargetArguments) -> None:
     """Check values of offsets, indices, bytes and prior weights, where reading would not wait."""
     check_offsets_values(args.offsets, args.num_rows, "offsets")
     if args.indices is not None:
@@ -241,7 +241,7 @@ def check_values(args: TargetArguments) -> None:
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
     """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
-    check_values(args)
+    _check_values(args)
     if listing is not None:
         return kernels.forward(args, listing)
     return implementation_of(args.query, cpu, kernels).forward(args)

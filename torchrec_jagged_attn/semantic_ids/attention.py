@@ -17,7 +17,7 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
 )
 from torchrec_jagged_attn.ops import jagged_target_attention
-from torchrec_jagged_attn.ops.autocast import cast_as_products
+from torchrec_jagged_attn.ops.autocast import autocast_off, cast_as_products
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 
 __all__ = ["jagged_target_attention_over_ids"]
@@ -88,7 +88,7 @@ def jagged_target_attention_over_ids(
     check_packed_values(packed, "packed", ids.num_digits, num_levels)
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
-    with torch.autocast(query.device.type, enabled=False):  # all is in the dtype of the query
+    with autocast_off(query):  # all is in the dtype of the query
         pooled = jagged_target_attention(
             query @ torch.cat([basis, keys.unsqueeze(0)]).T,
             packed,

@@ -19,6 +19,7 @@ from torchrec_jagged_attn.checks import (
     has_values,
     should_validate,
 )
+from torchrec_jagged_attn.ops.autocast import autocast_off
 from torchrec_jagged_attn.ranks import Ranks
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 
@@ -216,7 +217,7 @@ class DiscretePCA(nn.Module):
                 raise ValueError("rows must be finite, got some that are not")
             self.check_fitted()
         model = _Model(self.mean, self.basis, self.ids)
-        with torch.autocast(rows.device.type, enabled=False):  # digits do not depend on it
+        with autocast_off(rows):  # digits do not depend on it
             return torch.cat(
                 [model.encode(block, self.num_sweeps)[0] for block in rows.split(BLOCK)]
             )
@@ -240,7 +241,7 @@ class DiscretePCA(nn.Module):
         check_same(self.mean, "mean", dtype=False, digits=digits)
         if should_validate(digits):
             self.check_fitted()
-        with torch.autocast(digits.device.type, enabled=False):
+        with autocast_off(digits):
             return self.mean + digits.to(self.basis.dtype) @ self.basis
 
     def forward(self, packed: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torchrec_jagged_attn.testing.oracles import (
     recency_bias_oracle,
     target_attention_oracle,
     target_attention_plain,
-    target_attention_weights,
 )
 from torchrec_jagged_attn.testing.rounding import RoundingErrors
 from torchrec_jagged_attn.testing.tolerance import (
@@ -49,5 +48,4 @@ __all__ = [
     "recency_bias_oracle",
     "target_attention_oracle",
     "target_attention_plain",
-    "target_attention_weights",
 ]

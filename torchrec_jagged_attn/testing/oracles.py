@@ -20,7 +20,6 @@ __all__ = [
     "recency_bias_oracle",
     "target_attention_oracle",
     "target_attention_plain",
-    "target_attention_weights",
 ]
 
 
@@ -194,40 +193,6 @@ def activation_unit(
         weights = weights * _pad(added.prior_weights, index)
     weights = weights.masked_fill(~real, 0).to(u.dtype)
     return torch.einsum("bl,bld->bd", weights, u)
-
-
-def target_attention_weights(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    *,
-    scale: float | None = None,
-    score: str = "softmax",
-    **biases: Tensor | None,
-) -> Tensor:
-    """``jagged_target_attention_weights`` by the textbook formula, sample by sample: the oracle in
-    fp64, and the plain formula in the inputs' dtype.
-    """
-    bias, left = _bias_of_rows(offsets, ScoreBiases(**biases), query.dtype)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    q_BTHD = query.unsqueeze(1) if query.dim() == 3 else query
-    weights = query.new_zeros(history.shape[0], *q_BTHD.shape[1:3])
-    bounds = itertools.pairwise(offsets.tolist())
-    queries = q_BTHD.expand(offsets.numel() - 1, -1, -1, -1)
-    for q_THD, (begin, end) in zip(queries, bounds, strict=True):
-        scores = torch.einsum("thd,nd->nth", q_THD, history[begin:end]) * factor
-        if bias is not None:
-            scores = scores + bias[begin:end].unsqueeze(1)
-        seen = scores > -torch.inf
-        if left is not None:
-            seen = seen & left[begin:end, None, None]
-        if score == "softmax":
-            by_query = scores.movedim(0, 2), seen.movedim(0, 2)
-            weights[begin:end] = _masked_softmax(*by_query).movedim(2, 0)
-        else:
-            weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
-            weights[begin:end] = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
-    return weights.squeeze(1) if query.dim() == 3 else weights
 
 
 def recency_bias_oracle(offsets: Tensor, biases: ScoreBiases) -> Tensor | None:

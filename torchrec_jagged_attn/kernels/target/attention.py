@@ -53,7 +53,6 @@ from torchrec_jagged_attn.kernels.target.general_combine import (
     sum_tables_kernel,
 )
 from torchrec_jagged_attn.kernels.target.general_forward import forward_kernel
-from torchrec_jagged_attn.kernels.target.general_weights import weights_kernel
 from torchrec_jagged_attn.kernels.target.one_warp_backward import (
     backward_kernel as one_warp_backward_kernel,
 )
@@ -66,7 +65,6 @@ from torchrec_jagged_attn.kernels.target.plan import (
     SHARED,
     Call,
     Plan,
-    constants_of_weights,
     plan_of,
 )
 from torchrec_jagged_attn.kernels.target.records import (
@@ -92,7 +90,7 @@ from torchrec_jagged_attn.kernels.target.warpgroup_forward import (
     forward_kernel as warpgroup_forward_kernel,
 )
 
-__all__ = ["backward", "forward", "listing_of", "sum_of_tables", "weights"]
+__all__ = ["backward", "forward", "listing_of", "sum_of_tables"]
 
 SUMMED_COLUMNS = 8  # elements of a table that a program sums up
 
@@ -102,7 +100,6 @@ _grad_query = Launcher(grad_query_kernel)
 _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
 _sum_tables = Launcher(sum_tables_kernel)
-_weights = Launcher(weights_kernel)
 _find_places = Launcher(find_places_kernel)
 _rows = Launcher(rows_kernel)
 _combine_rows = Launcher(combine_rows_kernel)
@@ -332,26 +329,6 @@ def _add_up_rows(
         _combine_rows(
             (num_slots,), (sums, grad_history, found, indices, num_rows), plan.combine_rows
         )
-
-
-def weights(args: TargetArguments) -> Tensor:
-    """``[N, T, H]``: what the targets of each row's sample give it; queries are not jagged."""
-    history, query = _unit_stride(args.history), args.query.contiguous()
-    num_samples, num_targets = args.offsets.shape[0] - 1, query.shape[1]
-    out = query.new_empty(history.shape[0], num_targets, query.shape[2])
-    if out.numel() == 0 or num_samples == 0:
-        return out
-    call = _call_of(args, history, backward=False, slots_given=False)
-    constants = constants_of_weights(call)
-    num_blocks = -(-call.query_rows // constants["C"].BLOCK_R)
-    biases = Biases(*map(_contiguous, args.biases))
-    samples = Samples(None, args.offsets.contiguous(), None)
-    _weights(
-        (num_samples * num_blocks,),
-        (query, history, biases, out, samples, num_targets, call.history_stride, args.scale),
-        constants,
-    )
-    return out
 
 
 class _Launch:

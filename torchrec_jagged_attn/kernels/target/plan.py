@@ -38,7 +38,6 @@ __all__ = [
     "SHARED",
     "Call",
     "Plan",
-    "constants_of_weights",
     "plan_of",
 ]
 
@@ -371,16 +370,6 @@ def _arguments(**values: Any) -> dict[str, Any]:
 
 
 plan_of = functools.lru_cache(maxsize=1024)(Plan)
-
-
-@functools.lru_cache(maxsize=1024)
-def constants_of_weights(x: Call) -> dict[str, Any]:
-    """Compile-time arguments of the kernel that computes weights of rows, which takes any call."""
-    return _arguments(
-        **_inputs(x),
-        PRECISION=_precision_of_general(x),
-        **tiles_of("general", x),
-    )
 
 
 def tiles_of(path: str, x: Call) -> dict[str, int]:
