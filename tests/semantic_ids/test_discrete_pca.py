@@ -237,6 +237,13 @@ def test_without_a_fit_nothing_is_encoded_or_decoded():
     assert torch.equal(pca.encode(torch.eye(4)), fitted.encode(torch.eye(4)))
 
 
+def test_shapes_on_the_meta_device():
+    pca = DiscretePCA(4, 6, device="meta")
+    rows = pca(torch.zeros(3, pca.ids.num_bytes, dtype=torch.uint8, device="meta"))
+    assert (rows.shape, rows.device.type) == ((3, 4), "meta")
+    assert pca.encode(rows).shape == (3, 6)
+
+
 def test_numbers_of_numpy():
     pca = DiscretePCA(np.int64(4), np.uint8(200), np.uint8(5), num_sweeps=np.int32(2))
     assert (pca.embed_dim, pca.ids.num_bytes, pca.num_sweeps) == (4, 67, 2)
