@@ -170,6 +170,15 @@ SCENARIOS = {
             TargetAttentionConfig("item", "clicks", timestamps="click_times", num_heads=2),
         ],
     ),
+    "request-time": Scenario(
+        [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
+        [
+            TargetAttentionConfig(
+                "item", "hist", timestamps="hist_times", request_time="now", max_history=4
+            ),
+            TargetAttentionConfig("item", "clicks", timestamps="click_times", request_time="now"),
+        ],
+    ),
 }
 
 LENGTHS = {
@@ -182,8 +191,8 @@ LENGTHS = {
 
 def keys_of(scenario: Scenario) -> list[str]:
     features = {name for config in scenario.tables for name in config.feature_names}
-    timestamps = {config.timestamps for config in scenario.attentions} - {None}
-    return sorted(features | timestamps)
+    times = {x for config in scenario.attentions for x in (config.timestamps, config.request_time)}
+    return sorted(features | times - {None})
 
 
 def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
@@ -208,6 +217,8 @@ def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
                 sorted(rng.randrange(1000) for _ in ids)
                 for ids in batch[scenario.features(config.histories)[0]]
             ]
+        if config.request_time is not None:
+            batch[config.request_time] = [[rng.randrange(1500)] for _ in lengths]
     return batch
 
 
@@ -272,6 +283,7 @@ def attend(
     target: Tensor,
     rows: Tensor,
     times: list[int] | None,
+    request_time: int | None,
     weights: list[float],
 ) -> Tensor:
     """One sample by torch.nn.MultiheadAttention: target ``[T]``, rows ``[L, E]``."""
@@ -305,7 +317,8 @@ def attend(
         mask = mask + positions[[bucket(len(rows) - 1 - n, len(positions)) for n in kept]]
     if times is not None:
         ages = bias["recency_bias.age_weight"]
-        mask = mask + ages[[bucket(times[-1] - times[n], len(ages)) for n in kept]]
+        now = times[-1] if request_time is None else request_time
+        mask = mask + ages[[bucket(max(now - times[n], 0), len(ages)) for n in kept]]
     inputs = (target.unsqueeze(0), rows[kept], rows[kept])
     arguments = {"attn_mask": mask.T.unsqueeze(1), "need_weights": False}
     out, _ = torch.func.functional_call(attention, parameters, inputs, arguments)
@@ -347,6 +360,7 @@ def oracle(
                 rows_of(config.targets, b)[0],
                 rows_of(config.histories, b),
                 None if config.timestamps is None else batch[config.timestamps][b],
+                None if config.request_time is None else batch[config.request_time][b][0],
                 weights_of(batch[first][b]),
             )
             for b in range(len(batch[first]))
@@ -420,7 +434,11 @@ PAIR = TargetAttentionConfig("item", "hist")
 
 PAIRS = Scenario(
     [table("t_item", "item", "hist", "hist2", "cat"), table("t_user", "user")],
-    [TargetAttentionConfig(["item", "cat"], ["hist", "hist2"], timestamps="time")],
+    [
+        TargetAttentionConfig(
+            ["item", "cat"], ["hist", "hist2"], timestamps="time", request_time="now"
+        )
+    ],
 )
 
 GOOD = {
@@ -430,6 +448,7 @@ GOOD = {
     "hist2": [[4, 5], [], [6]],
     "user": [[0], [], [1, 2]],
     "time": [[1, 2], [], [1]],
+    "now": [[5], [0], [1]],
 }
 
 

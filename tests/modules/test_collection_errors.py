@@ -99,6 +99,11 @@ REFUSED = {
         [TargetAttentionConfig("item", "hist", timestamps="time")],
         "timestamps must be a key that no table holds, got 'time' of table 't_time'",
     ),
+    "request-time-in-a-table": (
+        [ITEM, table("t_time", "now")],
+        [TargetAttentionConfig("item", "hist", timestamps="time", request_time="now")],
+        "request_time must be a key that no table holds, got 'now' of table 't_time'",
+    ),
     "no-pooling": (
         [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
         [PAIR],
@@ -129,6 +134,21 @@ REFUSED_OPTIONS = {
         {"timestamps": "time", "recency_bias": False},
         ValueError,
         "timestamps must go with recency_bias=True",
+    ),
+    "a-number-as-request-time": (
+        {"timestamps": "time", "request_time": 3},
+        TypeError,
+        "request_time must be a key or None, got 3",
+    ),
+    "request-time-without-timestamps": (
+        {"request_time": "now"},
+        ValueError,
+        "request_time must go with timestamps, got 'now' and None",
+    ),
+    "request-time-among-timestamps": (
+        {"timestamps": "time", "request_time": "time"},
+        ValueError,
+        "request_time must be another key than those of timestamps and history, got 'time'",
     ),
     "recency": ({"recency_bias": "yes"}, TypeError, "recency_bias must be a bool, got 'yes'"),
     "values": ({"value_projection": 1}, TypeError, "value_projection must be a bool, got 1"),
@@ -269,6 +289,11 @@ BAD_BATCHES = {
     "shifted-history": ({"hist2": [[4], [5], [6]]}, "'hist2' .* got 1 and 2 in sample 0"),
     "shorter-timestamps": ({"time": [[1], [], [1]]}, "'time' must be as long as 'hist'"),
     "no-timestamps": ({"time": None}, r"features must have the timestamps \['time'\], got"),
+    "no-request-time": ({"now": None}, r"features must have the request_time \['now'\], got"),
+    "two-request-times": (
+        {"now": [[5], [], [1, 2]]},
+        "request_time 'now' must have exactly one integer in each sample, got 0 in sample 1",
+    ),
     "no-feature": ({"hist2": None, "user": None}, r"must have the keys \['hist2', 'user'\], got"),
     "unknown-id": ({"hist": [[1, NUM_IDS], [], [3]]}, r"ids of 'hist' must lie in 0…39, got 40"),
     "unknown-id-in-a-bag": ({"user": [[0], [], [-1, 2]]}, r"ids of 'user' must lie in .* got -1"),

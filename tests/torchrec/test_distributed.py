@@ -201,9 +201,9 @@ def train_with_reordered_keys(device: torch.device) -> list[list[Tensor]]:
     """Logits of a first step by order of the keys."""
     sequences = ["bought", "hist", "item", "cat", "hist_cat"]
     orders = [
-        [*sequences, "times", "user", "tags"],  # as the tables are
-        ["tags", "user", "times", *sequences],
-        [*reversed(sequences), "user", "times", "tags"],
+        [*sequences, "times", "user", "tags", "now"],  # as the tables are
+        ["tags", "now", "user", "times", *sequences],
+        [*reversed(sequences), "user", "times", "now", "tags"],
     ]
     logits = []
     for sharding in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE):

@@ -187,7 +187,9 @@ def make_model(
     if "history_codes" in options:
         histories = ["times"]
     attentions = [
-        TargetAttentionConfig(target, history, num_heads=2, timestamps="times", **options)
+        TargetAttentionConfig(
+            target, history, num_heads=2, timestamps="times", request_time="now", **options
+        )
         for target, history in (
             [(targets, histories)] if side_by_side else zip(targets, histories, strict=True)
         )
@@ -220,8 +222,8 @@ def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
     rng = random.Random(f"{step} {rank}")
     lengths = HISTORY_LENGTHS[step][rank % 2]
     bags = {}
-    for name in [*(n for names in FEATURES.values() for n in names), "times"]:
-        if name in ("item", "cat"):
+    for name in [*(n for names in FEATURES.values() for n in names), "times", "now"]:
+        if name in ("item", "cat", "now"):
             counts = [1] * len(lengths)
         elif name in ("hist", "hist_cat", "times"):
             counts = lengths

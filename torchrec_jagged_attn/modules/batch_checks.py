@@ -91,22 +91,21 @@ def check_bags(bags: KeyedTensor) -> None:
 def check_features(
     features: KeyedJaggedTensor,
     num_embeddings: dict[str, int],
-    timestamps: list[str],
-    codes: list[str],
+    others: dict[str, str],
     is_weighted: bool,
     is_sharded: bool,
 ) -> None:
-    """``features`` must have each key of ``num_embeddings``, with ids below its number, of
-    ``timestamps``, and of ``codes``.
+    """``features`` must have each key of ``num_embeddings``, with ids below its number, and of
+    ``others``, whose values are the arguments that named them.
     """
     keys = features.keys()
     known = set(keys)
     if missing := [name for name in num_embeddings if name not in known]:
         raise ValueError(f"features must have the keys {missing}, got {keys}")
-    if missing := [name for name in timestamps if name not in known]:
-        raise ValueError(f"features must have the timestamps {missing}, got {keys}")
-    if missing := [name for name in codes if name not in known]:
-        raise ValueError(f"features must have the history_codes {missing}, got {keys}")
+    for argument in others.values():
+        missing = [name for name, of in others.items() if of == argument and name not in known]
+        if missing:
+            raise ValueError(f"features must have the {argument} {missing}, got {keys}")
     if is_weighted and features.weights_or_none() is None:
         raise ValueError("features must have weights for is_weighted=True, got none")
     if not is_weighted and features.weights_or_none() is not None:
@@ -162,9 +161,11 @@ def check_history_weights(weights: torch.Tensor, name: str) -> None:
     check_finite(weights, f"weights of history {name!r}")
 
 
-def check_single_rows(sequence: JaggedTensor, name: str) -> None:
-    """Each sample must have one row of the target ``name``."""
-    message = f"target {name!r} must have exactly one id in each sample, got "
+def check_single_rows(
+    sequence: JaggedTensor, name: str, argument: str = "target", kind: str = "id"
+) -> None:
+    """Each sample must have one row, or value, of the key ``name``, which ``argument`` named."""
+    message = f"{argument} {name!r} must have exactly one {kind} in each sample, got "
     lengths = sequence.lengths()
     if should_validate(lengths) and (wrong := torch.nonzero(lengths != 1)).numel():
         sample = int(wrong[0])

@@ -1,5 +1,6 @@
 """``TargetAttentionConfig``: which history attends to which target, of which tables."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ __all__ = [
     "find_feature",
     "keys_of_candidates",
     "keys_of_history",
+    "keys_without_tables",
     "looked_up",
 ]
 
@@ -46,6 +48,11 @@ class TargetAttentionConfig:
         timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any
             unit. It is not embedded, so no table may hold it. It is read after the lookups, so a
             pipeline must not be told ``free_features_storage_early=True``.
+        request_time: key of the KeyedJaggedTensor with exactly one integer per sample, in the unit
+            of ``timestamps``: when it is scored. Ages are counted from it, and are zero where a row
+            is newer. By default they are counted from the newest row: how long ago that was is not
+            seen. It is not embedded, and read as ``timestamps`` are, which it needs. One key may be
+            that of several attentions.
         recency_bias: whether scores have a learned bias by position in the history, and by age
             where there are ``timestamps``.
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
@@ -114,6 +121,7 @@ class TargetAttentionConfig:
     activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
     history_codes: DiscretePCA | SemanticIds | None = None
     encoder_dropout: float = 0.0
+    request_time: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("target", "history"):
@@ -122,8 +130,10 @@ class TargetAttentionConfig:
                 raise ValueError(
                     f"{name} must name at least one feature, got {getattr(self, name)}"
                 )
-        if self.timestamps is not None and not isinstance(self.timestamps, str):
-            raise TypeError(f"timestamps must be a key or None, got {self.timestamps!r}")
+        for name in ("timestamps", "request_time"):
+            key = getattr(self, name)
+            if key is not None and not isinstance(key, str):
+                raise TypeError(f"{name} must be a key or None, got {key!r}")
         for name in ("recency_bias", "encoder_causal", "user_column"):
             check_bool(getattr(self, name), name)
         if self.value_projection is not None:
@@ -153,6 +163,16 @@ class TargetAttentionConfig:
                 "timestamps must go with recency_bias=True, which learns from them, "
                 f"got {self.timestamps!r} and recency_bias=False"
             )
+        if self.request_time is not None:
+            if self.timestamps is None:
+                raise ValueError(
+                    f"request_time must go with timestamps, got {self.request_time!r} and None"
+                )
+            if self.request_time in (self.timestamps, *coded(self)):
+                raise ValueError(
+                    "request_time must be another key than those of timestamps and history, "
+                    f"got {self.request_time!r}"
+                )
         if self.history_codes is not None:
             check_codes(self.history_codes, None)
             num_words = ids_of_codes(self.history_codes).num_words
@@ -274,11 +294,10 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
             f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
             f"got {config.num_heads}"
         )
-    for table in tables:
-        if config.timestamps in table.feature_names:
+    for table, name in itertools.product(tables, ("timestamps", "request_time")):
+        if (key := getattr(config, name)) in table.feature_names:
             raise ValueError(
-                "timestamps must be a key that no table holds, "
-                f"got {config.timestamps!r} of table {table.name!r}"
+                f"{name} must be a key that no table holds, got {key!r} of table {table.name!r}"
             )
 
 
@@ -321,6 +340,17 @@ def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConf
     keys = [find_feature("history", name, tables)[1] for name in looked_up(config)]
     keys += coded(config)
     return keys if config.timestamps is None else [*keys, config.timestamps]
+
+
+def keys_without_tables(attentions: list[TargetAttentionConfig]) -> dict[str, str]:
+    """Keys of a KeyedJaggedTensor that are not looked up, with the argument that named each."""
+    times = {
+        getattr(config, name): name
+        for name in ("timestamps", "request_time")
+        for config in attentions
+        if getattr(config, name) is not None
+    }
+    return times | {name: "history_codes" for config in attentions for name in coded(config)}
 
 
 def keys_of_candidates(

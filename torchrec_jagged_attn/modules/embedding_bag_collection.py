@@ -27,10 +27,10 @@ from torchrec_jagged_attn.modules.config import (
     check_bool,
     check_configs,
     check_list,
-    coded,
     find_feature,
     keys_of_candidates,
     keys_of_history,
+    keys_without_tables,
     looked_up,
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
@@ -194,8 +194,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for name in table.feature_names
             if table.data_type == DataType.FP32
         ]
-        self._timestamps = [config.timestamps for config in attentions if config.timestamps]
-        self._codes = [name for config in attentions for name in coded(config)]
+        self._others = keys_without_tables(attentions)
         self._num_embeddings: dict[str, int] = {}
         for table in tables:
             # Of a virtual table, any id is one.
@@ -286,10 +285,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         """Embed and pool ``features``.
 
         Args:
-            features: with all features of the tables, timestamps and codes, in any order, and with
-                weights if and only if ``is_weighted``. With sharded tables, keys may differ in
-                batch size and have ``inverse_indices``: a user's history is then sent and looked up
-                once for all samples that have it, and read where its rows lie.
+            features: with all features of the tables, timestamps, request times and codes, in any
+                order, and with weights if and only if ``is_weighted``. With sharded tables, keys
+                may differ in batch size and have ``inverse_indices``: a user's history is then sent
+                and looked up once for all samples that have it, and read where its rows lie.
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
@@ -297,9 +296,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             sum of widths]``.
 
         Raises:
-            ValueError: a feature or timestamps are missing, a target without exactly one id in each
-                sample (or, of requests, features of candidates with different lengths), or
-                histories (and timestamps) of one attention with different lengths.
+            ValueError: a feature or a key of times is missing, a target without exactly one id in
+                each sample (or, of requests, features of candidates with different lengths), a
+                request time without exactly one integer in each sample, or histories (and
+                timestamps) of one attention with different lengths.
                 Counts of rows are always checked; ids and the lengths of each sample on CPU, and on
                 CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. Weights that are missing
                 or not asked for, or batch sizes that vary by feature without ``inverse_indices``.
@@ -313,8 +313,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             _check_features(
                 features,
                 self._num_embeddings,
-                self._timestamps,
-                self._codes,
+                self._others,
                 self._is_weighted,
                 self._weights_fp32,
                 check_sharded(self._lookups()),
@@ -422,13 +421,12 @@ def _embedding_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
 def _check_features(
     features: KeyedJaggedTensor,
     num_embeddings: dict[str, int],
-    timestamps: list[str],
-    codes: list[str],
+    others: dict[str, str],
     is_weighted: bool,
     weights_fp32: list[str],
     is_sharded: bool,
 ) -> None:
     if not is_scripting():  # scripted as a part of an FX graph
-        check_features(features, num_embeddings, timestamps, codes, is_weighted, is_sharded)
+        check_features(features, num_embeddings, others, is_weighted, is_sharded)
         if is_weighted and weights_fp32 and not is_sharded:
             check_pooled_weights(features.weights(), weights_fp32)

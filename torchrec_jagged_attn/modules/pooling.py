@@ -61,6 +61,7 @@ class _Attention(NamedTuple):
         encoder_heads: heads of its encoder layers.
         num_bytes: of a row of codes; 0 where rows are looked up.
         timestamps: key of the KeyedJaggedTensor, empty if there are none.
+        request_time: likewise.
         takes_indices: whether it takes rows by index.
         user_key: of the user column, empty if there is none.
     """
@@ -73,6 +74,7 @@ class _Attention(NamedTuple):
     encoder_heads: int
     num_bytes: int
     timestamps: str
+    request_time: str
     takes_indices: bool
     user_key: str
 
@@ -278,6 +280,9 @@ class TargetAttentionPooling(nn.Module):
             timestamps: Tensor | None = None
             if attention.timestamps != "":
                 timestamps = _timestamps(features, attention.timestamps, places, keys[0])
+            request_time: Tensor | None = None
+            if attention.request_time != "":
+                request_time = _request_time(features, attention.request_time)
             weights: Tensor | None = None
             if self._is_weighted:
                 weights = _prior_weights(features, keys[0])
@@ -285,7 +290,7 @@ class TargetAttentionPooling(nn.Module):
             target: Tensor | JaggedTensor = _join([targets[x.key] for x in attention.targets])
             if self._is_of_requests:
                 target = _of_samples(_join([targets[x.key] for x in attention.targets]), candidates)
-            blocks.append(attend(target, history, timestamps, weights, gathered))
+            blocks.append(attend(target, history, timestamps, weights, gathered, request_time))
             if attention.user_key != "":
                 of_samples.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
@@ -367,7 +372,7 @@ def _attention(
         encoder_heads = min(4, check_target_heads(None, width, config.score))
     return _Attention(
         targets, histories, features, keys, width, encoder_heads, num_bytes,
-        config.timestamps or "", takes_indices, user_key,
+        config.timestamps or "", config.request_time or "", takes_indices, user_key,
     )  # fmt: skip
 
 
@@ -518,6 +523,16 @@ def _timestamps(
     timestamps = of_each_sample(features, name)
     check_equal_lengths(timestamps, name, history, history_name)
     return timestamps.values()
+
+
+@torch.fx.wrap
+def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """``[B]``, when each sample is scored."""
+    if is_scripting():
+        return features[name].values()
+    times = of_each_sample(features, name)
+    check_single_rows(times, name, "request_time", "integer")
+    return times.values()
 
 
 @torch.fx.wrap
