@@ -365,12 +365,8 @@ def test_an_unfitted_basis_is_refused():
     unfitted = DiscretePCA(WIDTH, 20)
     with pytest.raises(ValueError, match="DiscretePCA must be fitted"):
         JaggedTargetAttention(WIDTH, history_codes=unfitted)
-    table = EmbeddingBagConfig(
-        name="t", embedding_dim=WIDTH, num_embeddings=9, feature_names=["item"]
-    )
-    config = TargetAttentionConfig("item", "hist", history_codes=unfitted)
     with pytest.raises(ValueError, match="DiscretePCA must be fitted"):
-        TargetAttentionEmbeddingBagCollection([table], config)
+        TargetAttentionConfig("item", "hist", history_codes=unfitted)
     unfitted.load_state_dict(fitted().state_dict())
     assert JaggedTargetAttention(WIDTH, history_codes=unfitted).history_basis.any()
     without_values = DiscretePCA(WIDTH, 20, device="meta")
