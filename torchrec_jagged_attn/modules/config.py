@@ -8,7 +8,7 @@ from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_jagged_attn.checks import check_int, check_score, check_window
+from torchrec_jagged_attn.checks import check_bool, check_int, check_score, check_window
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
 from torchrec_jagged_attn.ops.dropout import drops_of
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
@@ -16,7 +16,6 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 __all__ = [
     "TargetAttentionConfig",
-    "check_bool",
     "check_configs",
     "check_list",
     "coded",
@@ -195,12 +194,6 @@ class TargetAttentionConfig:
     def histories(self) -> list[str]:
         """The history features, always as a list."""
         return [self.history] if isinstance(self.history, str) else list(self.history)
-
-
-def check_bool(value: object, name: str) -> None:
-    """``value`` must be a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def check_names(value: object, name: str) -> None:

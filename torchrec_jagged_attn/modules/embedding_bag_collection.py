@@ -15,6 +15,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_jagged_attn.checks import check_bool
 from torchrec_jagged_attn.modules.batch_checks import (
     check_features,
     check_pooled_weights,
@@ -24,7 +25,6 @@ from torchrec_jagged_attn.modules.batch_checks import (
 )
 from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
-    check_bool,
     check_configs,
     check_list,
     find_feature,
