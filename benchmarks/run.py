@@ -48,7 +48,7 @@ from figures import make_table, plot, plot_roofline
 from stamps import stamp
 from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
-from torchrec_jagged_attn.testing import Case, assert_close, plain_products
+from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
 
 QUICK_REPEATS = 2
 MAX_REPEATS = 500  # whose median is steady, also of calls that take microseconds
@@ -219,18 +219,17 @@ def relaid(call: Callable[[], Tensor] | Relaid, x: Inputs) -> Relaid:
     return call if isinstance(call, Relaid) else Relaid(call, x.leaves)
 
 
-def expected_of(suite: Suite, x: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The outcomes of the oracle in fp64, and of the plain formula in the dtype of ``x``."""
+def expected_of(suite: Suite, x: Inputs) -> tuple[dict[str, Tensor], RoundingErrors]:
+    """The outcomes of the oracle in fp64, and what errors the dtype of ``x`` allows."""
     double = x.double()
-    exact = outcome(functools.partial(suite.oracle, double), double, suite.modes)
-    with plain_products():
-        return exact, outcome(functools.partial(suite.plain, x), x, suite.modes)
+    with RoundingErrors(x.case.dtype) as errors:
+        return outcome(functools.partial(suite.oracle, double), double, suite.modes), errors
 
 
-def check(actual: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+def check(actual: dict[str, Tensor], exact: dict[str, Tensor], errors: RoundingErrors) -> None:
     """Raise AssertionError if an output or gradient is wrong, by the one tolerance rule."""
     for name, tensor in actual.items():
-        assert_close(tensor, exact[name], plain[name], gradient=name != "out", name=name)
+        assert_close(tensor, exact[name], errors, name=name)
 
 
 def describe(error: Exception) -> str:
@@ -309,9 +308,10 @@ def run_case(
     def checked(own: Relaid) -> Tensor:
         """The gradient of the output of ``own``, which must be right."""
         its = own.inputs or x
-        exact, plain = expected_of(suite, its) if own.inputs else expected
-        check(outcome(own, its, suite.modes), exact, plain)
-        return own.lay("out", make_grad_out(plain["out"], its))
+        exact, errors = expected_of(suite, its) if own.inputs else expected
+        actual = outcome(own, its, suite.modes)
+        check(actual, exact, errors)
+        return own.lay("out", make_grad_out(actual["out"], its))
 
     reasons = {}
     for provider in (p for p in suite.providers if p in args.providers):

@@ -99,7 +99,6 @@ class Suite:
         cases: named shapes.
         inputs: makes the random inputs of a case on a device, always the same.
         oracle: the function in PyTorch's own words; called on fp64 inputs.
-        plain: the textbook formula; called in the dtype of the inputs, it sets the tolerance.
         cost: the floor of ``forward`` and of ``backward``.
         providers: from a name to a maker. A maker takes the inputs, does what a model does once
             (weights, metadata), and returns the call to time, or a :class:`Relaid` one; or it
@@ -116,7 +115,6 @@ class Suite:
     cases: dict[str, Case]
     inputs: Callable[[Case, str], Inputs]
     oracle: Callable[[Inputs], Tensor]
-    plain: Callable[[Inputs], Tensor]
     cost: Callable[[Inputs], dict[str, Cost]]
     providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
     modes: tuple[str, ...] = MODES

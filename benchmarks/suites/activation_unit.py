@@ -109,7 +109,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=in_parts,
-    plain=in_parts,
     cost=cost,
     providers={
         "ours-unit": ours,

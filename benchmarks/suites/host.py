@@ -27,7 +27,7 @@ from suites import (
     target_attention_recency,
 )
 from suites._attention import torch_varlen
-from torchrec_jagged_attn.testing import Case, flash_attention_oracle, flash_attention_plain
+from torchrec_jagged_attn.testing import Case, flash_attention_oracle
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -88,7 +88,6 @@ SELF_ATTENTION_MODULE = Suite(
     cases={},
     inputs=make_rows,
     oracle=lambda x: attend(x, lambda *qkv: flash_attention_oracle(*qkv, x.offsets)),
-    plain=lambda x: attend(x, lambda *qkv: flash_attention_plain(*qkv, x.offsets)),
     cost=cost_of_rows,
     providers={
         "ours": self_attention_module,
@@ -101,7 +100,6 @@ LINEAR = Suite(
     cases={},
     inputs=make_linear_inputs,
     oracle=linear,
-    plain=linear,
     cost=cost_of_rows,
     providers={"linear": lambda x: functools.partial(linear, x)},
 )
@@ -153,7 +151,6 @@ SUITE = Suite(
     cases={f"{function}-host": case_of(function) for function in FUNCTIONS},
     inputs=lambda case, device: function_of(case).inputs(case, device),
     oracle=lambda x: function_of(x.case).oracle(x),
-    plain=lambda x: function_of(x.case).plain(x),
     cost=lambda x: function_of(x.case).cost(x),
     providers={name: functools.partial(provide, name) for name in ("ours", *PEERS)},
 )

@@ -14,7 +14,6 @@ warps and 2 to 4 stages.
 
 import functools
 import importlib.util
-import itertools
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.testing import (
     Case,
     flash_attention_oracle,
-    flash_attention_plain,
     jagged_lengths,
     offsets_of,
 )
@@ -80,20 +78,6 @@ def make_inputs(case: CandidateCase, device: str) -> Inputs:
 def oracle(x: Inputs) -> Tensor:
     """PyTorch's SDPA on each user."""
     return flash_attention_oracle(*x.leaves.values(), x.query_offsets, x.offsets)
-
-
-def plain(x: Inputs) -> Tensor:
-    """The textbook formula of one user after the other: scores of all may take 8 GiB."""
-    outs = []
-    for (first, last), (begin, end) in zip(
-        itertools.pairwise(x.query_offsets.tolist()),
-        itertools.pairwise(x.offsets.tolist()),
-        strict=True,
-    ):
-        q, k, v = x.leaves.values()
-        own = (torch.tensor([0, n], device=q.device) for n in (last - first, end - begin))
-        outs.append(flash_attention_plain(q[first:last], k[begin:end], v[begin:end], *own))
-    return torch.cat(outs)
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
@@ -159,7 +143,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=oracle,
-    plain=plain,
     cost=cost,
     providers={
         "ours": ours,

@@ -185,7 +185,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=oracle,
-    plain=oracle,
     cost=cost,
     providers={
         "ours": ours,

@@ -11,7 +11,6 @@ from suites._self_attention import PEERS, ours
 from torchrec_jagged_attn.testing import (
     Case,
     flash_attention_oracle,
-    flash_attention_plain,
     make_flash_inputs,
 )
 
@@ -59,11 +58,6 @@ def oracle(x: Inputs) -> Tensor:
     return by_samples(x, flash_attention_oracle, group=64)
 
 
-def plain(x: Inputs) -> Tensor:
-    """The padded formula on 32 samples at a time: one long history does not pad them all."""
-    return by_samples(x, flash_attention_plain, group=32)
-
-
 def cost(x: Inputs) -> dict[str, Cost]:
     """Each operand and result moved once; two products of all pairs forward, five backward."""
     moved = x.leaves["q"].nbytes
@@ -77,7 +71,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=oracle,
-    plain=plain,
     cost=cost,
     providers={"ours": ours, **PEERS},
 )

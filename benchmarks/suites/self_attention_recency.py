@@ -73,13 +73,6 @@ def oracle(x: Inputs) -> Tensor:
     return base.by_samples(x, attend_each, 64, bias_of(x)())
 
 
-def plain(x: Inputs) -> Tensor:
-    """The padded formula on 32 samples at a time, likewise."""
-    if TABLE not in x.leaves:
-        return base.plain(x)
-    return base.by_samples(x, attend_padded, 32, bias_of(x)())
-
-
 def ours_biased(x: Inputs) -> Call:
     """The op, with the table."""
     q, k, v, table = x.leaves.values()
@@ -125,7 +118,6 @@ SUITE = replace(
     measures="self_attention with a learned bias by distance",
     inputs=make_inputs,
     oracle=oracle,
-    plain=plain,
     providers={
         "ours+recency": ours_biased,
         "ours-unbiased": functools.partial(unbiased, ours),

@@ -19,7 +19,7 @@ from suites import Cost, Inputs, Relaid
 from suites import self_attention as base
 from suites._self_attention import Call, dense
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.testing import Case, flash_attention_oracle, flash_attention_plain
+from torchrec_jagged_attn.testing import Case, flash_attention_oracle
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,6 @@ SUITE = replace(
     measures="causal self_attention in windows, by visible pair",
     cases=CASES,
     oracle=functools.partial(within_window, flash_attention_oracle),
-    plain=functools.partial(within_window, flash_attention_plain),
     cost=cost,
     providers={"ours": ours, "padded": padded},
     summary=summary,

@@ -119,7 +119,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=lambda x: base.formula(over_rows(x), target_attention_oracle),
-    plain=lambda x: base.plain(over_rows(x)),
     cost=cost,
     providers={
         "ours-codes": ours,

@@ -460,7 +460,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=formula,
-    plain=formula,
     cost=cost,
     providers={
         "ours": ours,

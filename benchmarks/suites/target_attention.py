@@ -19,7 +19,6 @@ from suites._cases import TRAINING_CASES
 from torchrec_jagged_attn.testing import (
     Case,
     flash_attention_oracle,
-    flash_attention_plain,
     make_target_inputs,
 )
 
@@ -130,7 +129,6 @@ SUITE = Suite(
     cases=TRAINING_CASES,
     inputs=make_inputs,
     oracle=lambda x: explicit(x, formula(x, flash_attention_oracle)),
-    plain=lambda x: explicit(x, formula(x, flash_attention_plain)),
     cost=cost,
     providers={
         "ours": ours,

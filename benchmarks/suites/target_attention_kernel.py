@@ -5,11 +5,9 @@ heads of a sample as its query rows.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from suites import Cost, Inputs, Suite
@@ -20,7 +18,6 @@ from torchrec_jagged_attn.testing import (
     Case,
     make_target_inputs,
     target_attention_oracle,
-    target_attention_plain,
 )
 
 
@@ -37,30 +34,6 @@ def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
     query = x.leaves["query"]
     query_offsets = x.query_offsets if query.dim() == 3 else None
     return attention(query, x.leaves["history"], x.offsets, query_offsets=query_offsets)
-
-
-def plain(x: Inputs, score: str = "softmax") -> Tensor:
-    """The padded formula on 256 samples at a time: one long history does not pad them all."""
-    query, history = x.leaves["query"], x.leaves["history"]
-    num_samples = x.offsets.numel() - 1
-    cuts = [*range(0, num_samples, 256), num_samples]
-    queries = query.flatten(0, -3).split(x.query_offsets[cuts].diff().tolist())
-    histories = history.split(x.offsets[cuts].diff().tolist())
-    outs = []
-    for (begin, end), query, history in zip(
-        itertools.pairwise(cuts), queries, histories, strict=True
-    ):
-        own = slice(begin, end + 1)
-        outs.append(
-            target_attention_plain(
-                query,
-                history,
-                x.offsets[own] - x.offsets[begin],
-                x.query_offsets[own] - x.query_offsets[begin],
-                score=score,
-            )
-        )
-    return torch.cat(outs).view_as(x.leaves["query"])
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
@@ -111,7 +84,6 @@ SUITE = Suite(
     cases=TRAINING_CASES,
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=target_attention_oracle),
-    plain=plain,
     cost=cost,
     providers={
         "ours-kernel": ours,

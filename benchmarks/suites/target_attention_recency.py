@@ -16,7 +16,7 @@ from suites import Inputs
 from suites import target_attention as base
 from suites._attention import PEERS, Attend
 from torchrec_jagged_attn import JaggedLayout
-from torchrec_jagged_attn.testing import Case, flash_attention_oracle, flash_attention_plain
+from torchrec_jagged_attn.testing import Case, flash_attention_oracle
 
 NUM_BUCKETS = 64  # of JaggedTargetAttention: four per octave
 
@@ -57,7 +57,6 @@ SUITE = replace(
     measures="target_attention with a learned bias by position",
     inputs=make_inputs,
     oracle=functools.partial(formula, attention=flash_attention_oracle),
-    plain=functools.partial(formula, attention=flash_attention_plain),
     providers={
         "ours+recency": base.ours,
         "ours-explicit+recency": base.ours_explicit,

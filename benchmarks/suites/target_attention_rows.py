@@ -106,7 +106,6 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=lambda x: base.formula(gathered(x), target_attention_oracle),
-    plain=lambda x: base.plain(gathered(x)),
     cost=cost,
     providers={
         "ours-by-index": ours,

@@ -75,6 +75,5 @@ SUITE = replace(
     },
     inputs=make_inputs,
     oracle=oracle,
-    plain=lambda x: base.plain(x, score=x.score),
     providers={"ours": lambda x: base.ours(x, score=x.score), "padded": padded},
 )

@@ -428,7 +428,7 @@ def unavailable(x):
 def test_a_provider_that_is_wrong_has_no_figure(
     provider, reason, expected_status, tmp_path, capsys
 ):
-    providers = {"ours-kernel": provider, "plain": lambda x: partial(KERNEL.plain, x)}
+    providers = {"ours-kernel": provider, "plain": lambda x: partial(KERNEL.oracle, x)}
     known = {KERNEL.name: replace(KERNEL, providers=providers)}
     status, frame = run_quickly(tmp_path, "--cases", "rank-1k-fp32", known=known)
     assert status == expected_status

@@ -16,7 +16,7 @@ from tests.modules.target_attention_inputs import (
     zeros,
 )
 from torchrec_jagged_attn import JaggedTargetAttention
-from torchrec_jagged_attn.testing import Case, assert_close
+from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
 
 
 def with_parameters(name, inputs, **options):
@@ -45,14 +45,13 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     if OPTIONS[name].get("age_bias"):
         times["timestamps"] = torch.arange(121, device=device) ** 2
     exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
-    expected, plain = [], []
-    for some, weights in ((exact, expected), (inputs, plain)):
-        attend_by_sample(module, **some, **times, weights=weights)
-    expected, plain = (torch.cat(weights) for weights in (expected, plain))
+    weights = []
+    with RoundingErrors(dtype) as errors:
+        attend_by_sample(module, **exact, **times, weights=weights)
+        expected = torch.cat(weights)
     if targets is None:
-        expected, plain = expected.squeeze(1), plain.squeeze(1)
-    actual = weights_of(with_parameters(name, inputs), **inputs, **times)
-    assert_close(actual, expected, plain)
+        expected = expected.squeeze(1)
+    assert_close(weights_of(with_parameters(name, inputs), **inputs, **times), expected, errors)
 
 
 @pytest.mark.parametrize("score", ["softmax", "silu", "sigmoid"])

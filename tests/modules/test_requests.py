@@ -33,7 +33,7 @@ from torchrec_jagged_attn import (
     repeat_by_request,
 )
 from torchrec_jagged_attn.modules.config import keys_of_candidates
-from torchrec_jagged_attn.testing import assert_close, assert_matches_oracle
+from torchrec_jagged_attn.testing import assert_matches_oracle
 
 # Those beside the targets, of some scenarios; of a table of a target, of bags, and of several.
 CANDIDATE_FEATURES = {
@@ -194,17 +194,14 @@ def test_encoded_histories_and_user_columns(device: torch.device):
     for name, parameter in exact.named_parameters():
         torch.testing.assert_close(parameter.grad, parameters[name].grad, **of_fp32)
 
-    collection, plain = make_collection(requests, device), make_collection(USERS, device)
-    columns = collection(to_features(batch, device)), plain(to_features(samples, device))
-    for x in columns:
-        x.values().backward(grad.to(x.values()))
-    actual, of_plain = (x.values().detach().cpu() for x in columns)
-    assert_close(actual, expected.values().double(), of_plain)
-    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    collection = make_collection(requests, device)
+    columns = collection(to_features(batch, device)).values()
+    columns.backward(grad.to(columns))
+    of_rounding = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(columns.cpu().double(), expected.values().double(), **of_rounding)
     for name, parameter in collection.named_parameters():
-        if parameter.dim() > 1:  # a bias is too small for its error to say how large one may be
-            oracle = parameters[name].grad.double()
-            assert_close(parameter.grad.cpu(), oracle, grads[name].cpu(), gradient=True, name=name)
+        found = parameter.grad.cpu().double()
+        torch.testing.assert_close(found, parameters[name].grad, **of_rounding)
 
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])

@@ -20,7 +20,7 @@ from torchrec_jagged_attn import (
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.ops import flash_attention
 from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
-from torchrec_jagged_attn.testing import assert_close
+from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
 class OfTensors(nn.Module):
@@ -86,20 +86,22 @@ def test_recency_init_without_scores_is_recency_weighted_pooling(value_projectio
     history = JaggedTensor(rows, lengths=torch.tensor(lengths, device=device))
     out = module(torch.randn(4, 12, device=device), history)
 
-    def pooled(dtype):
-        table = module.recency_bias.position_weight.detach().to(dtype)
+    def pooled():
+        table = module.recency_bias.position_weight.detach().double()
         outs = []
-        for x_LD in rows.to(dtype).split(lengths):
+        for x_LD in rows.double().split(lengths):
             recency = table[[bucket(n, 64) for n in range(len(x_LD) - 1, -1, -1)]]
             weights = torch.exp(recency).repeat_interleave(4, 1)
             mean = (weights * x_LD).sum(0) / weights.sum(0)
             outs.append(mean if len(x_LD) else torch.zeros_like(mean))
         return torch.stack(outs)
 
-    assert_close(out.detach(), pooled(torch.float64), pooled(torch.float32))
+    with RoundingErrors(torch.float32) as errors:
+        expected = pooled()
+    assert_close(out.detach(), expected, errors)
     flat = out[:, 8:].detach()  # the last head: the mean
     torch.testing.assert_close(flat[0], rows[:40, 8:].mean(0))
-    newest_first = pooled(torch.float64)[0, :4] - rows[:40, :4].mean(0)
+    newest_first = expected[0, :4] - rows[:40, :4].mean(0)
     assert newest_first.abs().max() > 0.01, "the other heads are no mean"
 
 

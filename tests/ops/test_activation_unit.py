@@ -14,7 +14,7 @@ from torchrec_jagged_attn.testing import (
 )
 
 LENGTHS = [300, 0, 3, 64, 1, 600]
-FUNCTIONS = jagged_activation_unit, activation_unit, activation_unit
+FUNCTIONS = jagged_activation_unit, activation_unit
 
 
 def inputs_of(

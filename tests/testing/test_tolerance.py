@@ -1,24 +1,235 @@
-"""What plain formulas, whose errors the one tolerance rule allows, are computed with."""
+"""The tolerance rule: it holds for any order of sums, and a small fault is over it."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from torchrec_jagged_attn.testing import plain_products
+from torchrec_jagged_attn.testing import (
+    RoundingErrors,
+    assert_close,
+    assert_matches_oracle,
+    outputs_and_gradients,
+)
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [(), (3,)], ids=["mm", "bmm"])
-def test_products_in_half_precision_are_as_right_as_pytorch_s_own(batch, dtype):
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(*batch, 40, 70, generator=generator).to(dtype).requires_grad_()
-    b = torch.randn(*batch, 70, 50, generator=generator).to(dtype)
-    own = a @ b
-    with plain_products(dtype):
-        product = a @ b
-        (grad,) = torch.autograd.grad(product.sum(), a)
-    assert (product.dtype, grad.dtype) == (dtype, dtype)
-    exact = a.double() @ b.double()
-    assert (product.double() - exact).abs().max() <= (own.double() - exact).abs().max()
-    rounded_once = exact.to(dtype).double() - exact
-    assert (product.double() - exact).abs().max() == rounded_once.abs().max()
-    torch.testing.assert_close(grad, b.sum(-1).unsqueeze(-2).expand_as(grad))
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def one_by_one(terms):
+    """Sums over the first axis, one term after the other in the dtype of the terms."""
+    total = torch.zeros_like(terms[0])
+    for term in terms:
+        total = total + term
+    return total
+
+
+def in_pairs(terms):
+    while len(terms) > 1:
+        terms = F.pad(terms, (0, 0) * (terms.dim() - 1) + (0, len(terms) % 2))
+        terms = terms[::2] + terms[1::2]
+    return terms[0]
+
+
+ORDERS = {
+    "one by one": one_by_one,
+    "backwards": lambda terms: one_by_one(terms.flip(0)),
+    "in pairs": in_pairs,
+    "by size": lambda terms: one_by_one(terms.sort(0)[0]),
+}
+
+
+@pytest.mark.parametrize("kind", ["random", "positive", "equal"])
+@pytest.mark.parametrize("num_terms", [1, 3, 64, 3000])
+@pytest.mark.parametrize("order", ORDERS)
+@DTYPES
+def test_sums_in_any_order(dtype, order, num_terms, kind):
+    """In fp32 at least, as the package adds up."""
+    if order == "by size" and kind == "random":
+        pytest.skip("the rule is of terms in no particular order")
+    x = draw(num_terms, 500, dtype=dtype)
+    x = {"random": x, "positive": x.abs(), "equal": x[:1].abs().expand_as(x)}[kind]
+    with RoundingErrors(dtype) as errors:
+        expected = x.double().sum(0)
+    terms = x.to(torch.promote_types(dtype, torch.float32))
+    assert_close(ORDERS[order](terms).to(dtype), expected, errors)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("width", [1, 20, 512])
+@DTYPES
+def test_products_in_any_order(dtype, width, order):
+    a, b = draw(40, width, dtype=dtype), draw(width, 30, dtype=dtype, seed=1)
+    with RoundingErrors(dtype) as errors:
+        expected = a.double() @ b.double()
+    wide = torch.promote_types(dtype, torch.float32)
+    terms = a.T.to(wide)[:, :, None] * b.to(wide)[:, None]
+    assert_close(ORDERS["in pairs" if order == "by size" else order](terms), expected, errors)
+
+
+@DTYPES
+def test_projections_may_be_absorbed(dtype):
+    """``q · (W x)`` as ``(Wᵀ q) · x``, where what is between is rounded to the dtype."""
+    q, w, x = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(9, 24), (24, 60), (60, 50)]))
+    with RoundingErrors(dtype) as errors:
+        expected = q.double() @ (w.double() @ x.double())
+    assert_close((q @ w) @ x, expected, errors)
+    assert_close(q @ (w @ x), expected, errors)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "rounded"])
+def test_products_of_tf32(cut):
+    a, b = draw(40, 300), draw(300, 30, seed=1)
+    with RoundingErrors(torch.float32) as errors:
+        expected = a.double() @ b.double()
+
+    def upper(x):
+        return ((x.view(torch.int32) + (0 if cut else 4096)) & -8192).view(torch.float32)
+
+    assert_close(upper(a) @ upper(b), expected, errors)
+    with pytest.raises(AssertionError, match="over the bound"):
+        assert_close(a.bfloat16().float() @ b.bfloat16().float(), expected, errors)
+
+
+def attention(q, k, v, bias, scale=0.25):
+    return torch.softmax(q @ k.mT * scale + bias, -1) @ v
+
+
+def attention_by_steps(q, k, v, bias, scale=0.25, step=16):
+    """As kernels do it: tiles of keys, of which weights are rounded; sums in fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    maximum = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=wide)
+    total, acc = torch.zeros_like(maximum), torch.zeros_like(q, dtype=wide)
+    for tile in torch.arange(k.shape[-2]).split(step):
+        scores = q.to(wide) @ k[:, tile].mT.to(wide) * scale + bias[:, tile].to(wide)
+        new = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        p, rescale = torch.exp(scores - new), torch.exp(maximum - new)
+        total, maximum = total * rescale + p.sum(-1, keepdim=True), new
+        acc = acc * rescale + p.to(q.dtype).to(wide) @ v[:, tile].to(wide)
+    return (acc / total).to(q.dtype)
+
+
+def attention_inputs(dtype, *, heads=3, queries=5, keys=70, width=16):
+    shapes = {"q": queries, "k": keys, "v": keys}
+    inputs = {n: draw(heads, m, width, dtype=dtype, seed=m) for n, m in shapes.items()}
+    return inputs | {"bias": draw(queries, keys, dtype=dtype)}
+
+
+@DTYPES
+@pytest.mark.parametrize("function", [attention, attention_by_steps])
+def test_attention_and_its_gradients(function, dtype):
+    assert_matches_oracle(function, attention, attention_inputs(dtype))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda q, k, v, bias: attention(q, k, v, bias, scale=0.25 * (1 + 2e-5)),
+        lambda q, k, v, bias: attention(q, k, v, bias) * (1 + 3e-6),
+        lambda q, k, v, bias: attention(q, k.bfloat16().float(), v, bias),
+        lambda q, k, v, bias: attention(q, k[:, 1:], v[:, 1:], bias[:, 1:]),
+        lambda q, k, v, bias: attention(q, k, v, bias.detach()),
+        lambda q, k, v, bias: attention(q, k, v, bias.half().float()),
+    ],
+    ids=["scale", "output", "bf16 keys", "a key less", "no gradient", "fp16 bias"],
+)
+def test_faults_are_over_the_bound(wrong):
+    with pytest.raises(AssertionError, match="over the bound"):
+        assert_matches_oracle(wrong, attention, attention_inputs(torch.float32))
+
+
+@pytest.mark.parametrize("factor", [1 + 5 * 2**-7, 1 - 5 * 2**-7])
+def test_one_rounded_number_is_a_few_units_from_another(factor):
+    x = draw(1, dtype=torch.bfloat16)
+    with RoundingErrors(torch.bfloat16) as errors:
+        expected = x.double() * 3
+    assert_close(x * 3, expected, errors)
+    with pytest.raises(AssertionError, match="over the bound"):
+        assert_close((expected * factor).bfloat16(), expected, errors)
+
+
+def test_what_is_masked_must_be_zero():
+    inputs = attention_inputs(torch.float32)
+    inputs["bias"][:, 60:] = -torch.inf
+    assert_matches_oracle(attention, attention, inputs)
+
+    def leaks(q, k, v, bias):
+        out = attention(q, k, v, bias)
+        return out + 1e-30 * v.sum()
+
+    with pytest.raises(AssertionError, match=r"^v: error"):
+        assert_matches_oracle(leaks, attention, inputs)
+
+
+def test_nan_infinities_and_shapes():
+    x = torch.tensor([1.0, torch.nan, torch.inf])
+    with RoundingErrors(torch.float32) as errors:
+        expected = x.double() * 2
+    assert_close(x * 2, expected, errors)
+    for wrong in ([torch.nan, torch.nan, torch.inf], [2, 2, torch.inf], [2, torch.nan, -torch.inf]):
+        with pytest.raises(AssertionError, match="1 of 3 elements"):
+            assert_close(torch.tensor(wrong), expected, errors)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_close(x[:2], expected, errors)
+
+
+def test_beyond_the_largest_number_a_result_is_infinite():
+    x = torch.tensor([300.0, -300.0]).half()
+    with RoundingErrors(torch.float16) as errors:
+        expected = x.double() ** 3
+    assert_close(x**3, expected, errors)
+    with pytest.raises(AssertionError, match="over the bound"):
+        assert_close(-(x**3), expected, errors)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cat([x[3:], x[:3]]).exp(),
+        lambda x: x.T.reshape(-1).index_select(0, torch.tensor([3, 3, 1])).square(),
+        lambda x: F.layer_norm(x, (8,), torch.ones_like(x[0]), x[1]),
+        lambda x: F.gelu(x) + F.silu(x) * torch.sigmoid(x),
+        lambda x: torch.where(x > 0, x, 0).mean(1) / (1 + x.square().sum(1)),
+        lambda x: x.clone().index_add_(0, torch.tensor([2, 0, 2]), x[:3]).tanh(),
+        lambda x: F.embedding(torch.tensor([1, 1, 4]), x).exp().sum(0).log(),
+        lambda x: torch.addmm(x[:, :3], x, x[:3].T, beta=0.5, alpha=2).clamp(min=0.1),
+    ],
+    ids=["cat", "index", "norm", "activations", "where", "in place", "embedding", "addmm"],
+)
+@DTYPES
+def test_operators_have_rules_in_both_directions(function, dtype):
+    assert_matches_oracle(function, function, {"x": draw(6, 8, dtype=dtype)})
+
+
+def test_views_share_the_errors_of_their_memory():
+    with RoundingErrors(torch.float32) as errors:
+        x = torch.zeros(4, 4, dtype=torch.float64)
+        x[1:3].copy_(draw(2, 4).double().exp())
+        x.T[0].zero_()
+    bound = errors.bound(x, torch.float32)
+    assert (bound[1:3, 1:] > 1e-8).all()
+    assert (bound[[0, 3]] < 1e-30).all()
+    assert (bound[:, 0] < 1e-30).all()
+
+
+def test_what_has_no_rule_is_refused():
+    x = draw(3).double()
+    with RoundingErrors(torch.float32), pytest.raises(NotImplementedError, match=r"aten\.erfinv"):
+        torch.erfinv(x)
+    with (
+        RoundingErrors(torch.float32),
+        pytest.raises(NotImplementedError, match="return fp64"),
+    ):
+        x.exp().float()
+
+
+def test_gradients_of_another_set_of_inputs_are_refused():
+    with pytest.raises(AssertionError, match="fp64"):
+        assert_close(draw(3), draw(3), RoundingErrors(torch.float32))
+    results = outputs_and_gradients(lambda x, y: x * 2, {"x": draw(3), "y": draw(2)}, torch.ones(3))
+    assert torch.equal(results["y"], torch.zeros(2))

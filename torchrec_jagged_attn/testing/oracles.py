@@ -1,4 +1,4 @@
-"""Oracles in fp64, and the same in plain PyTorch of the dtype tested."""
+"""Oracles, which are called on fp64 tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ __all__ = [
     "ScoreBiases",
     "activation_unit",
     "flash_attention_oracle",
-    "flash_attention_plain",
     "recency_bias_oracle",
     "target_attention_oracle",
-    "target_attention_plain",
 ]
 
 
@@ -112,52 +110,6 @@ def _own_scores_oracle(
             weights = weights * weight_factors[q_begin:q_end, :, begin:end]
         outs.append(torch.einsum("thn,nd->thd", weights, x))
     return torch.cat(outs)
-
-
-def target_attention_plain(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    query_offsets: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    score: str = "softmax",
-    weight_factors: Tensor | None = None,
-    **biases: Tensor | None,
-) -> Tensor:
-    """``jagged_target_attention`` by the textbook formula, padded, in the inputs' dtype."""
-    bias, left = _bias_of_rows(offsets, ScoreBiases(**biases), query.dtype)
-    index, real = _padding(offsets, history.shape[0])  # [B, L]
-    q_BTHD = query
-    if query_offsets is not None:
-        query_index, query_real = _padding(query_offsets, query.shape[0])
-        q_BTHD = _pad(query, query_index)
-    elif query.dim() == 3:
-        q_BTHD = query.unsqueeze(1)
-    if left is not None:
-        real = real & _pad(left, index)
-    x_BLD = _pad(history, index)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.einsum("bthd,bld->bthl", q_BTHD.expand(index.shape[0], -1, -1, -1), x_BLD)
-    scores = scores * factor
-    if bias is not None:
-        scores = scores + _pad(bias, index).transpose(1, 2).unsqueeze(1)
-    if score == "softmax":
-        weights = _masked_softmax(scores, real[:, None, None])
-    else:
-        seen = real[:, None, None] & (scores > -torch.inf)
-        weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
-        weights = torch.where(seen, weigh(scores.masked_fill(~seen, 0)), 0)
-    if weight_factors is not None:
-        if query_offsets is None:
-            factors = weight_factors.view(*weights.shape[:3], -1)
-        else:
-            factors = _pad(weight_factors, query_index)
-        weights = weights * _of_keys(factors, index, weights.dtype)
-    out = torch.einsum("bthl,bld->bthd", weights, x_BLD)
-    if query_offsets is not None:
-        return out[query_real]
-    return out.squeeze(1) if query.dim() == 3 else out
 
 
 def activation_unit(
@@ -294,49 +246,6 @@ def flash_attention_oracle(
     return torch.cat(outs)
 
 
-def flash_attention_plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    weight_factors: Tensor | None = None,
-    **biases: Tensor | None,
-) -> Tensor:
-    """``jagged_flash_attention`` by the textbook formula, padded, in the inputs' dtype."""
-    group = q.shape[1] // k.shape[1]
-    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
-    bias, left = _bias_of_rows(kv_offsets, ScoreBiases(**biases), q.dtype)
-    q_index, q_real = _padding(q_offsets, q.shape[0])
-    kv_index, kv_real = _padding(kv_offsets, k.shape[0])
-    if left is not None:
-        kv_real = kv_real & _pad(left, kv_index)
-    q_BLHD = _pad(q, q_index)
-    k_BLHD, v_BLHD = (_pad(x, kv_index).repeat_interleave(group, 2) for x in (k, v))
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    visible = kv_real[:, None, None]  # [B, 1, 1, Lk]
-    if causal:
-        rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q_index, kv_index))
-        shift = kv_offsets.diff() - q_offsets.diff()
-        newest = rows[:, None] + shift[:, None, None]  # [B, Lq, 1]
-        visible = visible & (keys <= newest).unsqueeze(1)
-        if window is not None:
-            visible = visible & (keys > newest - window).unsqueeze(1)
-    scores = torch.einsum("bihd,bjhd->bhij", q_BLHD, k_BLHD) * factor
-    if bias is not None:
-        scores = scores + _pad(bias, kv_index).transpose(1, 2).unsqueeze(2)
-    weights = _masked_softmax(scores, visible)
-    if weight_factors is not None:
-        factors = _of_keys(_pad(weight_factors, q_index), kv_index, weights.dtype)
-        weights = weights * factors.transpose(1, 2)
-    out = torch.einsum("bhij,bjhd->bihd", weights, v_BLHD)
-    return out[q_real]
-
-
 def _bias_of_rows(
     offsets: Tensor, biases: ScoreBiases, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -364,15 +273,3 @@ def _pad(x: Tensor, index: Tensor) -> Tensor:
     real = index < x.shape[0]
     padded = x.new_zeros(*index.shape, *x.shape[1:])
     return padded.index_put((real,), x.index_select(0, index[real]))
-
-
-def _of_keys(factors: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[B, T, H, L]`` of ``[B, T, H, N]``: of each sample its own columns, zeros beyond."""
-    padded = torch.cat([factors, factors.new_zeros(*factors.shape[:3], 1)], 3).to(dtype)
-    return padded.take_along_dim(index[:, None, None], 3)
-
-
-def _masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible; zero where nothing is."""
-    some = visible.any(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(~visible & some, -torch.inf), -1) * some

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,7 +71,8 @@ class RoundingErrors(TorchDispatchMode):
         is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
         self.unit_of_products = 2**-10 if is_tf32 else self.unit
         # By storage: a view of a tensor has a view of its errors, and sees changes in place.
-        self._of_storage: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._of_storage: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+        self._kept = 64  # storages, after which those of tensors that are gone are dropped
         self._entered = []
 
     def __enter__(self) -> RoundingErrors:
@@ -87,8 +89,9 @@ class RoundingErrors(TorchDispatchMode):
         """The largest error of each element of ``x`` that is allowed in a result in ``dtype``."""
         unit, least = _unit(dtype)
         bound = unit * x.abs() + least
-        squares = self.squares(x)
-        return bound if squares is None else bound + DEVIATIONS * squares.sqrt()
+        if (squares := self.squares(x)) is not None:
+            bound += DEVIATIONS * squares.sqrt()
+        return bound.masked_fill_(~x.isfinite(), 0)
 
     def squares(self, x: Any) -> Tensor | None:
         """``u² · Σ aᵢ²`` of each element of ``x``, a view; ``None`` if they are exact."""
@@ -174,10 +177,14 @@ class RoundingErrors(TorchDispatchMode):
         storage = x.untyped_storage()
         size = storage.nbytes() // x.element_size()
         if storage._cdata not in self._of_storage:
+            if len(self._of_storage) > self._kept:
+                kept = {k: x for k, x in self._of_storage.items() if not x[0].expired()}
+                self._of_storage, self._kept = kept, 2 * len(kept) + 64
+            reference = StorageWeakRef(storage)
             if isinstance(squares, Tensor) and x.numel() == size and x.is_contiguous():
-                self._of_storage[storage._cdata] = storage, squares.expand(x.shape).reshape(-1)
+                self._of_storage[storage._cdata] = reference, squares.expand(x.shape).reshape(-1)
                 return
-            self._of_storage[storage._cdata] = storage, x.new_zeros(size)
+            self._of_storage[storage._cdata] = reference, x.new_zeros(size)
         of_x = self.squares(x)
         assert of_x is not None
         of_x.copy_(torch.as_tensor(squares))
@@ -210,9 +217,9 @@ EXACT = {
 FILLS = {"bernoulli_", "fill_", "normal_", "resize_", "set_", "uniform_", "zero_"}
 COPIES = {
     "_to_copy", "cat", "clone", "constant_pad_nd", "diagonal_backward", "embedding", "flip",
-    "gather", "index", "index_select", "masked_fill", "masked_select", "repeat", "roll",
-    "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "stack",
-    "tril", "triu", "where",
+    "gather", "index", "index_copy", "index_select", "masked_fill", "masked_select", "repeat",
+    "roll", "scatter", "select_backward", "select_scatter", "slice_backward", "slice_scatter",
+    "stack", "tril", "triu", "where",
 }  # fmt: skip
 WITH_NUMBERS = {"aten::masked_fill", "aten::where", "aten::constant_pad_nd"}
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.matmul import product
+from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
 @triton.jit
@@ -24,6 +25,6 @@ def test_the_transpose_of_an_exact_product_has_the_same_bits(width, kernel_devic
     _product_kernel[(1,)](a, b, products[0], N=64, K=width, PREC="bf16x8")
     _product_kernel[(1,)](b, a, products[1], N=64, K=width, PREC="bf16x8")
     assert torch.equal(products[0], products[1].T)
-    torch.testing.assert_close(
-        products[0].double(), a.double() @ b.double().T, rtol=1e-6, atol=1e-5
-    )
+    with RoundingErrors(torch.float32) as errors:
+        expected = a.double() @ b.double().T
+    assert_close(products[0], expected, errors)
