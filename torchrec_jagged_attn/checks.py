@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ __all__ = [
     "check_int",
     "check_integers",
     "check_num_levels",
+    "check_number",
     "check_numbers",
     "check_offsets_metadata",
     "check_packed",
@@ -190,12 +192,30 @@ def check_width(width: int, name: str) -> None:
         raise NotImplementedError(f"{name} must have a width of 1 to {MAX_WIDTH}, got {width}")
 
 
-def check_int(value: object, name: str, least: int) -> None:
-    """``value`` must be an int, and not too small."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if int(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def check_int(
+    value: object, name: str, least: int, expected: str = "an int", *, bits: int = 63
+) -> int:
+    """``value``, which must be an integer of any kind, but no bool, from ``least`` on."""
+    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be {expected}, got {value!r}")
+    number = cast("int", value if isinstance(value, torch.SymInt) else int(value))
+    if number < least:
+        or_none = ", or None" if expected.endswith("None") else ""
+        raise ValueError(f"{name} must be at least {least}{or_none}, got {number}")
+    if not torch.compiler.is_compiling() and number >= 2**bits:
+        raise ValueError(f"{name} must be less than 2**{bits}, got {number}")
+    return number
+
+
+def check_number(value: object, name: str) -> float:
+    """``value``, which must be a finite number of any kind, but no bool."""
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if torch.compiler.is_compiling():
+        return cast("float", value)
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
 
 
 def check_bool(value: object, name: str) -> None:
@@ -214,29 +234,28 @@ def check_real(value: object, name: str, *, positive: bool = False) -> None:
         raise ValueError(f"{name} must be {expected}, got {value}")
 
 
-def check_heads(num_heads: int, embed_dim: int) -> None:
-    """``num_heads`` must divide ``embed_dim``."""
-    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-        if not isinstance(value, Integral):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+def check_heads(num_heads: int, embed_dim: int) -> tuple[int, int]:
+    """Both, of which ``num_heads`` must divide ``embed_dim``."""
+    embed_dim = check_int(embed_dim, "embed_dim", 0)
+    num_heads = check_int(num_heads, "num_heads", 0)
     if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
         raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
+    return num_heads, embed_dim
 
 
 def check_window(
     window: int | None, causal: bool, name: str = "window", causal_name: str = "causal"
-) -> None:
-    """``window`` must be ``None``, or a number of keys that causal attention is cut to."""
+) -> int | None:
+    """``window``, which must be ``None``, or a number of keys that causal attention is cut to."""
+    check_bool(causal, causal_name)
     if window is None:
-        return
-    if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int or None, got {window!r}")
-    if window < 1:
-        raise ValueError(f"{name} must be at least 1, or None, got {window}")
+        return None
+    window = check_int(window, name, 1, "an int or None")
     if not causal:
         raise ValueError(
             f"{name} must go with {causal_name}=True, got {name}={window} and {causal_name}=False"
         )
+    return window
 
 
 def check_biases(
@@ -301,9 +320,7 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
 
 def check_num_levels(num_levels: int) -> None:
     """``num_levels`` of a digit must be odd, and few enough for a byte."""
-    if isinstance(num_levels, bool) or not isinstance(num_levels, Integral):
-        raise TypeError(f"num_levels must be an int, got {num_levels!r}")
-    if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
+    if not 3 <= check_int(num_levels, "num_levels", 0) <= MAX_LEVELS or num_levels % 2 == 0:
         raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_has_values, check_offsets_metadata, should_validate
+from torchrec_jagged_attn.checks import (
+    check_has_values,
+    check_int,
+    check_integers,
+    check_offsets_metadata,
+    check_shape,
+    should_validate,
+)
 
 __all__ = ["JaggedLayout", "check_offsets_values", "check_order"]
 
@@ -43,6 +50,7 @@ class JaggedLayout:
 
     def __post_init__(self) -> None:
         check_offsets_metadata(self.offsets)
+        check_int(self.num_rows, "num_rows", 0)
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_rows: int | None = None) -> JaggedLayout:
@@ -51,6 +59,8 @@ class JaggedLayout:
         int32 lengths may have a sum that int32 does not hold. Give ``num_rows`` where it is known:
         without it the sum of ``lengths`` is read, which waits for the device.
         """
+        check_integers(lengths, "lengths")
+        check_shape(lengths, "lengths", "[B]", (None,))
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         if num_rows is None:

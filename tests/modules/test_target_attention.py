@@ -864,8 +864,8 @@ def test_prior_weights_travel(value_projection, device):
             ValueError,
             "target must have shape [B, target_dim] = [2, 24], got [2, 8]",
         ),
-        ({"target_dim": 8.0}, TypeError, "target_dim must be an int, got 8.0"),
-        ({"target_dim": 0}, ValueError, "target_dim must be at least 1, got 0"),
+        ({"target_dim": 8.0}, TypeError, "target_dim must be an int or None, got 8.0"),
+        ({"target_dim": 0}, ValueError, "target_dim must be at least 1, or None, got 0"),
         *(
             ({name: p}, ValueError, f"{name} must be at least 0 and below 1, got {p}")
             for name in ("row_dropout", "dropout")

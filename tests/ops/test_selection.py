@@ -321,12 +321,12 @@ OFFSETS = torch.tensor([0, 2, 5])
         ({"scores": torch.zeros(4)}, ValueError, "offsets must end at the 4 rows"),
         ({}, ValueError, "num_rows must be given without scores and segments, got None"),
         ({"num_rows": 5, "threshold": 0.5}, ValueError, "threshold must be None without scores"),
-        ({"num_rows": 5, "keep": -1}, ValueError, "keep must not be negative, got -1"),
+        ({"num_rows": 5, "keep": -1}, ValueError, "keep must be at least 0, got -1"),
         ({"num_rows": 5, "keep": 2**63}, ValueError, r"keep must be less than 2\*\*63, got 922"),
         (
             {"num_rows": 5, "keep": torch.tensor([1, -1])},
             ValueError,
-            "keep must not be negative, got -1",
+            "keep must be at least 0, got -1",
         ),
         ({"num_rows": "5", "keep": 1}, TypeError, "num_rows must be an int or None, got '5'"),
         (
@@ -347,7 +347,11 @@ OFFSETS = torch.tensor([0, 2, 5])
             ValueError,
             r"keep must have shape \[B, S\]",
         ),
-        ({"num_rows": 5, "capacity": -3}, ValueError, "capacity must not be negative, got -3"),
+        (
+            {"num_rows": 5, "capacity": -3},
+            ValueError,
+            "capacity must be at least 0, or None, got",
+        ),
         (
             {"num_rows": 5, "keep": 2, "capacity": 3},
             ValueError,

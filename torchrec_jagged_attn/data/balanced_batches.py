@@ -96,13 +96,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             ("num_replicas", num_replicas, 1),
             ("rank", rank, 0),
             ("balanced_steps", balanced_steps, 1),
-            ("seed", seed, 0),
         ):
             check_int(value, name, least)
         if rank >= num_replicas:
             raise ValueError(f"rank must be less than num_replicas {num_replicas}, got {rank}")
-        if seed >= NUM_SEEDS:
-            raise ValueError(f"seed must be less than 2**64, got {seed}")
+        seed = check_int(seed, "seed", 0, bits=64)
         check_bool(drop_last, "drop_last")
         if not isinstance(cost, str) or cost not in POWERS:
             raise ValueError(f"cost must be one of {', '.join(POWERS)}, got {cost!r}")

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_bool,
     check_float,
+    check_number,
     check_offsets_metadata,
     check_same,
     check_shape,
@@ -85,6 +87,10 @@ class JaggedFeatureInteraction(nn.Module):
             raise ValueError(f"activation must be 'softmax', 'silu' or None, got {activation!r}")
         if fused and activation != "softmax":
             raise ValueError(f"fused must go with activation='softmax', got {activation!r}")
+        if scale is not None:
+            scale = check_number(scale, "scale")
+        if fused is not None:
+            check_bool(fused, "fused")
         self.activation = activation
         self.scale = scale
         self.fused = activation == "softmax" if fused is None else fused

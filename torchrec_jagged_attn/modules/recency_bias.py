@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from torchrec_jagged_attn.checks import check_bool, check_int
+
 __all__ = ["RecencyBias"]
 
 
@@ -52,6 +54,8 @@ class RecencyBias(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        num_heads = check_int(num_heads, "num_heads", 1)
+        check_bool(ages, "ages")
         self.position_weight = nn.Parameter(
             torch.empty(self.POSITION_BUCKETS, num_heads, device=device, dtype=dtype)
         )

@@ -48,6 +48,8 @@ _add = add_op.overloadpacket  # torch.jit.script takes the packet of an op, not 
 
 @torch.fx.wrap  # a leaf for FX, which sees it wherever the function above is called
 def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
+    if not is_scripting() and not isinstance(candidates, JaggedTensor):
+        raise TypeError(f"candidates must be a JaggedTensor, got a {type(candidates).__name__}")
     offsets = candidates.offsets()
     if not is_scripting():
         check_float(rows, "rows")

@@ -11,8 +11,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
+    check_bool,
     check_float,
     check_heads,
+    check_int,
+    check_number,
     check_offsets_metadata,
     check_same,
     check_shape,
@@ -81,9 +84,11 @@ class JaggedSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_heads(num_heads, embed_dim)
+        num_heads, embed_dim = check_heads(num_heads, embed_dim)
+        check_bool(bias, "bias")
+        check_bool(recency_bias, "recency_bias")
         check_width(embed_dim // num_heads, "embed_dim / num_heads")
-        check_window(window, causal)
+        window = check_window(window, causal)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.causal = causal
@@ -280,7 +285,11 @@ class HistoryEncoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         drops_of(attention_dropout, "attention_dropout")
-        feedforward_dim = 4 * embed_dim if feedforward_dim is None else feedforward_dim
+        check_number(dropout, "dropout")
+        num_heads, embed_dim = check_heads(num_heads, embed_dim)
+        if feedforward_dim is None:
+            feedforward_dim = 4 * embed_dim
+        feedforward_dim = check_int(feedforward_dim, "feedforward_dim", 1, "an int or None")
         # Names and shapes are those of torch.nn.TransformerEncoderLayer.
         self.self_attn = JaggedSelfAttention(
             embed_dim,

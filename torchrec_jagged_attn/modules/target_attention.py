@@ -2,7 +2,6 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import itertools
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -14,6 +13,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.arguments import SCORES, Biases, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
+    check_bool,
+    check_finite,
+    check_int,
     check_packed_values,
     check_score,
     check_tensor,
@@ -171,7 +173,13 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        embed_dim = check_int(embed_dim, "embed_dim", 0)
         num_heads = check_target_heads(num_heads, embed_dim, score)
+        check_bool(bias, "bias")
+        check_bool(recency_bias, "recency_bias")
+        check_bool(age_bias, "age_bias")
+        if value_projection is not None:
+            check_bool(value_projection, "value_projection")
         if age_bias and not recency_bias:
             raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
         if init not in ("recency", "mha"):
@@ -193,13 +201,12 @@ class JaggedTargetAttention(nn.Module):
             history_dim = check_codes(history_codes, history_dim)
             check_over_codes(keys_and_values, score, value_projection)
             value_projection = True
-        self.history_dim = embed_dim if history_dim is None else history_dim
-        self.target_dim = embed_dim if target_dim is None else target_dim
+        widths = {"history_dim": history_dim, "target_dim": target_dim}
+        self.history_dim, self.target_dim = (
+            embed_dim if width is None else check_int(width, name, 1, "an int or None")
+            for name, width in widths.items()
+        )
         check_width(self.history_dim, "history_dim")
-        if not isinstance(self.target_dim, Integral):
-            raise TypeError(f"target_dim must be an int, got {target_dim!r}")
-        if self.target_dim < 1:
-            raise ValueError(f"target_dim must be at least 1, got {target_dim}")
         if value_projection is None:
             value_projection = score != "din" and (self.history_dim != embed_dim or init == "mha")
         if not value_projection and score != "din" and self.history_dim != embed_dim:
@@ -490,6 +497,8 @@ class JaggedTargetAttention(nn.Module):
             target, None, rows, offsets, None, age_bias, timestamps, None, prior_weights,
             self._options(),
         )  # fmt: skip
+        if prior_weights is not None:
+            check_finite(prior_weights, "prior_weights")
         if self.in_proj_weight is not None:
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
         else:

@@ -89,8 +89,7 @@ def check_target_heads(num_heads: int | None, embed_dim: int, score: str) -> int
         check_int(embed_dim, "embed_dim", 1)
         fitting = (h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h)
         return 1 if score == "din" else next(fitting, 1)
-    check_heads(num_heads, embed_dim)
-    return num_heads
+    return check_heads(num_heads, embed_dim)[0]
 
 
 def check_unit(

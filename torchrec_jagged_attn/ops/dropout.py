@@ -11,7 +11,7 @@ __all__ = ["draw_dropout", "drops_of"]
 
 def drops_of(p: float, name: str) -> int:
     """How many of 2^32 draws drop, with a probability ``p`` below one, the argument ``name``."""
-    if not isinstance(p, Real):
+    if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"{name} must be a number, got {p!r}")
     if not 0 <= p < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {p!r}")

@@ -11,8 +11,10 @@ from torch import Tensor
 from torchrec_jagged_attn.arguments import Biases, FlashArguments, FlashGradients, FlashOutputs
 from torchrec_jagged_attn.checks import (
     check_biases,
+    check_bool,
     check_finite,
     check_float,
+    check_number,
     check_offsets_metadata,
     check_same,
     check_shape,
@@ -162,7 +164,8 @@ def jagged_flash_attention(
         ``scaled_dot_product_attention``, and the output has it.
 
     Raises:
-        TypeError: a dtype does not fit, or ``window`` is no int.
+        TypeError: a dtype does not fit, ``window`` is no int, ``scale`` no number, or ``causal`` no
+            bool.
         ValueError: a shape, a device, ``row_dropout``, ``dropout``, ``window`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
@@ -201,12 +204,12 @@ def jagged_flash_attention(
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
-    check_window(window, causal)
+    window = check_window(window, causal)
+    check_bool(return_lse, "return_lse")
     drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
     dropped = draw_dropout(drops, q.device) if drops > 0 else None
     dropped_weights = draw_dropout(drops_weights, q.device) if drops_weights > 0 else None
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[2])
+    scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
         age_bias, timestamps, request_time, dropped, dropped_weights, relative_bias, causal,

@@ -7,7 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_has_values, check_rows, check_tensor, should_validate
+from torchrec_jagged_attn.checks import (
+    check_has_values,
+    check_int,
+    check_rows,
+    check_tensor,
+    should_validate,
+)
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.ops import interaction_gradients as registered
 from torchrec_jagged_attn.ops.autocast import cast_as_products, cast_as_softmax, cast_as_sums
@@ -156,6 +162,8 @@ def jagged_jagged_bmm_jagged_out(
     if total is None:
         check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")  # before it waits for the device
         total = _last(pair_offsets, "total")
+    else:
+        total = check_int(total, "total", 0, "an int or None")
     return registered.call_pair_bmm(
         *cast_as_products(x, y), x_offsets, y_offsets, pair_offsets, total
     )
@@ -208,6 +216,8 @@ def array_jagged_bmm_jagged_out(
     elif num_rows is None:
         check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")  # before it waits for the device
         num_rows = _last(x_offsets, "num_rows")
+    else:
+        num_rows = check_int(num_rows, "num_rows", 0, "an int or None")
     return registered.call_array_jagged_bmm(
         *cast_as_products(p, y), x_offsets, y_offsets, pair_offsets, num_rows, False
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.checks import (
     check_float,
     check_has_values,
+    check_int,
     check_integers,
     check_offsets_metadata,
     check_same,
@@ -112,7 +113,7 @@ def select_rows(
     num_rows = _check_rows(offsets, scores, segments, num_rows, threshold)
     limits, num_segments, limit = _check_keep(keep, segments, offsets)
     if capacity is not None:
-        capacity = _check_number(capacity, "capacity", "an int or None")
+        capacity = check_int(capacity, "capacity", 0, "an int or None")
     validates = should_validate(offsets)
     room = num_rows if capacity is None else capacity
     rows, places, new_offsets = call_selected_rows(
@@ -187,7 +188,7 @@ def _check_rows(
     implementation(offsets.device)
     check_threshold(threshold)
     if num_rows is not None:
-        num_rows = _check_number(num_rows, "num_rows", "an int or None")
+        num_rows = check_int(num_rows, "num_rows", 0, "an int or None")
     if scores is not None:
         check_float(scores, "scores")
         check_shape(scores, "scores", "[N]", (num_rows,))
@@ -220,30 +221,18 @@ def _check_keep(
         if keep.shape[1] == 0:
             raise ValueError(f"keep must have one segment or more, got {list(keep.shape)}")
         if should_validate(keep) and keep.numel() and (least := int(keep.min())) < 0:
-            raise ValueError(f"keep must not be negative, got {least}")
+            raise ValueError(f"keep must be at least 0, got {least}")
         return keep.long(), keep.shape[1], NO_LIMIT
     if segments is None:
         if keep is None:
             return None, 1, NO_LIMIT
-        return None, 1, _check_number(keep, "keep", "an int or [B] integers")
+        return None, 1, check_int(keep, "keep", 0, "an int or [B] integers")
     if not isinstance(keep, Sequence) or not keep:
         raise TypeError(f"keep must have a number for each segment, got {keep!r}")
-    numbers = [_check_number(number, "keep", "ints, one for each segment") for number in keep]
+    numbers = [check_int(number, "keep", 0, "ints, one for each segment") for number in keep]
     # Made on the device: a copy from the host would wait.
     limits = [torch.full((1, 1), number, device=offsets.device) for number in numbers]
     return torch.cat(limits, 1), len(keep), NO_LIMIT
-
-
-def _check_number(value: object, name: str, expected: str) -> int:
-    """``value``, which must be an integer that is not negative."""
-    if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
-        raise TypeError(f"{name} must be {expected}, got {value!r}")
-    number = cast("int", value if isinstance(value, torch.SymInt) else int(value))
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {number}")
-    if not torch.compiler.is_compiling() and number >= 2**63:
-        raise ValueError(f"{name} must be less than 2**63, got {number}")
-    return number
 
 
 def _check_capacity(capacity: int, new_offsets: Tensor) -> None:

@@ -21,6 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_float,
     check_indices,
     check_indices_values,
+    check_number,
     check_offsets_metadata,
     check_packed_values,
     check_same,
@@ -162,8 +163,7 @@ def jagged_target_attention(
     drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
     dropped = draw_dropout(drops, query.device) if drops > 0 else None
     dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
         query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
         position_bias, age_bias, timestamps, request_time, dropped, dropped_weights, scale, score,

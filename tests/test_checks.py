@@ -1,0 +1,142 @@
+"""Numbers and flags that public functions and modules take, or refuse by name."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+import torchrec_jagged_attn as package
+from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+
+pytestmark = pytest.mark.reference  # alike with any kernels
+
+OFFSETS = torch.tensor([0, 4, 4, 9])
+QUERY, ROWS, HEADS = torch.zeros(3, 2, 8), torch.zeros(9, 8), torch.zeros(9, 2, 8)
+PAIRS = torch.zeros(41)
+HISTORY = JaggedTensor(ROWS, offsets=OFFSETS)
+CALLS = {
+    "target": functools.partial(package.jagged_target_attention, QUERY, ROWS, OFFSETS),
+    "flash": functools.partial(package.jagged_flash_attention, HEADS, HEADS, HEADS, OFFSETS),
+    "pairs": functools.partial(package.jagged_jagged_bmm_jagged_out, ROWS, ROWS, OFFSETS),
+    "array": functools.partial(package.array_jagged_bmm_jagged_out, PAIRS, ROWS, OFFSETS),
+    "select": functools.partial(package.select_rows, OFFSETS, num_rows=9),
+    "layout": functools.partial(package.JaggedLayout, OFFSETS),
+    "of lengths": functools.partial(package.JaggedLayout.from_lengths, OFFSETS.diff()),
+    "target module": functools.partial(package.JaggedTargetAttention, 8),
+    "self": functools.partial(package.JaggedSelfAttention, 8, 2),
+    "layer": functools.partial(package.HistoryEncoderLayer, 8, 2),
+    "interaction": package.JaggedFeatureInteraction,
+    "recency": functools.partial(RecencyBias, 2),
+}
+INTEGERS = {  # the least that is taken
+    ("flash", "window"): 1,
+    ("pairs", "total"): 0,
+    ("array", "num_rows"): 0,
+    ("select", "keep"): 0,
+    ("select", "num_rows"): 0,
+    ("select", "capacity"): 0,
+    ("layout", "num_rows"): 0,
+    ("of lengths", "num_rows"): 0,
+    ("target module", "num_heads"): 0,
+    ("target module", "history_dim"): 1,
+    ("target module", "target_dim"): 1,
+    ("self", "num_heads"): 0,
+    ("self", "embed_dim"): 0,
+    ("self", "window"): 1,
+    ("layer", "feedforward_dim"): 1,
+    ("recency", "num_heads"): 1,
+}
+NUMBERS = [("target", "scale"), ("flash", "scale"), ("interaction", "scale")]
+PROBABILITIES = [
+    *((name, p) for name in ("target", "flash", "target module", "self") for p in ("dropout",)),
+    *((name, "row_dropout") for name in ("target", "flash", "target module", "self", "layer")),
+    ("layer", "attention_dropout"),
+    ("layer", "dropout"),
+]
+FLAGS = [
+    ("flash", "causal"),
+    ("flash", "return_lse"),
+    *(("target module", x) for x in ("bias", "recency_bias", "age_bias", "value_projection")),
+    *((name, x) for name in ("self", "layer") for x in ("causal", "recency_bias")),
+    ("self", "bias"),
+    ("interaction", "fused"),
+    ("recency", "ages"),
+]
+
+
+def call(name, **others):
+    function = CALLS[name]
+    if "window" in others:
+        others["causal"] = True
+    if others.keys() & {"num_heads", "embed_dim"} and name in ("self", "recency"):
+        given = {"embed_dim": 8} if name == "self" else {}
+        return function.func(**given | {"num_heads": 2} | others)
+    return function(**others)
+
+
+@pytest.mark.parametrize(("name", "argument"), INTEGERS)
+@pytest.mark.parametrize("value", [2.0, "2", True, -1, 2**64, np.float64(2)], ids=repr)
+def test_what_is_no_integer_is_refused(name, argument, value):
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    error = ValueError if is_integer else TypeError
+    with pytest.raises(error, match=rf"^{argument} must .*got .*{value}"):
+        call(name, **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), INTEGERS)
+def test_integers_of_numpy_are_taken(name, argument):
+    fitting = {"total": 41, "num_rows": 9, "capacity": 9, "history_dim": 8, "embed_dim": 8}
+    for of_type in (np.int64, np.int32, np.uint8):
+        call(name, **{argument: of_type(fitting.get(argument, 2))})
+
+
+@pytest.mark.parametrize(("name", "argument"), INTEGERS)
+def test_least_integers(name, argument):
+    least = INTEGERS[name, argument]
+    if least > 0:
+        with pytest.raises(
+            ValueError, match=rf"^{argument} must be at least {least}(, or None)?, got 0"
+        ):
+            call(name, **{argument: 0})
+
+
+@pytest.mark.parametrize(("name", "argument"), [*NUMBERS, *PROBABILITIES])
+@pytest.mark.parametrize("value", ["0.5", True, [0.5], torch.tensor(0.5)], ids=repr)
+def test_what_is_no_number_is_refused(name, argument, value):
+    with pytest.raises(TypeError, match=f"^{argument} must be a number, got "):
+        call(name, **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), [*NUMBERS, *PROBABILITIES])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_must_be_finite(name, argument, value):
+    with pytest.raises(ValueError, match=f"^{argument} must be .*, got {value}"):
+        call(name, **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), [*NUMBERS, *PROBABILITIES])
+def test_numbers_of_numpy_are_taken(name, argument):
+    for value in (np.float32(0.5), np.float64(0.25), 0, np.int64(0)):
+        call(name, **{argument: value})
+
+
+@pytest.mark.parametrize(("name", "argument"), FLAGS)
+@pytest.mark.parametrize("value", ["yes", 1, 0.0, torch.tensor(True)], ids=repr)
+def test_flags_are_bools(name, argument, value):
+    with pytest.raises(TypeError, match=f"^{argument} must be a bool, got "):
+        call(name, **{argument: value})
+
+
+def test_lengths_are_integers():
+    with pytest.raises(TypeError, match=r"^lengths must be int32 or int64, got torch\.float32"):
+        package.JaggedLayout.from_lengths(torch.ones(2))
+    with pytest.raises(ValueError, match=r"^lengths must have shape \[B\]"):
+        package.JaggedLayout.from_lengths(torch.ones(2, 2, dtype=torch.int64))
+
+
+def test_candidates_are_jagged():
+    with pytest.raises(TypeError, match=r"^candidates must be a JaggedTensor, got a Tensor"):
+        package.repeat_by_request(ROWS, OFFSETS)
