@@ -44,6 +44,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     times = {}
     if OPTIONS[name].get("age_bias"):
         times["timestamps"] = torch.arange(121, device=device) ** 2
+        times["request_time"] = torch.tensor([3000, 7, 10**12, -5, 14_400], device=device)
     exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
     weights = []
     with RoundingErrors(dtype) as errors:

@@ -30,9 +30,9 @@ def test_right(targets, dtype, keys_and_values, device):
         16, 2, age_bias=True, value_projection=True, keys_and_values=keys_and_values
     )
     inputs = make_inputs(module, LENGTHS, device, targets=targets)
-    functions = (attend, attend_by_sample, attend_by_sample)
     ages = times_of(device, dtype)
-    assert_matches_oracle(*(functools.partial(f, module, **ages) for f in functions), inputs)
+    functions = (functools.partial(f, module, **ages) for f in (attend, attend_by_sample))
+    assert_matches_oracle(*functions, inputs)
 
 
 def test_over_codes(device):

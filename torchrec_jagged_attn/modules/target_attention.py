@@ -450,6 +450,7 @@ class JaggedTargetAttention(nn.Module):
         history: JaggedTensor,
         timestamps: Tensor | None = None,
         prior_weights: Tensor | None = None,
+        request_time: Tensor | None = None,
     ) -> JaggedTensor:
         """Return the weight that each head of each target gives each row of its history.
 
@@ -462,6 +463,7 @@ class JaggedTargetAttention(nn.Module):
             history: see :meth:`forward`, as for all that follow.
             timestamps: see there.
             prior_weights: see there.
+            request_time: see there.
 
         Returns:
             ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, with the lengths of
@@ -494,7 +496,7 @@ class JaggedTargetAttention(nn.Module):
             age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
         check_inputs(
-            target, None, rows, offsets, None, age_bias, timestamps, None, prior_weights,
+            target, None, rows, offsets, None, age_bias, timestamps, request_time, prior_weights,
             self._options(),
         )  # fmt: skip
         if prior_weights is not None:
@@ -512,7 +514,7 @@ class JaggedTargetAttention(nn.Module):
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if self.in_proj_bias is not None:
             b_q = self.in_proj_bias[: self.embed_dim].to(dtype)
-        biases = Biases(prior_weights, position_bias, age_bias, timestamps)
+        biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
         with autocast_off(rows):
             q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
             by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
