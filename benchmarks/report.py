@@ -119,8 +119,6 @@ ROOFLINE = {
     f"{TARGETS}4 places a row": ("target_attention_rows", "rank-1k-x4", "ours-by-index"),
     f"{TARGETS}rows of digits": ("semantic_ids", "rank-1k", "ours-codes"),
     f"{TARGETS}digits, 512 rows, one head": ("semantic_ids", "full-512", "ours-codes"),
-    "activation unit, 64 columns": ("activation_unit", "mean-200-64", "ours-unit"),
-    "activation unit, 128 columns": ("activation_unit", "mean-200-128", "ours-unit"),
     **{
         f"self-attention, {case.removeprefix('self-')} rows": ("self_attention", case, "ours")
         for case in ("self-64", "self-256", "self-1k", "self-4k")

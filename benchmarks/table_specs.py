@@ -277,24 +277,6 @@ OP_TABLES = {
         ),
         ours="ours-codes",
     ),
-    "activation_unit": Table(
-        ("activation_unit",),
-        "samples, width; rows",
-        {
-            "4,096, 64; log-normal up to 400": "mean-50-64",
-            "4,096, 64; log-normal up to 1,600": "mean-200-64",
-            "4,096, 128; log-normal up to 1,600": "mean-200-128",
-            "1, 64; 10,000": "one-user-64",
-        },
-        (
-            both("fused, µs", "ours-unit", unit="µs"),
-            both("of the floor", "ours-unit", unit="of floor"),
-            both("padded, to fused", "padded", unit="× ours"),
-            both("padded and compiled", "padded-compiled", unit="× ours"),
-            both("padded, memory", "padded", "memory", "× ours"),
-        ),
-        ours="ours-unit",
-    ),
     "select_events": Table(
         ("select_events",),
         "users, width; rows; kept",

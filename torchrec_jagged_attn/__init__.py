@@ -7,7 +7,6 @@ from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
-    jagged_activation_unit,
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
@@ -77,7 +76,6 @@ __all__ = [
     "embedding_bag_keys",
     "embedding_parameters",
     "jagged2_softmax",
-    "jagged_activation_unit",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",

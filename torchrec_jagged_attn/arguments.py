@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "ACTIVATIONS",
     "SCORES",
-    "ActivationUnitArguments",
-    "ActivationUnitGradients",
-    "ActivationUnitOutputs",
     "Biases",
     "FlashArguments",
     "FlashGradients",
@@ -36,10 +32,6 @@ SCORES = ("softmax", "silu", "sigmoid")
 """What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
 ``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.
 """
-
-
-ACTIVATIONS = ("sigmoid", "silu", "relu")
-"""What follows the hidden layers of an activation unit: ``σ(x)``, ``x · σ(x)`` or ``max(x, 0)``."""
 
 
 class Biases(NamedTuple):
@@ -378,69 +370,6 @@ class MultiHeadGradients(NamedTuple):
     in_bias: Tensor | None
     out_weight: Tensor | None
     out_bias: Tensor | None
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    prior_weights: Tensor | None
-
-
-class ActivationUnitArguments(NamedTuple):
-    """Arguments of ``activation_unit``: see :func:`jagged_activation_unit`.
-
-    Attributes:
-        row_dropout: see :class:`Biases`.
-        activation: one of ``ACTIVATIONS``.
-    """
-
-    query: Tensor
-    history: Tensor
-    offsets: Tensor
-    weight_1: Tensor
-    bias_1: Tensor
-    weight_2: Tensor
-    bias_2: Tensor
-    weight_3: Tensor
-    bias_3: Tensor
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    timestamps: Tensor | None
-    row_dropout: Tensor | None
-    prior_weights: Tensor | None
-    activation: str
-
-    @property
-    def layers(self) -> tuple[Tensor, ...]:
-        """Weights and biases of the three layers."""
-        return self[3:9]
-
-    @property
-    def biases(self) -> Biases:
-        """What a row counts, by its own weight, its position and its age."""
-        return Biases(
-            self.prior_weights,
-            self.position_bias,
-            self.age_bias,
-            self.timestamps,
-            row_dropout=self.row_dropout,
-        )
-
-
-class ActivationUnitOutputs(NamedTuple):
-    """What ``activation_unit`` returns: ``out`` ``[B, D]``."""
-
-    out: Tensor
-
-
-class ActivationUnitGradients(NamedTuple):
-    """Gradients of ``activation_unit``."""
-
-    query: Tensor
-    history: Tensor
-    weight_1: Tensor
-    bias_1: Tensor
-    weight_2: Tensor
-    bias_2: Tensor
-    weight_3: Tensor
-    bias_3: Tensor
     position_bias: Tensor | None
     age_bias: Tensor | None
     prior_weights: Tensor | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import cast
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from torchrec_jagged_attn.arguments import ACTIVATIONS, SCORES, Biases
+from torchrec_jagged_attn.arguments import SCORES, Biases
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_byte
 
 __all__ = [
-    "check_activation",
     "check_biases",
     "check_bool",
     "check_digits",
@@ -25,7 +23,6 @@ __all__ = [
     "check_float",
     "check_has_values",
     "check_heads",
-    "check_hidden_dims",
     "check_indices",
     "check_indices_values",
     "check_int",
@@ -101,7 +98,6 @@ def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
 
 
 MAX_WIDTH = 512
-MAX_WIDTH_OF_UNIT, MAX_HIDDEN_DIM = 256, 128
 TIMESTAMP_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -151,38 +147,13 @@ def check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name
     check_same(x, name, dtype=False, **{offsets_name: offsets})
 
 
-def check_score(
-    score: str, prior_weights: Tensor | None = None, also: tuple[str, ...] = ()
-) -> None:
-    """``score`` must be a known one or one of ``also``, and of prior weights the softmax."""
-    known = (*SCORES, *also)
-    if score not in known:
-        raise ValueError(f"score must be one of {', '.join(known)}, got {score!r}")
+def check_score(score: str, prior_weights: Tensor | None = None) -> None:
+    """``score`` must be a known one, and of prior weights the softmax."""
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     if prior_weights is not None and score != "softmax":
         raise NotImplementedError(
             f"prior_weights must be None unless score is 'softmax', got score={score!r}"
-        )
-
-
-def check_activation(activation: str) -> None:
-    """``activation`` must be a known one."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-
-
-def check_hidden_dims(hidden_dims: Sequence[int], width: int) -> None:
-    """An activation unit has two hidden layers, over rows that are not too wide."""
-    if len(hidden_dims) != 2:
-        raise ValueError(f"hidden_dims must have two sizes, got {tuple(hidden_dims)}")
-    for size in hidden_dims:
-        if not 1 <= size <= MAX_HIDDEN_DIM:
-            raise NotImplementedError(
-                f"hidden_dims must be 1 to {MAX_HIDDEN_DIM} each, got {tuple(hidden_dims)}"
-            )
-    if not 1 <= width <= MAX_WIDTH_OF_UNIT:
-        raise NotImplementedError(
-            f"query and history must have a width of 1 to {MAX_WIDTH_OF_UNIT} for an activation "
-            f"unit, got {width}"
         )
 
 

@@ -81,7 +81,6 @@ def test_every_figure_says_where_it_is_from(path):
         ("ikbo", "ikbo", ""),
         ("target_attention_rows", "target_attention_rows", ""),
         ("semantic_ids", "semantic_ids", ""),
-        ("activation_unit", "activation_unit", ""),
         ("target_attention_scores", "target_attention_scores", ""),
         ("select_events", "select_events", ""),
         ("serving", "serving", "*"),

@@ -31,7 +31,6 @@ from torchrec_jagged_attn import (
     JaggedTargetAttention,
     SemanticIds,
     devices,
-    jagged_activation_unit,
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
@@ -196,15 +195,6 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
     module(zeros(4, 32), history).sum().backward()
 
 
-def unit(dtype: torch.dtype, width: int = 64, biased: bool = False, activation: Any = "sigmoid"):
-    shapes = (80, 4 * width), (80,), (40, 80), (40,), (1, 40), (1,)
-    layers = [zeros(*shape, dtype=FP32) for shape in shapes]
-    query, history = zeros(4, width, dtype=dtype), zeros(N, width, dtype=dtype)
-    biases = tables(1) if biased else {}
-    out = jagged_activation_unit(query, history, OFFSETS, *layers, activation=activation, **biases)
-    out.sum().backward()
-
-
 def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
     """Rows of highest scores."""
     segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
@@ -292,11 +282,6 @@ CASES = {
     "layer of rows, fp32": Case(
         (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
     ),
-    "unit": Case((80, 90), "activation_unit", lambda: unit(BF16)),
-    "unit, wide": Case((90,), "activation_unit", lambda: unit(BF16, 128)),
-    "unit, biased": Case(
-        (90,), "activation_unit", lambda: unit(BF16, biased=True, activation="silu")
-    ),
     "selection": Case((80, 90), "selection", lambda: selection(torch.zeros(N))),
     "selection in segments": Case(
         (90,),
@@ -304,7 +289,6 @@ CASES = {
         lambda: selection(torch.zeros(N, dtype=BF16), 2, torch.ones(4, 2, dtype=torch.int64)),
     ),
     "selection of the newest": Case((90,), "selection", lambda: selection(None)),
-    "unit, fp32": Case((80, 90), "activation_unit", lambda: unit(FP32)),
 }
 TYPES = {  # of parameters in PTX
     "pointer": {"u64"},

@@ -13,7 +13,6 @@ from tests.modules.target_attention_inputs import (
     draw_prior_weights,
     example,
     make_inputs,
-    zeros,
 )
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
@@ -142,12 +141,6 @@ def test_attention_weights_compile_once_for_all_batches(device):
         expected = module.attention_weights(*arguments).values()
         torch.testing.assert_close(compiled(*arguments).values(), expected)
     assert counter.frame_count == 1
-
-
-def test_attention_weights_of_an_activation_unit_are_refused():
-    module = JaggedTargetAttention(16, 1, score="din")
-    with pytest.raises(NotImplementedError, match="score must be one of softmax, silu, sigmoid f"):
-        module.attention_weights(torch.zeros(2, 16), zeros([2, 3], 16))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)

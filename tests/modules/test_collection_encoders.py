@@ -41,7 +41,7 @@ def test_encoder_layers_drop_what_the_config_says():
 
 @pytest.mark.parametrize(
     ("options", "heads"),
-    [({}, (8, 4)), ({"num_heads": 16}, (16, 16)), ({"score": "din"}, (1, 1))],
+    [({}, (8, 4)), ({"num_heads": 16}, (16, 16))],
     ids=str,
 )
 def test_heads_of_attention_and_of_encoder_layers(options, heads):

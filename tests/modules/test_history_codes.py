@@ -171,7 +171,6 @@ def test_copied_scripted_and_under_autocast(device):
         ({"history_codes": 3}, TypeError, "history_codes must be a DiscretePCA, SemanticIds or No"),
         ({"history_dim": 8}, ValueError, "history_dim must be 16 as history_codes is, got 8"),
         ({"keys_and_values": "explicit"}, ValueError, "history_codes must go with keys_and_value"),
-        ({"score": "din"}, ValueError, "history_codes must go with .* score='din'"),
         ({"value_projection": False}, ValueError, "history_codes must go with .*projection=False"),
     ],
 )

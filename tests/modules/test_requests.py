@@ -341,19 +341,13 @@ REFUSED = {
         {"candidates": "jagged", "candidate_features": "hist"},
         r"candidate_features must be no history of any attention, got \['hist'\]",
     ),
-    "din": (
-        TargetAttentionConfig("item", "hist", num_heads=1, score="din"),
-        {"candidates": "jagged"},
-        "score must be 'softmax', 'silu' or 'sigmoid' where candidates='jagged', got 'din'",
-    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_at_construction(case: str):
     config, arguments, message = REFUSED[case]
-    error = NotImplementedError if case == "din" else ValueError
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         TargetAttentionEmbeddingBagCollection([ITEM, table("t_user", "user")], config, **arguments)
 
 

@@ -385,7 +385,6 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
 )
 def test_as_many_heads_as_have_four_columns(embed_dim, num_heads):
     assert JaggedTargetAttention(embed_dim).num_heads == num_heads
-    assert JaggedTargetAttention(embed_dim, score="din").num_heads == 1
 
 
 def test_the_default_computes_the_same_while_training(device):

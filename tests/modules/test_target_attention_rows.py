@@ -234,13 +234,6 @@ def test_errors_name_the_argument(keys_and_values, indices, error, message):
         module(torch.zeros(2, 8), history, indices=indices)
 
 
-def test_an_activation_unit_refuses_them():
-    module = JaggedTargetAttention(8, 1, score="din")
-    history = JaggedTensor(torch.zeros(4, 8), lengths=torch.tensor([3, 4]))
-    with pytest.raises(NotImplementedError, match="indices must be None where score='din', got a"):
-        module(torch.zeros(2, 8), history, indices=torch.zeros(7).long())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["default", "values", "explicit"])
 def test_never_waits_for_the_device_and_repeats_are_bit_equal(name):

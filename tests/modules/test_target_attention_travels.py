@@ -52,10 +52,6 @@ def test_exports_without_a_value_projection(path, device):
     assert_exports(module, device)
 
 
-def test_exports_an_activation_unit(device):
-    assert_exports(JaggedTargetAttention(16, 1, score="din"), device)
-
-
 def test_values_are_the_rows_of_the_history(monkeypatch):
     """No copy of them, whatever their strides are."""
     seen = []
@@ -187,7 +183,9 @@ def test_copies_compute_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("names", [["length_power"], ["length_power", "length_bias"]], ids=str)
+@pytest.mark.parametrize(
+    "names", [["length_power"], ["length_power", "length_bias"], ["unit.0.weight"]], ids=str
+)
 def test_a_removed_parameter_is_refused(names, strict):
     table = EmbeddingBagConfig(
         name="t", embedding_dim=16, num_embeddings=9, feature_names=["item", "items"]

@@ -147,9 +147,7 @@ class _Attending(torch.nn.Module):
 
 
 def test_module_refuses():
-    with pytest.raises(
-        ValueError, match="score must be one of softmax, silu, sigmoid, din, got 'r"
-    ):
+    with pytest.raises(ValueError, match="score must be one of softmax, silu, sigmoid, got 'r"):
         JaggedTargetAttention(16, 2, score="relu")
     with pytest.raises(ValueError, match="keys_and_values must be 'auto' or 'absorbed' unless"):
         JaggedTargetAttention(16, 2, score="silu", keys_and_values="explicit")

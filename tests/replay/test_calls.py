@@ -19,7 +19,6 @@ from torchrec_jagged_attn import (
     array_jagged_bmm_jagged_out,
     checks,
     jagged2_softmax,
-    jagged_activation_unit,
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
@@ -335,28 +334,6 @@ def of_sigmoid_module(lengths, device):
     return of_module(lengths, device, score="sigmoid")
 
 
-def of_unit(lengths, device):
-    """Biased, and of weighted rows."""
-    shapes = {
-        "query": (len(lengths), 8),
-        "history": (sum(lengths), 8),
-        "weight_1": (5, 32),
-        "bias_1": (5,),
-        "weight_2": (3, 5),
-        "bias_2": (3,),
-        "weight_3": (1, 3),
-        "bias_3": (1,),
-        "position_bias": (9, 1),
-        "prior_weights": (sum(lengths),),
-    }
-    leaves = {
-        name: draw(*shape, device=device, seed=seed)
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
-    leaves["prior_weights"] = leaves["prior_weights"].detach().abs().requires_grad_()
-    return jagged_activation_unit, leaves, {"offsets": offsets_of(lengths, device)}
-
-
 def of_dense(lengths, device):
     """Products of rows by their sample's matrix, and of rows by rows, and softmax of columns."""
     leaves = {
@@ -435,7 +412,7 @@ KINDS = {
         of_weighted_target, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,
         of_dropped_weights_module, of_dropped_weights_explicit_module,
-        of_silu_target, of_sigmoid_module, of_unit,
+        of_silu_target, of_sigmoid_module,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows, of_module_by_index,
         of_jagged_module_of_rows_by_index, of_explicit_module_by_index, of_taken_rows,

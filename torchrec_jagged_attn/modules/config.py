@@ -68,17 +68,15 @@ class TargetAttentionConfig:
             (first) history. It is as wide as the histories together, and zeros where a history is
             empty. These keys come after all others, in the order of the attentions. Needs
             ``encoder_layers``.
-        score: ``"softmax"``, ``"silu"``, ``"sigmoid"`` or ``"din"``, as in
+        score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in
             :class:`JaggedTargetAttention`.
         value_projection: whether attention projects the rows that it pools; as in
             :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
-            projects with ``init="mha"`` or ``history_codes`` alone, and never for ``"din"``.
+            projects with ``init="mha"`` or ``history_codes`` alone.
         row_dropout: while training, the probability that a row of the history is left out of an
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         dropout: while training, the probability that a weight of an attention is set to zero, of
             encoder layers, too; as in :class:`JaggedTargetAttention`.
-        hidden_dims: of ``"din"``, as in :class:`JaggedTargetAttention`.
-        activation: of ``"din"``, likewise.
         history_codes: how the history comes packed in digits, if it does, as in
             :class:`JaggedTargetAttention`: a :class:`DiscretePCA`, fitted, whose basis is fixed or,
             if it is trainable, learned further; or :class:`SemanticIds`, whose digits are the rows.
@@ -108,7 +106,7 @@ class TargetAttentionConfig:
     recency_bias: bool = True
     init: Literal["recency", "mha"] = "recency"
     encoder_layers: int = 0
-    score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax"
+    score: Literal["softmax", "silu", "sigmoid"] = "softmax"
     value_projection: bool | None = None
     row_dropout: float = 0.0
     max_history: int | None = None
@@ -116,8 +114,6 @@ class TargetAttentionConfig:
     encoder_window: int | None = None
     user_column: bool = False
     dropout: float = 0.0
-    hidden_dims: tuple[int, int] = (80, 40)
-    activation: Literal["sigmoid", "silu", "relu"] = "sigmoid"
     history_codes: DiscretePCA | SemanticIds | None = None
     encoder_dropout: float = 0.0
     request_time: str | None = None
@@ -152,7 +148,7 @@ class TargetAttentionConfig:
             drops_of(getattr(self, name), name)
         if self.init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
-        check_score(self.score, also=("din",))
+        check_score(self.score)
         for name in ("encoder_causal", "encoder_window", "encoder_dropout", "user_column"):
             if getattr(self, name) and self.encoder_layers == 0:
                 raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
@@ -358,7 +354,6 @@ def keys_of_candidates(
     Raises:
         TypeError: ``candidate_features`` are no names.
         ValueError: an argument that is unknown, or does not fit the others.
-        NotImplementedError: an attention takes one target per sample alone.
     """
     check_names(candidate_features, "candidate_features")
     if candidates not in ("one", "jagged"):
@@ -372,11 +367,6 @@ def keys_of_candidates(
                 f"{list(candidate_features)} and candidates='one'"
             )
         return []
-    if any(config.score == "din" for config in attentions):
-        raise NotImplementedError(
-            "score must be 'softmax', 'silu' or 'sigmoid' where candidates='jagged', got 'din', "
-            "which takes one target per sample"
-        )
     features = {feature for table in tables for feature in table.feature_names}
     if unknown := [name for name in candidate_features if name not in features]:
         raise ValueError(

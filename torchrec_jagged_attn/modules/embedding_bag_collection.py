@@ -99,7 +99,6 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     Raises:
         TypeError: an argument is of another type.
         ValueError: tables, attentions and features of candidates do not fit together.
-        NotImplementedError: ``score="din"`` with ``candidates="jagged"``.
 
     Example:
         >>> tables = [

@@ -214,8 +214,6 @@ class TargetAttentionPooling(nn.Module):
                 row_dropout=config.row_dropout,
                 dropout=config.dropout,
                 history_codes=config.history_codes,
-                hidden_dims=config.hidden_dims,
-                activation=config.activation,
                 device=device,
             )
             for config, attention in zip(attentions, self._attentions, strict=True)
@@ -359,7 +357,7 @@ def _attention(
         for argument, names in (("target", config.targets), ("history", looked_up(config)))
     )
     user_key = f"user@{histories[0].key}" if config.user_column else ""
-    takes_indices = config.encoder_layers == 0 and config.score != "din"
+    takes_indices = config.encoder_layers == 0
     if config.history_codes is None:
         features, keys = [x.feature for x in histories], [x.key for x in histories]
         width, num_bytes = _width(histories), 0
@@ -369,7 +367,7 @@ def _attention(
         num_bytes = ids_of_codes(config.history_codes).num_bytes
     encoder_heads = config.num_heads
     if encoder_heads is None:
-        encoder_heads = min(4, check_target_heads(None, width, config.score))
+        encoder_heads = min(4, check_target_heads(None, width))
     return _Attention(
         targets, histories, features, keys, width, encoder_heads, num_bytes,
         config.timestamps or "", config.request_time or "", takes_indices, user_key,

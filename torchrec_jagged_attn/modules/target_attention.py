@@ -1,7 +1,6 @@
 """``JaggedTargetAttention``: a target item attends over its user's history."""
 
 # FX and torch.jit.script read annotations, so they are no strings here.
-import itertools
 from typing import Any, Literal
 
 import torch
@@ -11,14 +10,13 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.arguments import SCORES, Biases, MultiHeadArguments
+from torchrec_jagged_attn.arguments import Biases, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
     check_bool,
     check_finite,
     check_int,
     check_packed_values,
     check_score,
-    check_tensor,
     check_width,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
@@ -26,18 +24,11 @@ from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     Learned,
     Options,
-    UnitLayers,
     check_codes,
     check_inputs,
     check_over_codes,
     check_target_heads,
-    check_unit,
     ids_of_codes,
-)
-from torchrec_jagged_attn.ops.activation_unit import (
-    activation_unit,
-    call_activation_unit,
-    check_one_target,
 )
 from torchrec_jagged_attn.ops.attention_weights import attention_weights
 from torchrec_jagged_attn.ops.autocast import autocast_dtype, autocast_off
@@ -54,8 +45,8 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = ["JaggedTargetAttention"]
 
 
-REMOVED = ("length_power", "length_bias")
-"""Parameters of earlier versions, which state dicts may still have."""
+REMOVED = ("length_power", "length_bias", "unit.")
+"""How parameters of earlier versions begin, which state dicts may still have."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -80,7 +71,7 @@ class JaggedTargetAttention(nn.Module):
     Args:
         embed_dim: ``E``, width of outputs.
         num_heads: ``H``, a divisor of ``embed_dim``. ``None``, the default, is the most of 8, 4
-            and 2 that divides it into heads of at least four columns, else 1; for ``"din"``, 1.
+            and 2 that divides it into heads of at least four columns, else 1.
         history_dim: ``D``, width of history rows; ``embed_dim`` by default.
         target_dim: ``C``, width of targets; ``embed_dim`` by default.
         bias: whether the projections have biases.
@@ -98,10 +89,7 @@ class JaggedTargetAttention(nn.Module):
             ``"silu"`` or ``"sigmoid"``, see :func:`jagged_target_attention`. Of the latter two, the
             weights of a history have no sum in common: outputs grow with its length, and the bias
             of values is added once. Their scores have no bias of keys, their keys and values are
-            absorbed, and prior weights are refused. Or ``"din"``: a small network of a target and a
-            row weighs it, see :func:`jagged_activation_unit`. It has one head, one target per
-            sample, and ``C = D = E``, and values are not projected. Its parameters are those of
-            the network, ``unit``, alone, and the recency bias is the logarithm of a factor.
+            absorbed, and prior weights are refused.
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
             own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
@@ -109,15 +97,13 @@ class JaggedTargetAttention(nn.Module):
             parameters are ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with
             ``bias``, ``in_proj_bias`` ``[E]`` of queries alone: a bias of keys changes nothing.
             ``None``, the default, projects where it has to: where ``D`` is not ``E``, with
-            ``init="mha"`` or ``history_codes``; never for ``"din"``.
+            ``init="mha"`` or ``history_codes``.
         history_codes: how the history is packed in digits, if it is: its values are then ``[N,
             num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
             decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
             values. They are copied, as parameters if they are trainable there, else as buffers.
             Or, with :class:`SemanticIds` alone, rows are the digits themselves, ``D`` of them. Keys
             and values are absorbed, and values projected.
-        hidden_dims: sizes of the two hidden layers of ``"din"``, 1 to 128 each.
-        activation: of these: ``"sigmoid"``, ``"silu"`` or ``"relu"``.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         dropout: while training, the probability that a weight of a target, head and row is set to
@@ -133,12 +119,10 @@ class JaggedTargetAttention(nn.Module):
             is less than 1. ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``
             or ``dropout`` is no probability below one. ``age_bias`` goes without ``recency_bias``.
             Without a value projection, ``history_dim`` is not ``embed_dim``. Of another score than
-            the softmax, keys and values are explicit. For ``"din"``, there are several heads,
-            widths that differ, projected values, no ``bias``, a ``dropout`` or an unknown
-            ``activation``. With ``history_codes``, the ``history_dim`` is another, keys and values
-            are explicit, values are not projected, or the score is ``"din"``.
+            the softmax, keys and values are explicit. With ``history_codes``, the ``history_dim``
+            is another, keys and values are explicit, or values are not projected.
         NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
-            and values, is over 512; for ``"din"``, it is over 256 or a hidden size over 128.
+            and values, is over 512.
 
     Example:
         >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
@@ -162,19 +146,17 @@ class JaggedTargetAttention(nn.Module):
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
         keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
-        score: Literal["softmax", "silu", "sigmoid", "din"] = "softmax",
+        score: Literal["softmax", "silu", "sigmoid"] = "softmax",
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
         dropout: float = 0.0,
         history_codes: DiscretePCA | SemanticIds | None = None,
-        hidden_dims: tuple[int, int] = (80, 40),
-        activation: Literal["sigmoid", "silu", "relu"] = "sigmoid",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         embed_dim = check_int(embed_dim, "embed_dim", 0)
-        num_heads = check_target_heads(num_heads, embed_dim, score)
+        num_heads = check_target_heads(num_heads, embed_dim)
         check_bool(bias, "bias")
         check_bool(recency_bias, "recency_bias")
         check_bool(age_bias, "age_bias")
@@ -188,7 +170,7 @@ class JaggedTargetAttention(nn.Module):
             raise ValueError(
                 f"keys_and_values must be 'auto', 'absorbed' or 'explicit', got {keys_and_values!r}"
             )
-        check_score(score, also=("din",))
+        check_score(score)
         if keys_and_values == "explicit" and score != "softmax":
             raise ValueError(
                 "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
@@ -199,7 +181,7 @@ class JaggedTargetAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         if history_codes is not None:
             history_dim = check_codes(history_codes, history_dim)
-            check_over_codes(keys_and_values, score, value_projection)
+            check_over_codes(keys_and_values, value_projection)
             value_projection = True
         widths = {"history_dim": history_dim, "target_dim": target_dim}
         self.history_dim, self.target_dim = (
@@ -208,25 +190,18 @@ class JaggedTargetAttention(nn.Module):
         )
         check_width(self.history_dim, "history_dim")
         if value_projection is None:
-            value_projection = score != "din" and (self.history_dim != embed_dim or init == "mha")
-        if not value_projection and score != "din" and self.history_dim != embed_dim:
+            value_projection = self.history_dim != embed_dim or init == "mha"
+        if not value_projection and self.history_dim != embed_dim:
             raise ValueError(
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
                 f"{self.history_dim}"
             )
-        if score == "din":
-            check_unit(
-                embed_dim, num_heads, self.history_dim, self.target_dim, value_projection, bias,
-                dropout, hidden_dims, activation,
-            )  # fmt: skip
         if keys_and_values == "explicit":
             check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
         self.keys_and_values = keys_and_values
         self.score = score
         self.value_projection = value_projection
-        self.hidden_dims = tuple(hidden_dims)
-        self.activation = activation
         self.row_dropout = row_dropout
         self.dropout = dropout
         # Integers: compilers take a float for one that varies, and compile it twice.
@@ -254,21 +229,14 @@ class JaggedTargetAttention(nn.Module):
 
         # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
         self.in_proj_weight = self.v_proj_weight = self.in_proj_bias = self.out_proj = None
-        self.unit = None
-        if score == "din":
-            sizes = 4 * embed_dim, *hidden_dims, 1
-            self.unit = nn.ModuleList(
-                NonDynamicallyQuantizableLinear(*pair, device=device, dtype=dtype)
-                for pair in itertools.pairwise(sizes)
-            )
-        elif value_projection and self.history_dim == self.target_dim == embed_dim:
+        if value_projection and self.history_dim == self.target_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         else:
             self.q_proj_weight = parameter(embed_dim, self.target_dim)
             self.k_proj_weight = parameter(embed_dim, self.history_dim)
             if value_projection:
                 self.v_proj_weight = parameter(embed_dim, self.history_dim)
-        if bias and score != "din":
+        if bias:
             self.in_proj_bias = parameter((3 if value_projection else 1) * embed_dim)
         if value_projection:
             # As there: its weight is read, so it must not be replaced by a quantized one.
@@ -287,14 +255,6 @@ class JaggedTargetAttention(nn.Module):
                 getattr(self, f"history_{name}").copy_(value)
         if self.recency_bias is not None:
             self.recency_bias.reset_parameters()
-        if self.unit is not None:
-            layers = _layers_of(self.unit)
-            for layer in layers:
-                layer.reset_parameters()
-            if self.init == "recency":  # each row counts one
-                nn.init.zeros_(layers[2].weight)
-                nn.init.ones_(layers[2].bias)
-            return
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
@@ -325,11 +285,12 @@ class JaggedTargetAttention(nn.Module):
         """Refuse a state dict whose outputs were computed with parameters that are no longer here,
         strict or not.
         """
-        if removed := [name for name in REMOVED if f"{prefix}{name}" in state_dict]:
+        old = tuple(f"{prefix}{name}" for name in REMOVED)
+        if removed := [name for name in state_dict if name.startswith(old)]:
             raise RuntimeError(
-                f"state_dict must have no parameters that were removed from JaggedTargetAttention, "
-                f"got {[prefix + name for name in removed]}: delete these keys and train further, "
-                "since the outputs change, or load it with the version that saved it"
+                "state_dict must have no parameters that were removed from JaggedTargetAttention, "
+                f"got {removed}: delete these keys and train further, since the outputs change, or "
+                "load it with the version that saved it"
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -374,7 +335,6 @@ class JaggedTargetAttention(nn.Module):
             ValueError: a shape or a device does not fit, timestamps are missing, or given to a
                 module that learns nothing from them; or (on CPU, or under
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) offsets, indices or prior weights do not fit.
-            NotImplementedError: ``indices``, of ``score="din"``.
 
         Example:
             Both samples have the last row, which is there once:
@@ -388,25 +348,6 @@ class JaggedTargetAttention(nn.Module):
         if self.recency_bias is not None:
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
-        if self.unit is not None:
-            first, second, third = _layers_of(self.unit)
-            unit = UnitLayers(
-                first.weight,
-                first.bias,
-                second.weight,
-                second.bias,
-                third.weight,
-                third.bias,
-                position_bias,
-                age_bias,
-            )
-            if request_time is not None:
-                raise NotImplementedError(
-                    "request_time must be None where score='din', got a tensor"
-                )
-            return _pool_by_unit(
-                target, history, timestamps, prior_weights, indices, unit, self._options()
-            )
         if self.in_proj_weight is not None:
             weights = (self.in_proj_weight, None, None)
         else:
@@ -438,7 +379,6 @@ class JaggedTargetAttention(nn.Module):
             num_heads=self.num_heads,
             keys_and_values=self.keys_and_values,
             score=self.score,
-            activation=self.activation,
             row_drops=self._drops if self.training else 0,
             weight_drops=self._weight_drops if self.training else 0,
         )
@@ -472,7 +412,6 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError: as in :meth:`forward`, and where ``target`` is a JaggedTensor.
             ValueError: as in :meth:`forward`.
-            NotImplementedError: ``score`` is ``"din"``.
 
         Example:
             >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2, recency_bias=False)
@@ -482,10 +421,6 @@ class JaggedTargetAttention(nn.Module):
                     [0.5000, 0.5000],
                     [0.3333, 0.3333]])
         """
-        if self.unit is not None:
-            raise NotImplementedError(
-                f"score must be one of {', '.join(SCORES)} for attention weights, got 'din'"
-            )
         if isinstance(target, JaggedTensor):
             raise TypeError("target must be a tensor [B, C] or [B, T, C], got a JaggedTensor")
         if not isinstance(history, JaggedTensor):
@@ -540,11 +475,6 @@ class JaggedTargetAttention(nn.Module):
                 f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
                 if self._num_levels
-                else ""
-            )
-            + (
-                f", hidden_dims={self.hidden_dims}, activation={self.activation!r}"
-                if self.unit is not None
                 else ""
             )
         )
@@ -653,62 +583,6 @@ def _over_digits(
     return weight @ rows.T
 
 
-@torch.fx.wrap
-def _pool_by_unit(
-    target: Tensor | JaggedTensor,
-    history: JaggedTensor,
-    timestamps: Tensor | None,
-    prior_weights: Tensor | None,
-    indices: Tensor | None,
-    unit: UnitLayers,
-    options: Options,
-) -> Tensor:
-    """``JaggedTargetAttention.forward`` of ``score="din"``, with all it reads as arguments."""
-    if isinstance(target, JaggedTensor):
-        raise NotImplementedError(
-            "target must be a tensor [B, D], one target per sample, where score='din', got a "
-            "JaggedTensor"
-        )
-    if indices is not None:
-        raise NotImplementedError("indices must be None where score='din', got a tensor")
-    if not is_scripting() and not isinstance(history, JaggedTensor):
-        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
-    rows, offsets = history.values(), history.offsets()
-    dtype = unit.weight_3.dtype
-    if not is_scripting():
-        check_tensor(target, "target", "a tensor")
-        check_one_target(target, "target")
-        check_inputs(
-            target, None, rows, offsets, None, unit.age_bias, timestamps, None, prior_weights,
-            options,
-        )  # fmt: skip
-        dtype = _dtype_of_products(dtype, rows)
-    inputs = (
-        target.to(rows.dtype),
-        rows,
-        offsets,
-        unit.weight_1,
-        unit.bias_1,
-        unit.weight_2,
-        unit.bias_2,
-        unit.weight_3,
-        unit.bias_3,
-        unit.position_bias,
-        unit.age_bias,
-        timestamps,
-        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
-        prior_weights,
-        options.activation,
-    )
-    if not is_scripting():
-        return call_activation_unit(*inputs).to(dtype)
-    return _activation_unit(*inputs).to(dtype)
-
-
-def _layers_of(unit: nn.ModuleList) -> list[nn.Linear]:
-    return [layer for layer in unit if isinstance(layer, nn.Linear)]
-
-
 def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
     """That of the parameters, or of autocast."""
     of_autocast = autocast_dtype(rows)
@@ -717,4 +591,3 @@ def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
 
 # torch.jit.script takes the packet of an op, not its overloads.
 _multi_head_target_attention = multi_head_target_attention.overloadpacket
-_activation_unit = activation_unit.overloadpacket

@@ -6,10 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchrec_jagged_attn.checks import (
-    check_activation,
     check_float,
     check_heads,
-    check_hidden_dims,
     check_indices,
     check_indices_values,
     check_int,
@@ -30,12 +28,10 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 __all__ = [
     "Learned",
     "Options",
-    "UnitLayers",
     "check_codes",
     "check_inputs",
     "check_over_codes",
     "check_target_heads",
-    "check_unit",
     "ids_of_codes",
 ]
 
@@ -55,19 +51,6 @@ class Learned(NamedTuple):
     history_basis: Tensor | None
 
 
-class UnitLayers(NamedTuple):
-    """Layers and tables of an activation unit."""
-
-    weight_1: Tensor
-    bias_1: Tensor
-    weight_2: Tensor
-    bias_2: Tensor
-    weight_3: Tensor
-    bias_3: Tensor
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-
-
 class Options(NamedTuple):
     """What a module was made with, and what it drops now, in units of 2^-32."""
 
@@ -78,44 +61,17 @@ class Options(NamedTuple):
     num_heads: int
     keys_and_values: str
     score: str
-    activation: str
     row_drops: int
     weight_drops: int
 
 
-def check_target_heads(num_heads: int | None, embed_dim: int, score: str) -> int:
+def check_target_heads(num_heads: int | None, embed_dim: int) -> int:
     """How many heads there are, if ``num_heads`` divides ``embed_dim`` or is left open."""
     if num_heads is None:
         check_int(embed_dim, "embed_dim", 1)
         fitting = (h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h)
-        return 1 if score == "din" else next(fitting, 1)
+        return next(fitting, 1)
     return check_heads(num_heads, embed_dim)[0]
-
-
-def check_unit(
-    embed_dim: int,
-    num_heads: int,
-    history_dim: int,
-    target_dim: int,
-    value_projection: bool,
-    bias: bool,
-    dropout: float,
-    hidden_dims: tuple[int, int],
-    activation: str,
-) -> None:
-    """What an activation unit has no use for must be left as it is."""
-    for name, got, wanted in (
-        ("num_heads", num_heads, 1),
-        ("value_projection", value_projection, False),
-        ("bias", bias, True),
-        ("dropout", dropout, 0.0),
-        ("history_dim", history_dim, embed_dim),
-        ("target_dim", target_dim, embed_dim),
-    ):
-        if got != wanted:
-            raise ValueError(f"{name} must be {wanted} where score='din', got {got}")
-    check_hidden_dims(hidden_dims, embed_dim)
-    check_activation(activation)
 
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:
@@ -140,13 +96,13 @@ def ids_of_codes(history_codes: DiscretePCA | SemanticIds) -> SemanticIds:
     return history_codes.ids if isinstance(history_codes, DiscretePCA) else history_codes
 
 
-def check_over_codes(keys_and_values: str, score: str, value_projection: bool | None) -> None:
+def check_over_codes(keys_and_values: str, value_projection: bool | None) -> None:
     """Digits are attended as they are, and their values are made of what is pooled."""
-    if keys_and_values == "explicit" or score == "din" or value_projection is False:
+    if keys_and_values == "explicit" or value_projection is False:
         raise ValueError(
-            "history_codes must go with keys_and_values 'auto' or 'absorbed', another score than "
-            f"'din' and a value projection, got keys_and_values={keys_and_values!r}, "
-            f"score={score!r} and value_projection={value_projection}"
+            "history_codes must go with keys_and_values 'auto' or 'absorbed' and a value "
+            f"projection, got keys_and_values={keys_and_values!r} and "
+            f"value_projection={value_projection}"
         )
 
 
@@ -207,7 +163,7 @@ def check_inputs(
         prior_weights=prior_weights,
     )
     if prior_weights is not None:
-        check_score("softmax" if options.score == "din" else options.score, prior_weights)
+        check_score(options.score, prior_weights)
         check_prior_weights(prior_weights, num_places)
     check_offsets_values(offsets, num_places, "history.offsets()")
     if indices is not None:

@@ -3,7 +3,6 @@
 # Programs have these ops.
 import torchrec_jagged_attn.ops.multi_head_target_attention  # noqa: F401
 from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.ops.activation_unit import jagged_activation_unit
 from torchrec_jagged_attn.ops.flash_attention import jagged_flash_attention
 from torchrec_jagged_attn.ops.interaction import (
     array_jagged_bmm_jagged_out,
@@ -22,7 +21,6 @@ __all__ = [
     "array_jagged_bmm_jagged_out",
     "implementation",
     "jagged2_softmax",
-    "jagged_activation_unit",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",

@@ -10,7 +10,6 @@ from torchrec_jagged_attn.testing.cases import (
 )
 from torchrec_jagged_attn.testing.oracles import (
     ScoreBiases,
-    activation_unit,
     flash_attention_oracle,
     recency_bias_oracle,
     target_attention_oracle,
@@ -27,7 +26,6 @@ __all__ = [
     "Case",
     "RoundingErrors",
     "ScoreBiases",
-    "activation_unit",
     "assert_close",
     "assert_matches_oracle",
     "flash_attention_oracle",

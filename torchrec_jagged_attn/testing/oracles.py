@@ -14,7 +14,6 @@ from torch import Tensor
 
 __all__ = [
     "ScoreBiases",
-    "activation_unit",
     "flash_attention_oracle",
     "recency_bias_oracle",
     "target_attention_oracle",
@@ -110,41 +109,6 @@ def _own_scores_oracle(
             weights = weights * weight_factors[q_begin:q_end, :, begin:end]
         outs.append(torch.einsum("thn,nd->thd", weights, x))
     return torch.cat(outs)
-
-
-def activation_unit(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    bias_2: Tensor,
-    weight_3: Tensor,
-    bias_3: Tensor,
-    *,
-    activation: str = "sigmoid",
-    **biases: Tensor | None,
-) -> Tensor:
-    """``jagged_activation_unit`` by the network on each row's features, padded: the oracle in fp64,
-    and the plain formula in the inputs' dtype.
-    """
-    added = ScoreBiases(bias=None, **biases)  # it has no bias [N, H]
-    activate = {"sigmoid": torch.sigmoid, "silu": F.silu, "relu": F.relu}[activation]
-    index, real = _padding(offsets, history.shape[0])
-    u = _pad(history, index)  # [B, L, D]
-    q = query.unsqueeze(1).expand_as(u)
-    x = torch.cat([q, u, q - u, q * u], -1)
-    for weight, bias in ((weight_1, bias_1), (weight_2, bias_2)):
-        x = activate(F.linear(x, weight.to(x.dtype), bias.to(x.dtype)))
-    weights = F.linear(x, weight_3.to(x.dtype), bias_3.to(x.dtype)).squeeze(-1)
-    logs = recency_bias_oracle(offsets, added)
-    if logs is not None:
-        weights = weights * _pad(logs.exp().squeeze(1), index)
-    if added.prior_weights is not None:
-        weights = weights * _pad(added.prior_weights, index)
-    weights = weights.masked_fill(~real, 0).to(u.dtype)
-    return torch.einsum("bl,bld->bd", weights, u)
 
 
 def recency_bias_oracle(offsets: Tensor, biases: ScoreBiases) -> Tensor | None:
@@ -258,18 +222,3 @@ def _bias_of_rows(
     left = prior_weights > 0
     logs = prior_weights.masked_fill(~left, 1).log().unsqueeze(1).to(dtype)
     return logs if bias is None else bias + logs, left
-
-
-def _padding(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """``[B, L]`` row numbers of a padded batch, and which of them are real."""
-    length = int(offsets.diff().max()) if offsets.numel() > 1 else 0
-    index = offsets[:-1, None] + torch.arange(length, device=offsets.device)
-    real = index < offsets[1:, None]
-    return index.masked_fill(~real, num_rows), real
-
-
-def _pad(x: Tensor, index: Tensor) -> Tensor:
-    """``[B, L, …]``: rows of ``x``, and zeros where there is none of such a number."""
-    real = index < x.shape[0]
-    padded = x.new_zeros(*index.shape, *x.shape[1:])
-    return padded.index_put((real,), x.index_select(0, index[real]))
