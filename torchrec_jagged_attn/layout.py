@@ -116,7 +116,7 @@ def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:
         JaggedLayout(offsets, num_rows).validate(name)
 
 
-def check_order(timestamps: Tensor, offsets: Tensor) -> None:
+def check_order(timestamps: Tensor, offsets: Tensor, name: str = "timestamps") -> None:
     """``timestamps`` must not decrease within a sample; skipped where reading would wait."""
     if not should_validate(timestamps):
         return
@@ -125,6 +125,6 @@ def check_order(timestamps: Tensor, offsets: Tensor) -> None:
     if (wrong := torch.nonzero(decreases)).numel():
         at = int(wrong[0])
         raise ValueError(
-            "timestamps must not decrease within a sample, the oldest event first, got "
+            f"{name} must not decrease within a sample, from the oldest event to the newest, got "
             f"{timestamps[at].item()} then {timestamps[at + 1].item()} at position {at + 1}"
         )

@@ -288,6 +288,11 @@ BAD_BATCHES = {
     ),
     "shifted-history": ({"hist2": [[4], [5], [6]]}, "'hist2' .* got 1 and 2 in sample 0"),
     "shorter-timestamps": ({"time": [[1], [], [1]]}, "'time' must be as long as 'hist'"),
+    "newest-first": (
+        {"hist": [[4, 5], [], [6]], "hist2": [[4, 5], [], [6]], "time": [[9, 8], [], [1]]},
+        "timestamps 'time' must not decrease within a sample, from the oldest event to the newest, "
+        "got 9 then 8 at position 1",
+    ),
     "no-timestamps": ({"time": None}, r"features must have the timestamps \['time'\], got"),
     "no-request-time": ({"now": None}, r"features must have the request_time \['now'\], got"),
     "two-request-times": (

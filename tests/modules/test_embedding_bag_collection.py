@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM, DLRM_DCN
@@ -218,6 +219,47 @@ def test_the_device_is_where_the_tables_are():
         torch.set_default_device(None)
     assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR).device == CPU
     assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=CPU).to(meta).device == meta
+
+
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+@pytest.mark.parametrize("candidates", ["one", "jagged"])
+@pytest.mark.parametrize("name", [*SCENARIOS, "encoded"])
+def test_shapes_without_values(name: str, candidates: str, mode: str):
+    """Of as many ids of each key as there are samples."""
+    scenario = dataclasses.replace((SCENARIOS | {"encoded": ENCODED})[name], candidates=candidates)
+    keys, meta = keys_of(scenario), torch.device("meta")
+    context = meta if mode == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+    with context:
+        collection = TargetAttentionEmbeddingBagCollection(
+            scenario.tables,
+            scenario.attentions,
+            scenario.is_weighted,
+            single_lookup=scenario.single_lookup,
+            candidates=candidates,
+        )
+        features = KeyedJaggedTensor(
+            keys,
+            torch.zeros(3 * len(keys), dtype=torch.int64),
+            torch.zeros(3 * len(keys)) if scenario.is_weighted else None,
+            lengths=torch.ones(3 * len(keys), dtype=torch.int64),
+            length_per_key=[3] * len(keys),
+        )
+        pooled = collection(features)
+        pooled.values().sum().backward()
+    assert pooled.values().shape == (3, sum(pooled.length_per_key()))
+    assert all(parameter.grad is not None for parameter in collection.parameters())
+
+
+def test_ids_on_meta_are_taken_for_one_of_each_key_in_each_sample():
+    meta = torch.device("meta")
+    lengths = torch.tensor([1, 1, 0, 3, 1, 1], device=meta)
+    features = KeyedJaggedTensor(
+        ["item", "hist", "user"], torch.zeros(7, dtype=torch.int64, device=meta), lengths=lengths
+    )
+    tables = [ITEM, table("t_user", "user")]
+    expected = EmbeddingBagCollection(tables, device=meta)(features).values()
+    collection = TargetAttentionEmbeddingBagCollection(tables, PAIR, device=meta)
+    assert collection(features).values().shape == expected.shape == (2, 24)
 
 
 def test_state_dict_round_trip():

@@ -168,7 +168,6 @@ def test_bias_by_position(name, path, device):
             "microseconds-since-1970",
             "days-in-fp64",
             "seconds-in-int32",
-            "unordered",
             "all-equal",
         ],
         ["one-head", "targets-48", "fp16-64"],
@@ -184,16 +183,25 @@ def test_bias_by_age(name, times, path, device):
     generator = torch.Generator().manual_seed(2)
     ages = 2 ** (40 * torch.rand(len(inputs["history"]), generator=generator, dtype=torch.float64))
     lengths = inputs["offsets"].diff().tolist()
-    unordered, ages = ages, torch.cat([a.sort(descending=True)[0] for a in ages.split(lengths)])
+    ages = torch.cat([a.sort(descending=True)[0] for a in ages.split(lengths)])
     timestamps = {
         "seconds-since-1970": NOW - (ages / 2**10).long(),
         "microseconds-since-1970": NOW * 10**6 - ages.long(),
         "days-in-fp64": NOW / 86400 - ages / 2**30,
         "seconds-in-int32": (NOW - (ages / 2**10).long()).int(),
-        "unordered": NOW - unordered.long(),
         "all-equal": torch.full_like(ages, NOW).long(),
     }[times]
     assert_right(module, inputs, timestamps=timestamps.to(device))
+
+
+def test_timestamps_that_decrease_are_refused():
+    """Within a sample alone: of one to the next they may."""
+    module = projected(16, 2, age_bias=True)
+    history = JaggedTensor(torch.zeros(5, 16), lengths=torch.tensor([2, 0, 3]))
+    target = torch.zeros(3, 16)
+    module(target, history, timestamps=torch.tensor([8, 9, 1, 1, 2]))
+    with pytest.raises(ValueError, match=r"timestamps must not decrease .* got 2 then"):
+        module(target, history, timestamps=torch.tensor([8, 9, 1, 2, 1]))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torchrec_jagged_attn.checks import (
     check_float,
     should_validate,
 )
+from torchrec_jagged_attn.layout import check_order
 
 __all__ = [
     "check_bags",
@@ -26,6 +27,7 @@ __all__ = [
     "has_no_sample",
     "of_each_sample",
     "one_sample_without_ids",
+    "with_counts",
     "without_samples",
 ]
 
@@ -43,6 +45,29 @@ def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
         sequence.weights_or_none(),
     )
     return JaggedTensor(values, lengths=lengths, weights=weights)
+
+
+def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """On the meta device, where nobody knows how many ids a key has: one in each sample.
+
+    ``length_per_key`` is taken if it is given. Without it TorchRec divides the ids among the keys,
+    which makes neither one id of a target in each sample nor keys of equal lengths.
+    """
+    if not isinstance(features, KeyedJaggedTensor) or not features.values().is_meta:
+        return features
+    num_keys, num_samples = len(features.keys()), features.stride()
+    each, left = divmod(features.values().numel(), num_keys)
+    if features.length_per_key_or_none() not in (None, [each + left, *[each] * (num_keys - 1)]):
+        return features
+    weights, count = features.weights_or_none(), num_keys * num_samples
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values().new_empty(count),
+        weights=None if weights is None else weights.new_empty(count),
+        lengths=features.lengths(),
+        stride=num_samples,
+        length_per_key=[num_samples] * num_keys,
+    )
 
 
 def has_no_sample(features: KeyedJaggedTensor) -> bool:
@@ -123,6 +148,9 @@ def check_features(
             raise ValueError("features of several batch sizes must have inverse_indices, got none")
     if should_validate(features.values()) and features.stride() > 0:
         _check_ids(features, num_embeddings)
+        for name in (name for name, of in others.items() if of == "timestamps"):
+            times = features[name]  # before histories are cut to their newest rows
+            check_order(times.values(), times.offsets(), f"timestamps {name!r}")
 
 
 def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> None:

@@ -21,6 +21,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
     check_pooled_weights,
     has_no_sample,
     one_sample_without_ids,
+    with_counts,
     without_samples,
 )
 from torchrec_jagged_attn.modules.config import (
@@ -309,6 +310,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         features = maybe_td_to_kjt(features)
         keep_dtype = is_empty = False
         if not is_scripting():
+            features = with_counts(features)
             _check_features(
                 features,
                 self._num_embeddings,

@@ -5,6 +5,7 @@ from torch import nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_jagged_attn.checks import has_values
 from torchrec_jagged_attn.modules.batch_checks import check_equal_keys
 
 __all__ = ["HistoryTruncation"]
@@ -30,6 +31,8 @@ class HistoryTruncation(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """``features`` with the same keys and samples, and no more rows than the limits.
 
+        Where there are no values, as on the meta device or in FakeTensorMode, no row is dropped.
+
         Raises:
             ValueError: keys of one history differ in length.
         """
@@ -43,6 +46,8 @@ def _truncate(
     if not is_scripting():
         for keys in histories:
             check_equal_keys(features, keys)  # they would look alike once they are cut
+        if not torch.compiler.is_compiling() and not has_values(features.lengths()):
+            return features
     old, weights = features.lengths(), features.weights_or_none()
     new = old.clone()
     begin = 0

@@ -334,7 +334,8 @@ class JaggedTargetAttention(nn.Module):
                 a dtype does not fit.
             ValueError: a shape or a device does not fit, timestamps are missing, or given to a
                 module that learns nothing from them; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) offsets, indices or prior weights do not fit.
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) offsets, indices or prior weights do not fit,
+                or timestamps decrease within a sample.
 
         Example:
             Both samples have the last row, which is there once:

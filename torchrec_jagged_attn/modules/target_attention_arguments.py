@@ -21,7 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
     check_timestamps,
 )
-from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.layout import check_offsets_values, check_order
 from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
@@ -166,6 +166,8 @@ def check_inputs(
         check_score(options.score, prior_weights)
         check_prior_weights(prior_weights, num_places)
     check_offsets_values(offsets, num_places, "history.offsets()")
+    if timestamps is not None:
+        check_order(timestamps, offsets)
     if indices is not None:
         check_indices_values(indices, rows.shape[0])
     if query_offsets is not None:
