@@ -472,7 +472,6 @@ def _language(
         reshape=lambda block, shape: Block(block.values.reshape(shape)),
         expand_dims=lambda block, axis: Block(np.expand_dims(_values(block), axis)),
         convert_layout=lambda block, layout: block,
-        multiple_of=lambda ptrs, values: ptrs,
         allocate_shared_memory=allocate,
         to_tensor=lambda x: Block(x if isinstance(x, bool) else np.int32(x)),
         warp_specialize=warp_specialize,

@@ -30,14 +30,7 @@ from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = [
-    "age_buckets",
-    "backward",
-    "bias_of_keys",
-    "compute_dtype",
-    "forward",
-    "recency_buckets",
-]
+__all__ = ["backward", "bias_of_keys", "compute_dtype", "forward"]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
@@ -103,7 +96,7 @@ def backward(
     if relative_bias is not None:
         layout = JaggedLayout.from_lengths(torch.maximum(x.q_offsets.diff(), x.kv_offsets.diff()))
         distances = torch.arange(layout.num_rows) - layout.offsets[:-1][layout.sample_ids()]
-        bucket_of_distance = recency_buckets(distances, len(relative_bias))
+        bucket_of_distance = _recency_buckets(distances, len(relative_bias))
         grad_by_distance = x.q.new_zeros(len(distances), x.q.shape[1], dtype=torch.float64)
     grad_out, grads = grad_out.to(x.q.dtype).contiguous(), (grad_k, grad_v, grad_bias_HN)
     if (compiled := extension.library()) is None:
@@ -293,7 +286,7 @@ def _by_distance(
         return None
     lengths = torch.maximum(q_offsets.diff(), kv_offsets.diff())
     distances = torch.arange(int(lengths.max()) if len(lengths) else 0)
-    buckets = recency_buckets(distances, len(relative_bias))
+    buckets = _recency_buckets(distances, len(relative_bias))
     return relative_bias.to(dtype)[buckets].contiguous()
 
 
@@ -315,14 +308,14 @@ def bias_of_keys(
         newest = (kv_offsets[1:] - 1).index_select(0, samples)
         if position_bias is not None:
             rows = torch.arange(num_keys, device=kv_offsets.device)
-            positions = recency_buckets(newest - rows, len(position_bias))
+            positions = _recency_buckets(newest - rows, len(position_bias))
             terms.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             if request_time is None:
                 reference = timestamps.index_select(0, newest)
             else:
                 reference = request_time.index_select(0, samples)
-            ages = age_buckets(reference, timestamps, len(age_bias))
+            ages = _age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
         dropped = dropped_rows(row_dropout, num_keys).unsqueeze(1)
@@ -332,16 +325,16 @@ def bias_of_keys(
     return total, (positions, ages)
 
 
-def age_buckets(reference: Tensor, times: Tensor, num_buckets: int) -> Tensor:
+def _age_buckets(reference: Tensor, times: Tensor, num_buckets: int) -> Tensor:
     """Buckets of the ages ``reference - times``, zero where that is negative.
 
     The last bucket is that of ages that no int64 holds.
     """
     if times.is_floating_point():
-        return recency_buckets((reference - times).clamp(min=0), num_buckets)
+        return _recency_buckets((reference - times).clamp(min=0), num_buckets)
     reference, times = reference.long(), times.long()
     ages = (reference - times).masked_fill_(reference <= times, 0)
-    return recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
+    return _recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
 
 
 def _bias_gradient(
@@ -364,7 +357,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
+def _recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
     """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
     fp32, at most the last bucket: four buckets per octave below 2^32, and one per octave above.
 

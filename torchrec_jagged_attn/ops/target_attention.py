@@ -155,8 +155,7 @@ def jagged_target_attention(
     query, history = cast_as_products(query, history)
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     per_sample = _check_arguments(
-        query, history, offsets, biases, prior_weights, score, query_offsets=query_offsets,
-        indices=indices, num_levels=num_levels,
+        query, history, offsets, biases, prior_weights, score, query_offsets, indices, num_levels
     )  # fmt: skip
     if per_sample:
         query = query.unsqueeze(1)
@@ -179,9 +178,9 @@ def _check_arguments(
     biases: Biases,
     prior_weights: Tensor | None,
     score: str,
-    query_offsets: Tensor | None = None,
-    indices: Tensor | None = None,
-    num_levels: int | None = None,
+    query_offsets: Tensor | None,
+    indices: Tensor | None,
+    num_levels: int | None,
 ) -> bool:
     """Check what :func:`jagged_target_attention` is given, but for values and probabilities.
 

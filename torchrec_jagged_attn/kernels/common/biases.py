@@ -19,7 +19,7 @@ def recency_bucket(distance, num_buckets):
     """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
     fp32, at most the last bucket; that of infinity.
 
-    Read from the bits of the number, as ``recency_buckets`` of ``cpu/attention.py`` does.
+    Read from the bits of the number, as ``_recency_buckets`` of ``cpu/attention.py`` does.
     """
     bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
     if distance.dtype != tl.int32:
