@@ -11,6 +11,15 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.modules.collection_scenarios import (
@@ -456,3 +465,29 @@ def test_pooled_rows_that_fbgemm_cannot_copy_to_their_samples(said, error, messa
 
     with pytest.raises(error, match=message):
         collection(features)
+
+
+@pytest.mark.parametrize(
+    "wrapper", [ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection]
+)
+def test_wrappers_that_hash_are_refused(wrapper: type):
+    """With what to do instead: hash before the collection."""
+    hashing = MCHManagedCollisionModule(
+        zch_size=NUM_IDS,
+        device=torch.device("cpu"),
+        input_hash_size=1000,
+        eviction_interval=2,
+        eviction_policy=DistanceLFU_EvictionPolicy(),
+    )
+    hashes = ManagedCollisionCollection({ITEM.name: hashing}, [ITEM])
+    collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
+    with pytest.raises(NotImplementedError, match="hash features by the ManagedCollisionCollectio"):
+        wrapper(collection, hashes)
+    features = KeyedJaggedTensor(
+        ["item", "hist"], torch.tensor([900, 7, 7, 900]), lengths=torch.tensor([1, 3])
+    )
+    for _ in range(3):  # it learns first
+        hashed = hashes(features)
+    target, *history = hashed.values().tolist()
+    assert history[2] == target != history[0] == history[1]
+    assert collection(hashed).values().isfinite().all()

@@ -377,6 +377,15 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         ]
         return tables + self._tables_of_codes
 
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Refused: TorchRec's ManagedCollision wrappers ask for them, which take no attention."""
+        raise NotImplementedError(
+            "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection must "
+            "have a collection of TorchRec's, got a TargetAttentionEmbeddingBagCollection: hash "
+            "features by the ManagedCollisionCollection before they are given to it, see "
+            "'Ids without a bound' in docs/how_to/dlrm.md"
+        )
+
     def is_weighted(self) -> bool:
         """Whether batches have weights."""
         return self._is_weighted
