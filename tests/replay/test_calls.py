@@ -704,29 +704,18 @@ def test_a_scale_that_changes(device, monkeypatch, programs):
         assert torch.equal(attend(scale=0.7), expected)
 
 
-@pytest.mark.parametrize("scales", [[1.0, 1, True, 1.0], [0.0, -0.0, 0.0]], ids=str)
+@pytest.mark.parametrize("scales", [[1.0, 1, 1.0], [0.0, -0.0, 0.0]], ids=str)
 def test_numbers_that_are_equal_but_not_the_same(scales, device, monkeypatch):
     attend, leaves, rest = of_flash(LENGTHS[0], device)
     for scale in scales:
         call = attend, leaves, rest | {"scale": scale}
-        is_converted = not isinstance(scale, float)
-        with contextlib.nullcontext() if is_converted else must_replay(monkeypatch):
+        with must_replay(monkeypatch):
             found = results_of(*call)
         with monkeypatch.context() as patch:
             patch.setattr(calls, "ENABLED", False)
             expected = results_of(*call)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x.view(torch.int32), y.view(torch.int32))  # zeros have signs
-
-
-def test_a_scale_whose_value_may_change(device, programs):
-    attend, leaves, rest = of_target(LENGTHS[0], device)
-    scale = torch.tensor(0.5)
-    out = attend(**leaves, **rest, scale=scale)
-    scale.fill_(2)
-    assert torch.equal(attend(**leaves, **rest, scale=scale), attend(**leaves, **rest, scale=2.0))
-    assert not torch.equal(attend(**leaves, **rest, scale=scale), out)
-    assert len(programs) <= 1
 
 
 def test_what_does_not_fit_is_refused_after_replays(device, monkeypatch, programs):

@@ -828,7 +828,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.div: _elementwise(torch.ops.aten.div.Tensor),
     Tensor.sub: _elementwise(torch.ops.aten.sub.Scalar),
     Tensor.ne: _elementwise(torch.ops.aten.ne.Scalar),
-    Tensor.__eq__: _elementwise(torch.ops.aten.eq.Scalar),
+    Tensor.le: _elementwise(torch.ops.aten.le.Scalar),
     Tensor.masked_fill: _elementwise(torch.ops.aten.masked_fill.Scalar),
     Tensor.cumsum: _elementwise(torch.ops.aten.cumsum.default),
     Tensor.argsort: _argsort,
