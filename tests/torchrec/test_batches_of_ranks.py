@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -21,6 +22,8 @@ from tests.torchrec.two_ranks import dense_optimizer, load, optimize_tables, run
 from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
 
 KEYS = ["item", "hist", "user", "times"]
+PIPELINED = [(3, 3), (3, 0), (0, 2)]
+"""Samples of each rank, step by step."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "one candidate": {},
     "requests": {"candidates": "jagged"},
@@ -57,9 +60,7 @@ def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
     return TensorDict(of_keys, batch_size=[features.stride()])
 
 
-def sharded(
-    collection: TargetAttentionEmbeddingBagCollection, **fused_params: Any
-) -> DistributedModelParallel:
+def sharded(collection: nn.Module, **fused_params: Any) -> DistributedModelParallel:
     """By table: of two ranks, one has the attended table, and the other the pooled one."""
     state = {name: value.clone() for name, value in collection.state_dict().items()}
     optimize_tables(collection)
@@ -96,6 +97,28 @@ def losses_of_half(_: torch.device) -> Tensor:
     return torch.stack(losses)
 
 
+class Loss(nn.Module):
+    """What a pipeline takes."""
+
+    def __init__(self, collection: TargetAttentionEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        pooled = self.collection(features).values()
+        return pooled.square().sum(), pooled.detach()
+
+
+def pipelined(sizes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The shapes that this rank puts out in a training pipeline."""
+    model = sharded(Loss(make_collection()))
+    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
+    batches = iter([make_batch(of_ranks[dist.get_rank()]) for of_ranks in sizes])
+    shapes = [tuple(pipeline.progress(batches).shape) for _ in sizes]
+    assert len(pipeline._pipelined_modules) == 2
+    return shapes
+
+
 def results(_: torch.device) -> dict[str, Tensor]:
     """What this rank puts out, for each case."""
     rank, outputs = dist.get_rank(), {}
@@ -110,6 +133,7 @@ def results(_: torch.device) -> dict[str, Tensor]:
         out.square().sum().backward()
         outputs[f"{name} tensordict"] = out.detach()
     outputs["half"] = losses_of_half(_)
+    outputs["pipelined"] = torch.tensor(pipelined(PIPELINED))
     return outputs
 
 
@@ -130,6 +154,12 @@ def test_ranks_without_a_sample(on_ranks: list[dict[str, Tensor]], name: str, si
     for outputs, size in zip(on_ranks, sizes, strict=True):
         assert outputs[f"{name} {sizes}"].shape == (size, expected(name, 3).shape[1])
         torch.testing.assert_close(outputs[f"{name} {sizes}"], expected(name, size))
+
+
+def test_ranks_without_a_sample_in_a_pipeline(on_ranks: list[dict[str, Tensor]]):
+    for rank, outputs in enumerate(on_ranks):
+        expected = [[sizes[rank], 24] for sizes in PIPELINED]
+        assert outputs["pipelined"].tolist() == expected
 
 
 @pytest.mark.parametrize("name", OPTIONS)

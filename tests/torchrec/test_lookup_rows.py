@@ -289,7 +289,7 @@ def trained(
     optimizer = dense_optimizer(model)
 
     def look(_module: nn.Module, inputs: tuple, keywords: dict[str, Tensor]) -> None:
-        if "indices" in keywords:
+        if keywords["indices"] is not None:
             seen.append((inputs[1].values().shape[0], keywords["indices"].shape[0]))
 
     for attention in collection_of(model).pooling.attentions:

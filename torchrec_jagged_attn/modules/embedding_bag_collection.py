@@ -333,8 +333,6 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         bags: KeyedTensor | None = None
         if self.embedding_bag_collection is not None:
             bags = self.embedding_bag_collection(looked_up)
-        if not is_scripting() and is_empty:
-            sequences = without_samples(sequences)
         indices: dict[str, Tensor] | None = None
         if not is_scripting():
             indices = {}
@@ -342,6 +340,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 # After the lookup of bags has begun: this waits for the rows.
                 sequences[at], found = take_rows(sequences[at], keys)
                 indices |= {keys[name]: places for name, places in found.items()}
+            if is_empty:
+                sequences = without_samples(sequences)
         return self.pooling(features, sequences, bags, indices, keep_dtype, is_empty)
 
     def reset_parameters(self) -> None:

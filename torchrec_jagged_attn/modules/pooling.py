@@ -288,7 +288,10 @@ class TargetAttentionPooling(nn.Module):
             target: Tensor | JaggedTensor = _join([targets[x.key] for x in attention.targets])
             if self._is_of_requests:
                 target = _of_samples(_join([targets[x.key] for x in attention.targets]), candidates)
-            blocks.append(attend(target, history, timestamps, weights, gathered, request_time))
+            pooled_history = attend(
+                target, history, timestamps, weights, indices=gathered, request_time=request_time
+            )
+            blocks.append(pooled_history)
             if attention.user_key != "":
                 of_samples.append(_newest_rows(history))
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
