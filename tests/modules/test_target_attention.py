@@ -734,7 +734,7 @@ def test_prior_weights(name, recency, targets, path, device):
 def test_removed_rows_are_an_empty_history(path, device):
     module = projected(16, 2, **path).to(device)
     for parameter in module.parameters():
-        nn.init.normal_(parameter)
+        nn.init.normal_(parameter, std=0.2)
     target = torch.randn(3, 4, 16, device=device)
     rows = torch.randn(9, 16, device=device)
     lengths = torch.tensor([3, 4, 2], device=device)

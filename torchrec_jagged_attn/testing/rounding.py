@@ -27,14 +27,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["DEVIATIONS", "RoundingErrors"]
@@ -102,13 +101,15 @@ class RoundingErrors(TorchDispatchMode):
 
     def rounded(self, out: Tensor) -> Tensor:
         """What rounding ``out`` to the dtype adds to its :meth:`squares`."""
-        return (out.abs() * self.unit + self.least).square_().nan_to_num_(0, 0, 0)
+        return out.square().mul_(self.unit**2).add_(self.least**2).nan_to_num_(0, 0, 0)
 
     def summed(self, num_terms: Tensor | float, out: Tensor, squares: Tensor) -> Tensor:
         """What the partial sums of ``out`` add to its :meth:`squares`; given those of the terms."""
         out2 = out.square()
-        alike = out2.square() / squares.clamp(min=1e-300) / (2 * DEVIATIONS) ** 2
-        return (out2 / 3 + squares / 6 + alike) * num_terms * self.unit_of_sums**2
+        alike = out2 / squares.clamp(min=1e-300) / (2 * DEVIATIONS) ** 2
+        return (out2 * (alike + 1 / 3)).add_(squares, alpha=1 / 6) * (
+            num_terms * self.unit_of_sums**2
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run ``func`` and its rule."""
@@ -120,40 +121,39 @@ class RoundingErrors(TorchDispatchMode):
         if into is not None:
             return self._write(func, name, into, args, kwargs)
         out = func(*args, **kwargs)
-        leaves = pytree.tree_leaves(out)
-        if name in EXACT or not any(_is_float(x) and x.numel() for x in leaves):
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        if name in EXACT or not any(_is_float(x) and x.numel() for x in outs):
             return out
-        if any(_is_float(x) and x.dtype != torch.float64 for x in leaves):
-            if any(self.squares(x) is not None for x in pytree.tree_leaves((args, kwargs))):
-                raise NotImplementedError(f"{func} must return fp64, got {leaves[0].dtype}")
-            return out
-        if name in COPIES:
-            squares = pytree.tree_leaves(self.copied(func, args, kwargs))
+        if any(_is_float(x) and x.dtype != torch.float64 for x in outs):
+            if any(self.squares(x) is not None for x in _flat(args, kwargs)):
+                raise NotImplementedError(f"{func} must return fp64, got {outs[0].dtype}")
+        elif name in COPIES:
+            if (squares := self.copied(func, args, kwargs)) is not None:
+                self._set(outs[0], squares)
         elif name in RULES:
             squares = RULES[name](self, func, out, *args, **kwargs)
             squares = squares if isinstance(squares, tuple) else [squares]
-            leaves = [x for x in leaves if _is_tracked(x)]
+            for x, of_x in zip(filter(_is_tracked, outs), squares, strict=True):
+                self._set(x, of_x)
         else:
             raise NotImplementedError(f"{func} has no rule in {__name__}")
-        for x, of_x in zip(leaves, squares, strict=True):
-            if _is_tracked(x):
-                self._set(x, of_x)
         return out
 
-    def copied(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def copied(self, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
         """:meth:`squares` of what ``func`` returns, which copies elements; numbers are exact."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        if all(self.squares(x) is None for x in leaves):
-            return pytree.tree_map(lambda _: None, func(*args, **kwargs), is_leaf=_is_float)
-        if func._schema.name in WITH_NUMBERS:
-            args = tuple(0 if isinstance(x, (int, float)) else x for x in args)
+        if all(self.squares(x) is None for x in _flat(args, kwargs)):
+            return None
+        numbers = (int, float) if func._schema.name in WITH_NUMBERS else ()
 
-        def of_errors(x: Any) -> Any:
-            squares = self.squares(x)
-            return torch.zeros_like(x) if _is_tracked(x) and squares is None else squares
+        def of(x: Any) -> Any:
+            if _is_tracked(x):
+                squares = self.squares(x)
+                return torch.zeros_like(x) if squares is None else squares
+            if isinstance(x, (tuple, list)):
+                return [of(y) if _is_tracked(y) else y for y in x]
+            return 0 if isinstance(x, numbers) else x
 
-        some = pytree.tree_map(lambda x: of_errors(x) if _is_tracked(x) else x, (args, kwargs))
-        return func(*some[0], **some[1])
+        return func(*map(of, args), **{name: of(x) for name, x in kwargs.items()})
 
     def _write(self, func: Any, name: str, into: Tensor, args: tuple, kwargs: dict) -> Tensor:
         """Write into a tensor what the operator that returns a new one returns."""
@@ -198,6 +198,12 @@ def _unit(dtype: torch.dtype) -> tuple[float, float]:
     info = torch.finfo(dtype)
     least = info.eps * info.smallest_normal if dtype == torch.float16 else info.smallest_normal
     return info.eps / (1 if dtype == torch.float64 else 2), least
+
+
+def _flat(args: tuple, kwargs: dict) -> Iterator[Any]:
+    """All arguments, also of lists."""
+    for x in (*args, *kwargs.values()):
+        yield from x if isinstance(x, (tuple, list)) else (x,)
 
 
 def _is_float(x: Any) -> bool:
@@ -423,8 +429,8 @@ def _sum(errors, func, out, x, *args, **kwargs):
     """Sums of some elements: ``func`` is linear in the terms, whose errors may be the same."""
 
     def of(convert: Callable[[Tensor], Tensor]) -> Tensor:
-        some = pytree.tree_map(lambda x: convert(x) if _is_tracked(x) else x, (x, args))
-        return func(some[0], *some[1], **kwargs)
+        some = [convert(y) if _is_tracked(y) else y for y in (x, *args)]
+        return func(*some, **kwargs)
 
     if func._schema.name == "aten::index_put" and not any(args[2:]):
         return errors.copied(func, (x, *args), kwargs)
