@@ -325,6 +325,13 @@ def test_refused_at_run_time(case: str):
     assert "\n" not in str(error.value)
 
 
+def test_batches_of_another_type_are_named():
+    for features in ({"item": torch.zeros(1)}, torch.zeros(3)):
+        name = type(features).__name__
+        with pytest.raises(TypeError, match=f"features must be a KeyedJaggedTensor, .* a {name}"):
+            make_collection(PAIRS)(features)
+
+
 def test_ids_that_belong_to_no_sample_are_refused():
     good = to_features(GOOD)
     features = KeyedJaggedTensor(

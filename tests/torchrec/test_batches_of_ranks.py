@@ -129,6 +129,7 @@ def results(_: torch.device) -> dict[str, Tensor]:
             out.square().sum().backward()
             outputs[f"{name} {sizes}"] = out.detach()
             load(model, make_collection(**options).state_dict())
+        assert model.module.device == torch.device("cpu")
         out = model(as_tensor_dict(make_batch(3))).values()
         out.square().sum().backward()
         outputs[f"{name} tensordict"] = out.detach()

@@ -123,6 +123,11 @@ def check_features(
     """``features`` must have each key of ``num_embeddings``, with ids below its number, and of
     ``others``, whose values are the arguments that named them.
     """
+    if not isinstance(features, KeyedJaggedTensor):
+        raise TypeError(
+            "features must be a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, got a "
+            f"{type(features).__name__}"
+        )
     keys = features.keys()
     known = set(keys)
     if missing := [name for name in num_embeddings if name not in known]:

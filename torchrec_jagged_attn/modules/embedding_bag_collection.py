@@ -2,7 +2,6 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Literal
@@ -285,10 +284,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         """Embed and pool ``features``.
 
         Args:
-            features: with all features of the tables, timestamps, request times and codes, in any
-                order, and with weights if and only if ``is_weighted``. With sharded tables, keys
-                may differ in batch size and have ``inverse_indices``: a user's history is then sent
-                and looked up once for all samples that have it, and read where its rows lie.
+            features: a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, with all
+                features of the tables, timestamps, request times and codes, in any order, and with
+                weights if and only if ``is_weighted``. With sharded tables, keys may differ in
+                batch size and have ``inverse_indices``: a user's history is then sent and looked
+                up once for all samples that have it, and read where its rows lie.
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
@@ -296,13 +296,15 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             sum of widths]``.
 
         Raises:
+            TypeError: ``features`` are neither a KeyedJaggedTensor nor a TensorDict.
             ValueError: a feature or a key of times is missing, a target without exactly one id in
                 each sample (or, of requests, features of candidates with different lengths), a
                 request time without exactly one integer in each sample, or histories (and
-                timestamps) of one attention with different lengths.
-                Counts of rows are always checked; ids and the lengths of each sample on CPU, and on
-                CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``. Weights that are missing
-                or not asked for, or batch sizes that vary by feature without ``inverse_indices``.
+                timestamps) of one attention with different lengths; or timestamps decrease within a
+                history. Counts of rows are always checked; ids, lengths of each sample and the
+                order of timestamps on CPU, and on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+                Weights that are missing or not asked for, or batch sizes that vary by feature
+                without ``inverse_indices``.
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
                 or that are pooled in bf16 on a GPU.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
@@ -393,12 +395,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        of_tables = (
-            tensor
-            for lookup in self._lookups()
-            for tensor in itertools.chain(lookup.parameters(), lookup.buffers())
-        )
-        return next(of_tables).device
+        modules = (*self._lookups(), self.pooling)  # a rank may have no part of a table
+        tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
+        return next(tensors).device
 
     def named_modules(
         self,
