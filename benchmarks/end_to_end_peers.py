@@ -124,10 +124,8 @@ class Explicit(nn.Module):
         super().__init__()
         self.attention, self.attend, self.max_length = attention, attend, max_length
 
-    def forward(
-        self, target: Tensor, history: JaggedTensor, timestamps: None = None, prior: None = None
-    ) -> Tensor:
-        """As :class:`JaggedTargetAttention`."""
+    def forward(self, target: Tensor, history: JaggedTensor, *_: None, **__: None) -> Tensor:
+        """As :class:`JaggedTargetAttention`, without anything else."""
         width = target.shape[1]
         weights = self.attention.in_proj_weight.split([width, 2 * width])
         biases = self.attention.in_proj_bias.split([width, 2 * width])
@@ -159,10 +157,8 @@ class PaddedDIN(nn.Module):
             layers += [nn.Linear(before, after, device=device), nn.ReLU()]
         self.weigh = nn.Sequential(*layers[:-1])
 
-    def forward(
-        self, target: Tensor, history: JaggedTensor, timestamps: None = None, prior: None = None
-    ) -> Tensor:
-        """As :class:`JaggedTargetAttention`."""
+    def forward(self, target: Tensor, history: JaggedTensor, *_: None, **__: None) -> Tensor:
+        """As :class:`JaggedTargetAttention`, without anything else."""
         x, visible = pad(history.values(), history, self.max_length)
         q = target.unsqueeze(1).expand_as(x)
         scores = self.weigh(torch.cat([q, x, q - x, q * x], 2)).squeeze(2)
