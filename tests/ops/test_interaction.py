@@ -224,6 +224,15 @@ def test_long_samples(name, dtype, device):
         assert_right(name, inputs_of(name, [300, 0, 1, 1700, 511, 40], None, device, dtype))
 
 
+@pytest.mark.reference  # kernels add up in fp32, many rows at a time
+def test_long_sums_of_rows_round_once_on_a_cpu():
+    inputs = inputs_of("jagged_dense_add", [3000, 0, 700], width=5)
+    grad_out = torch.randn(3700, 5, generator=torch.Generator().manual_seed(1))
+    results = outputs_and_gradients(function_of("jagged_dense_add"), inputs, grad_out)
+    expected = [x.sum(0) for x in grad_out.double().split([3000, 0, 700])]
+    assert torch.equal(results["y"], torch.stack(expected).float())
+
+
 def test_wide_sums_over_long_samples(device):
     """The wider they are, the longer are chunks."""
     inputs = inputs_of(

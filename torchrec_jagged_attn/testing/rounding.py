@@ -250,12 +250,9 @@ def _times(squares: Tensor | None, factor: Tensor | float) -> Tensor | None:
     return None if squares is None else squares * factor**2
 
 
-@_rule("add", "sub", "rsub")
+@_rule("add", "sub")
 def _add(errors, func, out, a, b, alpha=1):
-    of_a, of_b = errors.squares(a), errors.squares(b)
-    if func._schema.name == "aten::rsub":
-        of_a, of_b = of_b, of_a
-    return _total(of_a, _times(of_b, alpha), errors.rounded(out))
+    return _total(errors.squares(a), _times(errors.squares(b), alpha), errors.rounded(out))
 
 
 @_rule("neg")
@@ -295,15 +292,10 @@ def _unary(errors, out, x, slope):
 UNARY = {
     "abs": lambda x, y: x.sign(),
     "clamp": lambda x, y: x == y,
-    "clamp_min": lambda x, y: x == y,
     "log": lambda x, y: 1 / x,
-    "log1p": lambda x, y: 1 / (1 + x),
-    "reciprocal": lambda x, y: y.square(),
-    "relu": lambda x, y: y > 0,
     "rsqrt": lambda x, y: 0.5 * y**3,
     "sqrt": lambda x, y: 0.5 / y,
     "square": lambda x, y: 2 * x,
-    "tanh": lambda x, y: 1 - y.square(),
 }
 """Derivatives, of the argument and the result."""
 for _name, _slope in UNARY.items():
@@ -321,7 +313,6 @@ EXPONENTIAL = {
     "exp": lambda x, y: y,
     "sigmoid": lambda x, y: y * (1 - y),
     "silu": lambda x, y: torch.sigmoid(x) * (1 + x * torch.sigmoid(-x)),
-    "softplus": lambda x, y: torch.sigmoid(x),
 }
 """Derivatives of what takes a power, whose exponent is rounded."""
 for _name, _slope in EXPONENTIAL.items():
@@ -369,40 +360,7 @@ def _gelu_backward(errors, func, out, grad, x, **_):
     return _total(of_x, of_grad, errors.rounded(grad * (1 + x.abs())))
 
 
-@_rule("threshold_backward")
-def _threshold_backward(errors, func, out, grad, x, threshold):
-    return _times(errors.squares(grad), x > threshold)
-
-
-@_rule("tanh_backward")
-def _tanh_backward(errors, func, out, grad, y):
-    of_grad = _times(errors.squares(grad), 1 - y.square())
-    of_y = _times(errors.squares(y), 2 * grad * y)
-    return _total(of_grad, of_y, errors.rounded(grad), errors.rounded(out))
-
-
-@_rule("maximum", "minimum")
-def _extremum(errors, func, out, a, b):
-    pairs = ((errors.squares(x), x == out) for x in (a, b))
-    return _total(*(None if of_x is None else of_x * chosen for of_x, chosen in pairs))
-
-
-@_rule("amax", "amin")
-def _amax(errors, func, out, x, dim=(), keepdim=False):
-    of_x = errors.squares(x)
-    return None if of_x is None else of_x.amax(dim, keepdim)
-
-
-@_rule("max", "min", "sort", "topk")
-def _chosen(errors, func, out, x, dim, *args, **_):
-    of_x, places = errors.squares(x), out[1]
-    if of_x is None:
-        return None
-    kept = places if places.dim() == x.dim() else places.unsqueeze(dim)
-    return of_x.gather(dim, kept).view_as(places)
-
-
-@_rule("mm", "bmm", "mv", "dot")
+@_rule("mm", "bmm", "mv")
 def _product(errors, func, out, a, b):
     of_a, of_b = errors.squares(a), errors.squares(b)
     a2, b2 = a.square(), b.square()
@@ -416,15 +374,14 @@ def _product(errors, func, out, a, b):
     )
 
 
-@_rule("addmm", "baddbmm", "addmv", "addbmm")
+@_rule("addmm", "baddbmm")
 def _add_product(errors, func, out, x, a, b, beta=1, alpha=1):
-    product = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}[func._schema.name[6:]]
-    packet = getattr(torch.ops.aten, product)
+    packet = torch.ops.aten.mm if func._schema.name == "aten::addmm" else torch.ops.aten.bmm
     of_product = _product(errors, packet, packet(a, b), a, b)
     return _total(_times(errors.squares(x), beta), of_product * alpha**2, errors.rounded(out))
 
 
-@_rule("sum", "mean", "cumsum", "index_add", "index_put", "embedding_dense_backward")
+@_rule("sum", "mean", "index_add", "index_put", "embedding_dense_backward")
 def _sum(errors, func, out, x, *args, **kwargs):
     """Sums of some elements: ``func`` is linear in the terms, whose errors may be the same."""
 
