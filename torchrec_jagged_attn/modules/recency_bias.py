@@ -1,5 +1,7 @@
 """The learned recency bias of a history's rows."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -22,9 +24,9 @@ class RecencyBias(nn.Module):
     octave above, so that the 160 buckets hold every age of int64, in any unit. The last bucket of
     positions has no end: it begins at position 55,108 (2^15.75 - 1).
 
-    The table of positions starts as ALiBi's straight lines, ``P = -slope · position`` at the nearer
-    end of each bucket, with slopes ``2^(-8/H), 2^(-16/H), …``, but the last of several heads flat;
-    the table of ages starts at zero.
+    The table of positions starts at ``P = -log(1 + position)`` at the nearer end of each bucket,
+    alike for all heads: with equal scores, the weight of a row falls as one over its place, counted
+    from the newest. The table of ages starts at zero.
 
     Args:
         num_heads: ``H``.
@@ -33,13 +35,14 @@ class RecencyBias(nn.Module):
         dtype: of the tables.
 
     Example:
-        The scores of the newest four rows, in buckets 0, 4, 6 and 8, by the head of slope 2^-4:
+        What the scores of rows 0, 1, 3 and 7 from the newest, in buckets 0, 4, 8 and 12, multiply
+        their weights by:
 
-        >>> RecencyBias(num_heads=2).position_weight.detach()[[0, 4, 6, 8], 0] * 2**4
-        tensor([ 0.0000, -1.0000, -1.8284, -3.0000])
+        >>> RecencyBias(num_heads=2).position_weight.detach()[[0, 4, 8, 12], 0].exp()
+        tensor([1.0000, 0.5000, 0.2500, 0.1250])
 
     Source:
-        ALiBi (https://arxiv.org/abs/2108.12409), Section 3, for the slopes.
+        KERPLE (https://arxiv.org/abs/2205.09921), the logarithmic variant, for the start.
     """
 
     BUCKETS_PER_OCTAVE = 4
@@ -67,15 +70,9 @@ class RecencyBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start the positions at ALiBi's slopes, one head of several flat, and the ages at zero."""
-        num_heads = self.position_weight.shape[1]
-        slopes = [2 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)]
-        if num_heads > 1:
-            slopes[-1] = 0.0
-        device = self.position_weight.device
-        buckets = torch.arange(self.POSITION_BUCKETS, device=device)
-        newer = 1 - torch.exp2(buckets / self.BUCKETS_PER_OCTAVE)  # minus the position
+        """Start the positions at ``-log(1 + position)``, and the ages at zero."""
+        octaves = torch.arange(self.POSITION_BUCKETS).unsqueeze(1) / self.BUCKETS_PER_OCTAVE
         with torch.no_grad():
-            self.position_weight.copy_(torch.outer(newer, torch.tensor(slopes, device=device)))
+            self.position_weight.copy_(-math.log(2) * octaves)
             if self.age_weight is not None:
                 self.age_weight.zero_()

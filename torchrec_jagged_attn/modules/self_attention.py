@@ -35,7 +35,7 @@ class JaggedSelfAttention(nn.Module):
 
     The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads)`` on each sample for
     itself, with the same parameter names and shapes. Unless ``recency_bias=False``, a learned score
-    per head is added, by how many rows lie between query and key. It starts as ALiBi's slopes: see
+    per head is added, by how many rows lie between query and key. See
     :class:`RecencyBias`, whose positions are those distances here, in either direction.
 
     Args:
@@ -115,7 +115,7 @@ class JaggedSelfAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start projections as ``torch.nn.MultiheadAttention`` does, and the bias as ALiBi."""
+        """Start projections as those of ``torch.nn.MultiheadAttention``, and the bias anew."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         if self.in_proj_bias is not None:
