@@ -36,7 +36,7 @@ def fit_rows(device):
 
 def test_rows_of_all_ranks_are_fitted_together(tmp_path: Path, backend: str):
     device = "cuda" if backend == "nccl" else "cpu"
-    (first, own_first), (second, own_second) = run_ranks(fit_rows, tmp_path, backend)
+    (first, own_first), (second, own_second) = run_ranks(fit_rows, tmp_path, backend, ranks=2)
     rows = draw_rows(370, 6, device, torch.float32)
     whole = DiscretePCA(6, 14, device=device)
     errors = whole.fit(rows)
@@ -79,7 +79,7 @@ def train_fusion(device):
 
 
 def test_fusion_trains_and_has_the_same_digits_on_all_ranks(tmp_path: Path, backend: str):
-    first, second = run_ranks(train_fusion, tmp_path, backend)
+    first, second = run_ranks(train_fusion, tmp_path, backend, ranks=2)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert first[1].any(0).sum() > 1
@@ -102,7 +102,7 @@ def fit_relevance(device):
 
 
 def test_relevance_of_all_ranks(tmp_path: Path, backend: str):
-    ranks = run_ranks(fit_relevance, tmp_path, backend)
+    ranks = run_ranks(fit_relevance, tmp_path, backend, ranks=2)
     for whole, shared, _ in ranks:
         assert torch.equal(shared, whole)
         assert whole.any()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -105,9 +106,12 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(device, *args)`` in one process per rank and return what each returned.
 
-    With fewer ``ranks_of_host`` than ranks, they believe to be on several hosts.
+    With fewer ``ranks_of_host`` than ranks, they believe to be on several hosts. A test of more
+    ``ranks`` than there are GPUs is skipped with NCCL.
     """
     ranks = world_size(backend) if ranks is None else ranks
+    if backend == "nccl" and ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {ranks} GPUs, got {torch.cuda.device_count()}")
     directory = Path(tempfile.mkdtemp(dir=tmp_path))
     context = mp.start_processes(
         _run_rank,
