@@ -433,18 +433,4 @@ MODEL_TABLES = {
         ),
         ours="all-1",
     ),
-    "pooling": Table(
-        ("train_dlrm",),
-        "data",
-        {
-            "made up (`make demo`)": "made-up",
-            **{f"MovieLens, seed {seed}": f"movielens-seed-{seed}" for seed in range(3)},
-        },
-        tuple(
-            Column(name, form, (Cell(name, "test", "auc", "AUC"),))
-            for name, form in (
-                *(("sum", "{}"), ("mean", "{}"), ("recency", "{}"), ("attention", "**{}**")),
-            )
-        ),
-    ),
 }

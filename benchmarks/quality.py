@@ -313,7 +313,11 @@ def print_comparison(frame: pd.DataFrame, console: Console) -> None:
                 row["pooling"],
                 f"{row['auc']:.4f} ± {row['auc_se']:.4f}",
                 f"{row['ahead']:+.4f} ± {row['ahead_se']:.4f}",
-                ", ".join(f"{name}={row[name]:g}" for name in TUNED if row[name] > 0),
+                ", ".join(
+                    f"{name}={row[name]:g}"
+                    for name in TUNED
+                    if row[name] > 0 and (name != "half_life" or row["pooling"] == "recency")
+                ),
             )
         console.print(table)
 

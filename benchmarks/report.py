@@ -151,20 +151,6 @@ def roofline(figures: Figures, figure: Figure) -> None:
     ax.invert_yaxis()
 
 
-def pooling(figures: Figures, figure: Figure) -> None:
-    """AUC of the example's test set, by what pools the history."""
-    ax = figure.subplots()
-    cases = {"made-up": "made up"} | {
-        f"movielens-seed-{n}": f"MovieLens-1M,\nseed {n}" for n in range(3)
-    }
-    for name, marker in zip(("sum", "mean", "recency", "attention"), "os^D", strict=True):
-        found = [figures.find(case, Cell(name, "test", "auc", "AUC")) for case in cases]
-        ax.plot(list(cases.values()), [_number(x) for x in found], marker, label=name)
-    ax.set(ylabel="AUC")
-    ax.grid(axis="y", color=INK, alpha=0.15)
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-
-
 SHOWN = {
     "sum": GREY,
     "ours": COLOURS[0],
@@ -340,7 +326,6 @@ PLOTS = (
         end_to_end_quality, ("end_to_end_quality",), (9, 6), "One function, computed in three ways"
     ),
     Plot(quality, ("quality",), (10, 3), "AUC by pooling, all tuned alike"),
-    Plot(pooling, ("train_dlrm",), (8, 4), "AUC by pooling"),
     Plot(figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length"),
     Plot(table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops"),
     Plot(
