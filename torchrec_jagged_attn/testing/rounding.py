@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["DEVIATIONS", "RoundingErrors"]
 
-DEVIATIONS = 5.0
-"""``λ``: an element exceeds its bound with a probability below 1e-5 whatever the distribution of
-``δ``, and of about 1e-17 for the uniform one.
+DEVIATIONS = 6.0
+"""``λ``: an element exceeds its bound with a probability below 1e-7 whatever the distribution of
+``δ``, and below 1e-24 for the uniform one.
 """
 
 
@@ -60,7 +60,7 @@ class RoundingErrors(TorchDispatchMode):
         >>> with RoundingErrors(torch.bfloat16) as errors:
         ...     y = x.exp()
         >>> errors.bound(y, torch.float32) / y
-        tensor([0.0195, 0.0195], dtype=torch.float64)
+        tensor([0.0234, 0.0234], dtype=torch.float64)
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
