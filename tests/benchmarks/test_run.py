@@ -700,7 +700,6 @@ def test_what_cannot_be_is_refused_before_anything_is_timed(
 def test_small_cases_are_the_default_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run.parse(SUITES, ["--device", "cpu"]).cases == [
-        "cpu-unit-64",
         "cpu-ikbo",
         "cpu-events-200",
         "cpu-events-200-newest",
