@@ -120,7 +120,7 @@ def jagged_flash_attention(
     distance between query and key in rows, where both sides end together: :math:`distance_{ij} = (i
     + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
-    One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity
+    One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
     spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
 
     Args:
