@@ -119,6 +119,12 @@ def test_the_longest_history_comes_in_any_step_and_on_any_rank():
         assert ((counts - epochs * share).abs() < bound).all()
 
 
+def test_the_default_device_changes_nothing():
+    expected = all_ranks([5, 1, 9, 3], 1, 2)
+    with torch.device("meta"):
+        assert all_ranks([5, 1, 9, 3], 1, 2) == expected
+
+
 def test_an_epoch_is_shuffled_by_seed_and_epoch():
     lengths = log_normal(64)
     first = all_ranks(lengths, 4, 2)

@@ -41,6 +41,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
+from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.modules import pooling
 
 SCENARIOS |= {
@@ -219,6 +220,27 @@ def test_the_device_is_where_the_tables_are():
         torch.set_default_device(None)
     assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR).device == CPU
     assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=CPU).to(meta).device == meta
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_default_device_may_be_another(monkeypatch: pytest.MonkeyPatch, compiled: bool):
+    """``meta`` as any: what is given on the CPU is computed there."""
+    if not compiled:
+        monkeypatch.setattr(extension, "library", lambda: None)
+    values, lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 0, 3])
+    config = TargetAttentionConfig(
+        "item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=2, dropout=0.3
+    )
+    results = []
+    for default in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(default):
+            collection = TargetAttentionEmbeddingBagCollection([ITEM], config, device=CPU)
+            out = collection(KeyedJaggedTensor(["item", "hist"], values, lengths=lengths)).values()
+            out.square().sum().backward()
+        results.append([out, *(parameter.grad for parameter in collection.parameters())])
+    for with_cpu, with_meta in zip(*results, strict=True):
+        assert torch.equal(with_cpu, with_meta)
 
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])

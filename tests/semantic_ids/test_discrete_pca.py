@@ -246,6 +246,15 @@ def test_shapes_on_the_meta_device():
     assert pca.encode(rows).shape == (3, 6)
 
 
+def test_the_default_device_changes_nothing():
+    rows = draw_rows(50, 6)
+    expected, errors = fitted(rows, 8)
+    with torch.device("meta"):
+        actual, errors_here = fitted(rows, 8)
+        assert torch.equal(actual.encode(rows), expected.encode(rows))
+    assert errors_here == errors
+
+
 def test_numbers_of_numpy():
     pca = DiscretePCA(np.int64(4), np.uint8(200), np.uint8(5), num_sweeps=np.int32(2))
     assert (pca.embed_dim, pca.ids.num_bytes, pca.num_sweeps) == (4, 67, 2)

@@ -95,7 +95,8 @@ def backward(
     grad_by_distance = bucket_of_distance = None
     if relative_bias is not None:
         layout = JaggedLayout.from_lengths(torch.maximum(x.q_offsets.diff(), x.kv_offsets.diff()))
-        distances = torch.arange(layout.num_rows) - layout.offsets[:-1][layout.sample_ids()]
+        rows = torch.arange(layout.num_rows, device=layout.offsets.device)
+        distances = rows - layout.offsets[:-1][layout.sample_ids()]
         bucket_of_distance = _recency_buckets(distances, len(relative_bias))
         grad_by_distance = x.q.new_zeros(len(distances), x.q.shape[1], dtype=torch.float64)
     grad_out, grads = grad_out.to(x.q.dtype).contiguous(), (grad_k, grad_v, grad_bias_HN)
@@ -257,8 +258,8 @@ def _dropped(x_HLS: Tensor, dropout: Tensor | None, queries: slice, keys: slice)
     if dropout is None:
         return x_HLS
     heads, num_rows, num_keys = x_HLS.shape
-    r = queries.start * heads + torch.arange(num_rows * heads)
-    n = keys.start + torch.arange(num_keys)
+    r = queries.start * heads + torch.arange(num_rows * heads, device=dropout.device)
+    n = keys.start + torch.arange(num_keys, device=dropout.device)
     factors = weight_factors(dropout, r, n).view(num_rows, heads, num_keys)
     return x_HLS * factors.to(x_HLS.dtype).transpose(0, 1)
 
@@ -267,14 +268,16 @@ def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
     """``[L, S]``: whether a key comes after a query, where the last of both are at one place; or as
     many rows before it as a ``window`` that is not 0, or more.
     """
-    pairs, apart = torch.ones(num_rows, num_keys, dtype=torch.bool), num_keys - num_rows
+    apart = num_keys - num_rows
+    pairs = torch.ones(num_rows, num_keys, dtype=torch.bool, device="cpu")
     newer = pairs.triu(apart + 1)
     return newer | pairs.tril(apart - min(window, num_rows + num_keys)) if window else newer
 
 
 def _distances(num_rows: int, num_keys: int) -> Tensor:
     """``[L, S]``: how far a key is from a query, where the last of both are at one place."""
-    rows, keys = torch.arange(num_keys - num_rows, num_keys), torch.arange(num_keys)
+    keys = torch.arange(num_keys, device="cpu")
+    rows = torch.arange(num_keys - num_rows, num_keys, device="cpu")
     return (rows.unsqueeze(1) - keys).abs()
 
 
@@ -285,7 +288,8 @@ def _by_distance(
     if relative_bias is None:
         return None
     lengths = torch.maximum(q_offsets.diff(), kv_offsets.diff())
-    distances = torch.arange(int(lengths.max()) if len(lengths) else 0)
+    longest = int(lengths.max()) if len(lengths) else 0
+    distances = torch.arange(longest, device=lengths.device)
     buckets = _recency_buckets(distances, len(relative_bias))
     return relative_bias.to(dtype)[buckets].contiguous()
 

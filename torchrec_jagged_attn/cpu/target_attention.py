@@ -80,7 +80,7 @@ def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArgum
     """Attention of the rows of ``query``, as each sample has it, over ``rows`` of histories."""
     q_offsets = args.query_offsets
     if q_offsets is None:
-        q_offsets = torch.arange(args.offsets.numel()) * query.shape[1]
+        q_offsets = torch.arange(args.offsets.numel(), device="cpu") * query.shape[1]
     rows = rows.unsqueeze(1)
     return FlashArguments(
         query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases,

@@ -136,8 +136,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         # At the first batch, not before: a loader with workers makes two iterators and uses one.
         start, self._resume_at = self._resume_at, 0
         self._given = start
-        generator = torch.Generator().manual_seed((self.seed + self._epoch) % NUM_SEEDS)
-        shuffled = torch.randperm(len(self._costs), generator=generator)
+        generator = torch.Generator("cpu").manual_seed((self.seed + self._epoch) % NUM_SEEDS)
+        shuffled = torch.randperm(len(self._costs), generator=generator, device="cpu")
         windows = self._windows(shuffled, start // self._balanced_steps * self._balanced_steps)
         for step, examples, num_steps in windows:
             for batch in self._share(examples, num_steps)[max(start - step, 0) :]:
@@ -210,12 +210,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """
         costs = self._costs[examples]
         shares = _equal_shares(costs, num_steps * self.num_replicas)
-        order = costs[torch.tensor(shares)].sum(1).argsort(stable=True).tolist()
+        order = costs[torch.tensor(shares, device="cpu")].sum(1).argsort(stable=True).tolist()
         steps = [
             sorted(shares[i] for i in order[begin : begin + self.num_replicas])
             for begin in range(0, len(order), self.num_replicas)
         ]
-        return [examples[torch.tensor(step[self.rank])].tolist() for step in sorted(steps)]
+        return [
+            examples[torch.tensor(step[self.rank], device="cpu")].tolist() for step in sorted(steps)
+        ]
 
 
 def _equal_shares(costs: Tensor, num_shares: int) -> list[list[int]]:

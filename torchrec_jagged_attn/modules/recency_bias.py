@@ -71,7 +71,8 @@ class RecencyBias(nn.Module):
 
     def reset_parameters(self) -> None:
         """Start the positions at ``-log(1 + position)``, and the ages at zero."""
-        octaves = torch.arange(self.POSITION_BUCKETS).unsqueeze(1) / self.BUCKETS_PER_OCTAVE
+        buckets = torch.arange(self.POSITION_BUCKETS, device=self.position_weight.device)
+        octaves = buckets.unsqueeze(1) / self.BUCKETS_PER_OCTAVE
         with torch.no_grad():
             self.position_weight.copy_(-math.log(2) * octaves)
             if self.age_weight is not None:

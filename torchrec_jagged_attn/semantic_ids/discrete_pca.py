@@ -461,7 +461,8 @@ def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
     model = _Model(data.mean, data.mean.new_zeros(0, data.dim), ids)
     covariance = data.covariance
     least = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
-    below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64) / BINS_PER_OCTAVE
+    below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64, device="cpu")
+    below_top /= BINS_PER_OCTAVE
     while (missing := ids.num_digits - len(model.basis)) > 0:
         variances, directions = map(data.ranks.first, torch.linalg.eigh(covariance))
         candidates = (variances > least).nonzero().flatten().flip(0)[:missing]
@@ -501,7 +502,7 @@ def _best_scale(sizes: Tensor, counts: Tensor, largest_digit: int) -> tuple[floa
         The scale, and the fraction of the squares that is left.
     """
     sizes, counts = sizes[counts > 0], counts[counts > 0]
-    digits = torch.arange(1, largest_digit + 1, dtype=sizes.dtype)
+    digits = torch.arange(1, largest_digit + 1, dtype=sizes.dtype, device=sizes.device)
     order = (sizes.unsqueeze(1) / (digits - 0.5)).flatten().argsort(descending=True, stable=True)
 
     def summed(of_size: Tensor, of_digit: Tensor) -> Tensor:
