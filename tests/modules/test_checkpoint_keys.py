@@ -120,6 +120,15 @@ def compile_lookups(model: nn.Module) -> nn.Module:
     return model
 
 
+def compile_parts(model: nn.Module) -> nn.Module:
+    """All lookups together, and a table of one."""
+    collection = collection_of(model)
+    (lookup,) = collection.embedding_collections.values()
+    lookup.embeddings["t_item"] = torch.compile(lookup.embeddings["t_item"])
+    collection.embedding_collections = torch.compile(collection.embedding_collections)
+    return model
+
+
 def checkpoint_collection(model: nn.Module) -> nn.Module:
     arch = model.model.sparse_arch
     arch.embedding_bag_collection = checkpoint_wrapper(arch.embedding_bag_collection)
@@ -133,6 +142,7 @@ WRAPPERS = {
     "checkpoint_wrapper": [checkpoint_wrapper],
     "checkpoint_wrapper of the collection": [checkpoint_collection],
     "torch.compile of lookups": [compile_lookups],
+    "torch.compile of parts": [compile_parts],
     "torch.compile in DDP": [torch.compile, DistributedDataParallel],
     "DDP in torch.compile": [checkpoint_wrapper, DistributedDataParallel, torch.compile],
     "FSDP": [lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))],
@@ -161,6 +171,14 @@ def test_names_are_those_of_the_state_dict(tmp_path: Path):
     for name, (tables, keys) in names.items():
         assert len(tables) == len(FEATURES), name
         assert set(tables) <= set(keys), name
+
+
+def test_a_collection_in_two_places_has_two_names():
+    collection = collection_of(make_model())
+    twice = nn.ModuleDict({"first": collection, "second": collection})
+    names = embedding_bag_keys(twice)
+    assert len(names) == 2 * len(FEATURES)
+    assert set(names) <= set(twice.state_dict())
 
 
 def test_nothing_to_rename_is_an_error():

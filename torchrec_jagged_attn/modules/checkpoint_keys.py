@@ -44,10 +44,7 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
     keys = {}
     for prefix, collection in _collections(model):
         for table, key in collection.table_keys().items():
-            lookup, kind, rest = key.partition(".embedding")
-            wrapped = _unwrapped(collection.get_submodule(lookup))[1]
-            name = f"{prefix}{lookup}.{wrapped}{kind[1:]}{rest}"
-            keys[name] = f"{prefix}embedding_bags.{table}.weight"
+            keys[prefix + _wrapped(collection, key)] = f"{prefix}embedding_bags.{table}.weight"
     return keys
 
 
@@ -60,8 +57,21 @@ def _collections(
     if isinstance(module, TargetAttentionEmbeddingBagCollection):
         yield prefix, module
     else:
-        for name, child in module.named_children():
-            yield from _collections(child, f"{prefix}{name}.")
+        for name, child in module._modules.items():  # named_children() names a shared one once
+            if child is not None:
+                yield from _collections(child, f"{prefix}{name}.")
+
+
+def _wrapped(module: nn.Module | None, key: str) -> str:
+    """What state dicts call ``key`` of ``module``, of which each part may be wrapped."""
+    names = []
+    for name in key.split("."):
+        prefix = ""
+        if module is not None:
+            module, prefix = _unwrapped(module)
+            module = module._modules.get(name)
+        names.append(prefix + name)
+    return ".".join(names)
 
 
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
