@@ -113,6 +113,19 @@ REFUSED = {
         [TargetAttentionConfig("item", "hist", timestamps="time", request_time="now")],
         "request_time must be a key that no table holds, got 'now' of table 't_time'",
     ),
+    "request-time-among-timestamps": (
+        [ITEM],
+        [TargetAttentionConfig("item", "hist", timestamps="time", request_time="time")],
+        r"request_time must be another key than those of timestamps .*, got \['time'\]",
+    ),
+    "request-time-among-another's-timestamps": (
+        [ITEM, table("t_tag", "tag", "tags")],
+        [
+            TargetAttentionConfig("item", "hist", timestamps="time"),
+            TargetAttentionConfig("tag", "tags", timestamps="tag_time", request_time="time"),
+        ],
+        r"request_time must be another key than those of timestamps .*, got \['time'\]",
+    ),
     "no-pooling": (
         [dataclasses.replace(table("t", "item", "hist", "x"), pooling=PoolingType.NONE)],
         [PAIR],
@@ -153,11 +166,6 @@ REFUSED_OPTIONS = {
         {"request_time": "now"},
         ValueError,
         "request_time must go with timestamps, got 'now' and None",
-    ),
-    "request-time-among-timestamps": (
-        {"timestamps": "time", "request_time": "time"},
-        ValueError,
-        "request_time must be another key than those of timestamps and history, got 'time'",
     ),
     "recency": ({"recency_bias": "yes"}, TypeError, "recency_bias must be a bool, got 'yes'"),
     "values": ({"value_projection": 1}, TypeError, "value_projection must be a bool, got 1"),

@@ -158,16 +158,10 @@ class TargetAttentionConfig:
                 "timestamps must go with recency_bias=True, which learns from them, "
                 f"got {self.timestamps!r} and recency_bias=False"
             )
-        if self.request_time is not None:
-            if self.timestamps is None:
-                raise ValueError(
-                    f"request_time must go with timestamps, got {self.request_time!r} and None"
-                )
-            if self.request_time in (self.timestamps, *coded(self)):
-                raise ValueError(
-                    "request_time must be another key than those of timestamps and history, "
-                    f"got {self.request_time!r}"
-                )
+        if self.request_time is not None and self.timestamps is None:
+            raise ValueError(
+                f"request_time must go with timestamps, got {self.request_time!r} and None"
+            )
         if self.history_codes is not None:
             check_codes(self.history_codes, None)
             num_words = ids_of_codes(self.history_codes).num_words
@@ -259,6 +253,12 @@ def check_configs(
         raise ValueError(f"target must be no history of any attention, got {both}")
     for config in attentions:
         _check_config(config, tables)
+    events = [config.timestamps for config in attentions] + codes
+    if both := [x.request_time for x in attentions if x.request_time and x.request_time in events]:
+        raise ValueError(
+            "request_time must be another key than those of timestamps and history of any "
+            f"attention, got {both}"
+        )
     _check_max_history(tables, attentions)
 
 
