@@ -13,6 +13,7 @@ where dense is ``jagged_dense_bmm``, jagged ``jagged_jagged_bmm``, pairs :data:`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -124,10 +125,14 @@ def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
     return implementation_of(x, reference, of_triton)
 
 
+def _products(needs: Sequence[Any] | None) -> int:
+    """One product forward; backward, one for each of the first two arguments that ``needs`` it."""
+    return 1 if needs is None else sum(needs[:2])
+
+
 def _flops_of_rows(args: Rows, needs: Rows | None) -> int:
-    """Of ``[N, D]`` and ``T`` columns, once for each of both gradients."""
-    products = 1 if needs is None else int(needs.x) + int(needs.y)
-    return 2 * args.x.numel() * args.y.shape[-1] * products
+    """Of ``[N, D]`` and ``T`` columns."""
+    return 2 * args.x.numel() * args.y.shape[-1] * _products(needs)
 
 
 def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
@@ -267,11 +272,6 @@ def _pair_backward(grad_out: Tensor, args: Pairs, _: Output, needs: Pairs) -> Gr
     )
 
 
-def _flops_of_pairs(args: Pairs, needs: Pairs | None) -> int:
-    products = 1 if needs is None else int(needs.x) + int(needs.y)
-    return 2 * args.total * args.x.shape[1] * products
-
-
 pair_bmm, call_pair_bmm = register_op(
     "jagged_jagged_bmm_jagged_out",
     arguments=Pairs,
@@ -280,7 +280,7 @@ pair_bmm, call_pair_bmm = register_op(
     forward=_pair_forward,
     fake=lambda args: Output(args.x.new_empty(args.total)),
     backward=_pair_backward,
-    flops=_flops_of_pairs,
+    flops=lambda args, needs: 2 * args.total * args.x.shape[1] * _products(needs),
     unsaved=("out",),
     lengths=("total",),
 )
@@ -319,11 +319,6 @@ def _array_backward(
     return WeightedGradients(grad_p, grad_y)
 
 
-def _flops_of_weighted(args: Weighted, needs: Weighted | None) -> int:
-    products = 1 if needs is None else int(needs.p) + int(needs.y)
-    return 2 * args.p.numel() * args.y.shape[1] * products
-
-
 array_jagged_bmm, call_array_jagged_bmm = register_op(
     "array_jagged_bmm_jagged_out",
     arguments=Weighted,
@@ -332,7 +327,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     forward=_array_forward,
     fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
     backward=_array_backward,
-    flops=_flops_of_weighted,
+    flops=lambda args, needs: 2 * args.p.numel() * args.y.shape[1] * _products(needs),
     unsaved=("out",),
     lengths=("num_rows",),
 )
