@@ -192,6 +192,14 @@ def test_beyond_the_largest_number_a_result_is_infinite():
         assert_close(-(x**3), expected, errors)
 
 
+def test_what_has_no_bound_is_refused():
+    with RoundingErrors(torch.float32) as errors:
+        x = draw(3).double()
+        expected = (x.exp() - x.exp()).sqrt()  # of a slope without end
+    with pytest.raises(AssertionError, match="out: no bound"):
+        assert_close(torch.zeros(3), expected, errors)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -43,6 +43,7 @@ def assert_close(
     if actual.numel() == 0:
         return
     bound = errors.bound(expected, actual.dtype)
+    assert bound.isfinite().all(), f"{name}: no bound"  # which nothing would exceed
     largest = torch.finfo(actual.dtype).max  # beyond which a result is infinite
     error = (actual.double().clamp(-largest, largest) - expected.clamp(-largest, largest)).abs()
     error.masked_fill_(actual.isnan() & expected.isnan(), 0)
