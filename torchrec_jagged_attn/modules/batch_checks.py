@@ -48,7 +48,7 @@ def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
 
 
 def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """On the meta device, where nobody knows how many ids a key has: one in each sample.
+    """On the meta device, where lengths have no values: one id of each key in each sample.
 
     ``length_per_key`` is taken if it is given. Without it TorchRec divides the ids among the keys,
     which makes neither one id of a target in each sample nor keys of equal lengths.
@@ -132,10 +132,10 @@ def check_features(
     known = set(keys)
     if missing := [name for name in num_embeddings if name not in known]:
         raise ValueError(f"features must have the keys {missing}, got {keys}")
-    for argument in others.values():
-        missing = [name for name, of in others.items() if of == argument and name not in known]
-        if missing:
-            raise ValueError(f"features must have the {argument} {missing}, got {keys}")
+    if missing := [name for name in others if name not in known]:
+        argument = others[missing[0]]
+        missing = [name for name in missing if others[name] == argument]
+        raise ValueError(f"features must have the {argument} {missing}, got {keys}")
     if is_weighted and features.weights_or_none() is None:
         raise ValueError("features must have weights for is_weighted=True, got none")
     if not is_weighted and features.weights_or_none() is not None:
