@@ -65,7 +65,11 @@ def should_validate(tensor: Tensor) -> bool:
 def has_values(tensor: Tensor) -> bool:
     """Whether there are values to read: not on the meta device, nor in ``FakeTensorMode``."""
     is_mode_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    return not (tensor.is_meta or is_mode_fake or is_fake(tensor))
+    if tensor.is_meta or is_mode_fake:
+        return False
+    # Only a subclass, or what a transform wraps, may be fake: is_fake takes longer than all else.
+    is_plain = type(tensor) is Tensor and not torch._C._are_functorch_transforms_active()
+    return is_plain or not is_fake(tensor)
 
 
 def check_has_values(tensor: Tensor, name: str) -> None:
