@@ -201,10 +201,8 @@ def check_bool(value: object, name: str) -> None:
 
 def check_real(value: object, name: str, *, positive: bool = False) -> None:
     """``value`` must be a finite number that is not negative or, if ``positive``, over 0."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+    number = check_number(value, name)
+    if number < 0 or (positive and number == 0):
         expected = "positive and finite" if positive else "finite and not negative"
         raise ValueError(f"{name} must be {expected}, got {value}")
 

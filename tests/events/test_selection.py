@@ -450,7 +450,7 @@ def test_wrong_histories_are_named():
     [
         (torch.ones(2).long(), {}, TypeError, "relevance must be one of"),
         (torch.ones(2), {"strength": -1}, ValueError, "strength must be finite and not negative"),
-        (torch.ones(2), {"strength": math.nan}, ValueError, "strength must be finite and not"),
+        (torch.ones(2), {"strength": math.nan}, ValueError, "strength must be finite, got nan"),
         (torch.ones(2), {"strength": "1"}, TypeError, "strength must be a number, got '1'"),
         (
             torch.tensor([1.0, -1]),

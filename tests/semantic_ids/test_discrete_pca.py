@@ -425,7 +425,12 @@ class Shrinking:
         (torch.full((2, 4), torch.nan), {}, ValueError, "rows must be finite"),
         (Shrinking(), {}, ValueError, "rows must be the same in each pass, got 6 and then 4"),
         (torch.ones(2, 4), {"tolerance": -1}, ValueError, "tolerance must be finite and not n"),
-        (torch.ones(2, 4), {"tolerance": math.nan}, ValueError, "tolerance must be finite and not"),
+        (
+            torch.ones(2, 4),
+            {"tolerance": math.nan},
+            ValueError,
+            "tolerance must be finite, got nan",
+        ),
         (torch.ones(2, 4), {"tolerance": "1"}, TypeError, "tolerance must be a number, got '1'"),
         (torch.ones(2, 4), {"max_steps": -1}, ValueError, "max_steps must be at least 0, got -1"),
         (torch.ones(2, 4), {"max_steps": 2.0}, TypeError, r"max_steps must be an int, got 2\.0"),

@@ -141,9 +141,7 @@ class TargetAttentionConfig:
         ):
             if name != "encoder_layers" and getattr(self, name) is None:
                 continue
-            value = getattr(self, name)
-            check_int(value, name, least)
-            setattr(self, name, int(value))
+            setattr(self, name, check_int(getattr(self, name), name, least))
         for name in ("row_dropout", "dropout", "encoder_dropout"):
             drops_of(getattr(self, name), name)
         if self.init not in ("recency", "mha"):
