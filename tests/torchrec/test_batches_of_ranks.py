@@ -22,7 +22,7 @@ from tests.torchrec.two_ranks import dense_optimizer, load, optimize_tables, run
 from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
 
 KEYS = ["item", "hist", "user", "times"]
-PIPELINED = [(3, 3), (3, 0), (0, 2)]
+PIPELINED = [(0, 0), (3, 3), (3, 0), (0, 2), (0, 0)]
 """Samples of each rank, step by step."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "one candidate": {},

@@ -7,7 +7,6 @@ the indices that TorchRec would copy them by. TorchRec has no public way to eith
 reads private names of it; ``tests/torchrec/test_lookup_rows.py`` fails where they have changed.
 """
 
-from collections import Counter
 from collections.abc import Collection
 
 import torch
@@ -37,8 +36,6 @@ def take_rows(
     """
     if not isinstance(sequences, EmbeddingCollectionAwaitable):
         return sequences, {}
-    if _has_no_sample(sequences):
-        return _without_samples(sequences), {}
     if not _would_copy(sequences):
         return dict(sequences.items()), {}  # each access to a key asks anew whether to wait
     taken: dict[str, JaggedTensor] = {}
@@ -65,27 +62,6 @@ def take_rows(
     for awaitable in sequences._resize_awaitables or []:
         awaitable.wait()
     return taken, indices
-
-
-def _has_no_sample(sequences: EmbeddingCollectionAwaitable) -> bool:
-    """Whether the batch of this rank is empty, which TorchRec's awaitable fails on."""
-    if sequences._result is not None or sequences._ctx.seq_vbe_ctx:
-        return False
-    return all(features.stride() == 0 for features in sequences._features_per_sharding)
-
-
-def _without_samples(sequences: EmbeddingCollectionAwaitable) -> dict[str, JaggedTensor]:
-    """No row of each key, in a graph that takes part in the other ranks' exchange of gradients."""
-    taken = {}
-    for sharding, awaitable in enumerate(sequences._awaitables_per_sharding):
-        rows = awaitable.wait()
-        names = sequences._embedding_names_per_sharding[sharding]
-        for key, parts in Counter(names).items():  # several of a key that is sharded by column
-            lengths = torch.zeros(0, dtype=torch.int64, device=rows.device)
-            taken[key] = JaggedTensor(torch.cat([rows] * parts, dim=1), lengths=lengths)
-    for awaitable in sequences._resize_awaitables or []:
-        awaitable.wait()
-    return taken
 
 
 def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:

@@ -5,9 +5,11 @@ lies beside them is replicated: tables that no sharder took, too, and the weight
 whose gradients are averaged over ranks before a step.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +18,16 @@ from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.quant import embedding_modules as quantized
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
 from torchrec_jagged_attn.paths import levels_to_caller
 
 __all__ = [
@@ -88,6 +93,7 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
     if not left:
         for lookup in lookups:
             _give_ranks_one_dtype(lookup)
+            _take_batches_without_samples(lookup)
         return True
     if len(left) < len(lookups) or (
         dist.is_initialized()
@@ -130,6 +136,19 @@ def _give_ranks_one_dtype(lookup: nn.Module) -> None:
         for dtype in dtypes:
             if none is not None and none.dtype != dtype.as_dtype():
                 of_rank._dummy_embs_tensor = none.detach().to(dtype.as_dtype()).requires_grad_()
+
+
+def _take_batches_without_samples(lookup: nn.Module) -> None:
+    """A pipeline hands batches to ``input_dist`` itself, once it has traced the collection."""
+    if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
+        lookup.input_dist = functools.partial(_input_dist, lookup)
+
+
+def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> Any:
+    features = maybe_td_to_kjt(features)
+    if has_no_sample(features):
+        features = one_sample_without_ids(features)
+    return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
 def check_quantized(lookups: list[nn.Module]) -> bool:
