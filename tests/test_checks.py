@@ -1,6 +1,7 @@
 """Numbers and flags that public functions and modules take, or refuse by name."""
 
 import functools
+import inspect
 import math
 
 import numpy as np
@@ -18,6 +19,9 @@ QUERY, ROWS, HEADS = torch.zeros(3, 2, 8), torch.zeros(9, 8), torch.zeros(9, 2, 
 PAIRS = torch.zeros(41)
 HISTORY = JaggedTensor(ROWS, offsets=OFFSETS)
 CALLS = {
+    "packed": functools.partial(
+        package.jagged_target_attention, QUERY, torch.zeros(9, 2, dtype=torch.uint8), OFFSETS
+    ),
     "target": functools.partial(package.jagged_target_attention, QUERY, ROWS, OFFSETS),
     "flash": functools.partial(package.jagged_flash_attention, HEADS, HEADS, HEADS, OFFSETS),
     "pairs": functools.partial(package.jagged_jagged_bmm_jagged_out, ROWS, ROWS, OFFSETS),
@@ -32,6 +36,7 @@ CALLS = {
     "recency": functools.partial(RecencyBias, 2),
 }
 INTEGERS = {  # the least that is taken
+    ("packed", "num_levels"): 0,
     ("flash", "window"): 1,
     ("pairs", "total"): 0,
     ("array", "num_rows"): 0,
@@ -88,8 +93,15 @@ def test_what_is_no_integer_is_refused(name, argument, value):
 
 @pytest.mark.parametrize(("name", "argument"), INTEGERS)
 def test_integers_of_numpy_are_taken(name, argument):
-    fitting = {"total": 41, "num_rows": 9, "capacity": 9, "history_dim": 8, "embed_dim": 8}
-    for of_type in (np.int64, np.int32, np.uint8):
+    fitting = {
+        "num_levels": 3,
+        "total": 41,
+        "num_rows": 9,
+        "capacity": 9,
+        "history_dim": 8,
+        "embed_dim": 8,
+    }
+    for of_type in (np.int64, np.int32, np.uint8, np.int8):
         call(name, **{argument: of_type(fitting.get(argument, 2))})
 
 
@@ -111,7 +123,7 @@ def test_what_is_no_number_is_refused(name, argument, value):
 
 
 @pytest.mark.parametrize(("name", "argument"), [*NUMBERS, *PROBABILITIES])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400])
 def test_numbers_must_be_finite(name, argument, value):
     with pytest.raises(ValueError, match=f"^{argument} must be .*, got {value}"):
         call(name, **{argument: value})
@@ -119,8 +131,104 @@ def test_numbers_must_be_finite(name, argument, value):
 
 @pytest.mark.parametrize(("name", "argument"), [*NUMBERS, *PROBABILITIES])
 def test_numbers_of_numpy_are_taken(name, argument):
-    for value in (np.float32(0.5), np.float64(0.25), 0, np.int64(0)):
+    for value in (np.float16(0.5), np.float32(0.5), np.float64(0.25), 0, np.int64(0)):
         call(name, **{argument: value})
+
+
+def segment(**options):
+    times = torch.arange(9)
+    return package.segment_sessions(ROWS[:, 0], OFFSETS, times, threshold=0.5, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: segment(gap=x), "gap"),
+        (lambda x: package.boost_weights(PAIRS, strength=x), "strength"),
+        (lambda x: package.Relevance(2, prior=x), "prior"),
+        (lambda x: package.TimeEncoding((x,)), "periods"),
+    ],
+)
+def test_what_no_float_holds_is_refused(call, name):
+    with pytest.raises(ValueError, match=f"^{name} must be .*finite.*, got 1000"):
+        call(10**400)
+
+
+def test_numbers_are_those_of_python():
+    """Others may have few bits, and are not written to JSON."""
+    relevance = package.Relevance(np.int8(100), num_bins=np.int8(2), prior=np.float16(1))
+    layout = package.JaggedLayout(OFFSETS, np.int8(9))
+    for number in (relevance.num_surfaces, relevance.num_bins, relevance.prior, layout.num_rows):
+        assert type(number) in (int, float)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: package.jagged_target_attention(QUERY, x, OFFSETS), "history"),
+        (lambda x: package.jagged_dense_bmm(x, torch.zeros(3, 8, 2), OFFSETS), "x"),
+        (lambda x: package.take_rows(x, package.select_rows(OFFSETS, num_rows=9, keep=1)), "x"),
+    ],
+)
+def test_tensors_have_strides(call, name):
+    nested = torch.nested.nested_tensor([ROWS[:4], ROWS[4:]], layout=torch.jagged)
+    for tensor in (ROWS.to_sparse(), nested):
+        with pytest.raises(TypeError, match=rf"^{name} must be a tensor of torch\.strided, got "):
+            call(tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(package.JaggedTargetAttention, 8),
+        functools.partial(package.JaggedSelfAttention, 8, 2),
+        functools.partial(package.HistoryEncoderLayer, 8, 2),
+        functools.partial(package.Relevance, 2),
+        functools.partial(package.DiscretePCA, 8, 2),
+        functools.partial(package.VQFusion, {"a": 8}, latent_dim=4, num_digits=2),
+    ],
+)
+def test_devices_and_dtypes_are_named(make):
+    for device, error in ((True, TypeError), (1.5, TypeError), ("gpu", ValueError)):
+        with pytest.raises(error, match=r"^device must be .*got "):
+            make(device=device)
+    if "dtype" in inspect.signature(make).parameters:
+        for dtype in (torch.int64, "float32"):
+            with pytest.raises(TypeError, match=r"^dtype must be .*got "):
+                make(dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (package.embedding_bag_keys, "model"),
+        (package.embedding_parameters, "module"),
+        (lambda x: package.rename_keys(x, {"a": "b"}), "state"),
+        (lambda x: package.rename_keys({"a": 1}, x), "names"),
+        (lambda x: package.EventBasedFeature([x], 8), "tables"),
+        (
+            lambda x: package.VQFusion({"a": 8}, x, latent_dim=4, num_digits=2),
+            "labels",
+        ),
+        (package.VQFusion({"a": 8}, latent_dim=4, num_digits=2).fit, "batches"),
+        (lambda x: package.jagged_flash_attention(HEADS, HEADS, HEADS, x), "q_offsets"),
+        (lambda x: package.JaggedFeatureInteraction(fused=x), "fused"),
+    ],
+)
+def test_what_is_no_such_object_is_refused(call, name):
+    with pytest.raises(TypeError, match=f"^{name} must "):
+        call(object())
+
+
+def test_rows_have_two_dimensions():
+    for y in (torch.tensor(1.0), torch.zeros(9)):
+        with pytest.raises(ValueError, match=r"^y must have shape \[Ny, D\]"):
+            package.array_jagged_bmm_jagged_out(PAIRS, y, OFFSETS)
+    packed, basis = torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(7, 8)
+    with pytest.raises(ValueError, match=r"^query must have 3 or 4 dimensions, got"):
+        package.jagged_target_attention_over_ids(
+            torch.tensor(1.0), packed, OFFSETS, torch.zeros(8), basis
+        )
 
 
 @pytest.mark.parametrize(("name", "argument"), FLAGS)

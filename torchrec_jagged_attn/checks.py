@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from numbers import Integral, Real
+from types import NoneType
 from typing import cast
 
 import torch
@@ -18,7 +19,9 @@ from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_
 __all__ = [
     "check_biases",
     "check_bool",
+    "check_device",
     "check_digits",
+    "check_dtype",
     "check_finite",
     "check_float",
     "check_has_values",
@@ -27,6 +30,7 @@ __all__ = [
     "check_indices_values",
     "check_int",
     "check_integers",
+    "check_module",
     "check_num_levels",
     "check_number",
     "check_numbers",
@@ -82,9 +86,11 @@ def check_has_values(tensor: Tensor, name: str) -> None:
 
 
 def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
-    """``value`` must be a tensor, or is not what was ``expected``."""
+    """``value`` must be a tensor with strides, or is not what was ``expected``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be {expected} of torch.strided, got {value.layout}")
 
 
 def check_integers(tensor: Tensor, name: str) -> None:
@@ -188,9 +194,13 @@ def check_number(value: object, name: str) -> float:
         raise TypeError(f"{name} must be a number, got {value!r}")
     if torch.compiler.is_compiling():
         return cast("float", value)
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an int that no float holds
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    return number
 
 
 def check_bool(value: object, name: str) -> None:
@@ -199,12 +209,40 @@ def check_bool(value: object, name: str) -> None:
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
-def check_real(value: object, name: str, *, positive: bool = False) -> None:
-    """``value`` must be a finite number that is not negative or, if ``positive``, over 0."""
+def check_device(device: object) -> None:
+    """``device`` must be one that PyTorch knows, or ``None``."""
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int, NoneType)):
+        raise TypeError(f"device must be a torch.device or None, got {device!r}")
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"device must be one that PyTorch knows, got {device!r}: {error}"
+            ) from error
+
+
+def check_module(value: object, name: str) -> None:
+    """``value`` must be a module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got a {type(value).__name__}")
+
+
+def check_dtype(dtype: object) -> None:
+    """``dtype``, of parameters, must be floating-point, or ``None``."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+
+
+def check_real(value: object, name: str, *, positive: bool = False) -> float:
+    """``value``, which must be a finite number that is not negative or, if ``positive``, over 0."""
     number = check_number(value, name)
     if number < 0 or (positive and number == 0):
         expected = "positive and finite" if positive else "finite and not negative"
         raise ValueError(f"{name} must be {expected}, got {value}")
+    return number
 
 
 def check_heads(num_heads: int, embed_dim: int) -> tuple[int, int]:
@@ -291,15 +329,16 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
         )
 
 
-def check_num_levels(num_levels: int) -> None:
-    """``num_levels`` of a digit must be odd, and few enough for a byte."""
-    if not 3 <= check_int(num_levels, "num_levels", 0) <= MAX_LEVELS or num_levels % 2 == 0:
+def check_num_levels(num_levels: int) -> int:
+    """``num_levels`` of a digit, which must be odd, and few enough for a byte."""
+    num_levels = check_int(num_levels, "num_levels", 0)
+    if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
         raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
+    return num_levels
 
 
 def check_digits(history: Tensor, width: int, num_levels: int) -> None:
     """``history`` must be packed rows of digits, one fewer than the ``width`` of queries."""
-    check_num_levels(num_levels)
     if width < 2:
         raise ValueError(
             "query must have a width of at least 2, of digits and a one, where num_levels is "

@@ -50,7 +50,8 @@ class JaggedLayout:
 
     def __post_init__(self) -> None:
         check_offsets_metadata(self.offsets)
-        check_int(self.num_rows, "num_rows", 0)
+        num_rows = check_int(self.num_rows, "num_rows", 0)
+        object.__setattr__(self, "num_rows", num_rows)  # of NumPy, it may have few bits
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_rows: int | None = None) -> JaggedLayout:

@@ -97,6 +97,8 @@ def test_of_features_with_one_id_an_event(device):
     assert events.attributes["item"].weights().tolist() == [5, 6, 7]
     with pytest.raises(ValueError, match=r"features must have the keys \['place'\], got"):
         Events.of_features(features, ["place"])
+    with pytest.raises(TypeError, match="timestamps must be a key or None, got True"):
+        Events.of_features(features, ["item"], timestamps=True)
     with pytest.raises(ValueError, match=r"keys must be some, each once, got \[\]"):
         Events.of_features(features, [])
 

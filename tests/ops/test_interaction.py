@@ -628,13 +628,13 @@ def test_more_pairs_than_int32_counts():
             "jagged_jagged_bmm_jagged_out",
             {"total": 24},
             ValueError,
-            "offsets must make the 24 pairs, got 25",
+            "total must be of the 25 pairs that offsets make, got 24",
         ),
         (
             "array_jagged_bmm_jagged_out",
             {"p": torch.zeros(24)},
             ValueError,
-            "offsets must make the 24 pairs, got 25",
+            "p must be of the 25 pairs that offsets make, got 24",
         ),
         (
             "array_jagged_bmm_jagged_out",

@@ -62,7 +62,7 @@ def boost_weights(
     check_float(relevance, "relevance")
     check_shape(relevance, "relevance", "[N]", (None,))
     check_finite(relevance, "relevance", not_negative=True)
-    check_real(strength, "strength")
+    strength = check_real(strength, "strength")
     weights = relevance**strength
     if (segments is None) != (factors is None):
         given = "factors" if segments is None else "segments"

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
     check_bool,
+    check_device,
     check_int,
     check_integers,
     check_real,
@@ -19,6 +20,7 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.events.layout import Events
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
+from torchrec_jagged_attn.modules.config import check_list
 
 __all__ = ["EventBasedFeature", "TimeEncoding"]
 
@@ -51,9 +53,7 @@ class TimeEncoding(nn.Module):
         super().__init__()
         if not isinstance(periods, (tuple, list)):
             raise TypeError(f"periods must be a tuple of numbers, got {periods!r}")
-        for period in periods:
-            check_real(period, "periods", positive=True)
-        self.periods = tuple(float(period) for period in periods)
+        self.periods = tuple(check_real(period, "periods", positive=True) for period in periods)
 
     @property
     def width(self) -> int:
@@ -110,8 +110,8 @@ class EventBasedFeature(nn.Module):
         device: of all parameters.
 
     Raises:
-        TypeError: ``out_dim`` is no int, ``is_weighted`` no bool, or ``periods`` no tuple of
-            numbers.
+        TypeError: ``tables`` is no list of EmbeddingBagConfigs, ``out_dim`` no int, ``is_weighted``
+            no bool, or ``periods`` no tuple of numbers.
         ValueError: there is no table, or ``out_dim`` or a period is not positive.
 
     Example:
@@ -147,8 +147,10 @@ class EventBasedFeature(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(tables, (list, tuple)) or not tables:
-            raise ValueError(f"tables must be a list of one table or more, got {tables!r}")
+        check_list(tables, "tables", EmbeddingBagConfig)
+        if not tables:
+            raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
+        check_device(device)
         check_int(out_dim, "out_dim", 1)
         check_bool(is_weighted, "is_weighted")
         self.embedding_bag_collection = EmbeddingBagCollection(tables, is_weighted, device)

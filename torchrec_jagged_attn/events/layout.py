@@ -100,6 +100,8 @@ class Events:
                 size; or timestamps decrease, where their values are read.
         """
         check_keys(keys)
+        if timestamps is not None and not isinstance(timestamps, str):
+            raise TypeError(f"timestamps must be a key or None, got {timestamps!r}")
         check_events(features, keys if timestamps is None else [*keys, timestamps])
         first = features[keys[0]]
         num_events = first.values().numel()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
     check_bool,
+    check_device,
     check_int,
     check_numbers,
     check_real,
@@ -77,11 +78,12 @@ class Relevance(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_int(num_surfaces, "num_surfaces", 1)
-        check_int(num_bins, "num_bins", 1)
-        check_real(max_dwell, "max_dwell", positive=True)
-        check_real(prior, "prior", positive=True)
-        self.num_surfaces, self.num_bins, self.prior = num_surfaces, num_bins, prior
+        check_device(device)
+        num_surfaces = check_int(num_surfaces, "num_surfaces", 1)
+        num_bins = check_int(num_bins, "num_bins", 1)
+        max_dwell = check_real(max_dwell, "max_dwell", positive=True)
+        self.num_surfaces, self.num_bins = num_surfaces, num_bins
+        self.prior = check_real(prior, "prior", positive=True)
         self.bin_width = math.log1p(max_dwell) / num_bins
         counts = torch.zeros(num_surfaces, num_bins, 2, dtype=torch.int64, device=device)
         self.register_buffer("counts", counts)

@@ -61,7 +61,7 @@ def segment_sessions(
     check_same(relevance, "relevance", dtype=False, offsets=offsets, timestamps=timestamps)
     check_shape(timestamps, "timestamps", "[N]", (num_rows,))
     check_integers(timestamps, "timestamps")
-    check_real(gap, "gap")
+    gap = check_real(gap, "gap")
     check_real(threshold, "threshold")
     if threshold > 1:
         raise ValueError(f"threshold must be a probability, 0 to 1, got {threshold}")

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
+from torchrec_jagged_attn.checks import check_module
 from torchrec_jagged_attn.modules.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
@@ -29,6 +30,9 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
     Returns:
         From each name here to the one there.
 
+    Raises:
+        TypeError: ``model`` is no Module.
+
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
         >>> from torchrec_jagged_attn import TargetAttentionConfig
@@ -41,6 +45,7 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
         >>> embedding_bag_keys(nn.ModuleDict({"sparse": collection}))
         {'sparse.embedding_collections.8.embeddings.t.weight': 'sparse.embedding_bags.t.weight'}
     """
+    check_module(model, "model")
     keys = {}
     for prefix, collection in _collections(model):
         for table, key in collection.table_keys().items():
@@ -100,6 +105,7 @@ def rename_keys(state: Any, names: dict[str, str]) -> Any:
         names: from each name in ``state`` to another. Others stay.
 
     Raises:
+        TypeError: ``state`` or ``names`` is no dict.
         ValueError: ``state`` has none of the ``names``.
 
     Example:
@@ -107,6 +113,10 @@ def rename_keys(state: Any, names: dict[str, str]) -> Any:
         >>> rename_keys(state, {"a": "c"})
         {'state': {'c': 1, 'b': 2}, 'param_groups': [{'params': ['c']}]}
     """
+    if not isinstance(state, (dict, list)):
+        raise TypeError(f"state must be a state dict, got a {type(state).__name__}")
+    if not isinstance(names, dict):
+        raise TypeError(f"names must be a dict of names, got a {type(names).__name__}")
     renamed, count = _rename(state, names)
     if count == 0:
         raise ValueError(

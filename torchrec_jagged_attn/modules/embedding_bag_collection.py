@@ -3,7 +3,6 @@
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
 from collections.abc import Iterator, Sequence
-from types import NoneType
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.checks import check_bool
+from torchrec_jagged_attn.checks import check_bool, check_device
 from torchrec_jagged_attn.modules.batch_checks import (
     check_features,
     check_pooled_weights,
@@ -155,8 +154,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         check_list(attentions, "attentions", TargetAttentionConfig)
         check_bool(is_weighted, "is_weighted")
         check_bool(single_lookup, "single_lookup")
-        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int, NoneType)):
-            raise TypeError(f"device must be a torch.device or None, got {device!r}")
+        check_device(device)
         tables = [
             dataclasses.replace(table, feature_names=list(table.feature_names) or [table.name])
             for table in tables

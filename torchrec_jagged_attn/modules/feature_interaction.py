@@ -85,12 +85,12 @@ class JaggedFeatureInteraction(nn.Module):
         super().__init__()
         if activation not in ("softmax", "silu", None):
             raise ValueError(f"activation must be 'softmax', 'silu' or None, got {activation!r}")
+        if fused is not None:
+            check_bool(fused, "fused")
         if fused and activation != "softmax":
             raise ValueError(f"fused must go with activation='softmax', got {activation!r}")
         if scale is not None:
             scale = check_number(scale, "scale")
-        if fused is not None:
-            check_bool(fused, "fused")
         self.activation = activation
         self.scale = scale
         self.fused = activation == "softmax" if fused is None else fused

@@ -12,6 +12,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import (
     check_bool,
+    check_device,
+    check_dtype,
     check_float,
     check_heads,
     check_int,
@@ -85,6 +87,8 @@ class JaggedSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_heads, embed_dim = check_heads(num_heads, embed_dim)
+        check_device(device)
+        check_dtype(dtype)
         check_bool(bias, "bias")
         check_bool(recency_bias, "recency_bias")
         check_width(embed_dim // num_heads, "embed_dim / num_heads")

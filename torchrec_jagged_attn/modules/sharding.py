@@ -27,6 +27,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.quant import embedding_modules as quantized
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_jagged_attn.checks import check_module
 from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
 from torchrec_jagged_attn.paths import levels_to_caller
 
@@ -58,6 +59,7 @@ def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         An iterator over parameters of shape ``[num_embeddings, embedding_dim]``.
 
     Raises:
+        TypeError: ``module`` is no Module.
         ValueError: ``module`` is sharded.
 
     Example:
@@ -73,6 +75,7 @@ def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         >>> [weight.shape for weight in embedding_parameters(collection)]
         [torch.Size([9, 8])]
     """
+    check_module(module, "module")
     weights: list[nn.Parameter] = []
     for child in module.modules():
         if isinstance(child, ShardedModule):

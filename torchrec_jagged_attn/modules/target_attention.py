@@ -13,6 +13,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from torchrec_jagged_attn.arguments import Biases, MultiHeadArguments
 from torchrec_jagged_attn.checks import (
     check_bool,
+    check_device,
+    check_dtype,
     check_finite,
     check_int,
     check_packed_values,
@@ -157,6 +159,8 @@ class JaggedTargetAttention(nn.Module):
         super().__init__()
         embed_dim = check_int(embed_dim, "embed_dim", 0)
         num_heads = check_target_heads(num_heads, embed_dim)
+        check_device(device)
+        check_dtype(dtype)
         check_bool(bias, "bias")
         check_bool(recency_bias, "recency_bias")
         check_bool(age_bias, "age_bias")

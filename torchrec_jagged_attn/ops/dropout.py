@@ -15,7 +15,7 @@ def drops_of(p: float, name: str) -> int:
         raise TypeError(f"{name} must be a number, got {p!r}")
     if not 0 <= p < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {p!r}")
-    return int(p * 2**32)
+    return int(float(p) * 2**32)
 
 
 def draw_dropout(drops: int, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from torchrec_jagged_attn.checks import (
     check_has_values,
     check_int,
     check_rows,
+    check_shape,
     check_tensor,
     should_validate,
 )
@@ -212,6 +213,7 @@ def array_jagged_bmm_jagged_out(
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
     if num_rows is None and same_offsets:
+        check_shape(y, "y", "[Ny, D]", (None, None))
         num_rows = y.shape[0]
     elif num_rows is None:
         check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")  # before it waits for the device

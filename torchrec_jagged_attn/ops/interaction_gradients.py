@@ -235,18 +235,28 @@ call_pair_offsets = replayed_without_grad(pair_offsets, check=_check_offsets)
 
 
 def _check_pairs(
-    x_offsets: Tensor, num_x: int, y_offsets: Tensor, num_y: int, pair_offsets: Tensor, total: int
+    x_offsets: Tensor,
+    num_x: int,
+    y_offsets: Tensor,
+    num_y: int,
+    pair_offsets: Tensor,
+    total: int,
+    name: str,
 ) -> None:
-    """Values of offsets must divide the rows, and make ``total`` pairs; skipped as theirs are."""
+    """Values of offsets must divide the rows, and make ``total`` pairs, of the argument ``name``;
+    skipped as theirs are.
+    """
     if should_validate(pair_offsets):
         check_offsets_values(x_offsets, num_x, "x_offsets")
         check_offsets_values(y_offsets, num_y, "y_offsets")
-        _check_total(pair_offsets, total)
+        _check_total(pair_offsets, total, name)
 
 
-def _check_total(pair_offsets: Tensor, total: int) -> None:
+def _check_total(pair_offsets: Tensor, total: int, name: str) -> None:
     if should_validate(pair_offsets) and int(pair_offsets[-1]) != total:
-        raise ValueError(f"offsets must make the {total} pairs, got {int(pair_offsets[-1])}")
+        raise ValueError(
+            f"{name} must be of the {int(pair_offsets[-1])} pairs that offsets make, got {total}"
+        )
 
 
 def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_: Any) -> None:
@@ -259,7 +269,7 @@ def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, 
 def _pair_forward(args: Pairs) -> Output:
     """``[Nx, D], [Ny, D] → [Σ Lx·Ly]``."""
     x, y, x_offsets, y_offsets, pair_offsets, total = args
-    _check_pairs(x_offsets, x.shape[0], y_offsets, y.shape[0], pair_offsets, total)
+    _check_pairs(x_offsets, x.shape[0], y_offsets, y.shape[0], pair_offsets, total, "total")
     return Output(_implementation(x, product_kernels).pair_bmm(*args))
 
 
@@ -302,7 +312,7 @@ def _array_forward(args: Weighted) -> Output:
     """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
     p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed = args
     num_x, num_y = (y.shape[0], num_rows) if transposed else (num_rows, y.shape[0])
-    _check_pairs(x_offsets, num_x, y_offsets, num_y, pair_offsets, p.shape[0])
+    _check_pairs(x_offsets, num_x, y_offsets, num_y, pair_offsets, p.shape[0], "p")
     return Output(_implementation(p, product_kernels).array_jagged_bmm(*args))
 
 
@@ -345,7 +355,7 @@ def _softmax_forward(args: Scores) -> Output:
     if y_offsets is None:
         check_offsets_values(offsets, x.shape[0], "offsets")
     else:
-        _check_total(offsets, x.shape[0])
+        _check_total(offsets, x.shape[0], "p")
     return Output(_implementation(x, softmax_kernels).softmax(x, offsets, y_offsets))
 
 

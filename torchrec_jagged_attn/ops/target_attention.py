@@ -21,6 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_float,
     check_indices,
     check_indices_values,
+    check_num_levels,
     check_number,
     check_offsets_metadata,
     check_packed_values,
@@ -153,6 +154,8 @@ def jagged_target_attention(
         of the first three rows of its Table 1.
     """
     query, history = cast_as_products(query, history)
+    if num_levels is not None:
+        num_levels = check_num_levels(num_levels)
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     per_sample = _check_arguments(
         query, history, offsets, biases, prior_weights, score, query_offsets, indices, num_levels
@@ -204,10 +207,11 @@ def _check_arguments(
     check_float(query, "query")
     check_width(width, "query")
     if num_levels is None:
-        symbols = "[N, D]" if indices is None else "[U, D]"
-        check_shape(history, "history", symbols, (None, width))
+        check_tensor(history, "history")
         if history.dtype == torch.uint8:
             raise ValueError("num_levels must be given for history of torch.uint8, got None")
+        symbols = "[N, D]" if indices is None else "[U, D]"
+        check_shape(history, "history", symbols, (None, width))
     else:
         check_digits(history, width, num_levels)
     if indices is not None:

@@ -78,14 +78,16 @@ def jagged_target_attention_over_ids(
     query, mean, basis = cast_as_products(query, mean, basis)
     check_tensor(query, "query")
     check_float(query, "query")
-    width = query.shape[-1] if query.dim() else None
+    if query.dim() not in (3, 4):
+        raise ValueError(f"query must have 3 or 4 dimensions, got {list(query.shape)}")
+    width = query.shape[-1]
     check_shape(basis, "basis", "[L, D]", (None, width))
     check_shape(mean, "mean", "[D]", (width,))
     check_same(query, "query", dtype=True, mean=mean, basis=basis)
     check_same(query, "query", dtype=False, packed=packed)
     ids = SemanticIds(basis.shape[0], num_levels)
-    check_packed(packed, "packed", ids.num_digits, num_levels)
-    check_packed_values(packed, "packed", ids.num_digits, num_levels)
+    check_packed(packed, "packed", ids.num_digits, ids.num_levels)
+    check_packed_values(packed, "packed", ids.num_digits, ids.num_levels)
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
     with autocast_off(query):  # all is in the dtype of the query
@@ -93,7 +95,7 @@ def jagged_target_attention_over_ids(
             query @ torch.cat([basis, keys.unsqueeze(0)]).T,
             packed,
             offsets,
-            num_levels=num_levels,
+            num_levels=ids.num_levels,
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
             **options,
         )

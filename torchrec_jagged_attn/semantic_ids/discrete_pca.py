@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
     check_bool,
+    check_device,
     check_int,
     check_real,
     check_same,
@@ -102,6 +103,7 @@ class DiscretePCA(nn.Module):
         check_int(embed_dim, "embed_dim", 1)
         check_int(num_sweeps, "num_sweeps", 0)
         check_bool(trainable, "trainable")
+        check_device(device)
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float32 or float64, got {dtype}")
         self.ids = SemanticIds(num_digits, num_levels)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
     check_bool,
+    check_device,
     check_int,
     check_numbers,
     check_real,
@@ -111,7 +112,10 @@ class VQFusion(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        labels, losses, weights = labels or {}, losses or {}, weights or {}
+        check_device(device)
+        labels = {} if labels is None else labels
+        losses = {} if losses is None else losses
+        weights = {} if weights is None else weights
         _check_sizes(embeddings, labels, latent_dim=latent_dim, hidden_dim=hidden_dim)
         names = {*embeddings, *labels, "commitment"}
         for argument, given, known in (
@@ -165,7 +169,7 @@ class VQFusion(nn.Module):
                 range, or ``quantize`` is True before :meth:`fit`.
         """
         check_bool(quantize, "quantize")
-        labels = labels or {}
+        labels = {} if labels is None else labels
         latents = self._latents(embeddings)
         if len(latents) == 0:
             raise ValueError("embeddings must have at least one row, got none")
@@ -217,6 +221,8 @@ class VQFusion(nn.Module):
         Returns:
             As there.
         """
+        if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
+            raise TypeError(f"batches must be of embeddings, got a {type(batches).__name__}")
         latents = [self._latents(batch) for batch in batches]
         return self.pca.fit(
             latents, tolerance=tolerance, max_steps=max_steps, process_group=process_group
