@@ -79,8 +79,11 @@ def test_a_layer_of_another_dtype_than_lookups(device):
 def test_no_event(lengths, device):
     module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
     events = make_events(device, lengths=lengths, inner={key: [] for key in INNER})
-    with pytest.raises(ValueError, match="events must be one or more, got none"):
-        module(events)
+    rows = module(events)
+    assert rows.values().shape == (0, 6)
+    assert rows.lengths().tolist() == lengths
+    rows.values().sum().backward()
+    assert all(not weight.grad.any() for weight in module.parameters())
 
 
 def test_events_without_times(device):

@@ -106,6 +106,16 @@ def test_without_labels_and_of_no_row():
     assert set(fusion({"text": torch.ones(3, 12)}).losses) == {"text", "commitment"}
 
 
+@pytest.mark.parametrize("quantize", [True, False])
+def test_losses_of_no_row_are_zero(quantize):
+    fusion = make_fusion()
+    fusion.fit([make_rows(60)[0]])
+    fused = fusion(*make_rows(0), quantize=quantize)
+    assert all(loss == 0 for loss in (fused.loss, *fused.losses.values()))
+    fused.loss.backward()
+    assert all(not weight.grad.any() for weight in fusion.parameters())
+
+
 def test_state_comes_back():
     rows, _ = make_rows(60)
     fusion = make_fusion()
@@ -210,7 +220,6 @@ def test_wrong_options_are_named(change, error, message):
             r"labels\['kind'\] must be 0 to 3, got 0 to 4",
         ),
         (torch.zeros(3, 12), {}, TypeError, "embeddings must be tensors by name, got a Tensor"),
-        (*make_rows(0), ValueError, "embeddings must have at least one row, got none"),
     ],
 )
 def test_wrong_rows_are_named(embeddings, labels, error, message):

@@ -20,6 +20,7 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.events.layout import Events
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
+from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
 from torchrec_jagged_attn.modules.config import check_list
 
 __all__ = ["EventBasedFeature", "TimeEncoding"]
@@ -167,13 +168,18 @@ class EventBasedFeature(nn.Module):
         Raises:
             TypeError: ``events`` are no :class:`Events`, or have no timestamps where these are
                 encoded.
-            ValueError: an attribute of the tables is missing, ids have weights where
-                ``is_weighted`` is False, or none where it is True; or there is no event at all,
-                which TorchRec's lookups do not take.
+            ValueError: an attribute of the tables is missing, or ids have weights where
+                ``is_weighted`` is False, or none where it is True.
         """
         _check(events, self.attributes, self.is_weighted)
         dtype = self.compression.weight.dtype  # lookups may give another
-        rows = self.embedding_bag_collection(events.attributes).values().to(dtype)
+        attributes = events.attributes
+        is_empty = has_no_sample(attributes)
+        if is_empty:
+            attributes = one_sample_without_ids(attributes)
+        rows = self.embedding_bag_collection(attributes).values().to(dtype)
+        if is_empty:
+            rows = rows[:0]
         if self.time_encoding is not None:
             times = self.time_encoding(events.timestamps, events.offsets)
             rows = torch.cat([rows, times.to(dtype)], 1)
@@ -192,5 +198,3 @@ def _check(events: Events, attributes: list[str], is_weighted: bool) -> None:
         raise ValueError(
             f"events must have {expected} of ids for is_weighted={is_weighted}, got {given}"
         )
-    if events.num_events == 0:
-        raise ValueError("events must be one or more, got none")

@@ -158,21 +158,20 @@ class VQFusion(nn.Module):
         """Losses of a batch.
 
         Args:
-            embeddings: ``[N, width]`` by name, of the dtype of the parameters; ``N > 0``.
+            embeddings: ``[N, width]`` by name, of the dtype of the parameters. Losses of no row
+                are zero.
             labels: ``[N]`` int64 classes, by name.
             quantize: whether latents go by way of their digits; else the decoders read them.
 
         Raises:
             TypeError: a dtype does not fit.
-            ValueError: a name is missing or not known, a shape or device does not fit, or there is
-                no row; or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a class is out of
-                range, or ``quantize`` is True before :meth:`fit`.
+            ValueError: a name is missing or not known, or a shape or device does not fit; or (on
+                CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a class is out of range, or
+                ``quantize`` is True before :meth:`fit`.
         """
         check_bool(quantize, "quantize")
         labels = {} if labels is None else labels
         latents = self._latents(embeddings)
-        if len(latents) == 0:
-            raise ValueError("embeddings must have at least one row, got none")
         _check_names("labels", labels, self.labels)
         for name, label in labels.items():
             check_shape(label, f"labels[{name!r}]", "[N]", (len(latents),))
@@ -181,21 +180,23 @@ class VQFusion(nn.Module):
                 raise TypeError(f"labels[{name!r}] must be int64, got {label.dtype}")
             check_numbers(label, f"labels[{name!r}]", self.labels[name])
         decoded, digits, losses = latents, None, {}
+        reduction = "mean" if len(latents) else "sum"  # of no rows: zero, not NaN
         if quantize:
             digits = self.pca.encode(latents.detach())
             decoded = self.pca.decode(digits)
-            losses["commitment"] = F.mse_loss(latents, decoded.detach())
+            losses["commitment"] = F.mse_loss(latents, decoded.detach(), reduction=reduction)
             decoded = decoded + (latents - latents.detach())
         else:  # zeros, so that all parameters have a gradient, as DistributedDataParallel expects
             decoded = decoded + 0 * (self.pca.mean.sum() + self.pca.basis.sum())
         for decoder, (name, loss) in zip(self.decoders, self.losses.items(), strict=True):
             made, given = decoder(decoded), embeddings[name]
             if loss == "cosine":
-                losses[name] = 1 - F.cosine_similarity(made, _unit(given)).mean()
+                distances = 1 - F.cosine_similarity(made, _unit(given))
+                losses[name] = distances.mean() if len(latents) else distances.sum()
             else:
-                losses[name] = F.mse_loss(made, given)
+                losses[name] = F.mse_loss(made, given, reduction=reduction)
         for head, name in zip(self.heads, self.labels, strict=True):
-            losses[name] = F.cross_entropy(head(decoded), labels[name])
+            losses[name] = F.cross_entropy(head(decoded), labels[name], reduction=reduction)
         total = torch.stack([self.weights[name] * loss for name, loss in losses.items()]).sum()
         return Fused(total, losses, digits)
 
