@@ -739,13 +739,6 @@ def _plus_product(x: Traced, a: Traced, b: Traced) -> Traced:
     return x.recorder.operator(torch.ops.aten.addcmul.default, arguments, x.sizes)
 
 
-def _split(x: Traced, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
-    ends = [*itertools.accumulate(sizes)] if isinstance(sizes, list | tuple) else [-1]
-    if dim != 0 or ends[-1] != x.sizes[0]:
-        raise UnrecordableError("split")
-    return tuple(_narrow(x, begin, end) for begin, end in itertools.pairwise([0, *ends]))
-
-
 class _Address:
     """Where a tensor begins: an op may ask for its alignment, and whether another begins there."""
 
@@ -838,7 +831,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.copy_: _copy_into,
     Tensor.addmm_: _add_product,
     Tensor.clone: _clone,
-    Tensor.split: _split,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.data_ptr: _Address,
     Tensor.detach: lambda x: x,
