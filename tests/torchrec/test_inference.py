@@ -165,7 +165,7 @@ def test_quantized_outputs_have_the_dtype_that_was_asked_for(output_dtype: torch
 
 def test_sequences_left_out_of_quantization_are_named():
     model = nn.Sequential(make_quantizable())
-    quantize_embeddings(model, dtype=torch.int8, inplace=True)  # of bags alone, unless told
+    quantize_embeddings(model, dtype=torch.int8, inplace=True)  # of bags alone, by default
     tables = model[0].embedding_bag_configs()
     assert [table.data_type for table in tables] == [DataType.FP32, DataType.INT8]
     features = KeyedJaggedTensor(

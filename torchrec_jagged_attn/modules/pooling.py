@@ -63,7 +63,7 @@ class _Attention(NamedTuple):
         timestamps: key of the KeyedJaggedTensor, empty if there are none.
         request_time: likewise.
         takes_indices: whether it takes rows by index.
-        user_key: of the user column, empty if there is none.
+        user_key: of the user embedding; empty without one.
     """
 
     targets: list[_Source]
