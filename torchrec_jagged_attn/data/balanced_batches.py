@@ -91,26 +91,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"{missing} must be given before init_process_group, got None")
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("num_replicas", num_replicas, 1),
-            ("rank", rank, 0),
-            ("balanced_steps", balanced_steps, 1),
-        ):
-            check_int(value, name, least)
-        if rank >= num_replicas:
+        self.batch_size = check_int(batch_size, "batch_size", 1)
+        self.num_replicas = check_int(num_replicas, "num_replicas", 1)
+        self.rank = check_int(rank, "rank", 0)
+        self._balanced_steps = check_int(balanced_steps, "balanced_steps", 1)
+        if self.rank >= self.num_replicas:
             raise ValueError(f"rank must be less than num_replicas {num_replicas}, got {rank}")
-        seed = check_int(seed, "seed", 0, bits=64)
+        self.seed = check_int(seed, "seed", 0, bits=64)
         check_bool(drop_last, "drop_last")
+        self.drop_last = drop_last
         if not isinstance(cost, str) or cost not in POWERS:
             raise ValueError(f"cost must be one of {', '.join(POWERS)}, got {cost!r}")
         self._costs = _checked_lengths(lengths).double() ** POWERS[cost]
-        self.batch_size, self.num_replicas, self.rank = (
-            int(batch_size),
-            int(num_replicas),
-            int(rank),
-        )
-        self.seed, self.drop_last, self._balanced_steps = int(seed), drop_last, int(balanced_steps)
         size = self.batch_size * self.num_replicas
         self._full_steps, self._num_left = divmod(len(self._costs), size)
         if drop_last:
@@ -152,9 +144,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Args:
             epoch: number of the epoch, from 0.
         """
-        check_int(epoch, "epoch", 0)
+        epoch = check_int(epoch, "epoch", 0)
         if epoch != self._epoch:
-            self._epoch, self._given, self._resume_at = int(epoch), 0, 0
+            self._epoch, self._given, self._resume_at = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
         """``epoch``, and how many of its ``batches`` were given; the same on all ranks.
@@ -180,14 +172,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise TypeError(f"state_dict must be a dict, got a {type(state_dict).__name__}")
         if missing := {"epoch", "batches"} - set(state_dict):
             raise ValueError(f"state_dict must have {min(missing)}, got {sorted(state_dict)}")
-        epoch, batches = state_dict["epoch"], state_dict["batches"]
-        check_int(epoch, "state_dict['epoch']", 0)
-        check_int(batches, "state_dict['batches']", 0)
+        epoch, batches = (
+            check_int(state_dict[name], f"state_dict[{name!r}]", 0) for name in ("epoch", "batches")
+        )
         if batches > len(self):
             raise ValueError(
                 f"state_dict['batches'] must be at most the {len(self)} of an epoch, got {batches}"
             )
-        self._epoch, self._given, self._resume_at = int(epoch), int(batches), int(batches)
+        self._epoch, self._given, self._resume_at = epoch, batches, batches
 
     def _windows(self, shuffled: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
         """First step, examples and number of steps of what is shared out together."""

@@ -59,10 +59,8 @@ class SemanticIds:
     num_levels: int = 3
 
     def __post_init__(self) -> None:
-        check_int(self.num_digits, "num_digits", 1)
-        check_num_levels(self.num_levels)
-        for name in ("num_digits", "num_levels"):  # of NumPy, they may have few bits
-            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "num_digits", check_int(self.num_digits, "num_digits", 1))
+        object.__setattr__(self, "num_levels", check_num_levels(self.num_levels))
 
     @property
     def largest_digit(self) -> int:

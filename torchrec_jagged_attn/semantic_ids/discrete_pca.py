@@ -100,14 +100,13 @@ class DiscretePCA(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_int(embed_dim, "embed_dim", 1)
-        check_int(num_sweeps, "num_sweeps", 0)
+        self.embed_dim = check_int(embed_dim, "embed_dim", 1)
+        self.num_sweeps = check_int(num_sweeps, "num_sweeps", 0)
         check_bool(trainable, "trainable")
         check_device(device)
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float32 or float64, got {dtype}")
         self.ids = SemanticIds(num_digits, num_levels)
-        self.embed_dim, self.num_sweeps = int(embed_dim), int(num_sweeps)
         self._is_fitted = False
         for name, shape in (
             ("mean", [self.embed_dim]),
