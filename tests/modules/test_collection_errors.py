@@ -340,6 +340,15 @@ def test_batches_of_another_type_are_named():
             make_collection(PAIRS)(features)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool])
+def test_values_that_are_no_ids_are_named(dtype: torch.dtype):
+    """As times with fractions make them, in a TensorDict: all keys get one dtype."""
+    good = to_features(GOOD)
+    features = KeyedJaggedTensor(good.keys(), good.values().to(dtype), lengths=good.lengths())
+    with pytest.raises(TypeError, match=f"^values of features, .* int32 or int64, got {dtype}$"):
+        make_collection(PAIRS)(features)
+
+
 def test_ids_that_belong_to_no_sample_are_refused():
     good = to_features(GOOD)
     features = KeyedJaggedTensor(

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_jagged_attn.checks import (
     check_finite,
     check_float,
+    check_integers,
     should_validate,
 )
 from torchrec_jagged_attn.layout import check_order
@@ -128,6 +129,7 @@ def check_features(
             "features must be a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, got a "
             f"{type(features).__name__}"
         )
+    check_integers(features.values(), "values of features, ids and times,")
     keys = features.keys()
     known = set(keys)
     if missing := [name for name in num_embeddings if name not in known]:

@@ -294,7 +294,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             sum of widths]``.
 
         Raises:
-            TypeError: ``features`` are neither a KeyedJaggedTensor nor a TensorDict.
+            TypeError: ``features`` are neither a KeyedJaggedTensor nor a TensorDict, or are not of
+                int32 or int64.
             ValueError: a feature or a key of times is missing, a target without exactly one id in
                 each sample (or, of requests, features of candidates with different lengths), a
                 request time without exactly one integer in each sample, or histories (and
