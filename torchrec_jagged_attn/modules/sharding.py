@@ -8,6 +8,7 @@ whose gradients are averaged over ranks before a step.
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.checks import check_module
 from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.modules.lookup_bags import shorten_bags
 from torchrec_jagged_attn.paths import levels_to_caller
 
 __all__ = [
@@ -45,6 +47,9 @@ QUANTIZED = (
     ShardedQuantEmbeddingBagCollection,
     ShardedQuantEmbeddingCollection,
 )
+
+# Sharded lookups that have all that they lack.
+_ready: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -95,8 +100,11 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
     left = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
     if not left:
         for lookup in lookups:
-            _give_ranks_one_dtype(lookup)
-            _take_batches_without_samples(lookup)
+            if lookup not in _ready:
+                _give_ranks_one_dtype(lookup)
+                _take_batches_without_samples(lookup)
+                shorten_bags(lookup)
+                _ready.add(lookup)
         return True
     if len(left) < len(lookups) or (
         dist.is_initialized()
