@@ -128,9 +128,6 @@ def _give_ranks_one_dtype(lookup: nn.Module) -> None:
     shardings = getattr(lookup, "_sharding_type_to_sharding", {}).values()
     shardings = getattr(lookup, "_embedding_shardings", shardings)
     for sharding, of_rank in zip(shardings, getattr(lookup, "_lookups", ()), strict=False):
-        if getattr(of_rank, "_has_one_dtype", False):
-            continue  # checked by an earlier forward: there are as many configs as ranks
-        of_rank._has_one_dtype = True
         none = getattr(of_rank, "_dummy_embs_tensor", None)
         configs = getattr(sharding, "_grouped_embedding_configs_per_rank", ())
         dtypes = {
