@@ -148,7 +148,7 @@ def _give_ranks_one_dtype(lookup: nn.Module) -> None:
 
 def _take_batches_without_samples(lookup: nn.Module) -> None:
     """A pipeline hands batches to ``input_dist`` itself, once it has traced the collection."""
-    if isinstance(lookup, ShardedEmbeddingCollection):
+    if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
         lookup.input_dist = functools.partial(_input_dist, lookup)
 
 
