@@ -4,11 +4,15 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
+from tests.modules.target_attention_inputs import attend, make_inputs
+from tests.modules.test_self_attention import make_inputs as make_self_inputs
+from tests.modules.test_self_attention import run
 from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
@@ -235,26 +239,20 @@ def test_log_sum_exps_count_all_keys(device):
     assert not torch.allclose(dropped, out)
 
 
-def randomized(module):
-    """``module`` with parameters that are all random, biases included."""
-    generator = torch.Generator().manual_seed(1)
-    for x in module.parameters():
-        x.data.copy_(torch.randn(x.shape, generator=generator) * 0.5)
-    return module
-
-
-def attend_by_hand(module, target, history, factors):
+def attend_by_hand(module, factors, target, history, offsets, **parameters):
     """``JaggedTargetAttention`` of one width, without recency bias, of ``[B, T, E]`` targets."""
     num_heads, width = module.num_heads, module.head_dim
     if module.value_projection:
-        w_q, w_k, w_v = module.in_proj_weight.chunk(3)
-        b_q, _, b_v = module.in_proj_bias.chunk(3)
+        w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
+        b_q, _, b_v = parameters["in_proj_bias"].chunk(3)
     else:
-        w_q, w_k, b_q = module.q_proj_weight, module.k_proj_weight, module.in_proj_bias
+        w_q, w_k, b_q = (
+            parameters[name] for name in ("q_proj_weight", "k_proj_weight", "in_proj_bias")
+        )
     factors = factors.view(*target.shape[:2], num_heads, -1)
     begin, outs = 0, []
-    for b, length in enumerate(history.lengths().tolist()):
-        rows = history.values()[begin : begin + length]
+    for b, length in enumerate(offsets.diff().tolist()):
+        rows = history[begin : begin + length]
         q = (target[b] @ w_q.T + b_q).unflatten(1, (num_heads, width))
         k = (rows @ w_k.T).unflatten(1, (num_heads, width))
         v = (rows @ w_v.T if module.value_projection else rows).unflatten(1, (num_heads, width))
@@ -262,7 +260,8 @@ def attend_by_hand(module, target, history, factors):
         weights = weights * factors[b, :, :, begin : begin + length]
         out = torch.einsum("thn,nhd->thd", weights, v).flatten(1)
         if module.value_projection:
-            out = module.out_proj(out + b_v if length else out)
+            out = out + b_v if length else out
+            out = F.linear(out, parameters["out_proj.weight"], parameters["out_proj.bias"])
         outs.append(out)
         begin += length
     return torch.stack(outs)
@@ -272,41 +271,32 @@ def attend_by_hand(module, target, history, factors):
 @pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
 def test_module(keys_and_values, value_projection, device):
     """Output and all gradients; both ways drop the same, and add the bias of values once."""
-    attention = randomized(
-        JaggedTargetAttention(
-            16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
-            keys_and_values=keys_and_values, device=device,
-        )
+    module = JaggedTargetAttention(
+        16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
+        keys_and_values=keys_and_values, device="meta",
     )  # fmt: skip
-    history, target = make_history(device), torch.randn(4, 3, 16, device=device)
-    rows, grad_out = history.values().requires_grad_(), torch.randn(4, 3, 16, device=device)
-    leaves = [rows, target.requires_grad_(), *attention.parameters()]
-    expected = attend_by_hand(attention, target, history, factors_of(device, 12, 2, 93).float())
-    actual = seeded(attention)(target, history)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    expected, actual = (torch.autograd.grad(x, leaves, grad_out) for x in (expected, actual))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
-    attention.eval()
-    assert torch.equal(attention(target, history), attention(target, history))
+    inputs = make_inputs(module, [70, 0, 3, 20], device, targets=3)
+    oracle = functools.partial(attend_by_hand, module, factors_of(device, 12, 2, 93).double())
+    attend_with = functools.partial(attend, module)
+    assert_matches_oracle(seeded(attend_with), oracle, inputs)
+    module.eval()
+    assert torch.equal(attend_with(**inputs), attend_with(**inputs))
 
 
 def test_module_of_self_attention(device):
     """As ``torch.nn.MultiheadAttention``: the bias of values is dropped with the weights."""
-    attention = randomized(JaggedSelfAttention(16, 2, recency_bias=False, dropout=P, device=device))
-    history, factors = make_history(device), factors_of(device, 93, 2, 93).float()
-    qkv = history.values() @ attention.in_proj_weight.T + attention.in_proj_bias
-    begin, outs = 0, []
-    for length in history.lengths().tolist():
-        own = slice(begin, begin + length)
-        q, k, v = qkv[own].view(length, 3, 2, 8).unbind(1)
-        weights = torch.softmax(torch.einsum("ihd,jhd->ihj", q, k) / 8**0.5, 2)
-        outs.append(torch.einsum("ihj,jhd->ihd", weights * factors[own, :, own], v).flatten(1))
-        begin += length
-    expected = attention.out_proj(torch.cat(outs))
-    actual = seeded(attention)(history).values()
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    attention.eval()
-    assert torch.equal(attention(history).values(), attention(history).values())
+    module = JaggedSelfAttention(16, 2, recency_bias=False, dropout=P, device="meta")
+    inputs = make_self_inputs(module, device)
+    factors = factors_of(device, 91, 2, 91).double()
+
+    def by_hand(rows, offsets, in_proj_weight, in_proj_bias, **out_proj):
+        q, k, v = F.linear(rows, in_proj_weight, in_proj_bias).unflatten(1, (3, 2, 8)).unbind(1)
+        out = flash_attention_oracle(q, k, v, offsets, weight_factors=factors)
+        return F.linear(out.flatten(1), out_proj["out_proj.weight"], out_proj["out_proj.bias"])
+
+    assert_matches_oracle(seeded(functools.partial(run, module)), by_hand, inputs)
+    module.eval()
+    assert torch.equal(run(module, **inputs), run(module, **inputs))
 
 
 @pytest.mark.reference  # traced alike with any kernels

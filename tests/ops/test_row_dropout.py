@@ -8,6 +8,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.combinations import each_pair
+from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs
+from tests.modules.test_self_attention import (
+    attention_peer,
+    layer_peer,
+    run,
+    run_by_sample,
+)
+from tests.modules.test_self_attention import make_inputs as make_self_inputs
+from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_target_attention import LENGTHS, inputs_of_layout
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
@@ -24,7 +33,6 @@ from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     flash_attention_oracle,
     offsets_of,
-    outputs_and_gradients,
     target_attention_oracle,
 )
 
@@ -130,19 +138,15 @@ def test_beside_distances_and_prior_weights(device):
     """These have kernels of their own."""
     q, k, v, relative_bias = (torch.randn(93, 2, 16, device=device) for _ in range(4))
     inputs = {"q": q, "k": k, "v": v, "relative_bias": relative_bias[:6, :, 0].contiguous()}
+    inputs["q_offsets"] = torch.tensor([0, 70, 70, 93], device=device)
     weights = torch.rand(93, device=device)
-    attend = functools.partial(
-        jagged_flash_attention, q_offsets=torch.tensor([0, 70, 70, 93], device=device)
-    )
-    actual = outputs_and_gradients(
-        seeded(attend, prior_weights=weights, row_dropout=0.4), inputs, torch.ones_like(q)
-    )
-    both = weights * kept(device, 93, 0.4)
-    expected = outputs_and_gradients(
-        functools.partial(attend, prior_weights=both.float()), inputs, torch.ones_like(q)
-    )
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5)
+    both = weights.double() * kept(device, 93, 0.4)
+
+    def oracle(**inputs):
+        return with_relative_bias(**inputs, bias=both.log().unsqueeze(1))
+
+    attend = seeded(jagged_flash_attention, prior_weights=weights, row_dropout=0.4)
+    assert_matches_oracle(attend, oracle, inputs)
 
 
 def make_history(device, width=16):
@@ -153,28 +157,33 @@ def make_history(device, width=16):
 @pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
 def test_module(keys_and_values, device):
     """In training alone; as if the rows had a prior weight of zero."""
-    options = {"keys_and_values": keys_and_values, "device": device}
-    attention = JaggedTargetAttention(16, 2, row_dropout=0.4, **options)
-    history, target = make_history(device), torch.randn(4, 16, device=device)
-    weights = kept(device, 93, 0.4).float()
-    dropped = seeded(attention)(target, history)
-    torch.testing.assert_close(dropped, attention.eval()(target, history, prior_weights=weights))
-    without = attention(target, history)
-    assert torch.equal(without, attention(target, history))
-    assert not torch.allclose(without[0], dropped[0])
-    attention.train()
-    assert not torch.equal(attention(target, history), attention(target, history))
+    options = {"row_dropout": 0.4, "keys_and_values": keys_and_values, "device": "meta"}
+    module = JaggedTargetAttention(16, 2, **options)
+    inputs = make_inputs(module, [70, 0, 3, 20], device)
+    weights = kept(device, 93, 0.4)
+    attend_with = functools.partial(attend, module)
+    oracle = functools.partial(attend_by_sample, module, prior_weights=weights)
+    assert_matches_oracle(seeded(attend_with), oracle, inputs)
+    assert not torch.equal(attend_with(**inputs), attend_with(**inputs))
+    module.eval()
+    assert torch.equal(attend_with(**inputs), attend_with(**inputs))
 
 
-@pytest.mark.parametrize("make", [JaggedSelfAttention, HistoryEncoderLayer])
-def test_module_of_self_attention(make, device):
-    module = make(16, 2, row_dropout=0.4, device=device)
-    history = make_history(device)
-    weights = kept(device, 93, 0.4).float()
-    dropped = seeded(module)(history).values()
-    expected = module.eval()(history, weights).values()
-    torch.testing.assert_close(dropped, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(module(history).values(), module(history).values())
+@pytest.mark.parametrize(
+    ("make", "peer"),
+    [
+        (JaggedSelfAttention, functools.partial(attention_peer, True)),
+        (HistoryEncoderLayer, layer_peer),
+    ],
+)
+def test_module_of_self_attention(make, peer, device):
+    module = make(16, 2, row_dropout=0.4, device="meta")
+    inputs = make_self_inputs(module, device)
+    weights = kept(device, len(inputs["rows"]), 0.4)
+    oracle = functools.partial(run_by_sample, peer, 2, False, prior_weights=weights)
+    assert_matches_oracle(seeded(functools.partial(run, module)), oracle, inputs)
+    module.eval()
+    assert torch.equal(run(module, **inputs), run(module, **inputs))
 
 
 def test_of_a_collection():

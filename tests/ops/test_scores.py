@@ -11,7 +11,6 @@ from tests.ops.test_target_attention import inputs_of, inputs_of_layout
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
-    outputs_and_gradients,
     target_attention_oracle,
 )
 
@@ -59,19 +58,7 @@ def test_scores_far_from_zero(score, num_targets, device):
     inputs = inputs_of([70, 5], device, num_targets=num_targets)
     inputs["query"] *= 100
     inputs["bias"][::3] = -torch.inf
-    left = torch.ones(75, dtype=torch.bool, device=device)
-    left[::3] = False
-    attend = functools.partial(jagged_target_attention, score=score)
-    results = outputs_and_gradients(attend, inputs, torch.ones_like(inputs["query"]))
-    assert all(torch.isfinite(x).all() for name, x in results.items() if name != "bias")
-    assert torch.all(results["history"][~left] == 0)
-    kept = inputs | {
-        "history": inputs["history"][left],
-        "bias": inputs["bias"][left],
-        "offsets": torch.stack([left[:0].sum(), left[:70].sum(), left.sum()]),
-    }
-    expected = outputs_and_gradients(attend, kept, torch.ones_like(inputs["query"]))
-    torch.testing.assert_close(results["out"], expected["out"], rtol=1e-4, atol=1e-3)
+    assert_right(inputs, score)
 
 
 @pytest.mark.reference
