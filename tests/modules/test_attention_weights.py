@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
@@ -10,6 +11,7 @@ from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.modules.target_attention_inputs import (
     OPTIONS,
     attend_by_sample,
+    bucket,
     draw_prior_weights,
     example,
     make_inputs,
@@ -19,7 +21,11 @@ from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
 
 
 def with_parameters(name, inputs, **options):
-    """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these."""
+    """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these.
+
+    While it trains it drops rows and weights, of outputs alone.
+    """
+    options |= {"row_dropout": 0.5, "dropout": 0.5}
     module = JaggedTargetAttention(16, 2, **OPTIONS[name], **options)
     module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
     return module.to(inputs["history"].device)
@@ -54,28 +60,26 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     assert_close(weights_of(with_parameters(name, inputs), **inputs, **times), expected, errors)
 
 
-@pytest.mark.parametrize("score", ["softmax", "silu", "sigmoid"])
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize("name", ["default", "values", "another-width", "no-recency"])
-def test_outputs_are_sums_by_attention_weights(name, score, device):
-    """While training, too, which drops rows and weights of outputs alone."""
-    dropout = {"row_dropout": 0.5, "dropout": 0.5, "score": score}
+def test_attention_weights_of_other_scores(name, score, device):
     module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, [70], device, targets=3)
-    module = with_parameters(name, inputs, **dropout)
-    assert module.training
-    pooled = torch.einsum("nth,nd->thd", weights_of(module, **inputs), inputs["history"])
-    if module.value_projection:
-        if module.in_proj_weight is not None:
-            w_v = module.in_proj_weight[32:]
+    exact = {key: x.double() for key, x in inputs.items()}
+    with RoundingErrors(torch.float32) as errors:
+        if "in_proj_weight" in exact:
+            w_q, w_k, _ = exact["in_proj_weight"].chunk(3)
         else:
-            w_v = module.v_proj_weight
-        values = torch.einsum("thd,hed->the", pooled, w_v.view(2, 8, -1)).flatten(1)
-        expected = module.out_proj(values + module.in_proj_bias[32:])
-    else:
-        expected = torch.cat([pooled[:, 0, :8], pooled[:, 1, 8:]], dim=1)
-    history = JaggedTensor(inputs["history"], offsets=inputs["offsets"])
-    actual = module.eval()(inputs["target"], history)[0]
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+            w_q, w_k = exact["q_proj_weight"], exact["k_proj_weight"]
+        q = F.linear(exact["target"][0], w_q, exact["in_proj_bias"][:16]).view(-1, 2, 8)
+        scores = torch.einsum("thd,nhd->nth", q, F.linear(exact["history"], w_k).view(-1, 2, 8))
+        scores = scores / 8**0.5
+        if module.recency_bias is not None:
+            table = exact["recency_bias.position_weight"]
+            buckets = [bucket(position, len(table)) for position in range(69, -1, -1)]
+            scores = scores + table[buckets].unsqueeze(1)
+        expected = {"silu": F.silu, "sigmoid": torch.sigmoid}[score](scores)
+    assert_close(weights_of(with_parameters(name, inputs, score=score), **inputs), expected, errors)
 
 
 def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(device):
@@ -85,8 +89,6 @@ def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(devic
     assert weights.lengths().tolist() == [5, 0, 40]
     assert weights.values().shape == (45, 3, 2)
     assert not weights.values().requires_grad
-    of_one = module.attention_weights(target[:, 1], history).values()
-    torch.testing.assert_close(of_one, weights.values()[:, 1])
 
 
 def test_attention_weights_are_computed_in_fp32(device):

@@ -101,17 +101,18 @@ def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
     multi_head.load_state_dict(attention.state_dict())
     multi_head.double().to(device)
     expected = torch.zeros(len(lengths), 8, dtype=torch.float64, device=device)
-    for sample, ids in enumerate(batch["hist"]):
-        if ids:
-            rows = weight[torch.tensor(ids, device=device)].unsqueeze(0)
-            for encoder in encoders:
-                rows = encoder(rows, hidden_pairs(len(ids), causal, window, device))
-            target = weight[torch.tensor(batch["item"][sample], device=device)].unsqueeze(0)
-            expected[sample] = multi_head(target, rows, rows, need_weights=False)[0][0, 0]
-        else:
-            expected[sample] = multi_head.out_proj.bias
+    with torch.no_grad(), RoundingErrors(torch.float32) as errors:
+        for sample, ids in enumerate(batch["hist"]):
+            if ids:
+                rows = weight[torch.tensor(ids, device=device)].unsqueeze(0)
+                for encoder in encoders:
+                    rows = encoder(rows, hidden_pairs(len(ids), causal, window, device))
+                target = weight[torch.tensor(batch["item"][sample], device=device)].unsqueeze(0)
+                expected[sample] = multi_head(target, rows, rows, need_weights=False)[0][0, 0]
+            else:
+                expected[sample] = multi_head.out_proj.bias
     out = collection(to_features(batch, device)).to_dict()["hist"]
-    torch.testing.assert_close(out.double(), expected.detach(), rtol=1e-4, atol=1e-4)
+    assert_close(out, expected, errors)
 
 
 def without_users(scenario: Scenario) -> Scenario:
