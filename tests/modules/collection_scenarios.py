@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -273,6 +274,34 @@ def attention_parameters(collection: TargetAttentionEmbeddingBagCollection) -> d
     return dict(collection.pooling.attentions.named_parameters())
 
 
+def encoder_parameters(collection: TargetAttentionEmbeddingBagCollection) -> dict[str, Tensor]:
+    parameters = collection.pooling.encoders.named_parameters()
+    return {f"encoder.{name}": parameter for name, parameter in parameters}
+
+
+def within(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): x for k, x in parameters.items() if k.startswith(prefix)}
+
+
+def encode(
+    config: TargetAttentionConfig, parameters: dict[str, Tensor], num_heads: int, rows: Tensor
+) -> Tensor:
+    """One sample's rows ``[L, E]``, by layers of torch's own."""
+    length, embed_dim = rows.shape
+    places = torch.arange(length)
+    distance = places[:, None] - places
+    hidden = (distance < 0) & config.encoder_causal
+    hidden |= distance >= (config.encoder_window or length)
+    layer = nn.TransformerEncoderLayer(
+        embed_dim, num_heads, 4 * embed_dim, 0.0, "gelu", norm_first=True, batch_first=True,
+        device="meta",
+    )  # fmt: skip
+    for index in range(config.encoder_layers if length else 0):
+        inputs = rows.unsqueeze(0), hidden.to(rows.device)
+        rows = functional_call(layer, within(parameters, f"{index}."), inputs, strict=True)[0]
+    return rows
+
+
 def bucket(distance: int, num_buckets: int) -> int:
     return min(math.floor(4 * math.log2(1 + distance)), num_buckets - 1)
 
@@ -321,7 +350,7 @@ def attend(
         mask = mask + ages[[bucket(max(now - times[n], 0), len(ages)) for n in kept]]
     inputs = (target.unsqueeze(0), rows[kept], rows[kept])
     arguments = {"attn_mask": mask.T.unsqueeze(1), "need_weights": False}
-    out, _ = torch.func.functional_call(attention, parameters, inputs, arguments)
+    out, _ = functional_call(attention, parameters, inputs, arguments)
     return out.squeeze(0)
 
 
@@ -330,8 +359,12 @@ def oracle(
     batch: Batch,
     tables: dict[str, Tensor],
     attentions: dict[str, Tensor],
+    encoders: dict[str, Tensor],
+    heads_of_encoders: list[int],
 ) -> list[Tensor]:
-    """Columns of the output, feature by feature, in the order of EmbeddingBagCollection."""
+    """Columns of the output, feature by feature, in the order of EmbeddingBagCollection; and those
+    of users.
+    """
     batch = dict(batch)
     for config in scenario.attentions:
         if config.max_history is not None:
@@ -346,19 +379,25 @@ def oracle(
         return torch.cat([tables[t.name][batch[feature][sample]] for t, feature in found], dim=1)
 
     attended: dict[tuple[str, str], Tensor] = {}
+    users: list[Tensor] = []
     for index, config in enumerate(scenario.attentions):
-        parameters = {
-            name.removeprefix(f"{index}."): parameter
-            for name, parameter in attentions.items()
-            if name.startswith(f"{index}.")
-        }
+        parameters = within(attentions, f"{index}.")
         first = scenario.features(config.histories)[0]
+        histories = [
+            encode(
+                config,
+                within(encoders, f"encoder.{index}."),
+                heads_of_encoders[index],
+                rows_of(config.histories, b),
+            )
+            for b in range(len(batch[first]))
+        ]
         outputs = [
             attend(
                 config,
                 parameters,
                 rows_of(config.targets, b)[0],
-                rows_of(config.histories, b),
+                histories[b],
                 None if config.timestamps is None else batch[config.timestamps][b],
                 None if config.request_time is None else batch[config.request_time][b][0],
                 weights_of(batch[first][b]),
@@ -370,6 +409,10 @@ def oracle(
         attended |= {
             (t.name, feature): part for (t, feature), part in zip(found, parts, strict=True)
         }
+        if config.user_column:
+            users.append(
+                torch.stack([rows[-1] if len(rows) else rows.sum(0) for rows in histories])
+            )
     columns = []
     for config in scenario.tables:
         for name in config.feature_names:
@@ -383,7 +426,7 @@ def oracle(
                 bag = (weight[ids] * factors).sum(0)
                 bags.append(bag / max(1, len(ids)) if config.pooling == PoolingType.MEAN else bag)
             columns.append(torch.stack(bags))
-    return columns
+    return columns + users
 
 
 def check_against_oracle(
@@ -411,14 +454,25 @@ def check_against_oracle(
         for kind, named in (
             ("tables", table_weights(collection)),
             ("attentions", attention_parameters(collection)),
+            ("encoders", encoder_parameters(collection)),
         )
     }
+    heads = [
+        next((x.self_attn.num_heads for x in layers.children()), 1)
+        for layers in collection.pooling.encoders
+    ]
     with RoundingErrors(torch.float32) as errors:
         for batch, out, grad_out in zip(batches, outs, grads_out, strict=True):
-            expected = torch.cat(oracle(scenario, to_samples(batch), **leaves), dim=1)
+            expected = torch.cat(
+                oracle(scenario, to_samples(batch), **leaves, heads_of_encoders=heads), dim=1
+            )
             expected.backward(grad_out.double())
             assert_close(out.cpu(), expected, errors)
-    actual = {**table_weights(collection), **attention_parameters(collection)}
+    actual = {
+        **table_weights(collection),
+        **attention_parameters(collection),
+        **encoder_parameters(collection),
+    }
     expected_grads = {name: p.grad for named in leaves.values() for name, p in named.items()}
     assert actual.keys() == expected_grads.keys()
     for name, parameter in actual.items():

@@ -176,32 +176,10 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
 
 
 def test_encoded_histories_and_user_columns(device: torch.device):
-    """They are those of samples: gradients in fp64, but for TorchRec's columns, which are fp32."""
-    requests, cpu = of_requests(USERS), torch.device("cpu")
+    requests = of_requests(USERS)
     batch = make_requests(requests, *LENGTHS["mixed"])
-    samples = to_samples(requests, batch)
-    exact = make_collection(requests, cpu).double()
-    of_samples = make_collection(USERS, cpu).double()
-    out, expected = exact(to_features(batch, cpu)), of_samples(to_features(samples, cpu))
-    assert out.keys() == expected.keys()
-    assert "user@hist@t_item" in out.keys()  # noqa: SIM118
-    grad = torch.randn(expected.values().shape, generator=torch.Generator().manual_seed(1))
-    for columns in (out, expected):
-        columns.values().backward(grad.to(columns.values()))
-    parameters = dict(of_samples.named_parameters())
-    of_fp32 = {"rtol": 1e-6, "atol": 1e-6}
-    torch.testing.assert_close(out.values(), expected.values(), **of_fp32)
-    for name, parameter in exact.named_parameters():
-        torch.testing.assert_close(parameter.grad, parameters[name].grad, **of_fp32)
-
     collection = make_collection(requests, device)
-    columns = collection(to_features(batch, device)).values()
-    columns.backward(grad.to(columns))
-    of_rounding = {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(columns.cpu().double(), expected.values().double(), **of_rounding)
-    for name, parameter in collection.named_parameters():
-        found = parameter.grad.cpu().double()
-        torch.testing.assert_close(found, parameters[name].grad, **of_rounding)
+    check_against_oracle(collection, requests, [batch], lambda batch: to_samples(requests, batch))
 
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])

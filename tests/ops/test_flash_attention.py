@@ -22,6 +22,8 @@ from torchrec_jagged_attn.arguments import Biases
 from torchrec_jagged_attn.testing import (
     CASES,
     Case,
+    RoundingErrors,
+    assert_close,
     assert_matches_oracle,
     flash_attention_oracle,
     make_flash_inputs,
@@ -215,21 +217,6 @@ def test_tiles_beyond_a_window_are_not_read(dtype, width, biased, kv_heads, kern
     length = [700 if kernel_device.type == "cuda" else 280]
     inputs = inputs_of(length, length, kernel_device, dtype, biased, width, kv_heads)
     assert_tiles_beyond_a_window_are_not_read(inputs, 37)
-
-
-def test_windows_merge_by_log_sum_exp(device):
-    """A window and the keys before it are all that causal attention sees."""
-    inputs = inputs_of([100], [100], device)
-    whole, lse = jagged_flash_attention(**inputs, causal=True, return_lse=True)
-    newest, near = jagged_flash_attention(**inputs, causal=True, window=7, return_lse=True)
-    older = {name: inputs[name][:93] for name in "kv"}
-    older |= {"q": inputs["q"][7:]}
-    older |= {name: torch.tensor([0, 93], device=device) for name in ("q_offsets", "kv_offsets")}
-    oldest, far = jagged_flash_attention(**older, causal=True, return_lse=True)
-    merged = torch.logaddexp(near[7:], far)
-    torch.testing.assert_close(merged, lse[7:])
-    weights = [torch.exp(part - merged).unsqueeze(-1) for part in (near[7:], far)]
-    torch.testing.assert_close(newest[7:] * weights[0] + oldest * weights[1], whole[7:])
 
 
 TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
@@ -472,27 +459,28 @@ def test_relative_bias_of_far_keys(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_partial_attentions_merge_by_log_sum_exp(dtype, device):
-    inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype)
-    whole, lse = jagged_flash_attention(**inputs, return_lse=True)
-    assert lse.shape == whole.shape[:2]
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
+def test_log_sum_exps(causal, window, dtype, device):
+    """Which merge attention over parts of the keys; minus infinity where there is none."""
+    inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype, bias=True)
+    options = {"causal": causal, "window": window}
+    _, lse = jagged_flash_attention(**inputs, **options, return_lse=True)
+    q, k, bias = (inputs[name].double() for name in ("q", "k", "bias"))
+    bounds = (inputs[name].tolist() for name in ("q_offsets", "kv_offsets"))
+    expected = []
+    with RoundingErrors(dtype) as errors:
+        for (begin, end), (kv_begin, kv_end) in zip(*map(pairwise, bounds), strict=True):
+            own = slice(kv_begin, kv_end)
+            rows, keys = end - begin, kv_end - kv_begin
+            distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+            hidden = ((distance < 0) & causal) | (distance >= (window or keys))
+            scores = q[begin:end].transpose(0, 1) @ k[own].permute(1, 2, 0) / 4
+            powers = (scores + bias[own].T.unsqueeze(1)).exp()
+            expected.append(powers.masked_fill(hidden.to(device), 0).sum(2).log().T)
+        expected = torch.cat(expected)
     assert lse.dtype == torch.float32
     assert torch.all(lse[113:] == -torch.inf)
-    lengths = inputs["kv_offsets"].diff().cpu()
-    newest = lengths // 3
-    is_new = torch.cat([torch.arange(n) >= n - m for n, m in zip(lengths, newest, strict=True)])
-    outs, lses = [], []
-    for rows, part in ((is_new, newest), (~is_new, lengths - newest)):
-        of_part = {name: inputs[name][rows.to(device)] for name in "kv"}
-        of_part["kv_offsets"] = offsets_of(part, torch.int64, device)
-        out, lse_of_part = jagged_flash_attention(**inputs | of_part, return_lse=True)
-        outs.append(out)
-        lses.append(lse_of_part)
-    merged_lse = torch.logaddexp(*lses)
-    torch.testing.assert_close(merged_lse, lse)
-    weights = [torch.exp(part - merged_lse).nan_to_num().unsqueeze(-1) for part in lses]
-    merged = sum(out * weight for out, weight in zip(outs, weights, strict=True))
-    torch.testing.assert_close(merged.to(dtype), whole, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    assert_close(lse, expected, errors)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float16, 64)], ids=str)
