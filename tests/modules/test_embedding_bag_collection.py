@@ -43,6 +43,7 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.modules import pooling
+from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 SCENARIOS |= {
     f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)
@@ -545,32 +546,38 @@ def test_more_features_are_no_more_work_for_the_host(
 
 
 def test_gradients_of_weights(device: torch.device):
-    """Of a pooled row: its product with the gradient. Of an attended one: by finite differences."""
+    """Of a pooled row: its product with the gradient."""
     collection = make_collection(SCENARIOS["weighted"], device)
     features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), device, is_weighted=True)
-    weights = torch.rand(features.values().numel(), device=device) + 0.5
+    features.weights().requires_grad_()
+    collection(features)["bought"].sum().backward()
+    rows = table_weights(collection)["t_item"][features["bought"].values()]
+    begin = features.offset_per_key()[features.keys().index("bought")]
+    with RoundingErrors(torch.float32) as errors:
+        expected = rows.detach().double().sum(1)
+    assert_close(features.weights().grad[begin : begin + len(rows)], expected, errors)
 
-    def pooled(weights: Tensor) -> dict[str, Tensor]:
+
+@pytest.mark.reference  # kernels compute no fp64
+def test_gradients_of_weights_of_attended_rows():
+    collection = make_collection(SCENARIOS["weighted"])
+    features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), is_weighted=True)
+    _, sequences, bags = looked_up(collection, features)
+    sequences = [
+        {name: JaggedTensor(x.values().double(), lengths=x.lengths()) for name, x in rows.items()}
+        for rows in sequences
+    ]
+    collection.double()
+
+    def pooled(weights: Tensor) -> Tensor:
         weighted = KeyedJaggedTensor(
             features.keys(), features.values(), weights, lengths=features.lengths()
         )
-        return collection(weighted).to_dict()
+        return collection.pooling(weighted, sequences, bags)["hist"]
 
-    leaf = weights.clone().requires_grad_()
-    columns = pooled(leaf)
-    (columns["hist"].sum() + columns["bought"].sum()).backward()
-    weighted = KeyedJaggedTensor(
-        features.keys(), features.values(), leaf.grad, lengths=features.lengths()
-    )
-    ids = weighted["bought"].values()
-    rows = table_weights(collection)["t_item"][ids]
-    torch.testing.assert_close(weighted["bought"].weights(), rows.sum(1))
-    begin = features.offset_per_key()[features.keys().index("hist")]
-    for row in range(begin, begin + features["hist"].values().numel()):
-        step = torch.zeros_like(weights)
-        step[row] = 1e-2
-        change = pooled(weights + step)["hist"].sum() - pooled(weights - step)["hist"].sum()
-        torch.testing.assert_close(leaf.grad[row], change / 2e-2, rtol=1e-2, atol=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(features.values().numel(), dtype=torch.float64, generator=generator) + 0.5
+    torch.autograd.gradcheck(pooled, weights.requires_grad_())
 
 
 def test_one_attention_needs_no_list():
