@@ -159,7 +159,6 @@ def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: 
     means = weights.mean(axis=2)
     assert (np.diff(means, axis=1) <= 0).all()
     if most >= length > 0:
-        np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-5)
         assert all(sorted(of_one) == [*range(length)] for of_one in events.tolist())
 
 
