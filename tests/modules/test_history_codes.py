@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torchrec.fx import symbolic_trace
@@ -17,6 +18,7 @@ from tests.modules.target_attention_inputs import (
     each_pair_by_dtype,
     make_inputs,
 )
+from tests.ops.test_scores import attend_by_formula
 from torchrec_jagged_attn import (
     DiscretePCA,
     JaggedTargetAttention,
@@ -25,7 +27,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.testing import assert_matches_oracle
+from torchrec_jagged_attn.testing import RoundingErrors, assert_close, assert_matches_oracle
 
 CPU = torch.device("cpu")
 LENGTHS = [40, 0, 3, 1, 20]
@@ -103,17 +105,22 @@ def test_more_levels_and_targets_of_another_width(num_levels, device):
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 def test_scores_have_the_mean(score):
-    """Which a softmax drops: weights of single rows are those of decoded rows."""
+    """Which a softmax drops; so have the weights."""
     pca = fitted()
-    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, init="mha", score=score)
-    plain = JaggedTargetAttention(WIDTH, 2, init="mha", score=score)
-    plain.load_state_dict({k: v for k, v in module.state_dict().items() if "history_" not in k})
+    options = {"init": "mha", "recency_bias": False, "score": score}
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, **options)
     packed, lengths = draw_codes(pca.ids, sum(LENGTHS)), torch.tensor(LENGTHS)
     target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
-    codes, rows = (JaggedTensor(x, lengths=lengths) for x in (packed, pca(packed)))
-    torch.testing.assert_close(module(target, codes), plain(target, rows))
-    found, expected = (m.attention_weights(target, x) for m, x in ((module, codes), (plain, rows)))
-    torch.testing.assert_close(found.values(), expected.values())
+    codes, exact = JaggedTensor(packed, lengths=lengths), copy.deepcopy(module).double()
+    with torch.no_grad(), RoundingErrors(torch.float32) as errors:
+        rows = exact.history_mean + pca.ids.unpack(packed).double() @ exact.history_basis
+        expected = attend_by_formula(exact, target.double(), rows, codes.offsets())
+        w_q, w_k, _ = exact.in_proj_weight.chunk(3)
+        q = F.linear(target.double(), w_q, exact.in_proj_bias[:WIDTH]).repeat_interleave(lengths, 0)
+        scores = (q * F.linear(rows, w_k)).unflatten(1, (2, -1)).sum(2) / exact.head_dim**0.5
+        weights = {"silu": F.silu, "sigmoid": torch.sigmoid}[score](scores)
+    assert_close(module(target, codes), expected, errors)
+    assert_close(module.attention_weights(target, codes).values(), weights, errors, name="weights")
 
 
 @pytest.mark.reference
