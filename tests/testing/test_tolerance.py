@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.testing import (
     RoundingErrors,
     assert_close,
@@ -239,6 +240,13 @@ def test_what_has_no_rule_is_refused():
         pytest.raises(NotImplementedError, match="return fp64"),
     ):
         x.exp().float()
+    with (
+        RoundingErrors(torch.float32),
+        pytest.raises(
+            NotImplementedError, match=r"return fp64, got torch\.float32, torch\.float64"
+        ),
+    ):  # an op of ours, whose statistics are fp32
+        jagged_target_attention(x.view(1, 1, -1), x.view(1, -1), torch.tensor([0, 1]))
 
 
 def test_gradients_of_another_set_of_inputs_are_refused():

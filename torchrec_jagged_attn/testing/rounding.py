@@ -124,9 +124,11 @@ class RoundingErrors(TorchDispatchMode):
         outs = out if isinstance(out, (tuple, list)) else [out]
         if name in EXACT or not any(_is_float(x) and x.numel() for x in outs):
             return out
-        if any(_is_float(x) and x.dtype != torch.float64 for x in outs):
-            if any(self.squares(x) is not None for x in _flat(args, kwargs)):
-                raise NotImplementedError(f"{func} must return fp64, got {outs[0].dtype}")
+        dtypes = {x.dtype for x in outs if _is_float(x)}
+        if dtypes != {torch.float64}:
+            if len(dtypes) > 1 or any(self.squares(x) is not None for x in _flat(args, kwargs)):
+                names = ", ".join(sorted(map(str, dtypes)))
+                raise NotImplementedError(f"{func} must return fp64, got {names}")
         elif name in COPIES:
             if (squares := self.copied(func, args, kwargs)) is not None:
                 self._set(outs[0], squares)
