@@ -311,6 +311,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         features = maybe_td_to_kjt(features)
         keep_dtype = is_empty = False
         if not is_scripting():
+            lookups = self._lookups()
             features = with_counts(features)
             _check_features(
                 features,
@@ -318,9 +319,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 self._others,
                 self._is_weighted,
                 self._weights_fp32,
-                check_sharded(self._lookups()),
+                check_sharded(lookups),
             )
-            keep_dtype = check_quantized(self._lookups())
+            keep_dtype = check_quantized(lookups)
         if self.history_truncation is not None:
             features = self.history_truncation(features)
         looked_up = features

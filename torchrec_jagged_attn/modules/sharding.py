@@ -48,8 +48,8 @@ QUANTIZED = (
     ShardedQuantEmbeddingCollection,
 )
 
-# Sharded lookups that have all that they lack.
-_ready: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Sharded lookups that ``check_sharded`` has prepared.
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -93,6 +93,9 @@ def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def check_sharded(lookups: list[nn.Module]) -> bool:
     """Whether ``lookups`` are sharded, as all or none of them must be.
 
+    The first time, sharded ones are prepared for what TorchRec's do not serve: ranks without a
+    table, batches without samples, and long bags.
+
     Raises:
         RuntimeError: a DistributedModelParallel left some of them whole on each rank.
         ValueError: tables of one lookup have several ``output_dtype``.
@@ -100,11 +103,11 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
     left = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
     if not left:
         for lookup in lookups:
-            if lookup not in _ready:
+            if lookup not in _prepared:
                 _give_ranks_one_dtype(lookup)
                 _take_batches_without_samples(lookup)
                 shorten_bags(lookup)
-                _ready.add(lookup)
+                _prepared.add(lookup)
         return True
     if len(left) < len(lookups) or (
         dist.is_initialized()
@@ -147,7 +150,7 @@ def _give_ranks_one_dtype(lookup: nn.Module) -> None:
 
 
 def _take_batches_without_samples(lookup: nn.Module) -> None:
-    """A pipeline hands batches to ``input_dist`` itself, once it has traced the collection."""
+    """Replace batches without samples in ``input_dist``, which pipelines call themselves."""
     if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
         lookup.input_dist = functools.partial(_input_dist, lookup)
 
