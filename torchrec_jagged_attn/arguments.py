@@ -47,6 +47,11 @@ class Biases(NamedTuple):
         row_dropout: ``[2]`` int64, see ``ops/dropout.py``: rows that it drops have a bias of
             ``-inf``.
         dropout: ``[2]`` int64, see there: weights that it drops are zero, and the others larger.
+        places: ``[N]`` int32 or int64, where the rows are some of a larger batch: the number that
+            each has there, by which it draws and its position is counted. ``None`` of a batch that
+            is whole. Ages are then counted from ``request_time``.
+        ends: ``[B]``, in the same dtype, with ``places`` alone: the number after the last row that
+            each sample has there.
         relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
     """
 
@@ -57,6 +62,8 @@ class Biases(NamedTuple):
     request_time: Tensor | None = None
     row_dropout: Tensor | None = None
     dropout: Tensor | None = None
+    places: Tensor | None = None
+    ends: Tensor | None = None
     relative_bias: Tensor | None = None
 
     @property
@@ -90,6 +97,8 @@ class TargetArguments(NamedTuple):
     request_time: Tensor | None
     row_dropout: Tensor | None
     dropout: Tensor | None
+    places: Tensor | None
+    ends: Tensor | None
     scale: float
     score: str
     num_levels: int
@@ -111,6 +120,8 @@ class TargetArguments(NamedTuple):
             self.request_time,
             self.row_dropout,
             self.dropout,
+            self.places,
+            self.ends,
         )
 
 
@@ -137,8 +148,8 @@ class TargetOutputs(NamedTuple):
         out: ``[B, T, H, D]`` or ``[ΣT, H, D]``.
         residual: fp32 output minus its rounded value, for the gradient; empty for fp32, or where no
             gradient will be taken.
-        stats: ``[2, …]`` fp32, of each row of ``out`` the softmax's largest score and one by the
-            sum of its weights.
+        stats: ``[2, …]`` fp32, of fp64 in fp64: of each row of ``out`` the softmax's largest score
+            and one by the sum of its weights; zeros where it sees nothing.
     """
 
     out: Tensor
@@ -195,7 +206,7 @@ class FlashArguments(NamedTuple):
             self.request_time,
             self.row_dropout,
             self.dropout,
-            self.relative_bias,
+            relative_bias=self.relative_bias,
         )
 
 

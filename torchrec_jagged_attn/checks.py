@@ -279,7 +279,7 @@ def check_biases(
 ) -> None:
     """What ``num_rows`` key rows of ``num_samples`` may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, request_time, _, _, relative_bias = biases
+    bias, position_bias, age_bias, timestamps, request_time, *_, relative_bias = biases
     check_same(
         query, query_name, dtype=False,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,

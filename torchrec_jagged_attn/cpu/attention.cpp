@@ -150,9 +150,12 @@ std::pair<T, T> weight_and_slope(T x, int64_t score) {
 struct Dropout {
   uint64_t seed;
   int64_t drops;
+  const int64_t* places;  // by which rows of keys draw, if not by their numbers
 
-  explicit Dropout(const Tensor& x)
-      : seed(x.const_data_ptr<int64_t>()[0]), drops(x.const_data_ptr<int64_t>()[1]) {}
+  Dropout(const Tensor& x, const optional<Tensor>& places)
+      : seed(x.const_data_ptr<int64_t>()[0]),
+        drops(x.const_data_ptr<int64_t>()[1]),
+        places(places ? places->const_data_ptr<int64_t>() : nullptr) {}
 
   double factor() const { return double(int64_t{1} << 32) / ((int64_t{1} << 32) - drops); }
 
@@ -164,15 +167,15 @@ struct Dropout {
   }
 
   bool is_dropped(uint32_t draw, int64_t n) const {
-    uint32_t x = draw ^ uint32_t(n) * 0x9E3779B1;
+    uint32_t x = draw ^ uint32_t(places ? places[n] : n) * 0x9E3779B1;
     x = (x ^ (x >> 16)) * 0x85EBCA6B;
     x = (x ^ (x >> 13)) * 0xC2B2AE35;
     return (x ^ (x >> 16)) < drops;
   }
 };
 
-optional<Dropout> drawn(const optional<Tensor>& dropout) {
-  return dropout ? optional<Dropout>(*dropout) : std::nullopt;
+optional<Dropout> drawn(const optional<Tensor>& dropout, const optional<Tensor>& places) {
+  return dropout ? optional<Dropout>(std::in_place, *dropout, places) : std::nullopt;
 }
 
 struct Attention {
@@ -411,7 +414,8 @@ struct Loops {
 
   void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& grad_q, const Tensor& grad_k, const optional<Tensor>& grad_v,
-                const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
+                const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance,
+                const optional<Tensor>& grad_lse) {
     const Rows<T> grad_out_rows(grad_out), q_rows(q), k_rows(k), v_rows(v), grad_q_rows(grad_q);
     const Rows<T> grad_k_rows(grad_k), grad_v_rows(grad_v ? *grad_v : grad_k);
     const int64_t heads = attention.heads, group = heads / attention.key_heads;
@@ -431,6 +435,7 @@ struct Loops {
           ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
         attention.drop(ds.data(), s, i, h, from, seen);
         for (int64_t j = from; j < seen; ++j) mean += double{p[j]} * ds[j];
+        if (grad_lse) mean -= grad_lse->const_data_ptr<T>()[(s.q_begin + i) * heads + h];
         for (int64_t j = from; j < seen; ++j)
           ds[j] = attention.score == SOFTMAX ? T(p[j] * (ds[j] - mean)) : slopes[j] * ds[j];
         attention.drop(p.data(), s, i, h, from, seen);
@@ -525,9 +530,9 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
                const Tensor& kv_offsets, const optional<Tensor>& indices,
                const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
                int64_t window, int64_t score, const optional<Tensor>& dropout,
-               const Tensor& stats) {
+               const optional<Tensor>& places, const Tensor& stats) {
   const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout)};
+                            causal,    window,    score, drawn(dropout, places)};
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
   const auto samples = cut(samples_of(q_offsets, kv_offsets), window);
   if (indices)
@@ -552,10 +557,13 @@ struct Keys {
   }
 };
 
-// What backward takes of queries.
+// What backward takes of queries; gradients of log-sum-exps are [ΣLq, H], and zeros of rows that see
+// no score but -inf.
 struct Queries {
   const Attention& attention;
-  const Tensor &grad_out, &q, &grad_q;
+  const Tensor& grad_out;
+  const optional<Tensor>& grad_lse;
+  const Tensor &q, &grad_q;
   const optional<Tensor>& grad_by_distance;
   Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
   Tensor grad_out_rows = attention.by_query(grad_out);
@@ -571,12 +579,14 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
   const Tensor &grad_k_rows = keys.grad_k_rows, &grad_v_rows = keys.grad_v_rows;
   const optional<Tensor>&grad_v = keys.grad_v, &grad_bias = keys.grad_bias;
   const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
+  const optional<Tensor>& grad_lse = queries.grad_lse;
   const int64_t score = attention.score;
   const auto dtype = q.scalar_type();
   if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
     AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
       Loops<scalar_t>(attention, s, k, v)
-          .backward(grad_out, q, k, v, grad_q, grad_k, grad_v, grad_bias, grad_by_distance);
+          .backward(grad_out, q, k, v, grad_q, grad_k, grad_v, grad_bias, grad_by_distance,
+                    grad_lse);
     });
     return;
   }
@@ -590,6 +600,11 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
   if (score == SOFTMAX) {
     p = attention.weights(scores, s);
     ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
+    if (grad_lse) {
+      const Tensor own = grad_lse->slice(0, s.q_begin, s.q_end);
+      const Tensor by_head = own.unflatten(1, {attention.key_heads, -1}).transpose(0, 1);
+      attention.by_pair(ds, s).addcmul_(attention.by_pair(p, s), by_head.unsqueeze(3));
+    }
   } else {
     std::tie(p, ds) = attention.weights_and_slopes(scores, s);
     ds.mul_(dp);
@@ -651,19 +666,20 @@ void differentiate_blocks(const Attention& attention, const Queries& queries, co
 // [H, ΣLk] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
 // `grad_v`, keys are values: `grad_k` receives the sum. With a window there is one. With `indices`
 // there is none, and `grad_k`, in the dtype of `q`, is added to.
-Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                const Tensor& q_offsets, const Tensor& kv_offsets, const optional<Tensor>& indices,
+Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const Tensor& q,
+                const Tensor& k, const Tensor& v, const Tensor& q_offsets,
+                const Tensor& kv_offsets, const optional<Tensor>& indices,
                 const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
                 int64_t window, int64_t score, const optional<Tensor>& dropout,
-                const Tensor& grad_k, const optional<Tensor>& grad_v,
+                const optional<Tensor>& places, const Tensor& grad_k, const optional<Tensor>& grad_v,
                 const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
   const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout)};
+                            causal,    window,    score, drawn(dropout, places)};
   const Tensor grad_q = q.new_zeros(q.sizes());
   const auto samples = samples_of(q_offsets, kv_offsets);
   if (indices) {
     for_gathered(attention, samples, k, *indices, [&](const Gathered& x) {
-      const Queries queries{x.attention, grad_out, q, grad_q, grad_by_distance};
+      const Queries queries{x.attention, grad_out, grad_lse, q, grad_q, grad_by_distance};
       Keys keys{x.k, x.k, at::empty_like(x.k, q.options()), std::nullopt, x.bias};
       if (grad_bias) keys.grad_bias = at::zeros_like(*x.bias);
       const bool loops = keys.have_rows(q.scalar_type());
@@ -677,7 +693,7 @@ Tensor backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const 
     });
     return grad_q;
   }
-  const Queries queries{attention, grad_out, q, grad_q, grad_by_distance};
+  const Queries queries{attention, grad_out, grad_lse, q, grad_q, grad_by_distance};
   const Keys keys{k, v, grad_k, grad_v, bias, grad_bias};
   const bool loops = keys.have_rows(q.scalar_type());
   for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
@@ -695,11 +711,12 @@ TORCH_LIBRARY(torchrec_jagged_attn_cpu, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets,"
       " Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
-      " Tensor? dropout, Tensor(a!) stats) -> Tensor",
+      " Tensor? dropout, Tensor? places, Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
-      "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
+      "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
       " Tensor kv_offsets, Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal,"
-      " int window, int score, Tensor? dropout, Tensor(a!) grad_k, Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
+      " int window, int score, Tensor? dropout, Tensor? places, Tensor(a!) grad_k,"
+      " Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
       backward);
 }

@@ -30,11 +30,33 @@ from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = ["backward", "bias_of_keys", "compute_dtype", "forward"]
+__all__ = ["Additions", "attend", "backward", "bias_of_keys", "compute_dtype", "forward"]
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
+
+
+class Additions(NamedTuple):
+    """What target attention has, and flash attention has not.
+
+    Attributes:
+        score: one of ``SCORES``.
+        indices: ``[N]``: keys are values, and the rows of ``k`` that these name.
+        places: ``[N]``, see :class:`Biases`.
+        ends: ``[B]``, see there.
+        grad_lse: ``[M, H]``, the gradient of the log-sum-exps of queries; zero where they see
+            nothing.
+    """
+
+    score: str = "softmax"
+    indices: Tensor | None = None
+    places: Tensor | None = None
+    ends: Tensor | None = None
+    grad_lse: Tensor | None = None
+
+
+NO_ADDITIONS = Additions()
 
 
 class _Operands(NamedTuple):
@@ -52,24 +74,27 @@ class _Operands(NamedTuple):
     window: int
     score: int  # its place in SCORES
     dropout: Tensor | None
+    places: Tensor | None  # [N] int64, by which weights are dropped
 
 
-def forward(
-    args: FlashArguments, score: str = "softmax", indices: Tensor | None = None
-) -> FlashOutputs:
-    """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen.
+def forward(args: FlashArguments) -> FlashOutputs:
+    """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen."""
+    out, stats = attend(args)
+    stats[0].div_(math.log(2))  # as kernels of flash attention have it
+    return FlashOutputs(out, stats.float())
 
-    With ``indices`` ``[N]``, keys are values, and the rows of ``k`` that these name.
-    """
-    x, _ = _operands(args, score, indices)
+
+def attend(args: FlashArguments, more: Additions = NO_ADDITIONS) -> FlashOutputs:
+    """The same, but for statistics in the dtype that is computed in, and of scores in base e."""
+    x, _ = _operands(args, more)
     stats = x.q.new_zeros([2, *x.q.shape[:2]])
     largest_MH, inverse_MH = stats
     wanted = stats if args.needs_stats else stats[:0]
     compiled = extension.library()
     out = _attend(x, wanted) if compiled is None else compiled.forward(*x, wanted)
     if args.needs_stats:
-        largest_MH.masked_fill_(inverse_MH == 0, 0).div_(math.log(2))
-    return FlashOutputs(out.to(args.q.dtype), stats.float())
+        largest_MH.masked_fill_(inverse_MH == 0, 0)
+    return FlashOutputs(out.to(args.q.dtype), stats)
 
 
 def backward(
@@ -79,17 +104,16 @@ def backward(
     grad_k: Tensor,
     grad_v: Tensor | None,
     needs_bias: bool = True,
-    score: str = "softmax",
-    indices: Tensor | None = None,
+    more: Additions = NO_ADDITIONS,
 ) -> FlashGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``, ``k``
-    must be ``v``, and their sum is written into ``grad_k``. With ``indices``, as forward has them,
-    that sum is added to ``grad_k``, in the dtype that is computed in. All else is computed again
-    from the arguments. Whether the gradient of ``bias`` is asked for changes nothing here.
+    must be ``v``, and their sum is written into ``grad_k``. With ``indices``, that sum is added to
+    ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments.
+    Whether the gradient of ``bias`` is asked for changes nothing here.
     """
-    x, (position_bucket, age_bucket) = _operands(args, score, indices)
+    x, (position_bucket, age_bucket) = _operands(args, more)
     relative_bias = args.relative_bias
     grad_bias_HN = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
     grad_by_distance = bucket_of_distance = None
@@ -99,11 +123,14 @@ def backward(
         distances = rows - layout.offsets[:-1][layout.sample_ids()]
         bucket_of_distance = _recency_buckets(distances, len(relative_bias))
         grad_by_distance = x.q.new_zeros(len(distances), x.q.shape[1], dtype=torch.float64)
-    grad_out, grads = grad_out.to(x.q.dtype).contiguous(), (grad_k, grad_v, grad_bias_HN)
+    grad_out, grad_lse = grad_out.to(x.q.dtype).contiguous(), more.grad_lse
+    if grad_lse is not None:
+        grad_lse = grad_lse.to(x.q.dtype).contiguous()
+    grads = grad_k, grad_v, grad_bias_HN, grad_by_distance
     if (compiled := extension.library()) is None:
-        grad_q = _differentiate(grad_out, x, *grads, grad_by_distance)
+        grad_q = _differentiate(grad_out, grad_lse, x, *grads)
     else:
-        grad_q = compiled.backward(grad_out, *x, *grads, grad_by_distance)
+        grad_q = compiled.backward(grad_out, grad_lse, *x, *grads)
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     return FlashGradients(
         q=grad_q.mul_(args.scale).to(args.q.dtype),
@@ -117,17 +144,19 @@ def backward(
 
 
 def _operands(
-    args: FlashArguments, score: str, indices: Tensor | None
+    args: FlashArguments, more: Additions
 ) -> tuple[_Operands, tuple[Tensor | None, Tensor | None]]:
     """What is computed with, and ``[N]`` buckets of the positions and ages of keys."""
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
-    num_keys = int(kv_offsets[-1])
-    bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, args.biases)
+    num_keys, places = int(kv_offsets[-1]), more.places
+    biases = args.biases._replace(places=places, ends=more.ends)
+    bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, biases)
     by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
     return _Operands(
-        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
-        by_distance, args.causal, args.window, SCORES.index(score), args.dropout,
+        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, more.indices, bias_HN,
+        by_distance, args.causal, args.window, SCORES.index(more.score), args.dropout,
+        None if places is None else places.long().contiguous(),
     ), buckets  # fmt: skip
 
 
@@ -139,7 +168,7 @@ def _attend(x: _Operands, stats: Tensor) -> Tensor:
         scores_HLS = q_HLD @ k_HSD.mT
         hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
         p_HLS, _ = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
-        kept_HLS = _dropped(p_HLS, x.dropout, queries, keys)
+        kept_HLS = _dropped(p_HLS, x, queries, keys)
         out[queries] = (kept_HLS @ v_HSD).transpose(0, 1)
         if x.score:
             stats[1:, queries] = 1
@@ -151,6 +180,7 @@ def _attend(x: _Operands, stats: Tensor) -> Tensor:
 
 def _differentiate(
     grad_out: Tensor,
+    grad_lse: Tensor | None,
     x: _Operands,
     grad_k: Tensor,
     grad_v: Tensor | None,
@@ -167,14 +197,16 @@ def _differentiate(
         grad_out_HLD = _by_head(grad_out[queries])
         scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
         hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
-        dp_HLS = _dropped(dp_HLS, x.dropout, queries, keys)
+        dp_HLS = _dropped(dp_HLS, x, queries, keys)
         p_HLS, slopes_HLS = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
         if slopes_HLS is not None:
             ds_HLS = slopes_HLS * dp_HLS
         else:
             ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
+        if grad_lse is not None:
+            ds_HLS += p_HLS * grad_lse[queries].T.unsqueeze(2)
         grad_q[queries] = (ds_HLS @ k_HSD).transpose(0, 1)
-        kept_HLS = _dropped(p_HLS, x.dropout, queries, keys)
+        kept_HLS = _dropped(p_HLS, x, queries, keys)
         grad_k_SKD, grad_v_SKD = (
             (a_HLS.mT @ b_HLD).unflatten(0, (x.k.shape[1], -1)).sum(1).transpose(0, 1)
             for a_HLS, b_HLD in ((ds_HLS, q_HLD), (kept_HLS, grad_out_HLD))
@@ -253,14 +285,17 @@ def _weights(
     return of_score, of_score * of_opposite
 
 
-def _dropped(x_HLS: Tensor, dropout: Tensor | None, queries: slice, keys: slice) -> Tensor:
+def _dropped(x_HLS: Tensor, x: _Operands, queries: slice, keys: slice) -> Tensor:
     """``x_HLS``, weights or their gradients: zero of those that are dropped, the others larger."""
-    if dropout is None:
+    if x.dropout is None:
         return x_HLS
     heads, num_rows, num_keys = x_HLS.shape
-    r = queries.start * heads + torch.arange(num_rows * heads, device=dropout.device)
-    n = keys.start + torch.arange(num_keys, device=dropout.device)
-    factors = weight_factors(dropout, r, n).view(num_rows, heads, num_keys)
+    r = queries.start * heads + torch.arange(num_rows * heads, device=x.dropout.device)
+    if x.places is None:
+        n = keys.start + torch.arange(num_keys, device=x.dropout.device)
+    else:
+        n = x.places[keys]
+    factors = weight_factors(x.dropout, r, n).view(num_rows, heads, num_keys)
     return x_HLS * factors.to(x_HLS.dtype).transpose(0, 1)
 
 
@@ -301,7 +336,9 @@ def bias_of_keys(
 
     On any device, and without waiting for it.
     """
-    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _, _ = biases
+    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _, places, ends, _ = (
+        biases
+    )
     positions = ages = None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
@@ -309,20 +346,25 @@ def bias_of_keys(
         terms = [logs.unsqueeze(1).expand(-1, num_heads)]
     if position_bias is not None or age_bias is not None:
         samples = JaggedLayout(kv_offsets, num_keys).sample_ids()
-        newest = (kv_offsets[1:] - 1).index_select(0, samples)
         if position_bias is not None:
-            rows = torch.arange(num_keys, device=kv_offsets.device)
-            positions = _recency_buckets(newest - rows, len(position_bias))
+            newest, rows = kv_offsets[1:] - 1, places
+            if ends is not None:
+                newest = ends - 1
+            if rows is None:
+                rows = torch.arange(num_keys, device=kv_offsets.device)
+            distances = newest.index_select(0, samples) - rows
+            positions = _recency_buckets(distances, len(position_bias))
             terms.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
             if request_time is None:
-                reference = timestamps.index_select(0, newest)
+                newest = kv_offsets[1:] - 1
+                reference = timestamps.index_select(0, newest.index_select(0, samples))
             else:
                 reference = request_time.index_select(0, samples)
             ages = _age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
-        dropped = dropped_rows(row_dropout, num_keys).unsqueeze(1)
+        dropped = dropped_rows(row_dropout, num_keys, places).unsqueeze(1)
         zeros = torch.zeros(1, num_heads, dtype=dtype, device=dropped.device)
         terms.append(zeros.masked_fill(dropped, -torch.inf))
     total = sum(terms[1:], terms[0]).T.contiguous() if terms else None

@@ -8,12 +8,17 @@ from torch import Tensor
 __all__ = ["are_among", "dropped_rows", "element_draws", "weight_factors"]
 
 
-def dropped_rows(row_dropout: Tensor, num_rows: int) -> Tensor:
+def dropped_rows(row_dropout: Tensor, num_rows: int, places: Tensor | None = None) -> Tensor:
     """``[N]``: whether ``row_dropout`` (``[2]`` int64: a seed, and how many of 2^32 draws drop)
-    drops each row.
+    drops each row, which draws by its number or, if given, by its place.
     """
     seed, drops = row_dropout.unbind()
-    return _draws(seed, torch.arange(num_rows, device=seed.device)) < drops
+    return (
+        _draws(
+            seed, torch.arange(num_rows, device=seed.device) if places is None else places.long()
+        )
+        < drops
+    )
 
 
 def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ def forward(args: TargetArguments) -> TargetOutputs:
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
-    rows, indices = _rows_of(args), args.indices
-    out, stats = attention.forward(_over_rows(args, query, rows), args.score, indices)
+    rows = _rows_of(args)
+    out, stats = attention.attend(_over_rows(args, query, rows), _additions(args))
     out = out.view(query.shape)
     is_rounded = args.for_backward and out.element_size() == 2
     residual = out.new_zeros(out.shape if is_rounded else [0])
@@ -39,6 +39,7 @@ def backward(
     outputs: TargetOutputs,
     needs_bias: bool,
     needs_history: bool,
+    grad_lse: Tensor | None = None,
 ) -> TargetGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
@@ -55,7 +56,9 @@ def backward(
         grad_rows = rows.new_zeros(rows.shape, dtype=attention.compute_dtype(rows))
     grads = attention.backward(
         grad_out.flatten(0, -3), _over_rows(args, query, rows), None, grad_rows.unsqueeze(1), None,
-        score=args.score, indices=indices,
+        more=_additions(args)._replace(
+            grad_lse=None if grad_lse is None else grad_lse.flatten(0, -2)
+        ),
     )  # fmt: skip
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share
@@ -67,6 +70,10 @@ def backward(
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
     )
+
+
+def _additions(args: TargetArguments) -> attention.Additions:
+    return attention.Additions(args.score, args.indices, args.places, args.ends)
 
 
 def _rows_of(args: TargetArguments) -> Tensor:
@@ -83,6 +90,6 @@ def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArgum
         q_offsets = torch.arange(args.offsets.numel(), device="cpu") * query.shape[1]
     rows = rows.unsqueeze(1)
     return FlashArguments(
-        query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases,
-        causal=False, window=0, scale=args.scale, needs_stats=True,
+        query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases[:7],
+        relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip

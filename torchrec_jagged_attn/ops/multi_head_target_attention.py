@@ -139,6 +139,8 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
             listing = listing_of(absorbed_args, backward=False)
         q = products.absorb_queries(rows, w_q, b_q, w_k, dtype, u, listing)
         pooled, residual, stats = target_attention.forward(absorbed_args, listing)
+        if args.row_dtype == torch.float64:
+            stats = stats.float()
         pooled = pooled.view_as(u)
         if args.out_weight is None:
             out = products.own_columns(pooled, dtype)
@@ -162,6 +164,7 @@ def _fake(args: MultiHeadArguments) -> MultiHeadOutputs:
     q = target.new_empty(rows, args.num_heads, args.head_dim, dtype=args.dtype)
     query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
     _, _, stats = target_attention.fake(_over_rows(args, query))
+    stats = stats.float()
     u, pooled, residual = _empty_absorbed(args)
     out = q.new_empty(*target.shape[:-1], width)
     values = q.new_empty(0 if args.out_weight is None else rows, width)
@@ -353,8 +356,8 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
 def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> FlashArguments:
     """Attention of ``q`` ``[R, H, E / H]`` over explicit keys and values."""
     return FlashArguments(
-        q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, *args.biases,
-        causal=False, window=0, scale=args.scale, needs_stats=True,
+        q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, *args.biases[:7],
+        relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torchrec_jagged_attn.arguments import (
     Biases,
@@ -21,6 +22,7 @@ from torchrec_jagged_attn.checks import (
     check_float,
     check_indices,
     check_indices_values,
+    check_integers,
     check_num_levels,
     check_number,
     check_offsets_metadata,
@@ -42,7 +44,7 @@ from torchrec_jagged_attn.ops.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.ops.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.registration import register_op
 
-__all__ = ["jagged_target_attention"]
+__all__ = ["jagged_target_attention", "target_attention_with_lse"]
 
 
 def jagged_target_attention(
@@ -168,8 +170,8 @@ def jagged_target_attention(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
         query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, request_time, dropped, dropped_weights, scale, score,
-        num_levels or 0, torch.is_grad_enabled(),
+        position_bias, age_bias, timestamps, request_time, dropped, dropped_weights, None, None,
+        scale, score, num_levels or 0, torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -228,6 +230,22 @@ def _check_arguments(
     return per_sample
 
 
+def _check_places(args: TargetArguments) -> None:
+    """``places`` go with ``ends``, and with the request times that ages are counted from."""
+    places, ends = args.places, args.ends
+    if places is None and ends is None:
+        return
+    if places is None or ends is None:
+        given = "places" if ends is None else "ends"
+        raise ValueError(f"places and ends must be given together, got {given} alone")
+    check_integers(places, "places")
+    check_shape(places, "places", "[N]", (args.num_rows,))
+    check_shape(ends, "ends", "[B]", (args.offsets.numel() - 1,))
+    check_same(places, "places", dtype=True, ends=ends)
+    if args.timestamps is not None and args.request_time is None:
+        raise ValueError("request_time must be given with places and timestamps, got None")
+
+
 def _check_values(args: TargetArguments) -> None:
     """Check values of offsets, indices, bytes and prior weights, where reading would not wait."""
     check_offsets_values(args.offsets, args.num_rows, "offsets")
@@ -244,6 +262,7 @@ def _check_values(args: TargetArguments) -> None:
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
     """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
+    _check_places(args)
     _check_values(args)
     if listing is not None:
         return kernels.forward(args, listing)
@@ -257,7 +276,8 @@ def fake(args: TargetArguments) -> TargetOutputs:
         shape[0] = args.offsets.numel() - 1
     is_rounded = args.for_backward and query.element_size() == 2
     residual = query.new_empty(shape if is_rounded else [0])
-    stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
+    stats_dtype = torch.promote_types(query.dtype, torch.float32)
+    stats = query.new_empty([2, *shape[:-1]], dtype=stats_dtype)
     return TargetOutputs(query.new_empty(shape), residual, stats)
 
 
@@ -267,8 +287,13 @@ def backward(
     outputs: TargetOutputs,
     needs: TargetArguments,
     listing: Listing | None = None,
+    grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Gradients of :func:`forward`."""
+    """Gradients of :func:`forward`.
+
+    ``grad_lse`` is that of the log-sum-exps, in the shape and dtype of ``outputs.stats[0]``, and
+    zero where nothing is seen.
+    """
     if not args.for_backward:
         raise ValueError(
             "for_backward must be True where a gradient is taken, got False: "
@@ -279,9 +304,71 @@ def backward(
         grads = kernels.backward(grad_out, args, outputs, needs_bias, needs_history, listing)
     else:
         grads = implementation_of(args.query, cpu, kernels).backward(
-            grad_out, args, outputs, needs_bias, needs_history
+            grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
         )
     return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+
+
+def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
+    """Attend over some rows of each sample, so that the results over all of them can be merged.
+
+    With outputs and log-sum-exps of several such calls, over rows that are all of a sample's
+    together, its output is ``sum(softmax(lses)[i] * outs[i])``. Both have a gradient, which is not
+    traced or compiled.
+
+    Args:
+        args: of the op, with a score of ``"softmax"``. Each call has the ``places`` and ``ends`` of
+            its rows, if positions count or anything is dropped.
+
+    Returns:
+        ``out``, as the op gives it, and its log-sum-exps, fp32 (fp64 of fp64) in the shape of
+        ``out`` without its last axis: the logarithm of the sum of :math:`e` to the scores, biases
+        and prior weights included, before weights are dropped; ``-inf`` where no row counts.
+
+    Raises:
+        ValueError: the score is another one, or ``places`` and ``ends`` do not fit.
+    """
+    if args.score != "softmax":
+        raise ValueError(f'score must be "softmax" for log-sum-exps, got {args.score!r}')
+    return _WithLogSumExp.apply(*args)  # pyright: ignore[reportReturnType]
+
+
+NUM_TENSORS = TargetArguments._fields.index("scale")  # of the arguments, which come first
+
+
+class _WithLogSumExp(torch.autograd.Function):
+    """:func:`target_attention_with_lse`, as a node."""
+
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        args = TargetArguments(*fields)
+        with torch._C._DisableAutocast(), torch.cuda.device_of(args.query):
+            outputs = forward(args)
+        maximum, inverse = outputs.stats
+        lse = (maximum - inverse.log()).masked_fill_(inverse == 0, -torch.inf)
+        ctx.save_for_backward(*fields[:NUM_TENSORS], *outputs)
+        ctx.constants = fields[NUM_TENSORS:]
+        ctx.set_materialize_grads(False)
+        return outputs.out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        args = TargetArguments(*tensors[:NUM_TENSORS], *ctx.constants)
+        outputs, needs = TargetOutputs(*tensors[NUM_TENSORS:]), ctx.needs_input_grad
+        if grad_out is None:
+            grad_out = torch.zeros_like(outputs.out)
+        if grad_lse is not None:
+            grad_lse = grad_lse.masked_fill(outputs.stats[1] == 0, 0)
+        with torch._C._DisableAutocast(), torch.cuda.device_of(args.query):
+            grads = backward(
+                grad_out, args, outputs, TargetArguments(*needs), grad_lse=grad_lse
+            )._asdict()
+        names = zip(TargetArguments._fields, needs, strict=True)
+        return tuple(grads[name] if need else None for name, need in names)
 
 
 def flops_of(args: TargetArguments, needs: object) -> int:
@@ -309,6 +396,8 @@ _, call_target_attention = register_op(
         "request_time",
         "row_dropout",
         "dropout",
+        "places",
+        "ends",
     ),
     axes=dict.fromkeys(
         (
@@ -320,6 +409,8 @@ _, call_target_attention = register_op(
             "bias",
             "timestamps",
             "request_time",
+            "places",
+            "ends",
             "out",
             "residual",
         ),

@@ -13,7 +13,7 @@ from tests.ops.test_flash_attention import (
     with_relative_bias,
 )
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.arguments import Biases, FlashArguments
+from torchrec_jagged_attn.arguments import FlashArguments
 from torchrec_jagged_attn.kernels.flash import attention as flash_attention
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
@@ -168,7 +168,7 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
     device, _ = hopper
     inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
     args = FlashArguments(
-        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *Biases(),
+        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *[None] * 8,
         causal=False, window=0, scale=0.2, needs_stats=True,
     )  # fmt: skip
     outputs = flash_attention.forward(args)

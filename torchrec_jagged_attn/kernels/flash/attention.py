@@ -231,7 +231,7 @@ class _Call:
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
         *biases, relative_bias = args.biases
-        bias, position_bias, age_bias, _, _, row_dropout, dropout = biases
+        bias, position_bias, age_bias, _, _, row_dropout, dropout, _, _ = biases
         self.args = args
         self.num_samples = q_offsets.numel() - 1
         self.inputs = Inputs(_rows(q), _rows(k), _rows(v))

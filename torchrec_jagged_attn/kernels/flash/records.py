@@ -99,7 +99,7 @@ class Inputs(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to scores, and what is dropped; the first seven as in ``arguments.Biases``.
+    """What is added to scores, and what is dropped; the first nine as in ``arguments.Biases``.
 
     Attributes:
         by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``.
@@ -112,6 +112,8 @@ class Biases(NamedTuple):
     request_time: Any
     row_dropout: Any
     dropout: Any
+    places: Any
+    ends: Any
     by_distance: Any
 
 

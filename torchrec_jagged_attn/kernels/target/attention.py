@@ -179,6 +179,7 @@ def backward(
     needs_bias: bool = True,
     needs_history: bool = True,
     listing: Listing | None = None,
+    grad_lse: Tensor | None = None,
 ) -> TargetGradients:
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
@@ -186,6 +187,8 @@ def backward(
     packed in digits, it is ``None``.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
+    if grad_lse is not None:
+        raise NotImplementedError("grad_lse of kernels")
     launch = _Launch(args, listing, backward=True)
     plan, num_programs = launch.plan, launch.num_slots + launch.num_samples
     call = plan.call
@@ -342,6 +345,8 @@ class _Launch:
     """
 
     def __init__(self, args: TargetArguments, listing: Listing | None, backward: bool) -> None:
+        if args.places is not None:
+            raise NotImplementedError("places of kernels")
         query, offsets, query_offsets = args.query, args.offsets, args.query_offsets
         history = _unit_stride(args.history)
         call = _call_of(args, history, backward, slots_given=listing is not None)
