@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         select_events,
     )
     from torchrec_jagged_attn.modules import (
+        HistoryEmbeddingCollectionSharder,
         HistoryEncoderLayer,
         JaggedFeatureInteraction,
         JaggedSelfAttention,
@@ -60,6 +61,7 @@ __all__ = [
     "EventBoosting",
     "EventSelection",
     "Events",
+    "HistoryEmbeddingCollectionSharder",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",

@@ -16,6 +16,7 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 from torchrec_jagged_attn.layout import check_order
+from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 
 __all__ = [
     "check_bags",
@@ -95,7 +96,12 @@ def one_sample_without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def without_samples(sequences: list[dict[str, JaggedTensor]]) -> list[dict[str, JaggedTensor]]:
     """What lookups of :func:`one_sample_without_ids` give, of no sample."""
     return [
-        {key: JaggedTensor(x.values(), lengths=x.lengths()[:0]) for key, x in of_one.items()}
+        {
+            key: x.without_samples()
+            if isinstance(x, RemoteHistory)
+            else JaggedTensor(x.values(), lengths=x.lengths()[:0])
+            for key, x in of_one.items()
+        }
         for of_one in sequences
     ]
 

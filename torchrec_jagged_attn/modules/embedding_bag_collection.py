@@ -32,6 +32,7 @@ from torchrec_jagged_attn.modules.config import (
     keys_without_tables,
     looked_up,
 )
+from torchrec_jagged_attn.modules.history_sharding import set_histories
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
@@ -230,6 +231,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             tables, list(by_width.values()), bag_tables, attentions, is_weighted, keys, device
         )
         self._by_index = self.pooling.histories_by_index()
+        for lookup, histories in zip(
+            self.embedding_collections.values(), self.pooling.histories(), strict=True
+        ):
+            set_histories(lookup, histories)
 
     @classmethod
     def from_embedding_bag_collection(

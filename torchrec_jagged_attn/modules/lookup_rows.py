@@ -12,13 +12,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 from torchrec.distributed.embedding import EmbeddingCollectionAwaitable
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["take_rows"]
 
 
 def take_rows(
-    sequences: dict[str, JaggedTensor] | EmbeddingCollectionAwaitable, by_index: Collection[str]
+    sequences: dict[str, JaggedTensor] | LazyAwaitable, by_index: Collection[str]
 ) -> tuple[dict[str, JaggedTensor], dict[str, Tensor]]:
     """What an EmbeddingCollection returned, where rows of the keys ``by_index`` are not copied.
 
@@ -34,9 +35,9 @@ def take_rows(
     Raises:
         NotImplementedError: somebody has waited for copies that have no gradient.
     """
-    if not isinstance(sequences, EmbeddingCollectionAwaitable):
+    if not isinstance(sequences, LazyAwaitable):
         return sequences, {}
-    if not _would_copy(sequences):
+    if not isinstance(sequences, EmbeddingCollectionAwaitable) or not _would_copy(sequences):
         return dict(sequences.items()), {}  # each access to a key asks anew whether to wait
     taken: dict[str, JaggedTensor] = {}
     indices: dict[str, Tensor] = {}

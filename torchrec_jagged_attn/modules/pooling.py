@@ -19,6 +19,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
     of_each_sample,
 )
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature, looked_up
+from torchrec_jagged_attn.modules.history_sharding import HistoryFeatures
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
@@ -305,6 +306,21 @@ class TargetAttentionPooling(nn.Module):
         if keep_dtype:
             values = values.to(candidates.values().dtype)
         return KeyedTensor(keys=self._keys, length_per_key=self._widths, values=values)
+
+    def histories(self) -> list[dict[str, HistoryFeatures]]:
+        """The histories of each lookup, by what it calls their rows."""
+        histories: list[dict[str, HistoryFeatures]] = [{} for _ in range(self._num_lookups)]
+        for attention in self._attentions:
+            stays = attention.takes_indices and len(attention.histories) == 1
+            for source in attention.histories:
+                histories[source.lookup][source.name] = HistoryFeatures(
+                    source.feature,
+                    stays,
+                    attention.timestamps,
+                    attention.request_time,
+                    self._is_weighted,
+                )
+        return histories
 
     def histories_by_index(self) -> list[dict[str, str]]:
         """The histories that may be read by index: of each lookup their keys of the output, by what

@@ -30,6 +30,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.checks import check_module
 from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.modules.history_sharding import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.modules.lookup_bags import shorten_bags
 from torchrec_jagged_attn.paths import levels_to_caller
 
@@ -105,7 +106,8 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
         for lookup in lookups:
             if lookup not in _prepared:
                 _give_ranks_one_dtype(lookup)
-                _take_batches_without_samples(lookup)
+                if not isinstance(lookup, ShardedHistoryEmbeddingCollection):
+                    _take_batches_without_samples(lookup)
                 shorten_bags(lookup)
                 _prepared.add(lookup)
         return True

@@ -22,6 +22,7 @@ from torchrec_jagged_attn.checks import (
     check_width,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     Learned,
@@ -520,6 +521,8 @@ def _attend(
                 f"parameters must be what is computed with on {rows.device} where there are "
                 f"history_codes, got {dtype}"
             )
+        if isinstance(history, RemoteHistory):
+            return attend_at_owners(query, query_offsets, history, learned, options, dtype)
     if num_levels > 0:
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
