@@ -94,8 +94,10 @@ class HistoryFeatures(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Numbers that are sent of each row: id, position, and age and weight if there are any."""
-        return 2 + self.has_ages + self.has_weights
+        """Numbers that are sent of each row: its id and, where it stays, its position, and age and
+        weight if there are any.
+        """
+        return 1 + self.stays + self.has_ages + self.has_weights
 
 
 def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) -> None:
@@ -142,30 +144,28 @@ class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         sample = torch.arange(num_samples, device=device).repeat_interleave(
             lengths, output_size=num_rows
         )
-        ends = offsets[1:].long()
-        columns = [ids, ends[sample] - 1 - torch.arange(num_rows, device=device)]
-        if self.history.has_ages:
-            columns.append(_ages(features, self.history, history, sample, ends))
-        if self.history.has_weights:
-            columns.append(history.weights().detach().double().view(torch.int64))
-        counts = lengths
-        order = None
+        columns = [ids]
+        if self.history.stays:
+            ends = offsets[1:].long()
+            columns.append(ends[sample] - 1 - torch.arange(num_rows, device=device))
+            if self.history.has_ages:
+                columns.append(_ages(features, self.history, history, sample, ends))
+            if self.history.has_weights:
+                columns.append(history.weights().detach().double().view(torch.int64))
+        values, counts = torch.stack(columns, dim=1), lengths
         if not self._is_whole:
             owner = (ids // self._rows_per_rank).clamp_(0, self._num_ranks - 1)
-            columns[0] = ids - owner * self._rows_per_rank
-            order = owner.to(torch.int16).sort(stable=True).indices
-            cell = (owner * num_samples + sample)[order]
+            values[:, 0] -= owner * self._rows_per_rank
+            cell, order = (owner * num_samples + sample).int().sort(stable=True)
+            values = values[order]
             cells = torch.arange(self._num_ranks * num_samples + 1, device=device)
-            counts = torch.searchsorted(cell, cells).diff()
+            counts = torch.searchsorted(cell, cells.int()).diff()
             if not self.history.stays:
                 self.unbucketize_permute_tensor = order.argsort()
-        values = torch.stack(columns, dim=1)
-        if order is not None:
-            values = values[order]
         sent = KeyedJaggedTensor(
             [self.history.feature] * (1 if self._is_whole else self._num_ranks),
             values.flatten(),
-            lengths=(counts * len(columns)).to(lengths.dtype),
+            lengths=(counts * self.history.num_columns).to(lengths.dtype),
             stride=num_samples,
         )
         return self._dist(sent)
